@@ -1,0 +1,217 @@
+"""What can be reported: one class per thing that happens, one JSON line per event.
+
+Every figure in an event is a function of the Run and its seed. What depends on the machine (wall-clock time, where the run was
+resumed) is written elsewhere, so that two runs with the same seed have the same log to the last digit.
+Virtual times and counts start at the end of the warm start.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened. Subclasses are final."""
+
+    recorded: ClassVar[bool] = True
+    """Whether the event belongs in the run's log; progress does not."""
+
+    def to_json(self) -> str:
+        """One line. Floats are written so that they read back as the same float; NaN and infinity as strings."""
+        return json.dumps({"event": type(self).__name__, **_plain(asdict(self))}, allow_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    recipe: str
+    algorithm: str
+    islands: int
+    params: int
+    """Trainable parameters of the model."""
+    steps: int
+    """Inner steps each island will take after the warm start."""
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartFinished(Event):
+    steps: int
+    tokens: int
+    loss: float
+    """Mean training loss over the last tenth of the warm start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed(Event):
+    """An island computed from `start_s` to `end_s`: `steps` optimizer steps, or the gradients of `batches`."""
+
+    island: int
+    round: int
+    start_s: float
+    end_s: float
+    steps: int
+    batches: int
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged(Event):
+    """Islands met. Lists run over the islands in `islands`."""
+
+    round: int
+    what: str
+    """mean, reduce_scatter or all_gather."""
+    islands: list[int]
+    heard: list[bool]
+    arrived_s: list[float]
+    start_s: float
+    end_s: float
+    sent_bytes: list[int]
+    control_bytes: list[int]
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(Event):
+    """How far the islands' contributions to a mean agreed."""
+
+    round: int
+    norms: list[float]
+    mean_norm: float
+    """Norm of the mean, which is what the outer rule is given."""
+    cosine_mean: float | None
+    """Mean of the pairwise cosines; none with fewer than two islands."""
+    cosine_std: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaughtUp(Event):
+    """An island that had missed exchanges was given the shared fields by one that had not."""
+
+    island: int
+    donor: int
+    round: int
+    start_s: float
+    end_s: float
+    sent_bytes: int
+    """By the donor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandJoined(Event):
+    island: int
+    round: int
+    virtual_time_s: float
+    """When it can begin: after it received the shared fields."""
+    donor: int | None
+    sent_bytes: int
+    """By the donor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandLeft(Event):
+    island: int
+    round: int
+    virtual_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFinished(Event):
+    """All islands of the round are through. Totals are since the end of the warm start."""
+
+    round: int
+    islands: int
+    steps: int
+    """Position on the schedule: inner steps each island present from the start has taken."""
+    virtual_time_s: float
+    tokens: int
+    local_updates: int
+    loss: float
+    """Mean training loss of the round."""
+    sent_bytes_per_island: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """The global weights on held-out data."""
+
+    round: int
+    steps: int
+    virtual_time_s: float
+    tokens: int
+    local_updates: int
+    sent_bytes_per_island: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event):
+    round: int
+    name: str
+    """Of the checkpoint in the run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinished(Event):
+    rounds: int
+    outer_steps: int
+    """Exchanges that changed the global weights."""
+    steps: int
+    tokens: int
+    warm_start_tokens: int
+    local_updates: int
+    virtual_time_s: float | None
+    utilisation: float | None
+    """Mean over islands of computing time over time present."""
+    sent_bytes_per_island: float
+    """Payload, mean over islands."""
+    control_bytes_per_island: float
+    val_loss: float
+    digest: str
+    """Of the global weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress(Event):
+    """For whoever watches; never logged."""
+
+    recorded: ClassVar[bool] = False
+    phase: str
+    done: int
+    total: int
+    note: str = ""
+
+
+def from_json(line: str) -> Event:
+    """The event that `to_json` wrote."""
+    record = json.loads(line)
+    kind = _KINDS[record.pop("event")]
+    return kind(**{f.name: _float(record[f.name]) for f in fields(kind)})
+
+
+_KINDS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _float(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_float(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _float(item) for key, item in value.items()}
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,206 @@
+"""The seams of atoll, on one page.
+
+A **rule** turns weights and a gradient into new weights: pure mathematics over Trees.
+An **algorithm** says what one island does in one round. It is handed a **replica** (this island's model, which can train) and
+**peers** (the other islands, with whom it can agree), and it `await`s wherever time passes or bytes move, and nowhere else.
+An **engine** supplies replica and peers, and owns the clock. A **workload** is what is trained; a **sink** takes what is reported.
+
+Implementations are final. `atoll.testing` ships the checks that each of them must pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from atoll.events import Event
+from atoll.tree import Tree
+
+S = TypeVar("S")
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+class Rule(Protocol):
+    """An update rule: what `torch.optim` does, as a value. `update` is pure and returns the next weights and state.
+
+    A rule that reads its own learning rate from a schedule counts its updates in its state.
+    """
+
+    def init(self, params: Tree) -> Any: ...
+
+    def update(self, params: Tree, gradient: Tree, state: Any, /) -> tuple[Tree, Any]: ...
+
+
+# ----------------------------------------------------------------------------------------------------------- algorithms
+
+
+class Owner(Enum):
+    """Whose a field of an algorithm's State is. It decides how the field is checked, saved and handed to a newcomer."""
+
+    SHARED = "shared"  # the same bits on every island: digested, saved once, sent to a joiner
+    SHARDED = "sharded"  # a slice by rank: re-cut when the number of islands changes
+    OWN = "own"  # this island's alone: saved per island, at its default for a joiner
+
+
+def shared() -> Any:
+    """Declares a State field that has the same bits on every island."""
+    return field(metadata={"owner": Owner.SHARED})
+
+
+def sharded() -> Any:
+    """Declares a State field that holds this rank's slice of something."""
+    return field(metadata={"owner": Owner.SHARDED})
+
+
+def own(default: Any = None) -> Any:
+    """Declares a State field that belongs to this island alone; a joiner starts with `default`."""
+    return field(default=default, metadata={"owner": Owner.OWN})
+
+
+def fields_owned(state: Any, owner: Owner) -> dict[str, Any]:
+    """The fields of a State that were declared with this owner, by name."""
+    assert is_dataclass(state), f"a State is a frozen dataclass, not {type(state).__name__}"
+    undeclared = [f.name for f in fields(state) if "owner" not in f.metadata]
+    assert not undeclared, f"{type(state).__name__}.{undeclared} must be declared shared(), sharded() or own()"
+    return {f.name: getattr(state, f.name) for f in fields(state) if f.metadata["owner"] is owner}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A piece of work for a replica, which keeps no data position of its own.
+
+    Attributes:
+        shard: which shard of the data to read.
+        start: position in the shard, in batches.
+        schedule: position on the learning-rate schedule, in inner steps.
+        examples: how many examples the shard holds in all; the weight of a delta where islands differ in data.
+    """
+
+    shard: int
+    start: int
+    schedule: int
+    examples: int
+
+
+class Gradient(NamedTuple):
+    """Gradients of one or more batches, summed; divide by `batches` for the mean."""
+
+    sum: Tree
+    batches: int
+
+
+class Replica(Protocol):
+    """This island's copy of the model, with its inner optimizer. Ordinary, fast PyTorch lives behind this door."""
+
+    def load(self, params: Tree) -> None:
+        """Take these weights. The inner optimizer's state stays as it is."""
+
+    def params(self) -> Tree:
+        """A copy of the present weights."""
+
+    async def train(self, steps: int, work: Work) -> None:
+        """Take that many optimizer steps on consecutive batches of `work`."""
+
+    async def gradient(self, at: Tree, work: Work, onto: Gradient | None = None) -> Gradient:
+        """The gradient of one batch at these weights, added onto another. The weights are loaded; no optimizer is involved."""
+
+
+class Mean(NamedTuple):
+    """What an exchange brought.
+
+    Attributes:
+        value: the weighted mean of what arrived. Every island that was heard has the same bits.
+        weight: the sum of the weights that arrived; 0 means that nothing did, and `value` is zero.
+        heard: whether this island took part. If not, the others went on without it and it must not use `value`.
+    """
+
+    value: Tree
+    weight: float
+    heard: bool
+
+
+class Peers(Protocol):
+    """The islands of this round, as equals. Calls match across islands in program order, and sums are in rank order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def work(self, steps: int, batches: int | None = None) -> Work:
+        """The next piece of work for this island: `steps` positions of the schedule and `batches` (else `steps`) of the data."""
+
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
+        """The weighted mean of everybody's tree. `compare` has the engine report norms and cosines of the contributions."""
+
+    async def reduce_scatter(self, tree: Tree) -> Tree:
+        """This rank's shard of the sum of everybody's tree."""
+
+    async def all_gather(self, shard: Tree) -> Tree:
+        """The whole tree of which everybody holds a shard."""
+
+    async def catch_up(self, state: S) -> S:
+        """Bring the shared fields up to date, if this island missed an exchange and can be reached now; else `state` itself."""
+
+
+class Algorithm(Protocol[S]):
+    """What one island does. All that it remembers between rounds is in its State, a frozen dataclass whose fields are
+    declared `shared()`, `sharded()` or `own()` and which has a shared field `params`, the global weights."""
+
+    @property
+    def steps_per_round(self) -> int:
+        """Inner steps that each island takes in one round."""
+
+    def init(self, params: Tree, peers: Peers) -> S:
+        """The State before the first round. Sends nothing."""
+
+    async def round(self, state: S, replica: Replica, peers: Peers) -> S:
+        """One round. `state` is not changed."""
+
+
+# ------------------------------------------------------------------------------------------------- what is trained, and how
+
+
+class Batches(Protocol):
+    """A source of batches by position. It has no cursor: the same shard and position give the same batch to anybody."""
+
+    @property
+    def num_shards(self) -> int: ...
+
+    def examples(self, shard: int) -> int:
+        """How many examples the shard holds."""
+
+    def batch(self, shard: int, position: int) -> Any:
+        """The batch at this position; shards have no end (they start again, in another order)."""
+
+    def tokens(self, batch: Any) -> int:
+        """How many tokens (or whatever is counted) a batch has."""
+
+
+class Workload(Protocol):
+    """What is trained: how to make a module, what it reads, what its loss is, and how it is judged."""
+
+    @property
+    def batches(self) -> Batches: ...
+
+    def module(self) -> torch.nn.Module:
+        """A module with its initial weights: the same at every call."""
+
+    def loss(self, module: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """The mean loss over a batch, as a scalar."""
+
+    def evaluate(self, module: torch.nn.Module) -> Mapping[str, float]:
+        """Measures on held-out data; has at least `loss`."""
+
+
+class Sink(Protocol):
+    """Takes events. Engines report, algorithms are silent, nobody prints."""
+
+    def emit(self, event: Event) -> None: ...

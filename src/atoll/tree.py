@@ -1,0 +1,380 @@
+"""Tree: named tensors over one contiguous buffer, with arithmetic.
+
+Weights, gradients and momenta are all Trees, so that a rule reads like its equation and runs in one pass over memory:
+
+>>> import torch
+>>> weights = Tree.of({"w": torch.ones(2, 2), "b": torch.zeros(2)})
+>>> gradient = Tree.of({"w": torch.full((2, 2), 0.5), "b": torch.ones(2)})
+>>> (weights - 0.1 * gradient)["w"][0]
+tensor([0.9500, 0.9500])
+
+A Tree is immutable: every operation gives a new one. Where its last reader is known, `give()` hands the buffer on:
+
+>>> doubled = weights.give() * 2        # computed in the buffer of `weights` ...
+>>> weights["w"]                         # ... which therefore can no longer be read
+Traceback (most recent call last):
+atoll.errors.TreeGivenAway: this Tree was given away ...
+
+A Tree may hold a part of larger tensors. Its layout then knows for each piece the whole tensor's name and shape and where in it
+the piece begins, so that shards can be saved, joined and cut again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.errors import TreeGivenAway
+
+Scalar = float | int
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor, or `count` consecutive elements of it from `start` on.
+
+    `dtype` is the tensor's own. The buffer is as wide as the widest piece, which loses nothing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    count: int
+
+    @property
+    def whole(self) -> bool:
+        return self.count == math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which pieces lie where in a buffer: one after the other, in this order."""
+
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> Layout:
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point():
+                raise TypeError(f"{name} is {tensor.dtype}: a Tree holds floating-point tensors only. Leave it out.")
+        return Layout(tuple(Piece(n, tuple(t.shape), t.dtype, 0, t.numel()) for n, t in tensors.items()))
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(piece.count for piece in self.pieces)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return reduce(torch.promote_types, (piece.dtype for piece in self.pieces)) if self.pieces else torch.float32
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where each piece begins in the buffer."""
+        offsets, at = {}, 0
+        for piece in self.pieces:
+            offsets[piece.name] = at
+            at += piece.count
+        return offsets
+
+    @cached_property
+    def index(self) -> dict[str, Piece]:
+        return {piece.name: piece for piece in self.pieces}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.pieces)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self._hash == other._hash and self.pieces == other.pieces)
+
+    def slice(self, start: int, stop: int) -> Layout:
+        """The layout of `buffer[start:stop]`."""
+        return _slice(self, start, stop)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Each piece as a view of the buffer: in its shape if it is whole, else flat."""
+        return {p.name: _view(p, flat[at : at + p.count]) for p, at in zip(self.pieces, self.offsets.values(), strict=True)}
+
+
+@lru_cache(maxsize=4096)
+def _slice(layout: Layout, start: int, stop: int) -> Layout:
+    pieces = []
+    for piece, at in zip(layout.pieces, layout.offsets.values(), strict=True):
+        first, last = max(start, at), min(stop, at + piece.count)
+        if first < last:
+            pieces.append(Piece(piece.name, piece.shape, piece.dtype, piece.start + first - at, last - first))
+    return Layout(tuple(pieces))
+
+
+def _view(piece: Piece, flat: Tensor) -> Tensor:
+    return flat.view(piece.shape) if piece.whole else flat
+
+
+def shard_range(numel: int, rank: int, size: int) -> tuple[int, int]:
+    """Where rank's shard begins and ends. Shards differ by at most one element, and nothing is padded.
+
+    >>> [shard_range(10, rank, 4) for rank in range(4)]
+    [(0, 2), (2, 5), (5, 7), (7, 10)]
+    """
+    return numel * rank // size, numel * (rank + 1) // size
+
+
+class Tree(Mapping[str, Tensor]):
+    """Named tensors over one contiguous buffer. See the top of this file."""
+
+    __slots__ = ("_flat", "_layout", "_spare")
+
+    def __init__(self, layout: Layout, flat: Tensor, *, _spare: bool = False) -> None:
+        assert flat.shape == (layout.numel,), (flat.shape, layout.numel)
+        assert flat.is_contiguous()
+        self._layout = layout
+        self._flat: Tensor | None = flat
+        self._spare = _spare
+
+    # ------------------------------------------------------------------------------------------------ making and reading
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor] | torch.nn.Module) -> Tree:
+        """A copy of these tensors, or of a module's trainable parameters."""
+        if isinstance(tensors, torch.nn.Module):
+            tensors = {name: p.detach() for name, p in tensors.named_parameters() if p.requires_grad}
+        layout = Layout.of(tensors)
+        device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+        flat = empty(layout.numel, layout.dtype, device)
+        for name, view in layout.views(flat).items():
+            view.copy_(tensors[name])
+        return Tree(layout, flat)
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def flat(self) -> Tensor:
+        """The buffer. Read it; to change a Tree, make another."""
+        if self._flat is None:
+            raise TreeGivenAway("this Tree was given away and its buffer reused. Read it before give(), or do not give it.")
+        return self._flat
+
+    @property
+    def given(self) -> bool:
+        """Whether the buffer has been handed on, so that reading raises."""
+        return self._flat is None
+
+    @property
+    def spare(self) -> bool:
+        """Whether this is the result of `give()`: whoever reads it may compute in its buffer."""
+        return self._spare and self._flat is not None
+
+    @property
+    def numel(self) -> int:
+        return self._layout.numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.flat.element_size()
+
+    def __getitem__(self, name: str) -> Tensor:
+        flat, piece = self.flat, self._layout.index[name]
+        at = self._layout.offsets[name]
+        return _view(piece, flat[at : at + piece.count])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout.index)
+
+    def __len__(self) -> int:
+        return len(self._layout.pieces)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._layout.index
+
+    def __repr__(self) -> str:
+        if self.given:
+            return "Tree(given away)"
+        return f"Tree({len(self)} tensors, {self.numel} x {str(self.flat.dtype).removeprefix('torch.')}, {self.flat.device})"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies in the tensors' own dtypes, sharing no memory with this Tree."""
+        views = self._layout.views(self.flat)
+        return {p.name: views[p.name].to(p.dtype, copy=True) for p in self._layout.pieces}
+
+    def equal(self, other: Tree) -> bool:
+        """Whether both have the same layout and the same values (NaN differs from itself)."""
+        return self._layout == other._layout and (self.flat is other.flat or torch.equal(self.flat, other.flat))
+
+    # ----------------------------------------------------------------------------------------------- handing buffers on
+
+    def give(self) -> Tree:
+        """Hand the buffer on: the operation that reads the result computes in it, and this Tree can no longer be read."""
+        flat, self._flat = self.flat, None
+        return Tree(self._layout, flat, _spare=True)
+
+    def release(self) -> None:
+        """Put the buffer back into circulation. For whoever knows that nobody will read this Tree or a view of it again."""
+        flat, self._flat = self.flat, None
+        _recycle(flat)
+
+    def _take(self) -> Tensor | None:
+        """The buffer, if it was given to be reused."""
+        if not self._spare:
+            return None
+        flat, self._flat = self._flat, None
+        return flat
+
+    # --------------------------------------------------------------------------------------------------------- arithmetic
+
+    def _combine(self, operation: Callable[..., Tensor], *others: Tree | Scalar, **options: Any) -> Tree:
+        mine = self.flat
+        operands = [self._operand(other) for other in others]
+        out = self._take()
+        for other in others:
+            if out is None and isinstance(other, Tree):
+                out = other._take()
+        if out is None:
+            out = empty(mine.numel(), mine.dtype, mine.device)
+        return Tree(self._layout, operation(mine, *operands, **options, out=out))
+
+    def _operand(self, other: Tree | Scalar) -> Tensor | Scalar:
+        if not isinstance(other, Tree):
+            return other
+        if other._layout != self._layout:
+            raise ValueError(f"these Trees have different layouts: {_difference(self._layout, other._layout)}")
+        return other.flat
+
+    def __add__(self, other: Tree | Scalar) -> Tree:
+        return self._combine(torch.add, other)
+
+    def __sub__(self, other: Tree | Scalar) -> Tree:
+        return self._combine(torch.sub, other)
+
+    def __mul__(self, other: Tree | Scalar) -> Tree:
+        return self._combine(torch.mul, other)
+
+    def __truediv__(self, other: Tree | Scalar) -> Tree:
+        return self._combine(torch.div, other)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Tree:
+        return self._combine(torch.neg)
+
+    def add(self, other: Tree, alpha: Scalar) -> Tree:
+        """`self + alpha * other`, rounded once, as torch's own optimizers round."""
+        return self._combine(torch.add, other, alpha=alpha)
+
+    def lerp(self, other: Tree, weight: float) -> Tree:
+        """`self + weight * (other - self)`."""
+        return self._combine(torch.lerp, other, weight)
+
+    def addcmul(self, one: Tree, two: Tree, value: float) -> Tree:
+        """`self + value * one * two`."""
+        return self._combine(torch.addcmul, one, two, value=value)
+
+    def addcdiv(self, one: Tree, two: Tree, value: float) -> Tree:
+        """`self + value * one / two`."""
+        return self._combine(torch.addcdiv, one, two, value=value)
+
+    def sqrt(self) -> Tree:
+        return self._combine(torch.sqrt)
+
+    def zeros(self) -> Tree:
+        """A Tree of the same layout, all zero."""
+        flat = self.flat
+        return Tree(self._layout, empty(flat.numel(), flat.dtype, flat.device).zero_())
+
+    def copy(self) -> Tree:
+        flat = self.flat
+        return Tree(self._layout, empty(flat.numel(), flat.dtype, flat.device).copy_(flat))
+
+    def to(self, device: torch.device | str) -> Tree:
+        """On that device; itself if it is there already."""
+        return self if self.flat.device == torch.device(device) else Tree(self._layout, self.flat.to(device))
+
+    # ------------------------------------------------------------------------------------------------------------ figures
+
+    def dot(self, other: Tree) -> float:
+        """The inner product, summed in double precision."""
+        self._operand(other)
+        total = 0.0
+        for start in range(0, self.numel, _CHUNK):  # the doubles of one chunk stay in cache
+            one, two = self.flat[start : start + _CHUNK].double(), other.flat[start : start + _CHUNK].double()
+            total += float(torch.dot(one, two))
+        return total
+
+    def norm(self) -> float:
+        """The Euclidean norm, summed in double precision."""
+        return math.sqrt(self.dot(self))
+
+    def is_finite(self) -> bool:
+        # A sum is one pass and no temporary; it is finite unless a value is not (or the sum itself overflows: then look closer).
+        return bool(torch.isfinite(self.flat.sum())) or bool(torch.isfinite(self.flat).all())
+
+    def digest(self) -> str:
+        """A hash of names, shapes and bits: equal digests mean equal Trees, on any machine of the same byte order."""
+        state = hashlib.blake2b(digest_size=16)
+        for piece in self._layout.pieces:
+            state.update(f"{piece.name}{piece.shape}{piece.start}:{piece.count};".encode())
+        state.update(self.flat.detach().cpu().view(torch.uint8).numpy().data)
+        return state.hexdigest()
+
+    # -------------------------------------------------------------------------------------------------------------- shards
+
+    def slice(self, start: int, stop: int) -> Tree:
+        """A window on the buffer, as a Tree that shares its memory."""
+        return Tree(self._layout.slice(start, stop), self.flat[start:stop])
+
+    def shard(self, rank: int, size: int) -> Tree:
+        """This rank's shard, sharing memory with the whole."""
+        return self.slice(*shard_range(self.numel, rank, size))
+
+    @staticmethod
+    def join(shards: Sequence[Tree]) -> Tree:
+        """The whole of which these are the shards, in rank order."""
+        pieces: list[Piece] = []
+        for piece in (piece for shard in shards for piece in shard.layout.pieces):
+            last = pieces[-1] if pieces else None
+            if last is not None and last.name == piece.name and last.start + last.count == piece.start:
+                pieces[-1] = Piece(piece.name, piece.shape, piece.dtype, last.start, last.count + piece.count)
+            else:
+                pieces.append(piece)
+        return Tree(Layout(tuple(pieces)), torch.cat([shard.flat for shard in shards]))
+
+
+def _difference(one: Layout, two: Layout) -> str:
+    if one.index.keys() != two.index.keys():
+        only = sorted(one.index.keys() ^ two.index.keys())
+        return f"{only[:3]}{' and more' if len(only) > 3 else ''} are in one of them only"
+    unequal = [name for name in one.index if one.index[name] != two.index[name]]
+    return f"{unequal[0]} is {one.index[unequal[0]]} and {two.index[unequal[0]]}" if unequal else "their order differs"
+
+
+# ------------------------------------------------------------------------------------------------------- recycled buffers
+# A fresh buffer of some megabytes costs more to fault in than to fill. Buffers that were released are used again.
+
+_SPARE: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+_SPARE_AT_MOST = 8  # of one size
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised buffer: a released one if there is one of this size."""
+    spare = _SPARE.get((numel, dtype, device))
+    return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
+
+
+def _recycle(flat: Tensor) -> None:
+    spare = _SPARE.setdefault((flat.numel(), flat.dtype, flat.device), [])
+    if len(spare) < _SPARE_AT_MOST:
+        spare.append(flat)
