@@ -1,0 +1,144 @@
+"""Adam and AdamW.
+
+    m <- b1 * m + (1 - b1) * g
+    v <- b2 * v + (1 - b2) * g**2
+    w <- w - lr * m / (1 - b1**t) / (sqrt(v / (1 - b2**t)) + eps)          AdamW first: w <- w * (1 - lr * weight_decay)
+
+    here   betas = (b1, b2)    state.mean = m    state.square = v    state.step = t - 1
+
+Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101. Both have the bits of torch's plain form.
+Which weights decay is a matter of ranges in the buffer. A piece knows its whole tensor's shape, so a chunk or a shard decays as
+the whole would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from atoll.chunks import elementwise
+from atoll.errors import ConfigError
+from atoll.optim.checks import at_least_zero, below_one
+from atoll.optim.schedules import Schedule, at, check_lr
+from atoll.tree import Layout, Tree
+
+
+class AdamState(NamedTuple):
+    """Attributes:
+    step: updates so far; the position on the schedule.
+    mean: the fading mean of the gradients.
+    square: the fading mean of their squares.
+    """
+
+    step: int
+    mean: Tree
+    square: Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Adam, without weight decay. As an outer rule the papers give it a large eps (0.1), since deltas are rare."""
+
+    lr: float | Schedule
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _check(self.lr, self.betas, self.eps)
+
+    def init(self, params: Tree) -> AdamState:
+        return AdamState(step=0, mean=params.zeros(), square=params.zeros())
+
+    @elementwise
+    def update(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
+        return _adam(params, gradient, state, at(self.lr, state.step), self.betas, self.eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """Adam with decoupled weight decay. The defaults are DiLoCo's inner optimizer.
+
+    Attributes:
+        decay: which weights decay: tensors with two or more dimensions (so neither biases nor the gains of norms), or all.
+    """
+
+    lr: float | Schedule = 4e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay: Literal["matrices", "all"] = "matrices"
+
+    def __post_init__(self) -> None:
+        _check(self.lr, self.betas, self.eps)
+        at_least_zero("weight_decay", self.weight_decay)
+        if self.decay not in ("matrices", "all"):
+            raise ConfigError(f'decay={self.decay!r} is neither "matrices" nor "all". To let nothing decay, set weight_decay=0.')
+
+    def init(self, params: Tree) -> AdamState:
+        return AdamState(step=0, mean=params.zeros(), square=params.zeros())
+
+    @elementwise
+    def update(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
+        lr = at(self.lr, state.step)
+        shrunk = self._shrink(params, 1 - lr * self.weight_decay)
+        return _adam(shrunk, gradient, state, lr, self.betas, self.eps)
+
+    def ranges(self, layout: Layout) -> tuple[tuple[int, int], ...]:
+        """Where in the buffer weights decay, as (start, stop)."""
+        if not self.weight_decay:
+            return ()
+        return matrices(layout) if self.decay == "matrices" else ((0, layout.numel),)
+
+    def _shrink(self, params: Tree, factor: float) -> Tree:
+        """`params * factor` where weights decay, and `params` elsewhere. What comes back is read once."""
+        ranges = self.ranges(params.layout)
+        if not ranges:
+            return params
+        if ranges == ((0, params.numel),):
+            return (params * factor).give()
+        shrunk = params.copy()
+        for start, stop in ranges:
+            shrunk.flat[start:stop].mul_(factor)
+        return shrunk.give()
+
+
+@lru_cache(maxsize=4096)
+def matrices(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """The ranges of the buffer that belong to tensors with two or more dimensions; neighbours are one range.
+
+    >>> import torch
+    >>> layout = Layout.of({"w": torch.ones(2, 3), "u": torch.ones(4, 1), "b": torch.ones(5), "v": torch.ones(1, 1)})
+    >>> matrices(layout)
+    ((0, 10), (15, 16))
+    >>> matrices(layout.slice(9, 16))
+    ((0, 1), (6, 7))
+    """
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    for piece in layout.pieces:
+        if len(piece.shape) >= 2 and piece.count:
+            first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+            ranges.append((first, start + piece.count))
+        start += piece.count
+    return tuple(ranges)
+
+
+def _adam(
+    params: Tree, gradient: Tree, state: AdamState, lr: float, betas: tuple[float, float], eps: float
+) -> tuple[Tree, AdamState]:
+    """The equations at the top of this file. The order of the operations is torch's."""
+    b1, b2 = betas
+    t = state.step + 1
+    mean = state.mean.lerp(gradient, 1 - b1)
+    square = (b2 * state.square).give().addcmul(gradient, gradient, 1 - b2)
+    root = square.sqrt().give() / (1 - b2**t) ** 0.5  # not math.sqrt: it rounds otherwise than torch's power
+    next_params = params.addcdiv(mean, root.give() + eps, -lr / (1 - b1**t))
+    return next_params, AdamState(t, mean, square)
+
+
+def _check(lr: float | Schedule, betas: tuple[float, float], eps: float) -> None:
+    check_lr(lr)
+    below_one("betas[0]", betas[0])
+    below_one("betas[1]", betas[1])
+    at_least_zero("eps", eps)

@@ -1,0 +1,123 @@
+"""Learning-rate schedules: values that give the learning rate of each step.
+
+Steps are counted from 0, and beyond its end a schedule stays at its last value. The asynchronous paper's eq. (3) warms up with
+`step / warmup`, which gives the first step a learning rate of 0 and so wastes its batch. Here it is `(step + 1) / warmup`: the
+first step already moves, and the last step of the warm-up has the full rate.
+
+>>> schedule = Cosine(lr=1.0, steps=8, warmup=4, floor=0.2)
+>>> [round(schedule(step), 3) for step in range(10)]
+[0.25, 0.5, 0.75, 1.0, 1.0, 0.883, 0.6, 0.317, 0.2, 0.2]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from atoll.errors import ConfigError
+from atoll.optim.checks import at_least_zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """The same learning rate at every step. (For a warm-up before it, use WSD with decay=0.)"""
+
+    lr: float
+
+    def __post_init__(self) -> None:
+        at_least_zero("lr", self.lr)
+
+    def __call__(self, step: int) -> float:
+        return self.lr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """Linear warm-up to `lr`, then half a cosine down to `floor`.
+
+    Attributes:
+        lr: the peak.
+        steps: the whole length, warm-up included; after it the rate is `floor`.
+        warmup: steps of the warm-up.
+        floor: the last learning rate. Give it a small positive value where a shard may be trained beyond `steps`.
+    """
+
+    lr: float
+    steps: int
+    warmup: int = 0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self.lr, self.steps, self.floor)
+        if not 0 <= self.warmup <= self.steps:
+            raise ConfigError(f"warmup={self.warmup} is outside [0, steps={self.steps}]. Shorten the warm-up, or train for longer.")
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if step >= self.steps:
+            return self.floor
+        ratio = (step - self.warmup) / (self.steps - self.warmup)
+        return self.floor + 0.5 * (self.lr - self.floor) * (1 + math.cos(math.pi * ratio))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WSD:
+    """Warm-up, stable, decay: up in a line, long at `lr`, down in a line to `floor`.
+
+    Unlike a cosine, the stable part can be prolonged when training is: only the decay depends on the end.
+
+    >>> schedule = WSD(lr=1.0, steps=8, warmup=2, decay=4)
+    >>> [schedule(step) for step in range(9)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+    Attributes:
+        lr: the stable learning rate.
+        steps: the whole length; after it the rate is `floor`.
+        warmup: steps of the warm-up.
+        decay: steps of the decay, at the end; with 0 the rate stays at `lr` for ever.
+        floor: the last learning rate.
+    """
+
+    lr: float
+    steps: int
+    warmup: int = 0
+    decay: int
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self.lr, self.steps, self.floor)
+        if self.warmup < 0 or self.decay < 0 or self.warmup + self.decay > self.steps:
+            raise ConfigError(
+                f"warmup={self.warmup} and decay={self.decay} do not fit into steps={self.steps}: "
+                f"neither may be negative, nor both together longer than the whole. Shorten one, or train for longer."
+            )
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        left = max(self.steps - step, 0)
+        return self.lr if left >= self.decay else self.floor + (self.lr - self.floor) * left / self.decay
+
+
+Schedule: TypeAlias = Constant | Cosine | WSD
+
+
+def at(lr: float | Schedule, step: int) -> float:
+    """The learning rate at a step, counted from 0."""
+    return lr(step) if isinstance(lr, Schedule) else lr
+
+
+def check_lr(lr: float | Schedule) -> None:
+    """Refuse what cannot be a learning rate. A schedule has checked itself."""
+    if not isinstance(lr, Schedule):
+        at_least_zero("lr", lr)
+
+
+def _check(lr: float, steps: int, floor: float) -> None:
+    at_least_zero("lr", lr)
+    if steps < 1:
+        raise ConfigError(f"steps={steps}: a schedule needs at least 1 step. Give the number of steps of the whole training.")
+    if not 0 <= floor <= lr:
+        raise ConfigError(f"floor={floor} is outside [0, lr={lr}]. Use 0 to end at nothing, or lr to stay where it is.")
