@@ -95,7 +95,8 @@ class CaughtUp(Event):
     """An island that had missed exchanges was given the shared fields by one that had not."""
 
     island: int
-    donor: int
+    donor: int | None
+    """None if the last island that knew has left."""
     round: int
     start_s: float
     end_s: float

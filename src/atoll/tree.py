@@ -131,6 +131,15 @@ def shard_range(numel: int, rank: int, size: int) -> tuple[int, int]:
     return numel * rank // size, numel * (rank + 1) // size
 
 
+def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """A module's trainable parameters, tied ones once, in the order in which Trees of it are laid out.
+
+    Matrices come first, so that weight decay, which spares biases and norms, is one range of the buffer.
+    """
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return dict(sorted(named, key=lambda item: item[1].dim() < 2))
+
+
 class Tree(Mapping[str, Tensor]):
     """Named tensors over one contiguous buffer. See the top of this file."""
 
@@ -149,7 +158,7 @@ class Tree(Mapping[str, Tensor]):
     def of(tensors: Mapping[str, Tensor] | torch.nn.Module) -> Tree:
         """A copy of these tensors, or of a module's trainable parameters."""
         if isinstance(tensors, torch.nn.Module):
-            tensors = {name: p.detach() for name, p in tensors.named_parameters() if p.requires_grad}
+            tensors = {name: parameter.detach() for name, parameter in trainable(tensors).items()}
         layout = Layout.of(tensors)
         device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         flat = empty(layout.numel, layout.dtype, device)

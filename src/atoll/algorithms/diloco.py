@@ -1,0 +1,99 @@
+"""DiLoCo: train apart for a while, then agree.
+
+Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, Algorithm 1.
+
+Each round, every island starts from the shared weights and takes `inner_steps` steps on its own data. How far it moved is its
+delta. The mean of the deltas is treated as a gradient, and the outer rule takes one step along it. Islands talk once per round,
+so they send `inner_steps` times fewer bytes than data-parallel training. The inner optimizer's moments stay with the island:
+they are never averaged, sent or reset.
+
+    paper   H             k            Δ       InnerOpt               OuterOpt   θ⁽ᵗ⁾           θᵢ⁽ᵗ⁾
+    here    inner_steps   peers.size   delta   inside replica.train   outer      state.params   replica.params()
+
+With outer SGD of rate 1 this is Federated Averaging, and with a single round a model soup; with one inner step of SGD besides, it
+is data-parallel SGD. With one island it is Lookahead for outer SGD, and needs no network.
+
+>>> DiLoCo(inner_steps=500).outer
+Nesterov(lr=0.7, momentum=0.9, weight_decay=0.0)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from atoll.errors import ConfigError
+from atoll.optim.prune import prune
+from atoll.optim.sgd import Nesterov
+from atoll.protocols import Peers, Replica, Rule, Work, own, shared
+from atoll.tree import Tree
+
+
+@dataclass(frozen=True)
+class DiLoCoState:
+    """All that DiLoCo remembers between rounds; saving this is saving the algorithm."""
+
+    params: Tree = shared()
+    outer: Any = shared()
+    adrift: Tree | None = own()
+    """This island's own weights, if the others have not heard of them: it goes on from there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo:
+    """Local training with an outer optimizer on the mean movement.
+
+    Args:
+        inner_steps: steps each island takes alone between two agreements; the paper uses 500.
+        outer: the rule applied to the mean delta; the paper found Nesterov best, with these rates.
+        weighting: of the deltas: all the same, or by the number of examples in the island's shard (the paper's choice where shards
+            differ).
+        missed: from where an island that was not heard measures its next delta: from the `global` weights of that moment, which it
+            is given first (the paper's Algorithm 1, line 12, read literally), or from those it last `agreed` on.
+        pruned: fraction of each delta that is set to zero before averaging, neuron by neuron.
+        pruning: which values go: those against the neuron's prevailing `sign` first, or the smallest by `magnitude` alone.
+    """
+
+    inner_steps: int
+    outer: Rule = Nesterov(lr=0.7, momentum=0.9)
+    weighting: Literal["uniform", "examples"] = "uniform"
+    missed: Literal["global", "agreed"] = "global"
+    pruned: float = 0.0
+    pruning: Literal["sign", "magnitude"] = "sign"
+
+    def __post_init__(self) -> None:
+        if self.inner_steps < 1:
+            raise ConfigError(
+                f"inner_steps={self.inner_steps}: a round needs at least 1 inner step. Use 1 to agree after every step."
+            )
+        if not 0 <= self.pruned < 1:
+            raise ConfigError(f"pruned={self.pruned} is outside [0, 1): a delta must keep something. Use 0 to prune nothing.")
+
+    @property
+    def steps_per_round(self) -> int:
+        return self.inner_steps
+
+    def init(self, params: Tree, peers: Peers) -> DiLoCoState:
+        return DiLoCoState(params, self.outer.init(params))
+
+    async def round(self, state: DiLoCoState, replica: Replica, peers: Peers) -> DiLoCoState:
+        work = peers.work(self.inner_steps)
+        replica.load(state.params if state.adrift is None else state.adrift)
+        await replica.train(self.inner_steps, work)
+
+        last_agreed = state.params
+        state = await peers.catch_up(state)
+        origin = state.params if self.missed == "global" else last_agreed
+        # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
+        delta = prune(origin - replica.params().give(), self.pruned, self.pruning)
+
+        mean = await peers.mean(delta.give(), weight=self._weight(work), compare=True)
+        if not mean.heard:
+            return replace(state, adrift=replica.params())
+        if mean.weight == 0:
+            return replace(state, adrift=None)
+        params, outer = self.outer.update(state.params, mean.value, state.outer)
+        return DiLoCoState(params, outer)
+
+    def _weight(self, work: Work) -> float:
+        return float(work.examples) if self.weighting == "examples" else 1.0

@@ -1,0 +1,244 @@
+"""LocalReplica: the inner loop. A module, a torch optimizer, and work that is handed to it; ordinary, fast PyTorch.
+
+Every engine computes with it. It knows no clock and no peers, and keeps no data position: `Work` says which batches to read and
+where on the learning-rate schedule the first of them lies. What it does keep, and what a checkpoint must hold, is the optimizer's
+moments and the state of its random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from atoll.engines.flat import Weights, weights_of
+from atoll.optim.adam import Adam, AdamW
+from atoll.optim.schedules import at
+from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.protocols import Gradient, Work, Workload
+from atoll.tree import Tree
+
+InnerRule = AdamW | Adam | SGD | Momentum | Nesterov
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Trained(NamedTuple):
+    """What some steps brought: the loss of each, and the tokens read in all."""
+
+    losses: list[float]
+    tokens: int
+
+
+class LocalReplica:
+    """One island's model and inner optimizer.
+
+    Args:
+        workload: what is trained.
+        optimizer: the inner rule, carried out by torch's own optimizer (fused AdamW where there is one).
+        clip_norm: gradients longer than this are shortened to it.
+        micro_batches: into how many pieces each batch is cut; their gradients are accumulated, to the mean over the batch.
+        device: where the module lives.
+        autocast: run the forward pass in bfloat16 (CUDA only).
+        loss: a compiled form of `workload.loss`, shared by all replicas.
+        seed: of this replica's random numbers, for modules that draw some (dropout).
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        optimizer: InnerRule,
+        clip_norm: float | None = None,
+        micro_batches: int = 1,
+        device: str = "cpu",
+        autocast: bool = False,
+        loss: Loss | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.weights: Weights = weights_of(workload.module().to(device))
+        self.draws_randomness = any(_draws(module) for module in self.weights.module.modules())
+        self._batches = workload.batches
+        self._loss = loss or workload.loss
+        self._rule = optimizer
+        self._optimizer = _torch_optimizer(optimizer, self.weights)
+        self._clip_norm = clip_norm
+        self._micro_batches = micro_batches
+        self._device = device
+        self._autocast = autocast and device.startswith("cuda")
+        self._random = torch.Generator().manual_seed(seed).get_state()
+
+    def load(self, params: Tree) -> None:
+        """Take these weights; the optimizer's state stays."""
+        self.weights.load(params)
+
+    def params(self) -> Tree:
+        """A copy of the present weights."""
+        return self.weights.read()
+
+    def train(self, steps: int, work: Work) -> Trained:
+        """Take `steps` optimizer steps on consecutive batches."""
+        losses, tokens = [], 0
+        with self._own_randomness():
+            for step in range(steps):
+                batch = self._batches.batch(work.shard, work.start + step)
+                tokens += self._batches.tokens(batch)
+                losses.append(self._backward(batch))
+                self._clip()
+                for group in self._optimizer.param_groups:
+                    group["lr"] = at(self._rule.lr, work.schedule + step)
+                self._optimizer.step()
+        # One wait for the device at the end, not one per step.
+        return Trained([float(loss) for loss in torch.stack(losses).tolist()], tokens)
+
+    def gradient(self, params: Tree, work: Work, onto: Gradient | None = None) -> tuple[Gradient, Trained]:
+        """The gradient of one batch at these weights, added onto another."""
+        self.weights.load(params)
+        batch = self._batches.batch(work.shard, work.start)
+        with self._own_randomness():
+            loss = self._backward(batch)
+        gradient = self.weights.read_gradient()
+        if onto is not None:
+            gradient = onto.sum + gradient.give()
+        return Gradient(gradient, 1 + (onto.batches if onto else 0)), Trained([float(loss)], self._batches.tokens(batch))
+
+    def _backward(self, batch: Any) -> Tensor:
+        """Leaves the gradient of the mean loss over the batch in the module; returns that loss, still on the device."""
+        self.weights.zero_gradient()
+        pieces = list(_cut(batch, self._micro_batches))
+        size = sum(_length(piece) for piece in pieces)
+        total: Tensor | None = None
+        for piece in pieces:
+            with self._precision():
+                loss = self._loss(self.weights.module, _to(piece, self._device)) * (_length(piece) / size)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
+
+    def _clip(self) -> None:
+        if self._clip_norm is None:
+            return
+        gradients = self.weights.gradients()
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
+        # As torch.nn.utils.clip_grad_norm_ does it, without asking the device for the norm.
+        scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext()
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """The global generators, for a while with this replica's state. Not for two threads at a time: the engine sees to that."""
+        if not self.draws_randomness:
+            yield
+            return
+        devices = [self._device] if self._device.startswith("cuda") else []
+        with torch.random.fork_rng(devices=devices):
+            torch.set_rng_state(self._random)
+            if devices:  # drawn from the saved state, so that one state serves both generators
+                torch.cuda.manual_seed(int(torch.randint(2**62, ()).item()))
+            yield
+            self._random = torch.get_rng_state()
+
+    # ------------------------------------------------------------------------------------------------------------- saving
+
+    def state(self) -> dict[str, Any]:
+        """Moments and random numbers: all that a checkpoint must hold besides the weights."""
+        moments = [dict(self._optimizer.state.get(p, {})) for g in self._optimizer.param_groups for p in g["params"]]
+        return {"optimizer": moments, "random": self._random}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._optimizer.state.clear()
+        for parameter, moments in zip(parameters, state["optimizer"], strict=True):
+            if moments:
+                self._optimizer.state[parameter] = {
+                    name: value.clone().to(parameter.device if value.dim() else "cpu") if isinstance(value, Tensor) else value
+                    for name, value in moments.items()
+                }
+        self._random = state["random"].clone()
+
+    @property
+    def nbytes(self) -> int:
+        """What this replica holds: weights, gradients and the optimizer's moments."""
+        moments = [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        parameters = [p for group in self.weights.groups() for p in group]
+        return sum(t.nbytes for t in moments) + sum(p.nbytes + (p.grad.nbytes if p.grad is not None else 0) for p in parameters)
+
+
+def _torch_optimizer(rule: InnerRule, weights: Weights) -> torch.optim.Optimizer:
+    """torch's own optimizer for an inner rule. Two groups: what decays, and what does not."""
+    lr = at(rule.lr, 0)
+    matrices, rest = weights.groups()
+    if isinstance(rule, AdamW):
+        spared = rule.weight_decay if rule.decay == "all" else 0.0
+        groups = [{"params": matrices, "weight_decay": rule.weight_decay}, {"params": rest, "weight_decay": spared}]
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, lr=lr, betas=rule.betas, eps=rule.eps, fused=True)
+    parameters = [*matrices, *rest]
+    if isinstance(rule, Adam):
+        return torch.optim.Adam(parameters, lr=lr, betas=rule.betas, eps=rule.eps, fused=True)
+    momentum = 0.0 if isinstance(rule, SGD) else rule.momentum
+    nesterov = isinstance(rule, Nesterov)
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=rule.weight_decay)
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in its forward pass: every dropout of torch has its rate in one of these."""
+    return any(isinstance(rate := getattr(module, name, None), float) and rate > 0 for name in ("p", "dropout"))
+
+
+def _cut(batch: Any, pieces: int) -> Iterator[Any]:
+    """The batch in pieces along its first dimension; a batch may be a tensor, or tuples, lists and dicts of tensors."""
+    if pieces == 1:
+        yield batch
+    elif isinstance(batch, Tensor):
+        yield from torch.tensor_split(batch, pieces)
+    elif isinstance(batch, Mapping):
+        for parts in zip(*(_cut(item, pieces) for item in batch.values()), strict=True):
+            yield dict(zip(batch, parts, strict=True))
+    else:
+        for parts in zip(*(_cut(item, pieces) for item in batch), strict=True):
+            yield type(batch)(parts)
+
+
+def _length(batch: Any) -> int:
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+    return batch.shape[0]
+
+
+def _to(batch: Any, device: str) -> Any:
+    if device == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: _to(item, device) for name, item in batch.items()}
+    return type(batch)(_to(item, device) for item in batch)
+
+
+class Evaluator:
+    """Judges weights on held-out data with a module of its own, so that no replica is disturbed."""
+
+    def __init__(self, workload: Workload, device: str = "cpu") -> None:
+        self._workload = workload
+        self._weights = weights_of(workload.module().to(device))
+
+    def __call__(self, params: Tree) -> dict[str, float]:
+        self._weights.load(params)
+        module = self._weights.module
+        module.eval()
+        with torch.no_grad():
+            return dict(self._workload.evaluate(module))
+
+    @property
+    def module(self) -> nn.Module:
+        """The module with the weights that were judged last."""
+        return self._weights.module

@@ -1,0 +1,82 @@
+"""Virtual time: coroutines that wait for moments which arrive as soon as everybody waits.
+
+A coroutine awaits a `Wait`, and the loop resumes it when the clock has come to the moment that the Wait names. The heap is ordered
+by time and then by the order in which Waits were filed, so the same run gives the same order of events every time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+
+class Wait:
+    """What a coroutine awaits: `start` is called with the task, and files when and with what value the task goes on."""
+
+    def __init__(self, start: Callable[[Task], None]) -> None:
+        self.start = start
+
+    def __await__(self) -> Generator[Wait, Any, Any]:
+        return (yield self)
+
+
+class Task:
+    """A coroutine under the virtual clock. `now_s` is the moment at which it was last resumed."""
+
+    def __init__(self, loop: Loop, name: str, coroutine: Coroutine[Any, Any, Any], start_s: float) -> None:
+        self.name = name
+        self.now_s = start_s
+        self.done = False
+        self.result: Any = None
+        self._loop = loop
+        self._coroutine = coroutine
+
+    def resume_at(self, time_s: float, value: Callable[[], Any]) -> None:
+        """Go on at that moment with `value()`, which is asked for only then."""
+        self._loop.file(time_s, self, value)
+
+    def _step(self, time_s: float, value: Any) -> None:
+        self.now_s = time_s
+        try:
+            wait = self._coroutine.send(value)
+        except StopIteration as end:
+            self.done, self.result = True, end.value
+            return
+        assert isinstance(wait, Wait), f"{self.name} awaited {wait!r}: only what the engine hands out can be awaited"
+        wait.start(self)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+
+class Loop:
+    """Drives tasks until none can go on."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self._heap: list[tuple[float, int, Task, Callable[[], Any]]] = []
+        self._filed = 0
+
+    def spawn(self, name: str, coroutine: Coroutine[Any, Any, Any], start_s: float) -> Task:
+        """A task that begins at `start_s`."""
+        task = Task(self, name, coroutine, start_s)
+        self.tasks.append(task)
+        self.file(start_s, task, lambda: None)
+        return task
+
+    def file(self, time_s: float, task: Task, value: Callable[[], Any]) -> None:
+        heapq.heappush(self._heap, (time_s, self._filed, task, value))
+        self._filed += 1
+
+    def run(self) -> list[Task]:
+        """Until nothing is left to happen. Returns the tasks that still wait, for something that will not come."""
+        try:
+            while self._heap:
+                time_s, _, task, value = heapq.heappop(self._heap)
+                task._step(time_s, value())
+            return [task for task in self.tasks if not task.done]
+        except BaseException:
+            for task in self.tasks:
+                task.close()
+            raise

@@ -1,0 +1,254 @@
+"""What an algorithm is handed in the simulator: a replica whose training takes virtual time, and peers it can meet.
+
+Islands of one round come to the same meetings in the same order. A meeting takes place when the last one has come, and is over for
+all at the same moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from atoll.engines.local import LocalReplica, Trained
+from atoll.engines.sim import network
+from atoll.engines.sim.clock import Task, Wait
+from atoll.engines.sim.network import CONTROL_BYTES, Cost, Link, Topology
+from atoll.errors import ExchangeFailed
+from atoll.events import Compared, Exchanged
+from atoll.protocols import Gradient, Mean, Sink, Work
+from atoll.tree import Tree
+
+S = TypeVar("S")
+
+
+class Host(Protocol):
+    """What the engine does for one island's replica and peers."""
+
+    def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: int) -> Wait: ...
+
+    def hand_out(self, island: int, steps: int, batches: int) -> Work: ...
+
+    def catch_up(self, island: int, state: Any) -> Wait | None: ...
+
+
+class SimReplica:
+    """An island's model under the virtual clock."""
+
+    def __init__(self, host: Host, island: int, replica: LocalReplica) -> None:
+        self._host, self._island, self._replica = host, island, replica
+
+    def load(self, params: Tree) -> None:
+        self._replica.load(params)
+
+    def params(self) -> Tree:
+        return self._replica.params()
+
+    async def train(self, steps: int, work: Work) -> None:
+        await self._host.compute(self._island, lambda: (None, self._replica.train(steps, work)), steps=steps, batches=steps)
+
+    async def gradient(self, at: Tree, work: Work, onto: Gradient | None = None) -> Gradient:
+        gradient: Gradient = await self._host.compute(
+            self._island, lambda: self._replica.gradient(at, work, onto), steps=0 if onto else 1, batches=1
+        )
+        return gradient
+
+
+class SimPeers:
+    """The islands of one round, seen from one of them."""
+
+    def __init__(self, host: Host, room: Room, rank: int) -> None:
+        self._host, self._room, self._rank = host, room, rank
+        self._calls = itertools.count()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return len(self._room.islands)
+
+    def work(self, steps: int, batches: int | None = None) -> Work:
+        return self._host.hand_out(self._room.islands[self._rank], steps, steps if batches is None else batches)
+
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
+        mean: Mean = await self._meet("mean", tree, weight, compare)
+        return mean
+
+    async def reduce_scatter(self, tree: Tree) -> Tree:
+        shard: Tree = await self._meet("reduce_scatter", tree)
+        return shard
+
+    async def all_gather(self, shard: Tree) -> Tree:
+        whole: Tree = await self._meet("all_gather", shard)
+        return whole
+
+    async def catch_up(self, state: S) -> S:
+        wait = self._host.catch_up(self._room.islands[self._rank], state)
+        return state if wait is None else await wait
+
+    def _meet(self, what: str, tree: Tree, weight: float = 1.0, compare: bool = False) -> Wait:
+        call = next(self._calls)
+        return Wait(lambda task: self._room.arrive(call, what, Arrival(self._rank, task, task.now_s, tree, weight), compare))
+
+
+class Arrival(NamedTuple):
+    """An island at a meeting."""
+
+    rank: int
+    task: Task
+    time_s: float
+    tree: Tree
+    weight: float
+
+
+@dataclass
+class Room:
+    """Where the islands of one round meet.
+
+    Args:
+        round: its number.
+        islands: who is there, in rank order.
+        heard: whether each of them is heard in this round.
+        links: each one's line.
+        topology: of the exchanges.
+        report: takes events.
+        account: takes, for each exchange, the payload and control bytes that each island sent.
+    """
+
+    round: int
+    islands: Sequence[int]
+    heard: Sequence[bool]
+    links: Sequence[Link]
+    topology: Topology
+    report: Sink
+    account: Callable[[Sequence[int], Sequence[int]], None]
+    committed: bool = False
+    """Whether an exchange of this round carried any weight."""
+    results: list[Tree] = field(default_factory=list)
+    """What exchanges made; all islands hold the same object."""
+    _waiting: dict[int, list[Arrival]] = field(default_factory=dict)
+    _subjects: dict[int, str] = field(default_factory=dict)
+
+    def arrive(self, call: int, what: str, arrival: Arrival, compare: bool) -> None:
+        subject = self._subjects.setdefault(call, what)
+        if subject != what:
+            raise ExchangeFailed(
+                f"in round {self.round} island {self.islands[arrival.rank]} comes to a {what}, but the others are at a {subject}. "
+                f"All islands must make the same calls in the same order."
+            )
+        arrivals = self._waiting.setdefault(call, [])
+        arrivals.append(arrival)
+        if len(arrivals) == len(self.islands):
+            del self._waiting[call]
+            self._hold(what, sorted(arrivals, key=lambda a: a.rank), compare)
+
+    def waiting(self) -> list[str]:
+        """Who still waits at which meeting, in words."""
+        return [
+            f"island {self.islands[arrival.rank]} in {self._subjects[call]}"
+            for call, arrivals in self._waiting.items()
+            for arrival in arrivals
+        ]
+
+    def _hold(self, what: str, arrivals: list[Arrival], compare: bool) -> None:
+        """The last one has come: compute the outcome, and let everybody go on when it is over."""
+        # Scatter and gather leave nobody out: without every shard there is no whole.
+        heard = [a for a in arrivals if self.heard[a.rank] or what != "mean"]
+        start_s = max(arrival.time_s for arrival in arrivals)
+        cost = self._cost(what, heard)
+        weight = sum(a.weight for a in heard) if what == "mean" else float(len(heard))
+        self.committed = self.committed or weight > 0
+        ranks = [a.rank for a in heard]
+        sent = [cost.sent_bytes[ranks.index(a.rank)] if a.rank in ranks else 0 for a in arrivals]
+        control = [CONTROL_BYTES * (len(heard) - 1) if a.rank in ranks else 0 for a in arrivals]
+        self.account(sent, control)
+        self.report.emit(
+            Exchanged(
+                round=self.round,
+                what=what,
+                islands=list(self.islands),
+                heard=[a.rank in ranks for a in arrivals],
+                arrived_s=[a.time_s for a in arrivals],
+                start_s=start_s,
+                end_s=start_s + cost.seconds,
+                sent_bytes=sent,
+                control_bytes=control,
+                weight=weight,
+            )
+        )
+        outcome = {"mean": self._mean, "reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}[what](
+            arrivals, heard
+        )
+        if compare and heard:
+            self._compare([a.tree for a in heard], outcome[heard[0].rank].value)
+        for arrival in arrivals:
+            if arrival.tree.spare:
+                arrival.tree.release()
+        for arrival in arrivals:
+            result = outcome[arrival.rank]
+            arrival.task.resume_at(start_s + cost.seconds, lambda result=result: result)  # type: ignore[misc]
+
+    def _cost(self, what: str, heard: Sequence[Arrival]) -> Cost:
+        if not heard:  # everybody tried, nobody got through
+            return Cost(max(link.latency_s for link in self.links), [])
+        links, item_bytes = [self.links[a.rank] for a in heard], heard[0].tree.flat.element_size()
+        if what == "mean":
+            return network.all_reduce(heard[0].tree.numel, item_bytes, links, self.topology)
+        if what == "reduce_scatter":
+            return network.reduce_scatter(heard[0].tree.numel, item_bytes, links)
+        return network.all_gather(sum(a.tree.numel for a in heard), item_bytes, links)
+
+    def _mean(self, arrivals: Sequence[Arrival], heard: Sequence[Arrival]) -> dict[int, Mean]:
+        weight = sum(a.weight for a in heard)
+        value = weighted_mean([a.tree for a in heard], [a.weight for a in heard]) if weight > 0 else arrivals[0].tree.zeros()
+        self.results.append(value)
+        ranks = {a.rank for a in heard}
+        return {a.rank: Mean(value, weight, a.rank in ranks) for a in arrivals}
+
+    def _reduce_scatter(self, arrivals: Sequence[Arrival], heard: Sequence[Arrival]) -> dict[int, Tree]:
+        total = ordered_sum([a.tree for a in arrivals], [1.0] * len(arrivals))
+        self.results.append(total)
+        return {a.rank: total.shard(a.rank, len(arrivals)) for a in arrivals}
+
+    def _all_gather(self, arrivals: Sequence[Arrival], heard: Sequence[Arrival]) -> dict[int, Tree]:
+        whole = Tree.join([a.tree for a in arrivals])
+        self.results.append(whole)
+        return {a.rank: whole for a in arrivals}
+
+    def _compare(self, contributions: Sequence[Tree], mean: Tree) -> None:
+        norms = [tree.norm() for tree in contributions]
+        cosines = [
+            one.dot(two) / (norms[i] * norms[j])
+            for (i, one), (j, two) in itertools.combinations(enumerate(contributions), 2)
+            if norms[i] > 0 and norms[j] > 0
+        ]
+        self.report.emit(
+            Compared(
+                round=self.round,
+                norms=norms,
+                mean_norm=mean.norm(),
+                cosine_mean=fmean(cosines) if cosines else None,
+                cosine_std=pstdev(cosines) if cosines else None,
+            )
+        )
+
+
+def ordered_sum(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
+    """The weighted sum, added up in rank order: every engine does it so, and therefore has these bits."""
+    total = trees[0] * weights[0]
+    for tree, weight in zip(trees[1:], weights[1:], strict=True):
+        total = total.give().add(_borrowed(tree), weight)
+    return total
+
+
+def weighted_mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
+    return ordered_sum([_borrowed(tree) for tree in trees], weights).give() / sum(weights)
+
+
+def _borrowed(tree: Tree) -> Tree:
+    """The same values under a handle that may not be computed in."""
+    return Tree(tree.layout, tree.flat)

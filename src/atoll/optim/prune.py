@@ -1,0 +1,56 @@
+"""Pruning of deltas, neuron by neuron, after the trimming of TIES (Yadav et al., arXiv 2306.01708).
+
+DiLoCo prunes each island's delta "per neuron", based on signs, before averaging (its Table 6), and leaves the details to TIES.
+Here a neuron is a row of a matrix, or the whole of a vector. Its prevailing sign is the one with the greater total magnitude. Values
+of the other sign go first, the smallest first, then the smallest of the prevailing sign, until the asked fraction is gone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from atoll.tree import Layout, Tree, empty
+
+
+def prune(delta: Tree, fraction: float, by: Literal["sign", "magnitude"] = "sign") -> Tree:
+    """The delta with `fraction` of every neuron's values set to zero (rounded down); itself if nothing is to go.
+
+    >>> delta = Tree.of({"w": torch.tensor([[3.0, 2.0, 1.0, -4.0]])})
+    >>> prune(delta, 0.5, by="sign")["w"]            # 6 against 4: the negative one goes first
+    tensor([[3., 2., 0., 0.]])
+    >>> prune(delta, 0.5, by="magnitude")["w"]
+    tensor([[ 3.,  0.,  0., -4.]])
+    """
+    if fraction == 0:
+        return delta
+    assert all(piece.whole for piece in delta.layout.pieces), "a neuron must lie whole on this device to be pruned"
+    flat = delta.flat
+    out = empty(flat.numel(), flat.dtype, flat.device).copy_(flat)
+    for view in _rows(delta.layout, out):
+        gone = int(view.shape[1] * fraction)
+        if gone:
+            order = _worth(view, by).argsort(dim=1, stable=True)
+            view.scatter_(1, order[:, :gone], 0.0)
+    if delta.spare:
+        delta.release()
+    return Tree(delta.layout, out)
+
+
+def _rows(layout: Layout, flat: Tensor) -> list[Tensor]:
+    """Every tensor as a matrix of neurons, sharing memory with the buffer."""
+    views = layout.views(flat).values()
+    return [view.view(view.shape[0], -1) if view.dim() > 1 else view.view(1, -1) for view in views if view.numel()]
+
+
+def _worth(rows: Tensor, by: Literal["sign", "magnitude"]) -> Tensor:
+    """What is kept longest has the greatest worth."""
+    magnitude = rows.abs()
+    if by == "magnitude":
+        return magnitude
+    prevailing = torch.where(rows.sum(dim=1, keepdim=True) < 0, -1.0, 1.0)
+    against = rows * prevailing <= 0  # zeros go first: they cost nothing
+    # Lifting the prevailing sign above every magnitude orders by sign first and by magnitude within a sign.
+    return torch.where(against, magnitude, magnitude + 2 * magnitude.amax(dim=1, keepdim=True))

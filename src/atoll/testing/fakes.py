@@ -1,0 +1,111 @@
+"""Hand-written stand-ins for the protocols, so that one round can be driven by hand.
+
+>>> import torch
+>>> from atoll.algorithms.diloco import DiLoCo
+>>> peers = ScriptedPeers()
+>>> state = one_round(DiLoCo(inner_steps=2), FakeReplica(moves_by=-0.5), peers, params=Tree.of({"w": torch.zeros(3)}))
+>>> peers.sent[0]["w"]                                                   # it moved by 2 x -0.5; the delta is old minus new
+tensor([1., 1., 1.])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from atoll.engines.sim.peers import weighted_mean
+from atoll.protocols import Algorithm, Gradient, Mean, Work
+from atoll.tree import Tree
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class FakeReplica:
+    """A model whose every step moves every weight by the same amount, and whose gradient is that amount, negated."""
+
+    def __init__(self, moves_by: float = -1.0) -> None:
+        self.moves_by = moves_by
+        self.trained: list[tuple[int, Work]] = []
+        self._params: Tree | None = None
+
+    def load(self, params: Tree) -> None:
+        self._params = params.copy()
+
+    def params(self) -> Tree:
+        assert self._params is not None, "load() comes first"
+        return self._params.copy()
+
+    async def train(self, steps: int, work: Work) -> None:
+        self.trained.append((steps, work))
+        self._params = self.params() + steps * self.moves_by
+
+    async def gradient(self, at: Tree, work: Work, onto: Gradient | None = None) -> Gradient:
+        self._params = at.copy()
+        self.trained.append((1, work))
+        gradient = at.zeros() - self.moves_by
+        return Gradient(gradient + onto.sum, 1 + onto.batches) if onto else Gradient(gradient, 1)
+
+
+class ScriptedPeers:
+    """Peers that say what they were told to: `others` is what each of them brings to every mean."""
+
+    def __init__(self, *others: Tree, heard: bool = True, weights: Sequence[float] | None = None, newest: Any = None) -> None:
+        self.sent: list[Tree] = []
+        self.weights: list[float] = []
+        self.examples = 1
+        self._others = others
+        self._their_weights = list(weights) if weights is not None else [1.0] * len(others)
+        self._heard = heard
+        self._newest = newest
+        self._steps = self._batches = 0
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self._others)
+
+    def work(self, steps: int, batches: int | None = None) -> Work:
+        work = Work(shard=0, start=self._batches, schedule=self._steps, examples=self.examples)
+        self._steps += steps
+        self._batches += steps if batches is None else batches
+        return work
+
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
+        self.sent.append(tree.copy())
+        self.weights.append(weight)
+        trees, weights = [self.sent[-1], *self._others], [weight, *self._their_weights]
+        if not self._heard:
+            trees, weights = trees[1:], weights[1:]
+        total = sum(weights)
+        return Mean(weighted_mean(trees, weights) if total else tree.zeros(), total, self._heard)
+
+    async def reduce_scatter(self, tree: Tree) -> Tree:
+        return weighted_mean([tree, *self._others], [1.0] * self.size).shard(self.rank, self.size) * self.size
+
+    async def all_gather(self, shard: Tree) -> Tree:
+        return Tree.join([shard, *self._others])
+
+    async def catch_up(self, state: S) -> S:
+        if self._newest is None or not self._heard:
+            return state
+        return replace(state, **self._newest)  # type: ignore[type-var]
+
+
+def drive(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine that never has to wait, as one over fakes does."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("the coroutine waits for something that fakes do not do")
+
+
+def one_round(algorithm: Algorithm[S], replica: FakeReplica, peers: ScriptedPeers, *, params: Tree, state: S | None = None) -> S:
+    """One round by hand, from `state` or from the beginning."""
+    return drive(algorithm.round(algorithm.init(params, peers) if state is None else state, replica, peers))

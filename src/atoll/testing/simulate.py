@@ -1,0 +1,85 @@
+"""A whole simulated run in one call, for tests and experiments with algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.engines.local import Evaluator, InnerRule, LocalReplica
+from atoll.engines.sim.engine import SimEngine
+from atoll.engines.sim.world import Cluster
+from atoll.events import Event, RunFinished
+from atoll.optim.sgd import SGD
+from atoll.protocols import Algorithm, Workload
+from atoll.testing.workloads import Regression
+from atoll.tree import Tree
+
+
+class Recorder:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def lines(self) -> list[str]:
+        return [event.to_json() for event in self.events if event.recorded]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What came of it."""
+
+    params: Tree
+    engine: SimEngine
+    events: list[Event]
+    finished: RunFinished
+
+    def of(self, *kinds: type[Event]) -> list[Any]:
+        """The events of these kinds, in order."""
+        return [event for event in self.events if isinstance(event, kinds)]
+
+
+def simulator(
+    algorithm: Algorithm[Any],
+    *,
+    steps: int,
+    workload: Workload | None = None,
+    inner: InnerRule | None = None,
+    cluster: Cluster | None = None,
+    params: Tree | None = None,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    evaluate_every: int = 1,
+    save: Callable[[SimEngine], None] | None = None,
+    sink: Recorder | None = None,
+) -> tuple[SimEngine, Recorder]:
+    """An engine ready to run, and the sink it reports to. By default: a linear model, inner SGD(0.05), four equal islands."""
+    what: Workload = workload or Regression()
+    sink = sink or Recorder()
+    engine = SimEngine(
+        algorithm=algorithm,
+        cluster=cluster or Cluster(islands=4),
+        params=params or Tree.of(what.module()),
+        batches=what.batches,
+        make_replica=lambda island: LocalReplica(
+            what, optimizer=inner or SGD(lr=0.05), clip_norm=clip_norm, seed=1000 * seed + island
+        ),
+        evaluate=Evaluator(what),
+        sink=sink,
+        steps=steps,
+        seed=seed,
+        evaluate_every=evaluate_every,
+        save=save,
+    )
+    return engine, sink
+
+
+def simulate(algorithm: Algorithm[Any], *, steps: int, **options: Any) -> Simulated:
+    """Runs `simulator(...)` to its end."""
+    engine, sink = simulator(algorithm, steps=steps, **options)
+    finished = engine.run()
+    return Simulated(engine.params, engine, sink.events, finished)
