@@ -15,13 +15,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from atoll.chunks import elementwise
 from atoll.errors import ConfigError
 from atoll.optim.checks import at_least_zero, below_one
+from atoll.optim.fused import Moments, fused_adamw
 from atoll.optim.schedules import Schedule, at, check_lr
+from atoll.optim.taking import check_layouts, take
 from atoll.tree import Layout, Tree
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Parts of a buffer as (start, stop), in order."""
 
 
 class AdamState(NamedTuple):
@@ -38,7 +43,7 @@ class AdamState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Adam:
-    """Adam, without weight decay. As an outer rule the papers give it a large eps (0.1), since deltas are rare."""
+    """Adam, without weight decay. As an outer rule DiLoCo found it stable only with a large eps of 0.1."""
 
     lr: float | Schedule
     betas: tuple[float, float] = (0.9, 0.999)
@@ -53,6 +58,10 @@ class Adam:
     @elementwise
     def update(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
         return _adam(params, gradient, state, at(self.lr, state.step), self.betas, self.eps)
+
+    def update_taking(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
+        """`update` to within rounding, by torch's fused kernel in the buffers of `params` and `state`, which are given away."""
+        return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=0.0).update_taking(params, gradient, state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +93,20 @@ class AdamW:
         shrunk = self._shrink(params, 1 - lr * self.weight_decay)
         return _adam(shrunk, gradient, state, lr, self.betas, self.eps)
 
-    def ranges(self, layout: Layout) -> tuple[tuple[int, int], ...]:
+    def update_taking(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
+        """`update` to within rounding, by torch's fused kernel in the buffers of `params` and `state`, which are given away.
+
+        Its bits are its own: an engine uses it always or never. Like `update`, it does to a shard what it does to the whole.
+        """
+        check_layouts(params, gradient, state.mean, state.square)
+        params, new = take(params), AdamState(state.step + 1, take(state.mean), take(state.square))
+        buffers = Moments(params.flat, gradient.flat, new.mean.flat, new.square.flat)
+        lr, decaying = at(self.lr, state.step), self.ranges(params.layout)
+        for ranges, rate in ((decaying, self.weight_decay), (complement(decaying, params.numel), 0.0)):
+            fused_adamw(buffers, ranges, step=new.step, lr=lr, betas=self.betas, eps=self.eps, weight_decay=rate)
+        return params, new
+
+    def ranges(self, layout: Layout) -> Ranges:
         """Where in the buffer weights decay, as (start, stop)."""
         if not self.weight_decay:
             return ()
@@ -104,7 +126,7 @@ class AdamW:
 
 
 @lru_cache(maxsize=4096)
-def matrices(layout: Layout) -> tuple[tuple[int, int], ...]:
+def matrices(layout: Layout) -> Ranges:
     """The ranges of the buffer that belong to tensors with two or more dimensions; neighbours are one range.
 
     >>> import torch
@@ -122,6 +144,16 @@ def matrices(layout: Layout) -> tuple[tuple[int, int], ...]:
             ranges.append((first, start + piece.count))
         start += piece.count
     return tuple(ranges)
+
+
+def complement(ranges: Ranges, numel: int) -> Ranges:
+    """What these ranges leave out of a buffer of this length.
+
+    >>> complement(((0, 10), (15, 16)), 20)
+    ((10, 15), (16, 20))
+    """
+    edges = [0, *(edge for pair in ranges for edge in pair), numel]
+    return tuple((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
 
 
 def _adam(

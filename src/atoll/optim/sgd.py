@@ -12,12 +12,17 @@ momentum. Each rule has the bits of torch's plain form; `add(other, alpha)` is t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
 
 from atoll.chunks import elementwise
 from atoll.optim.checks import at_least_zero, below_one
 from atoll.optim.schedules import Schedule, at, check_lr
+from atoll.optim.taking import check_layouts, take, windows
 from atoll.tree import Tree
+
+T = TypeVar("T", Tree, Tensor)
 
 
 class SGDState(NamedTuple):
@@ -54,8 +59,16 @@ class SGD:
 
     @elementwise
     def update(self, params: Tree, gradient: Tree, state: SGDState) -> tuple[Tree, SGDState]:
-        gradient = with_decay(gradient, params, self.weight_decay)
+        gradient = _with_decay(gradient, params, self.weight_decay)
         return params.add(gradient, -at(self.lr, state.step)), SGDState(state.step + 1)
+
+    def update_taking(self, params: Tree, gradient: Tree, state: SGDState) -> tuple[Tree, SGDState]:
+        """The bits of `update`, computed in the buffer of `params`, which can then no longer be read."""
+        check_layouts(params, gradient)
+        params, lr = take(params), at(self.lr, state.step)
+        for w, g in windows(params, gradient):
+            w.add_(_with_decay(g, w, self.weight_decay), alpha=-lr)
+        return params, SGDState(state.step + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +89,18 @@ class Momentum:
 
     @elementwise
     def update(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
-        gradient = with_decay(gradient, params, self.weight_decay)
+        gradient = _with_decay(gradient, params, self.weight_decay)
         velocity = (self.momentum * state.velocity).give() + gradient
         return params.add(velocity, -at(self.lr, state.step)), MomentumState(state.step + 1, velocity)
+
+    def update_taking(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
+        """The bits of `update`, computed in the buffers of `params` and `state`, which can then no longer be read."""
+        check_layouts(params, gradient, state.velocity)
+        params, velocity, lr = take(params), take(state.velocity), at(self.lr, state.step)
+        for w, g, m in windows(params, gradient, velocity):
+            m.mul_(self.momentum).add_(_with_decay(g, w, self.weight_decay))
+            w.add_(m, alpha=-lr)
+        return params, MomentumState(state.step + 1, velocity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +121,22 @@ class Nesterov:
 
     @elementwise
     def update(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
-        gradient = with_decay(gradient, params, self.weight_decay)
+        gradient = _with_decay(gradient, params, self.weight_decay)
         velocity = (self.momentum * state.velocity).give() + gradient
         ahead = gradient.add(velocity, self.momentum)
         return params.add(ahead.give(), -at(self.lr, state.step)), MomentumState(state.step + 1, velocity)
 
+    def update_taking(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
+        """The bits of `update`, computed in the buffers of `params` and `state`, which can then no longer be read."""
+        check_layouts(params, gradient, state.velocity)
+        params, velocity, lr = take(params), take(state.velocity), at(self.lr, state.step)
+        for w, g, m in windows(params, gradient, velocity):
+            g = _with_decay(g, w, self.weight_decay)
+            m.mul_(self.momentum).add_(g)
+            w.add_(g.add(m, alpha=self.momentum), alpha=-lr)
+        return params, MomentumState(state.step + 1, velocity)
 
-def with_decay(gradient: Tree, params: Tree, weight_decay: float) -> Tree:
+
+def _with_decay(gradient: T, params: T, weight_decay: float) -> T:
     """The gradient of the loss plus `weight_decay / 2 * |params|**2`."""
-    return gradient.add(params, weight_decay) if weight_decay else gradient
+    return gradient.add(params, alpha=weight_decay) if weight_decay else gradient
