@@ -149,6 +149,11 @@ def test_generate_goes_on_beyond_seq_len_and_sees_only_the_last_window():
     assert torch.equal(first[:, 20:], second[:, 8:])
 
 
+def test_a_prompt_of_one_row_may_leave_out_the_row():
+    decoder, prompt = small(), some_tokens(1, 4)
+    assert torch.equal(decoder.generate(prompt[0], 6, temperature=0), decoder.generate(prompt, 6, temperature=0)[0])
+
+
 def test_generate_draws_from_its_generator_and_keeps_the_prompt():
     decoder, prompt = small(), some_tokens(3, 4)
     draw = lambda seed: decoder.generate(prompt, 12, generator=torch.Generator().manual_seed(seed))  # noqa: E731
@@ -249,7 +254,7 @@ def test_impossible_draws_are_refused(count: int, temperature: float, top_k: int
         small().generate(some_tokens(1, 3), count, temperature, top_k)
 
 
-@pytest.mark.parametrize("shape", [(3,), (1, 0)])
+@pytest.mark.parametrize("shape", [(1, 2, 3), (0,), (1, 0)])
 def test_a_prompt_without_rows_or_tokens_is_refused(shape: tuple[int, ...]):
     with pytest.raises(ConfigError, match="prompt of shape"):
         small().generate(torch.zeros(shape, dtype=torch.int64), 1)

@@ -187,26 +187,26 @@ class Decoder(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The prompt (B, T) and `count` more tokens: (B, T + count).
+        """The prompt and `count` more tokens: (B, T + count) for a prompt of (B, T), or (T + count,) for one of (T,).
 
         The decoder sees at most the last `seq_len` tokens, as in training, so that it may go on for as long as it likes.
 
         Args:
-            prompt_tokens: at least one token for each row.
+            prompt_tokens: one row of tokens, or several of the same length; at least one token each.
             count: how many tokens to add.
             temperature: below 1 is bolder; 0 always takes the likeliest token.
             top_k: draw among this many likeliest tokens; None: among all.
             generator: for the draws; None: torch's global one.
         """
         _check_sampling(prompt_tokens, count, temperature, top_k)
-        tokens = prompt_tokens
+        tokens = torch.atleast_2d(prompt_tokens)  # (B, T)
         for _ in range(count):
             # The last position alone goes through the head; padded rows of the vocabulary mean nothing, so they are never drawn.
             last = self.features(tokens[:, -self.seq_len :])[:, -1]  # (B, W)
             table = self.embedding.weight if self.head is None else self.head.weight
             logits = F.linear(last, table[: self.used_vocab]).float()  # (B, V)
             tokens = torch.cat((tokens, _draw(logits, temperature, top_k, generator)), dim=1)
-        return tokens
+        return tokens if prompt_tokens.ndim == 2 else tokens[0]
 
 
 class Block(nn.Module):
@@ -307,8 +307,10 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
 
 
 def _check_sampling(prompt: Tensor, count: int, temperature: float, top_k: int | None) -> None:
-    if prompt.ndim != 2 or prompt.shape[1] == 0:
-        raise ConfigError(f"a prompt of shape {tuple(prompt.shape)}: give (rows, tokens) with at least 1 token to go on from.")
+    if prompt.ndim not in (1, 2) or prompt.numel() == 0:
+        raise ConfigError(
+            f"a prompt of shape {tuple(prompt.shape)}: give (tokens,) or (rows, tokens), at least 1 token to go on from."
+        )
     if count < 0:
         raise ConfigError(f"count={count}: a prompt can be continued by 0 tokens or more.")
     if not temperature >= 0:
