@@ -199,7 +199,7 @@ class Decoder(nn.Module):
             generator: for the draws; None: torch's global one.
         """
         _check_sampling(prompt_tokens, count, temperature, top_k)
-        tokens = torch.atleast_2d(prompt_tokens)  # (B, T)
+        tokens = prompt_tokens.view(-1, prompt_tokens.shape[-1])  # (B, T)
         for _ in range(count):
             # The last position alone goes through the head; padded rows of the vocabulary mean nothing, so they are never drawn.
             last = self.features(tokens[:, -self.seq_len :])[:, -1]  # (B, W)
