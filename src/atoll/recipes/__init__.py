@@ -1,1 +1,23 @@
-"""TODO"""
+"""Recipes: functions that return a Run. The command line knows them by name, with dashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from atoll.errors import ConfigError
+from atoll.recipes.demo import demo_ddp, demo_diloco
+from atoll.recipes.papers import diloco_60m, diloco_150m, diloco_400m
+from atoll.runs.run import Run
+
+__all__ = ["ALL", "demo_ddp", "demo_diloco", "diloco_60m", "diloco_150m", "diloco_400m", "recipe"]
+
+ALL: Mapping[str, Callable[[], Run]] = {
+    make.__name__.replace("_", "-"): make for make in (demo_ddp, demo_diloco, diloco_60m, diloco_150m, diloco_400m)
+}
+
+
+def recipe(name: str) -> Run:
+    """The recipe of this name."""
+    if name not in ALL:
+        raise ConfigError(f"there is no recipe {name!r}. There are: {', '.join(ALL)}. `atoll recipes` says what they do.")
+    return ALL[name]()

@@ -1,0 +1,129 @@
+"""The command `atoll`.
+
+Results go to standard output, progress and errors to standard error. An error that a person can mend is one message and exit
+code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.errors import AtollError
+
+app = typer.Typer(
+    help="Train language models on islands of devices that are poorly connected, unequal and unreliable.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data = typer.Typer(help="Text into tokens.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change a setting by its path; `atoll show` lists them.")
+]
+Seed = Annotated[int | None, typer.Option(help="Of weights, data order and everything the cluster draws.")]
+Json = Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")]
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes."""
+    from atoll.cli.verbs import list_recipes
+
+    list_recipes()
+
+
+@app.command()
+def show(recipe: str, settings: Settings = None, seed: Seed = None, json: Json = False) -> None:
+    """Show every setting of a recipe, by the path that `--set` takes."""
+    from atoll.cli.verbs import show_recipe
+
+    show_recipe(recipe, settings or [], seed, as_json=json)
+
+
+@app.command()
+def run(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's name; may be left out with --resume.")] = None,
+    settings: Settings = None,
+    seed: Seed = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; by default a new one under runs/.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Carry out a recipe."""
+    from atoll.cli.verbs import carry_out
+
+    carry_out(recipe, settings or [], seed, out=out, resume_from=resume, as_json=json, quiet=quiet)
+
+
+@app.command()
+def compare(
+    what: Annotated[list[str], typer.Argument(metavar="RECIPE-or-DIR...", help="Recipes to run, or folders of finished runs.")],
+    settings: Settings = None,
+    seed: Seed = None,
+    out: Annotated[Path | None, typer.Option(help="Where runs and plot go; by default a new folder under runs/.")] = None,
+    json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Run several recipes on the same work, or read finished runs, and put them side by side."""
+    from atoll.cli.verbs import compare_runs
+
+    compare_runs(what, settings or [], seed, out=out, as_json=json, as_markdown=markdown, quiet=quiet)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="A run's folder.")], json: Json = False) -> None:
+    """A run's figures, its plot, and the trace of its timeline (open it in Perfetto or chrome://tracing)."""
+    from atoll.cli.verbs import report_run
+
+    report_run(folder, as_json=json)
+
+
+@app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(help="A run's folder.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "\n",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Choose among so many tokens only.")] = 50,
+    seed: Annotated[int, typer.Option(help="Of the choices.")] = 0,
+) -> None:
+    """Let a trained model write."""
+    from atoll.cli.verbs import generate_text
+
+    generate_text(folder, prompt, tokens, temperature, top_k, seed)
+
+
+@data.command()
+def prepare(
+    corpus: Annotated[str, typer.Argument(help="stdlib, files:PATH[#field], or hf:NAME[:split][#field].")],
+    out: Annotated[Path, typer.Option(help="The folder for the token files.")],
+    tokenizer: Annotated[str, typer.Option(help="bytes, a tokenizers JSON file, or bpe:SIZE to train one.")] = "bytes",
+    validation_fraction: Annotated[float, typer.Option(help="Of the documents, kept for validation.")] = 0.05,
+    limit_bytes: Annotated[int | None, typer.Option(help="Stop after so many bytes of text.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Turn text into memory-mapped tokens; use them with `--set data.corpus=prepared:DIR`."""
+    from atoll.cli.verbs import prepare_data
+
+    prepare_data(corpus, out, tokenizer, validation_fraction, limit_bytes, quiet=quiet)
+
+
+def main() -> None:
+    """The entry point: errors for people, exit codes for programs."""
+    try:
+        app()
+    except AtollError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; a run goes on with `atoll run --resume DIR`", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,157 @@
+"""What the verbs do. Imported by the verb that is called, because this brings torch with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from inspect import getdoc
+from pathlib import Path
+
+import rich
+from rich.console import Console
+from rich.table import Table
+
+from atoll import recipes
+from atoll.errors import ConfigError
+from atoll.protocols import Sink
+from atoll.runs import execute
+from atoll.runs.execute import Result, WarmStarts
+from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.run import Run, candidates
+from atoll.runs.settings import describe, override, to_json
+from atoll.telemetry import compare as comparing
+from atoll.telemetry.console import ConsoleSink
+from atoll.telemetry.plots import plot_comparison, plot_run
+from atoll.telemetry.summary import read_summary
+from atoll.telemetry.trace import write_trace
+
+
+def list_recipes() -> None:
+    table = Table("recipe", "what it does", box=None, header_style="bold")
+    for name, make in recipes.ALL.items():
+        table.add_row(name, (getdoc(make) or "").splitlines()[0])
+    rich.print(table)
+
+
+def show_recipe(name: str, settings: Sequence[str], seed: int | None, *, as_json: bool) -> None:
+    run = _run_of(name, settings, seed)
+    if as_json:
+        print(json.dumps(to_json(run)))
+        return
+    table = Table("path", "value", "type", box=None, header_style="bold")
+    for setting in describe(run, candidates):
+        table.add_row(setting.path, setting.text, setting.kind)
+    rich.print(table)
+
+
+def carry_out(
+    name: str | None,
+    settings: Sequence[str],
+    seed: int | None,
+    *,
+    out: Path | None,
+    resume_from: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    if resume_from is not None:
+        if out is not None:
+            raise ConfigError(f"--out {out} with --resume {resume_from}: a run goes on in its own folder. Leave out --out.")
+        result = _resume(name, settings, seed, resume_from, quiet=quiet)
+    elif name is None:
+        raise ConfigError(f"no recipe was given. There are: {', '.join(recipes.ALL)}. Or go on with a run: --resume DIR.")
+    else:
+        result = _start(_run_of(name, settings, seed), out, {}, quiet=quiet)
+    if as_json:
+        print(result.summary.to_json())
+    else:
+        one = comparing.comparison([result.folder])
+        rich.print(comparing.table(one))
+        print(f"{comparing.sentence(one)}\nfolder: {result.folder}")
+
+
+def compare_runs(
+    what: Sequence[str],
+    settings: Sequence[str],
+    seed: int | None,
+    *,
+    out: Path | None,
+    as_json: bool,
+    as_markdown: bool,
+    quiet: bool,
+) -> None:
+    root = out or default_path("compare", seed or 0)
+    # Everything is looked up before anything runs: a misspelt last name should not cost the first runs.
+    planned = [Path(item) if Path(item).is_dir() else _run_of(item, settings, seed) for item in what]
+    warm_starts: WarmStarts = {}
+    folders = [
+        item if isinstance(item, Path) else _start(item, root / f"{item.recipe}-{index}", warm_starts, quiet=quiet).folder
+        for index, item in enumerate(planned)
+    ]
+    together = comparing.comparison(folders)
+    root.mkdir(parents=True, exist_ok=True)
+    plot = plot_comparison(folders, root / "comparison.png")
+    if as_json:
+        print(json.dumps({**together.to_dict(), "plot": str(plot)}))
+    elif as_markdown:
+        print(comparing.markdown(together))
+    else:
+        rich.print(comparing.table(together))
+        print(f"\n{comparing.sentence(together)}\nplot: {plot}")
+
+
+def report_run(folder: Path, *, as_json: bool) -> None:
+    summary = read_summary(RunFolder.open(folder).path)
+    if as_json:
+        print(summary.to_json())
+        return
+    one = comparing.comparison([folder])
+    rich.print(comparing.table(one))
+    print(f"plot:  {plot_run(folder, folder / 'plot.png')}\ntrace: {write_trace(folder, folder / 'trace.json')}")
+
+
+def generate_text(folder: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int) -> None:
+    from atoll.runs.generate import generate
+
+    for piece in generate(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed):
+        print(piece, end="", flush=True)
+    print()
+
+
+def prepare_data(
+    corpus: str, out: Path, tokenizer: str, validation_fraction: float, limit_bytes: int | None, *, quiet: bool
+) -> None:
+    from atoll.cli.progress import preparing
+    from atoll.data.prepare import prepare
+
+    with preparing(quiet=quiet) as progress:
+        prepared = prepare(
+            corpus, tokenizer, out, validation_fraction=validation_fraction, limit_bytes=limit_bytes, progress=progress
+        )
+    print(f"{prepared}\nuse it with: --set data.corpus=prepared:{out}")
+
+
+def _run_of(name: str, settings: Sequence[str], seed: int | None) -> Run:
+    run = override(recipes.recipe(name), settings, candidates)
+    return run if seed is None else replace(run, seed=seed)
+
+
+def _sinks(title: str, *, quiet: bool) -> list[Sink]:
+    return [] if quiet else [ConsoleSink(title)]
+
+
+def _start(run: Run, out: Path | None, warm_starts: WarmStarts, *, quiet: bool) -> Result:
+    return execute.run(run, out=out, sinks=_sinks(run.recipe, quiet=quiet), command=sys.argv, warm_starts=warm_starts)
+
+
+def _resume(name: str | None, settings: Sequence[str], seed: int | None, folder: Path, *, quiet: bool) -> Result:
+    if name is None and (settings or seed is not None):
+        raise ConfigError("--set and --seed with --resume: a run goes on as it began. Leave them out.")
+    expected = None if name is None else _run_of(name, settings, seed)
+    return execute.resume(folder, expected=expected, sinks=_sinks(f"resume {folder}", quiet=quiet))
+
+
+def _console() -> Console:
+    return Console(stderr=True)

@@ -1,0 +1,47 @@
+"""The papers' own settings. Bring your own text (`--set data.corpus=...`); batch and steps can be cut down by `--set` too.
+
+DiLoCo's Tables 1 and 5: AdamW at 4e-4 with 1,000 steps of warm-up and decay 0.1, batches of 512 sequences of 1,024 tokens, shards
+by k-means, 8 islands that agree every 500 steps, 24,000 steps of plain training and then 64,000 of DiLoCo. What the paper leaves
+open: betas and clipping are OpenDiLoCo's, and the cosine goes down to a tenth.
+"""
+
+from __future__ import annotations
+
+from atoll.algorithms.diloco import DiLoCo
+from atoll.data.text import Text
+from atoll.engines.sim.world import Cluster
+from atoll.models.gpt import GPT
+from atoll.optim.adam import AdamW
+from atoll.optim.schedules import Cosine
+from atoll.optim.sgd import Nesterov
+from atoll.runs.run import Keep, Run, Train
+
+
+def diloco_60m() -> Run:
+    """DiLoCo's smallest model, with the paper's settings."""
+    return _diloco("diloco-60m", GPT.m60())
+
+
+def diloco_150m() -> Run:
+    """DiLoCo's main model, with the paper's settings."""
+    return _diloco("diloco-150m", GPT.m150())
+
+
+def diloco_400m() -> Run:
+    """DiLoCo's largest model, with the paper's settings."""
+    return _diloco("diloco-400m", GPT.m400())
+
+
+def _diloco(name: str, model: GPT) -> Run:
+    return Run(
+        recipe=name,
+        model=model,
+        data=Text(corpus="stdlib", tokenizer="bytes", seq_len=1024, eval_batches=16),
+        algorithm=DiLoCo(inner_steps=500, outer=Nesterov(lr=0.7, momentum=0.9), weighting="examples"),
+        optimizer=AdamW(lr=Cosine(lr=4e-4, warmup=1_000, floor=4e-5), betas=(0.9, 0.95), weight_decay=0.1),
+        train=Train(
+            steps=64_000, batch_size=512, micro_batches=16, warm_start_steps=24_000, device="auto", precision="bf16", compile=True
+        ),
+        cluster=Cluster(islands=8, step_time_s=(1.0,)),
+        keep=Keep(evaluate_every=500, save_every=500),
+    )

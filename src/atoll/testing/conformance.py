@@ -1,0 +1,216 @@
+"""The checks that every rule and every algorithm must pass. A new one is one more row in the battery.
+
+>>> from atoll.algorithms.diloco import DiLoCo
+>>> from atoll.optim.sgd import Nesterov
+>>> check_rule(Nesterov(lr=0.1))
+>>> check_algorithm(DiLoCo(inner_steps=2))
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from atoll import chunks
+from atoll.engines.sim.world import Away, Cluster, Lost
+from atoll.engines.states import trees
+from atoll.events import Exchanged, IslandJoined
+from atoll.optim.adam import AdamW
+from atoll.optim.sgd import SGD
+from atoll.protocols import Algorithm, Owner, Rule, fields_owned
+from atoll.testing.fakes import ScriptedPeers
+from atoll.testing.simulate import Recorder, simulate, simulator
+from atoll.testing.workloads import Regression
+from atoll.tree import Tree
+
+# --------------------------------------------------------------------------------------------------------------- rules
+
+
+def check_rule(rule: Rule) -> None:
+    """A rule is pure, keeps layouts, descends, and gives the same bits however it is cut."""
+    generator = torch.Generator().manual_seed(0)
+    params = Tree.of({"w": torch.randn(40, 30, generator=generator), "b": torch.randn(7, generator=generator)})
+    gradient = Tree.of({"w": torch.randn(40, 30, generator=generator), "b": torch.randn(7, generator=generator)})
+    _check_purity(rule, params, gradient)
+    _check_descent(rule, params)
+    _check_cuts(rule)
+
+
+def _check_purity(rule: Rule, params: Tree, gradient: Tree) -> None:
+    state = rule.init(params)
+    before = [tree.digest() for tree in trees((params, gradient, state))]
+    first = rule.update(params, gradient, state)
+    second = rule.update(params, gradient, state)
+    assert before == [tree.digest() for tree in trees((params, gradient, state))], "update changed what it was given"
+    assert _digests(first) == _digests(second), "the same arguments gave different results"
+    assert first[0].layout == params.layout, "the new weights are laid out differently"
+    assert not first[0].equal(params), "a gradient that is not zero moved nothing"
+
+
+def _check_descent(rule: Rule, start: Tree) -> None:
+    """On |w|²/2 the gradient is w itself: a useful rule makes it smaller."""
+    params, state = start, rule.init(start)
+    for _ in range(30):
+        params, state = rule.update(params, params, state)
+    assert params.norm() < start.norm(), f"30 steps on a parabola led from {start.norm():.3f} to {params.norm():.3f}"
+
+
+def _check_cuts(rule: Rule) -> None:
+    """Larger than a chunk, so that it is cut; and in two shards, as a sharded optimizer holds it."""
+    numel = chunks.CHUNK + 1000
+    generator = torch.Generator().manual_seed(1)
+    params = Tree.of({"w": torch.randn(numel // 100, 100, generator=generator), "b": torch.randn(333, generator=generator)})
+    gradient = params * 0.5 + 0.1
+    whole, _ = rule.update(params, gradient, rule.init(params))
+    shards = [rule.update(params.shard(rank, 2), gradient.shard(rank, 2), rule.init(params.shard(rank, 2)))[0] for rank in range(2)]
+    assert Tree.join(shards).equal(whole), "updating two shards gave other bits than updating the whole"
+
+
+def _digests(value: Any) -> list[str]:
+    return [tree.digest() for tree in trees(value)]
+
+
+# ---------------------------------------------------------------------------------------------------------- algorithms
+
+
+def check_algorithm(algorithm: Algorithm[Any]) -> None:
+    """An algorithm keeps every promise that engines and users rely on."""
+    for check in ALGORITHM_CHECKS:
+        check(algorithm)
+
+
+def check_state_is_declared(algorithm: Algorithm[Any]) -> None:
+    """Every field says whose it is, and the global weights are shared."""
+    params = Tree.of(Regression().module())
+    state = algorithm.init(params, ScriptedPeers())
+    shared = fields_owned(state, Owner.SHARED)
+    assert "params" in shared, f"{type(state).__name__} needs a shared field `params`"
+    assert shared["params"].equal(params), "training does not begin at the given weights"
+
+
+def check_given_state_is_unchanged(algorithm: Algorithm[Any]) -> None:
+    """A round is a function of its State, so it can be repeated when an exchange fails."""
+    params = Tree.of(Regression().module())
+    digest = params.digest()
+    # The engine recycles buffers of States that nobody holds: so hold a copy of what it begins with.
+    simulate(algorithm, steps=2 * algorithm.steps_per_round, params=params.copy())
+    assert params.digest() == digest
+
+
+def check_learns(algorithm: Algorithm[Any]) -> None:
+    """Islands together make the loss on everybody's data smaller."""
+    done = simulate(algorithm, steps=_steps(algorithm, 50), inner=SGD(lr=0.02), evaluate_every=50)
+    before, after = done.events[0].metrics["loss"], done.finished.val_loss  # type: ignore[attr-defined]
+    assert after < 0.5 * before, f"the loss went from {before:.4f} to {after:.4f}"
+
+
+def check_same_seed_same_log(algorithm: Algorithm[Any]) -> None:
+    """To the last digit, whatever the threads did."""
+    one, two = (_recorded(algorithm, _eventful(algorithm)) for _ in range(2))
+    assert one == two
+
+
+def check_resumes_to_the_bit(algorithm: Algorithm[Any]) -> None:
+    """Saving between any two rounds and going on gives the weights and the log of the run that did not stop."""
+    steps, cluster = _steps(algorithm, 6), _eventful(algorithm)
+    saved: list[tuple[int, dict[str, Any]]] = []
+    engine, sink = simulator(
+        algorithm,
+        steps=steps,
+        cluster=cluster,
+        inner=AdamW(lr=0.01),
+        workload=Regression(hidden=4, dropout=0.2),
+        save=lambda e: saved.append((len(sink.lines()), copy.deepcopy(_detached(e.parts())))),
+    )
+    engine.run()
+    assert len(saved) == engine.rounds
+    for position, parts in saved[:-1]:
+        again, later = simulator(
+            algorithm, steps=steps, cluster=cluster, inner=AdamW(lr=0.01), workload=Regression(hidden=4, dropout=0.2)
+        )
+        again.restore(lambda part, like, parts=parts: copy.deepcopy(parts[part]))  # type: ignore[misc]
+        again.run()
+        assert again.params.equal(engine.params), f"resuming at line {position} of the log led to other weights"
+        assert later.lines() == sink.lines()[position:], f"resuming at line {position} of the log led to another log"
+
+
+def check_one_island_is_alone(algorithm: Algorithm[Any]) -> None:
+    """One island trains and sends nothing."""
+    done = simulate(algorithm, steps=_steps(algorithm, 4), cluster=Cluster(islands=1))
+    assert done.finished.sent_bytes_per_island == done.finished.control_bytes_per_island == 0
+    assert done.finished.utilisation == 1.0
+
+
+def check_bytes_do_not_depend_on_values(algorithm: Algorithm[Any]) -> None:
+    """Every round of a constant cluster sends the same, and somebody sends something."""
+    done = simulate(algorithm, steps=_steps(algorithm, 4), cluster=Cluster(islands=3))
+    per_round: dict[int, int] = {}
+    for event in done.of(Exchanged):
+        per_round[event.round] = per_round.get(event.round, 0) + sum(event.sent_bytes)
+    assert len(set(per_round.values())) == 1, per_round
+    assert per_round[0] > 0
+
+
+def check_survives_losses(algorithm: Algorithm[Any]) -> None:
+    """Islands that are not heard, leave, and come back: the rest agree, and nobody waits for ever."""
+    done = simulate(algorithm, steps=_steps(algorithm, 6), cluster=_eventful(algorithm))
+    assert done.finished.steps == _steps(algorithm, 6)
+    assert any(event.donor is not None for event in done.of(IslandJoined))
+
+
+def check_unheard_by_all_changes_nothing(algorithm: Algorithm[Any]) -> None:
+    """If no message ever arrives, the global weights stay what they were."""
+    params = Tree.of(Regression().module())
+    done = simulate(algorithm, steps=_steps(algorithm, 3), params=params.copy(), cluster=Cluster(islands=2, drop_probability=1.0))
+    assert done.params.equal(params)
+    assert done.finished.tokens == done.finished.outer_steps == 0
+
+
+ALGORITHM_CHECKS = (
+    check_state_is_declared,
+    check_given_state_is_unchanged,
+    check_learns,
+    check_same_seed_same_log,
+    check_resumes_to_the_bit,
+    check_one_island_is_alone,
+    check_bytes_do_not_depend_on_values,
+    check_survives_losses,
+    check_unheard_by_all_changes_nothing,
+)
+
+
+def _steps(algorithm: Algorithm[Any], rounds: int) -> int:
+    return rounds * algorithm.steps_per_round
+
+
+def _eventful(algorithm: Algorithm[Any]) -> Cluster:
+    """Unequal islands, lost messages, one that leaves and comes back, and drawn step times."""
+    return Cluster(
+        islands=4,
+        step_time_s=(0.58, 0.75, 1.51, 3.33),
+        step_time_jitter=0.2,
+        drop_probability=0.2,
+        lost=(Lost(island=1, round=0), Lost(island=1, round=1)),
+        away=(Away(island=2, start=2, stop=4),),
+    )
+
+
+def _recorded(algorithm: Algorithm[Any], cluster: Cluster) -> list[str]:
+    engine, sink = simulator(algorithm, steps=_steps(algorithm, 5), cluster=cluster, sink=Recorder())
+    engine.run()
+    return sink.lines()
+
+
+def _detached(value: Any) -> Any:
+    """Parts as a file would hold them: Trees whose buffers the engine cannot reuse."""
+    if isinstance(value, Tree):
+        return Tree(value.layout, value.flat.clone())
+    if isinstance(value, dict):
+        return {name: _detached(item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        items: Iterator[Any] = (_detached(item) for item in value)
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value

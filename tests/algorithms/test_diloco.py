@@ -1,0 +1,247 @@
+"""DiLoCo: what must hold exactly, before any curve is looked at."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.diloco import DiLoCo, DiLoCoState
+from atoll.engines.local import LocalReplica
+from atoll.engines.sim.world import Cluster, Lost
+from atoll.errors import ConfigError
+from atoll.events import CaughtUp, Compared, Exchanged
+from atoll.optim.adam import AdamW
+from atoll.optim.sgd import SGD, Nesterov
+from atoll.protocols import Work
+from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
+from atoll.testing.simulate import simulate
+from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.tree import Tree
+
+
+def ones(value=1.0):
+    return Tree.of({"w": torch.full((3,), value)})
+
+
+def close(one, two, tolerance=1e-6):
+    return float((one.flat - two.flat).abs().max()) <= tolerance
+
+
+# ---------------------------------------------------------------------------------------------------- one round, by hand
+
+
+def test_island_sends_the_distance_it_moved_old_minus_new():
+    peers = ScriptedPeers()
+    one_round(DiLoCo(inner_steps=2), FakeReplica(moves_by=-0.5), peers, params=ones())
+    assert torch.equal(peers.sent[0]["w"], torch.ones(3))
+
+
+def test_outer_rule_steps_along_the_mean_of_all_deltas():
+    peers = ScriptedPeers(ones(3.0))
+    state = one_round(DiLoCo(inner_steps=1, outer=Nesterov(lr=1.0, momentum=0.0)), FakeReplica(moves_by=-1.0), peers, params=ones())
+    assert torch.equal(state.params["w"], torch.full((3,), 1.0 - 2.0))
+
+
+def test_round_does_not_change_the_state_it_was_given():
+    given = DiLoCoState(ones(), DiLoCo(inner_steps=5).outer.init(ones()))
+    one_round(DiLoCo(inner_steps=5), FakeReplica(moves_by=-0.1), ScriptedPeers(), params=ones(), state=given)
+    assert torch.equal(given.params["w"], torch.ones(3))
+    assert torch.equal(given.outer.velocity["w"], torch.zeros(3))
+
+
+def test_work_goes_on_where_the_last_round_ended():
+    replica, peers, algorithm = FakeReplica(), ScriptedPeers(), DiLoCo(inner_steps=7)
+    state = one_round(algorithm, replica, peers, params=ones())
+    one_round(algorithm, replica, peers, params=ones(), state=state)
+    assert [(steps, work.start, work.schedule) for steps, work in replica.trained] == [(7, 0, 0), (7, 7, 7)]
+
+
+def test_golden_scalars_of_synchronous_rounds():
+    """Four islands, the pseudo-gradients of papers/common 0.4: theta = 0.6675, 0.3595, 0.1544 and a velocity of 0.32 at the end."""
+    rounds = [(0.1, 0.2, 0.3, 0.4), (0.4, -0.1, 0.05, 0.15), (0.02, 0.03, 0.01, -0.04)]
+    algorithm = DiLoCo(inner_steps=1, outer=Nesterov(lr=0.7, momentum=0.9))
+    scalar = Tree.of({"w": torch.ones(1, dtype=torch.float64)})
+    state, seen = algorithm.init(scalar, ScriptedPeers()), []
+    for mine, *others in rounds:
+        peers = ScriptedPeers(*(Tree.of({"w": torch.tensor([g], dtype=torch.float64)}) for g in others))
+        state = one_round(algorithm, FakeReplica(moves_by=-mine), peers, params=scalar, state=state)
+        seen.append(float(state.params["w"]))
+    assert seen == pytest.approx([0.6675, 0.3595, 0.1544], abs=1e-12)
+    assert float(state.outer.velocity["w"]) == pytest.approx(0.32, abs=1e-12)
+
+
+def test_examples_weigh_the_deltas_and_the_weights_sum_to_one():
+    peers = ScriptedPeers(ones(3.0), weights=[300.0])
+    peers.examples = 100
+    algorithm = DiLoCo(inner_steps=1, outer=SGD(lr=1.0), weighting="examples")
+    state = one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=ones(0.0))
+    assert peers.weights == [100.0]
+    assert torch.allclose(state.params["w"], torch.full((3,), -(100 * 1.0 + 300 * 3.0) / 400))
+
+
+def test_an_island_that_is_not_heard_keeps_the_shared_fields_and_goes_on_from_its_own_weights():
+    algorithm, replica = DiLoCo(inner_steps=1), FakeReplica(moves_by=-1.0)
+    state = one_round(algorithm, replica, ScriptedPeers(ones(), heard=False), params=ones())
+    assert torch.equal(state.params["w"], torch.ones(3))
+    assert state.adrift is not None
+    assert torch.equal(state.adrift["w"], torch.zeros(3))
+    one_round(algorithm, replica, peers := ScriptedPeers(), params=ones(), state=state)
+    assert torch.equal(replica.params()["w"], torch.full((3,), -1.0))
+    assert torch.equal(peers.sent[0]["w"], torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize(("missed", "delta"), [("global", 10.0 - -1.0), ("agreed", 1.0 - -1.0)])
+def test_the_next_delta_after_a_miss_is_measured_from_the_global_weights_or_from_the_agreed_ones(missed, delta):
+    algorithm = DiLoCo(inner_steps=1, missed=missed)
+    fresh = algorithm.init(ones(1.0), ScriptedPeers())
+    behind = replace(fresh, adrift=ones(0.0))
+    newest = {"params": ones(10.0), "outer": algorithm.outer.init(ones())}
+    peers = ScriptedPeers(newest=newest)
+    state = one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=ones(), state=behind)
+    assert torch.equal(peers.sent[0]["w"], torch.full((3,), delta))
+    assert state.adrift is None
+    # Whatever the delta was measured from, the step is taken from the newest global weights.
+    assert float(state.params["w"][0]) == pytest.approx(10.0 - 0.7 * 1.9 * delta)
+
+
+def test_a_total_weight_of_zero_changes_nothing():
+    peers = ScriptedPeers(ones(), weights=[0.0])
+    peers.examples = 0
+    state = one_round(DiLoCo(inner_steps=1, weighting="examples"), FakeReplica(), peers, params=ones())
+    assert torch.equal(state.params["w"], torch.ones(3))
+
+
+def test_pruned_values_are_zero_in_what_is_sent():
+    replica, peers = FakeReplica(), ScriptedPeers()
+    params = Tree.of({"w": torch.zeros(2, 8)})
+    one_round(DiLoCo(inner_steps=1, pruned=0.5), replica, peers, params=params)
+    assert int((peers.sent[0]["w"] == 0).sum()) == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"inner_steps": 0}, "inner_steps=0.*Use 1"), ({"inner_steps": 1, "pruned": 1.0}, r"pruned=1.0 is outside \[0, 1\)")],
+)
+def test_nonsense_is_refused_with_advice(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        DiLoCo(**settings)
+
+
+# ------------------------------------------------------------------------------------------------------------ identities
+
+
+def test_one_inner_step_of_sgd_and_outer_sgd_of_one_is_data_parallel_sgd():
+    ddp = simulate(DDP(optimizer=SGD(lr=0.05)), steps=50)
+    diloco = simulate(DiLoCo(inner_steps=1, outer=SGD(lr=1.0)), inner=SGD(lr=0.05), steps=50)
+    assert close(diloco.params, ddp.params)
+    assert diloco.finished.sent_bytes_per_island == ddp.finished.sent_bytes_per_island
+
+
+def test_outer_sgd_of_one_is_federated_averaging():
+    """By hand: every island from the same weights, then the mean of the weights."""
+    workload, rounds, steps = Regression(hidden=4), 4, 3
+    replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(4)]
+    params = Tree.of(workload.module())
+    for number in range(rounds):
+        for island, replica in enumerate(replicas):
+            replica.load(params)
+            replica.train(steps, Work(shard=island, start=number * steps, schedule=number * steps, examples=1))
+        params = sum((replica.params() for replica in replicas[1:]), replicas[0].params()) / 4
+    fedavg = simulate(DiLoCo(inner_steps=steps, outer=SGD(lr=1.0)), workload=workload, inner=AdamW(lr=0.01), steps=rounds * steps)
+    assert close(fedavg.params, params)
+
+
+def test_a_single_round_of_outer_sgd_of_one_is_a_model_soup():
+    soup = simulate(DiLoCo(inner_steps=20, outer=SGD(lr=1.0)), steps=20)
+    lone = []
+    for island in range(4):
+        replica = LocalReplica(Regression(), optimizer=SGD(lr=0.05))
+        replica.train(20, Work(shard=island, start=0, schedule=0, examples=1))
+        lone.append(replica.params())
+    assert close(soup.params, sum(lone[1:], lone[0]) / 4)
+
+
+def test_one_island_with_outer_sgd_is_lookahead():
+    slow = Tree.of(Regression().module())
+    replica = LocalReplica(Regression(), optimizer=SGD(lr=0.05))
+    for number in range(5):
+        replica.load(slow)
+        replica.train(4, Work(shard=0, start=4 * number, schedule=4 * number, examples=1))
+        slow = slow + 0.5 * (replica.params() - slow)
+    alone = simulate(DiLoCo(inner_steps=4, outer=SGD(lr=0.5)), steps=20, cluster=Cluster(islands=1))
+    assert close(alone.params, slow)
+
+
+def test_identical_islands_are_one_island():
+    """With the same data everywhere the mean of the deltas is each delta, so k islands must be one."""
+    same = RegressionBatches(num_shards=1)
+    one, four = (simulate(DiLoCo(inner_steps=5), workload=Regression(same), steps=25, cluster=Cluster(islands=k)) for k in (1, 4))
+    # Adding up four equal numbers and dividing by four is exact.
+    assert len({replica.digest() for replica in (one.params,)}) == 1
+    assert four.finished.tokens == 4 * one.finished.tokens
+
+
+def test_diloco_sends_exactly_one_hth_of_ddps_bytes():
+    ddp = simulate(DDP(optimizer=SGD(lr=0.05)), steps=60, cluster=Cluster(islands=3))
+    diloco = simulate(DiLoCo(inner_steps=20), steps=60, cluster=Cluster(islands=3))
+    assert diloco.finished.tokens == ddp.finished.tokens
+    assert ddp.finished.sent_bytes_per_island == 20 * diloco.finished.sent_bytes_per_island
+    assert ddp.finished.control_bytes_per_island == 20 * diloco.finished.control_bytes_per_island
+
+
+def test_inner_moments_are_never_reset_nor_sent():
+    done = simulate(DiLoCo(inner_steps=4), workload=Regression(hidden=3), inner=AdamW(lr=0.01), steps=20)
+    for island in done.engine.islands.values():
+        assert {float(moments["step"]) for moments in island.replica.state()["optimizer"]} == {20.0}
+    payload = done.params.nbytes
+    assert all(sum(event.sent_bytes) == 2 * 3 * payload for event in done.of(Exchanged))
+
+
+# ---------------------------------------------------------------------------------------- losses, pools and what is counted
+
+
+def test_a_lost_island_is_caught_up_at_its_next_exchange_and_that_is_counted():
+    lost = Cluster(islands=3, lost=(Lost(island=1, round=1), Lost(island=1, round=2)))
+    done = simulate(DiLoCo(inner_steps=2), steps=12, cluster=lost)
+    caught = done.of(CaughtUp)
+    assert [(event.island, event.donor, event.round) for event in caught] == [(1, 0, 3)]
+    assert caught[0].sent_bytes == 2 * done.params.nbytes  # weights and outer momentum
+    assert [event.heard for event in done.of(Exchanged)][1] == [True, False, True]
+    # Its uncommitted tokens count once it is heard again.
+    assert done.finished.tokens == 12 * 3 * 8
+
+
+def test_a_dropped_island_does_not_shift_the_mean_of_the_others():
+    """With everybody but island 0 lost, the outer step is island 0's delta alone."""
+    lost = tuple(Lost(island=island, round=0) for island in (1, 2, 3))
+    lone = simulate(DiLoCo(inner_steps=3), steps=3, cluster=Cluster(islands=1))
+    done = simulate(DiLoCo(inner_steps=3), steps=3, cluster=Cluster(islands=4, lost=lost))
+    assert done.params.equal(lone.params)
+
+
+def test_both_readings_of_a_missed_exchange_differ_and_both_learn():
+    cluster = Cluster(islands=4, drop_probability=0.5)
+    literal, other = (
+        simulate(DiLoCo(inner_steps=3, missed=missed), steps=60, cluster=cluster, inner=SGD(lr=0.01), seed=3)
+        for missed in ("global", "agreed")
+    )
+    assert not literal.params.equal(other.params)
+    assert max(literal.finished.val_loss, other.finished.val_loss) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("pool", "island_rounds"),
+    [("constant", 64), ("doubling", 48), ("halving", 48), ("ramp_up", 36), ("ramp_down", 36), ((8, 2, 5, 1), 32)],
+)
+def test_every_pool_schedule_of_the_paper_takes_its_share_of_steps(pool, island_rounds):
+    workload = Regression(RegressionBatches(num_shards=8))
+    done = simulate(DiLoCo(inner_steps=2), steps=16, workload=workload, cluster=Cluster(islands=8, pool=pool), evaluate_every=8)
+    assert done.finished.local_updates == 2 * island_rounds
+
+
+def test_deltas_are_compared_and_identical_data_gives_a_cosine_of_one():
+    done = simulate(DiLoCo(inner_steps=2), workload=Regression(RegressionBatches(num_shards=1)), steps=4)
+    assert [event.cosine_mean for event in done.of(Compared)] == pytest.approx([1.0, 1.0])
+    for event in done.of(Compared):
+        assert event.norms == pytest.approx([event.mean_norm] * 4)

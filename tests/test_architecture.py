@@ -1,0 +1,86 @@
+"""The house is built as it is drawn: imports go down only, and the mathematics is pure."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import atoll
+
+ROOT = Path(atoll.__file__).parent
+FLOORS = [  # from the top down; rooms on one floor do not see each other
+    {"cli", "integrations"},
+    {"recipes", "loop"},
+    {"runs"},
+    {"testing"},
+    {"engines", "telemetry", "models", "data"},
+    {"algorithms"},
+    {"optim"},
+    {"protocols", "chunks", "tensorfile"},
+    {"tree", "events"},
+    {"errors"},
+]
+PURE = {"algorithms", "optim"}
+IMPURE = {"torch.distributed", "time", "random", "logging", "os", "socket", "threading", "asyncio", "datetime", "multiprocessing"}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def room_of(path):
+    """The room a file lies in; what lies in the hall itself (__init__, __main__) may see everything."""
+    first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return None if first in {"__init__", "__main__"} else first
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def level_of(room):
+    return next(level for level, rooms in enumerate(FLOORS) if room in rooms)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down_only(path):
+    home = room_of(path)
+    if home is None:
+        return
+    for name in imports_of(path):
+        parts = name.split(".")
+        if (
+            parts[0] != "atoll"
+            or len(parts) < 2
+            or parts[1] == home
+            or not (ROOT / parts[1]).exists()
+            and not (ROOT / f"{parts[1]}.py").exists()
+        ):
+            continue
+        assert level_of(parts[1]) > level_of(home), f"{home} may not import {name}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) in PURE], ids=lambda path: str(path.relative_to(ROOT)))
+def test_mathematics_knows_no_time_chance_or_transport(path):
+    for name in imports_of(path):
+        assert not any(f"{name}.".startswith(f"{impure}.") for impure in IMPURE), f"{path.name} is pure and may not import {name}"
+
+
+def test_every_room_says_what_it_is_for():
+    for package in ROOT.rglob("__init__.py"):
+        docstring = ast.get_docstring(ast.parse(package.read_text()))
+        assert docstring, f"{package} has no docstring"
+        assert "TODO" not in docstring
+
+
+def test_every_test_file_mirrors_a_source_file():
+    tests = Path(__file__).parent
+    elsewhere = {"test_architecture", "test_battery", "test_golden", "test_examples", "test_docs"}
+    for path in tests.rglob("test_*.py"):
+        if path.stem in elsewhere:
+            continue
+        source = ROOT / path.parent.relative_to(tests) / f"{path.stem.removeprefix('test_')}.py"
+        assert source.exists(), f"{path.relative_to(tests)} tests nothing that is at {source.relative_to(ROOT)}"

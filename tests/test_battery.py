@@ -1,0 +1,44 @@
+"""Every rule and every algorithm through the same checks. A new one is one more row."""
+
+import pytest
+
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.diloco import DiLoCo
+from atoll.optim.adam import Adam, AdamW
+from atoll.optim.schedules import WSD, Cosine
+from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.testing.conformance import ALGORITHM_CHECKS, check_rule
+
+RULES = [
+    SGD(lr=0.1),
+    SGD(lr=Cosine(lr=0.1, steps=30, warmup=5), weight_decay=0.01),
+    Momentum(lr=0.05, momentum=0.9),
+    Nesterov(lr=0.1, momentum=0.9),
+    Nesterov(lr=0.05, momentum=0.0),
+    Adam(lr=0.02),
+    Adam(lr=0.3, betas=(0.9, 0.95), eps=0.1),
+    AdamW(lr=0.02),
+    AdamW(lr=WSD(lr=0.02, steps=30, warmup=3, decay=10), weight_decay=0.5, decay="all"),
+]
+
+ALGORITHMS = [
+    DDP(optimizer=AdamW(lr=0.1)),
+    DDP(optimizer=SGD(lr=0.05), accumulation=3, clip_norm=1.0),
+    DiLoCo(inner_steps=1),
+    DiLoCo(inner_steps=3),
+    DiLoCo(inner_steps=3, outer=SGD(lr=1.0), weighting="examples"),
+    DiLoCo(inner_steps=2, outer=Adam(lr=0.1, eps=0.1)),
+    DiLoCo(inner_steps=2, outer=Momentum(lr=0.3, momentum=0.9), missed="agreed"),
+    DiLoCo(inner_steps=2, pruned=0.25),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_rule_keeps_its_promises(rule):
+    check_rule(rule)
+
+
+@pytest.mark.parametrize("check", ALGORITHM_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_algorithm_keeps_its_promises(algorithm, check):
+    check(algorithm)
