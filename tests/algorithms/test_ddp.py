@@ -78,5 +78,5 @@ def test_the_gradient_is_taken_at_the_shared_weights():
 
 
 def test_accumulation_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="accumulation=0.*Use 1"):
+    with pytest.raises(ConfigError, match=r"accumulation=0.*Use 1"):
         DDP(accumulation=0)

@@ -1,0 +1,173 @@
+"""From a Run to live objects: the only place that knows every room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from atoll.data.partition import IID, KMeans
+from atoll.data.stream import TokenBatches
+from atoll.data.text import TextData
+from atoll.data.tokenizer import Tokenizer
+from atoll.engines.flat import weights_of
+from atoll.engines.local import Evaluator, LocalReplica, Loss
+from atoll.engines.sim.engine import SimEngine
+from atoll.errors import ConfigError
+from atoll.models.gpt import GPT, Decoder
+from atoll.optim.schedules import WSD, at
+from atoll.protocols import Sink, Work, Workload
+from atoll.runs.run import Run
+from atoll.tree import Tree
+
+
+@dataclass(frozen=True)
+class TextWorkload:
+    """A decoder on text: the workload of every Run that is not given another."""
+
+    model: GPT
+    data: TextData
+    seed: int
+
+    @property
+    def batches(self) -> TokenBatches:
+        return self.data.train
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.data.tokenizer
+
+    def module(self) -> Decoder:
+        return self.model.build(self.data.vocab_size, self.data.seq_len, self.seed)
+
+    def loss(self, module: nn.Module, batch: Tensor) -> Tensor:
+        assert isinstance(module, Decoder)
+        return module.loss(batch)
+
+    def evaluate(self, module: nn.Module) -> Mapping[str, float]:
+        """The float64 mean of the per-batch losses, in batch order."""
+        device = next(module.parameters()).device
+        return {"loss": fmean(float(self.loss(module, batch.to(device))) for batch in self.data.validation)}
+
+
+class WarmStart:
+    """Weights after plain training by one island, before the clock starts."""
+
+    def __init__(self, params: Tree, tokens: int, loss: float) -> None:
+        self.params, self.tokens, self.loss = params, tokens, loss
+
+
+def device_of(run: Run) -> str:
+    """Where the run computes."""
+    if run.train.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if run.train.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device=cuda, but torch sees no CUDA device. Use train.device=cpu, or auto.")
+    return run.train.device
+
+
+def plain_workload(run: Run) -> TextWorkload:
+    """The run's text as one shard: what plain training reads."""
+    data = replace(run.data, partition=IID()).open(num_shards=1, batch_size=run.train.batch_size, seed=run.seed)
+    return TextWorkload(run.model, data, run.seed)
+
+
+def island_workload(run: Run, params: Tree) -> TextWorkload:
+    """The run's text in one shard per island. `params` are the weights whose features k-means looks at."""
+    features = _features(run, params) if isinstance(run.data.partition, KMeans) else None
+    data = run.data.open(num_shards=run.cluster.islands, batch_size=run.train.batch_size, seed=run.seed, features=features)
+    return TextWorkload(run.model, data, run.seed)
+
+
+def _features(run: Run, params: Tree) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
+    """Last-layer features of a model with these weights, averaged over the sequence."""
+    device = device_of(run)
+    weights = weights_of(plain_workload(run).module().to(device))
+    weights.load(params)
+    module = weights.module
+    assert isinstance(module, Decoder)
+
+    def features(tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        with torch.no_grad():
+            hidden = module.features(torch.as_tensor(tokens, dtype=torch.int64, device=device))
+        return hidden.mean(dim=1).float().cpu().numpy()
+
+    return features
+
+
+def loss_of(run: Run, workload: Workload) -> Loss:
+    """The workload's loss, compiled if asked: one graph for all replicas."""
+    return torch.compile(workload.loss) if run.train.compile else workload.loss
+
+
+def replica_of(run: Run, workload: Workload, loss: Loss, island: int) -> LocalReplica:
+    return LocalReplica(
+        workload,
+        optimizer=run.optimizer,
+        clip_norm=run.train.clip_norm,
+        micro_batches=run.train.micro_batches,
+        device=device_of(run),
+        autocast=run.train.precision == "bf16",
+        loss=loss,
+        seed=run.seed * 100_003 + island,
+    )
+
+
+def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float], None]) -> WarmStart:
+    """Plain training of one replica: the inner rule at its peak rate after a warm-up, since the schedule proper comes later."""
+    steps = run.train.warm_start_steps
+    if steps == 0:
+        return WarmStart(Tree.of(workload.module().to(device_of(run))), 0, float("nan"))
+    peak = max(at(run.optimizer.lr, step) for step in range(run.train.steps))
+    plain = replace(run, optimizer=replace(run.optimizer, lr=WSD(lr=peak, steps=steps, warmup=max(1, steps // 10), decay=0)))
+    replica = replica_of(plain, workload, loss_of(run, workload), island=-1)
+    losses: list[float] = []
+    tokens = 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(run.cluster.threads_per_island)
+    try:
+        for start in range(0, steps, _STRETCH):
+            count = min(_STRETCH, steps - start)
+            trained = replica.train(count, Work(shard=0, start=start, schedule=start, examples=0))
+            losses += trained.losses
+            tokens += trained.tokens
+            progress(start + count, steps, losses[-1])
+    finally:
+        torch.set_num_threads(threads)
+    return WarmStart(replica.params(), tokens, fmean(losses[-max(1, steps // 10) :]))
+
+
+_STRETCH = 10  # steps between two signs of life
+
+
+def engine_of(
+    run: Run, workload: Workload, params: Tree, sink: Sink, save: Callable[[SimEngine], None] | None
+) -> tuple[SimEngine, Evaluator]:
+    """The simulator for this run, and what judges the weights."""
+    loss = loss_of(run, workload)
+    evaluator = Evaluator(workload, device_of(run))
+    engine = SimEngine(
+        algorithm=run.algorithm,
+        cluster=run.cluster,
+        params=params,
+        batches=workload.batches,
+        make_replica=lambda island: replica_of(run, workload, loss, island),
+        evaluate=evaluator,
+        sink=sink,
+        steps=run.train.steps,
+        seed=run.seed,
+        evaluate_every=run.rounds(run.keep.evaluate_every),
+        save=save,
+        save_every=run.rounds(run.keep.save_every),
+    )
+    return engine, evaluator
+
+
+def describe_shards(workload: Workload) -> Sequence[int]:
+    """Examples per shard."""
+    return [workload.batches.examples(shard) for shard in range(workload.batches.num_shards)]

@@ -1,0 +1,248 @@
+"""Carrying out a Run: a folder, a warm start, the engine, and what is left behind.
+
+The event log and every bit of the weights are functions of the Run. So a run that was killed at any moment and resumed leaves what a
+run leaves that was never stopped: it goes on from the newest checkpoint, and what was logged after that checkpoint is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from atoll.engines.local import Evaluator
+from atoll.engines.sim.engine import SimEngine
+from atoll.errors import AtollError
+from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
+from atoll.protocols import Sink, Workload
+from atoll.runs.build import WarmStart, engine_of, island_workload, plain_workload, warm_start
+from atoll.runs.checkpoint import Checkpoint, Checkpoints
+from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.run import Run
+from atoll.runs.settings import from_json, to_json
+from atoll.telemetry.fanout import Fanout
+from atoll.telemetry.jsonl import JsonlSink
+from atoll.telemetry.summary import Summary, read_summary
+from atoll.tensorfile import load_tree, read_tensors, save_tree
+from atoll.tree import Tree
+
+WarmStarts = dict[str, WarmStart]
+"""Warm starts that several runs share, by what they depend on."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run.
+
+    Attributes:
+        summary: its figures.
+        module: the trained module.
+        params: its weights.
+        folder: the run's folder.
+    """
+
+    summary: Summary
+    module: nn.Module
+    params: Tree
+    folder: Path
+
+    @property
+    def val_loss(self) -> float:
+        return self.summary.val_loss
+
+
+def run(
+    run: Run,
+    *,
+    out: str | Path | None = None,
+    workload: Workload | None = None,
+    sinks: Sequence[Sink] = (),
+    command: Sequence[str] | None = None,
+    warm_starts: WarmStarts | None = None,
+) -> Result:
+    """Carries out a Run in a new folder.
+
+    Args:
+        run: what to do.
+        out: the folder; by default a new one under runs/.
+        workload: what to train instead of the Run's decoder and text. A warm start then reads its first shard.
+        sinks: who else takes the events.
+        command: how the run was asked for, for the record.
+        warm_starts: to share warm starts between runs, give them the same dictionary.
+    """
+    folder = RunFolder.create(Path(out or default_path(run.recipe, run.seed)), to_json(run), list(command or sys.argv))
+    with folder.lock():
+        return _Execution(run, folder, workload, sinks, warm_starts if warm_starts is not None else {}).start()
+
+
+def resume(
+    out: str | Path,
+    *,
+    expected: Run | None = None,
+    workload: Workload | None = None,
+    sinks: Sequence[Sink] = (),
+) -> Result:
+    """Goes on with the run in this folder, from its newest checkpoint or else from the start.
+
+    Args:
+        out: the run's folder.
+        expected: refuse the folder if its run is another.
+        workload: as it was given to `run`, if one was.
+        sinks: who else takes the events.
+    """
+    folder = RunFolder.open(Path(out))
+    if expected is not None:
+        folder.same_run(to_json(expected))
+    with folder.lock():
+        return _Execution(from_json(folder.run_json), folder, workload, sinks, {}).resume()
+
+
+class _Execution:
+    """One process's share of a run."""
+
+    def __init__(
+        self, given: Run, folder: RunFolder, workload: Workload | None, sinks: Sequence[Sink], warm_starts: WarmStarts
+    ) -> None:
+        self._run = given.resolved
+        self._folder = folder
+        self._given_workload = workload
+        self._sinks = sinks
+        self._warm_starts = warm_starts
+        self._checkpoints = Checkpoints(folder.checkpoints, keep=given.keep.checkpoints)
+        self._log: JsonlSink | None = None
+        self._began = time.perf_counter()
+
+    def start(self) -> Result:
+        self._note("started")
+        return self._carry_out(None)
+
+    def resume(self) -> Result:
+        checkpoint = self._checkpoints.newest()
+        if self._finished():
+            return self._reopen(checkpoint)
+        self._note("resumed", round=checkpoint.round if checkpoint else 0)
+        return self._carry_out(checkpoint)
+
+    def _carry_out(self, checkpoint: Checkpoint | None) -> Result:
+        with Fanout([self._open_log(checkpoint), *self._more_sinks(), *self._sinks]) as sink:
+            warm = self._warm_up(sink, silent=checkpoint is not None)
+            workload = self._given_workload or island_workload(self._run, warm.params)
+            engine, evaluator = engine_of(self._run, workload, warm.params, sink, self._saver(sink))
+            if checkpoint is not None:
+                engine.restore(lambda part, like: self._checkpoints.load(checkpoint, part, like))
+                sink.emit(
+                    Progress(phase="resume", done=engine.totals.steps, total=engine.steps, note=f"from round {checkpoint.round}")
+                )
+            finished = engine.run(warm.tokens)
+            self._leave(engine, finished, checkpoint)
+        return self._result(evaluator, engine.params)
+
+    # ------------------------------------------------------------------------------------------------------- the beginning
+
+    def _open_log(self, checkpoint: Checkpoint | None) -> JsonlSink:
+        self._log = JsonlSink(self._folder.events, append_at=checkpoint.metadata["events_bytes"] if checkpoint else None)
+        return self._log
+
+    def _more_sinks(self) -> list[Sink]:
+        if not self._run.keep.tensorboard:
+            return []
+        from atoll.telemetry.tensorboard import TensorBoardSink
+
+        return [TensorBoardSink(self._folder.path / "tensorboard")]
+
+    def _warm_up(self, sink: Sink, *, silent: bool) -> WarmStart:
+        """The warm start: from the folder, from another run that shares it, or made now."""
+        plain: Workload = self._given_workload or plain_workload(self._run)
+        if not silent:
+            sink.emit(self._started(plain))
+        key = json.dumps([to_json(part) for part in self._warm_start_depends_on()], sort_keys=True)
+        if self._folder.warm_start.exists():
+            warm = _read_warm_start(self._folder.warm_start)
+        elif key in self._warm_starts and self._given_workload is None:
+            warm = self._warm_starts[key]
+        else:
+            warm = warm_start(self._run, plain, lambda done, total, loss: sink.emit(_warming(done, total, loss)))
+        self._warm_starts[key] = warm
+        if self._run.train.warm_start_steps:
+            if not self._folder.warm_start.exists():
+                save_tree(self._folder.warm_start, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss)})
+            if not silent:
+                sink.emit(WarmStartFinished(steps=self._run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
+        return warm
+
+    def _warm_start_depends_on(self) -> list[Any]:
+        run = self._run
+        train = replace(run.train, steps=1)
+        return [
+            run.model,
+            replace(run.data, partition=type(run.data)().partition),
+            run.optimizer,
+            train,
+            run.seed,
+            run.cluster.threads_per_island,
+        ]
+
+    def _started(self, workload: Workload) -> Event:
+        run = self._run
+        params = sum(p.numel() for p in workload.module().parameters() if p.requires_grad)
+        name = type(run.algorithm).__name__
+        return RunStarted(
+            recipe=run.recipe, algorithm=name, islands=run.cluster.islands, params=params, steps=run.train.steps, seed=run.seed
+        )
+
+    # ------------------------------------------------------------------------------------------------------------- the end
+
+    def _saver(self, sink: Sink) -> Callable[[SimEngine], None]:
+        def save(engine: SimEngine) -> None:
+            assert self._log is not None
+            sink.emit(Saved(round=engine.totals.round, name=self._checkpoints.name(engine.totals.round)))
+            self._checkpoints.save(engine.totals.round, engine.parts(), {"events_bytes": self._log.position()})
+
+        return save
+
+    def _leave(self, engine: SimEngine, finished: RunFinished, checkpoint: Checkpoint | None) -> None:
+        save_tree(self._folder.final, engine.params, {"recipe": self._run.recipe, "round": str(finished.rounds)})
+        self._note(
+            "finished", wall_time_s=time.perf_counter() - self._began, resumed_from_round=checkpoint.round if checkpoint else 0
+        )
+
+    def _result(self, evaluator: Evaluator, params: Tree) -> Result:
+        summary = read_summary(self._folder.path)
+        self._folder.summary.write_text(summary.to_json() + "\n")
+        return Result(summary, evaluator.module, params, self._folder.path)
+
+    def _finished(self) -> bool:
+        """Whether nothing is left to do."""
+        try:
+            read_summary(self._folder.path)
+        except AtollError:
+            return False
+        return self._folder.final.exists()
+
+    def _reopen(self, checkpoint: Checkpoint | None) -> Result:
+        """A finished run again, without running it."""
+        params = load_tree(self._folder.final)
+        plain: Workload = self._given_workload or plain_workload(self._run)
+        evaluator = Evaluator(plain)
+        evaluator.load(params)
+        return self._result(evaluator, params)
+
+    def _note(self, what: str, **figures: float) -> None:
+        """What depends on the machine goes into a file of its own."""
+        with self._folder.timing.open("a") as file:
+            file.write(json.dumps({"what": what, "unix_time_s": time.time(), **figures}) + "\n")
+
+
+def _warming(done: int, total: int, loss: float) -> Progress:
+    return Progress(phase="warm start", done=done, total=total, note=f"loss {loss:.3f}")
+
+
+def _read_warm_start(path: Path) -> WarmStart:
+    _, metadata = read_tensors(path)
+    return WarmStart(load_tree(path), int(metadata["tokens"]), float(metadata["loss"]))

@@ -1,0 +1,146 @@
+"""Run: a whole experiment as one frozen value. Everything that decides a figure is in it; a recipe is a function that returns one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.diloco import DiLoCo
+from atoll.data.text import Text
+from atoll.engines.local import InnerRule
+from atoll.engines.sim.world import Cluster
+from atoll.errors import ConfigError
+from atoll.models.gpt import GPT
+from atoll.optim.adam import Adam, AdamW
+from atoll.optim.schedules import WSD, Cosine
+from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.protocols import Algorithm, Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How each island trains.
+
+    Args:
+        steps: inner steps per island after the warm start; a multiple of the steps of a round.
+        batch_size: sequences per inner step and island.
+        micro_batches: into how many pieces a batch is cut to save memory; the result is the same within rounding.
+        clip_norm: gradients longer than this are shortened to it; none leaves them.
+        warm_start_steps: steps of plain training, by one island, before the clock starts. 0 starts from scratch.
+        device: cpu, cuda, or auto for cuda where there is one.
+        precision: fp32, or bf16 for a forward pass in bfloat16 (on CUDA).
+        compile: pass the loss through torch.compile.
+    """
+
+    steps: int
+    batch_size: int
+    micro_batches: int = 1
+    clip_norm: float | None = 1.0
+    warm_start_steps: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name}={getattr(self, name)}: it is at least 1. Give a positive number.")
+        if self.warm_start_steps < 0:
+            raise ConfigError(f"train.warm_start_steps={self.warm_start_steps}: it is 0 or more. Use 0 to start from scratch.")
+        if self.micro_batches > self.batch_size:
+            raise ConfigError(
+                f"train.micro_batches={self.micro_batches} is more than train.batch_size={self.batch_size}: "
+                f"a piece holds at least one sequence. Lower micro_batches."
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"train.clip_norm={self.clip_norm}: it is more than 0. Use none to clip nothing.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """What is kept of a run while it goes on. Intervals are in inner steps and rounded to whole rounds.
+
+    Args:
+        evaluate_every: inner steps between evaluations; the first and the last weights are always evaluated.
+        save_every: inner steps between checkpoints; the last round is always saved.
+        checkpoints: how many of the newest are kept.
+        tensorboard: also write TensorBoard files.
+    """
+
+    evaluate_every: int = 100
+    save_every: int = 100
+    checkpoints: int = 2
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("evaluate_every", "save_every", "checkpoints"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"keep.{name}={getattr(self, name)}: it is at least 1. Give a positive number.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A whole experiment.
+
+    Args:
+        recipe: the name it goes by.
+        model: the decoder that is trained.
+        data: the text it reads.
+        algorithm: how islands work together.
+        optimizer: the inner rule; gradient algorithms such as DDP use it too, unless they have one of their own.
+        train: how each island trains.
+        cluster: the islands and the lines between them.
+        keep: evaluations and checkpoints.
+        seed: of weights, data order and everything the cluster draws.
+    """
+
+    recipe: str
+    model: GPT
+    data: Text
+    algorithm: Algorithm[Any]
+    optimizer: InnerRule
+    train: Train
+    cluster: Cluster = Cluster()
+    keep: Keep = Keep()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        per_round = self.algorithm.steps_per_round
+        if self.train.steps % per_round:
+            fit = max(1, round(self.train.steps / per_round)) * per_round
+            raise ConfigError(
+                f"train.steps={self.train.steps} is not a multiple of the {per_round} inner steps of a round: the last round would be "
+                f"cut short. Use train.steps={fit}, or another length of a round."
+            )
+
+    @property
+    def resolved(self) -> Run:
+        """The run with nothing left open: schedules as long as the run, and the algorithm with the run's optimizer."""
+        optimizer = with_steps(self.optimizer, self.train.steps)
+        algorithm = self.algorithm
+        if isinstance(algorithm, DDP):
+            algorithm = replace(
+                algorithm,
+                optimizer=with_steps(algorithm.optimizer, self.train.steps) if algorithm.optimizer else optimizer,
+                clip_norm=self.train.clip_norm if algorithm.clip_norm is None else algorithm.clip_norm,
+            )
+        return replace(self, optimizer=optimizer, algorithm=algorithm)
+
+    def rounds(self, steps: int) -> int:
+        """So many inner steps in rounds: at least one."""
+        return max(1, steps // self.algorithm.steps_per_round)
+
+
+def with_steps(rule: Any, steps: int) -> Any:
+    """The rule with a schedule that is open about its length made this long."""
+    lr = getattr(rule, "lr", None)
+    return replace(rule, lr=replace(lr, steps=steps)) if isinstance(lr, Cosine | WSD) and lr.steps is None else rule
+
+
+def candidates(protocol: Any) -> Sequence[type]:
+    """What can be named on the command line where a Run asks for an algorithm or a rule."""
+    if protocol is Algorithm:
+        return (DDP, DiLoCo)
+    return (SGD, Momentum, Nesterov, Adam, AdamW) if protocol is Rule else ()
