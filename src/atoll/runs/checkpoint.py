@@ -152,6 +152,11 @@ class Checkpoints:
 
     # --------------------------------------------------------------------------------------------------------- reading
 
+    @staticmethod
+    def name(round: int) -> str:
+        """What the checkpoint of this round is called."""
+        return f"{round:08d}"
+
     def rounds(self) -> list[int]:
         """The rounds of which there is a checkpoint, oldest first."""
         return sorted(self._folders())
@@ -219,7 +224,7 @@ class Checkpoints:
         return replaced | {int(name): self.folder / name for name in names if re.fullmatch(r"\d{8}", name)}
 
     def _path(self, round: int) -> Path:
-        return self.folder / f"{round:08d}"
+        return self.folder / self.name(round)
 
     def _read_meta(self, path: Path, round: int) -> Checkpoint:
         try:

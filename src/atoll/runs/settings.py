@@ -158,12 +158,12 @@ class Setting(NamedTuple):
     Attributes:
         path: how `override` calls it.
         value: what it is now.
-        type: what may stand there, in words.
+        kind: what may stand there, in words.
     """
 
     path: str
     value: Any
-    type: str
+    kind: str
 
     @property
     def text(self) -> str:
