@@ -1,1 +1,81 @@
-"""atoll trains language models on islands of devices that are poorly connected, unequal and unreliable."""
+"""atoll trains language models on islands of devices that are poorly connected, unequal and unreliable.
+
+    import atoll
+
+    result = atoll.run(atoll.recipes.demo_diloco())
+    print(result.summary.val_loss, result.summary.sent_bytes_per_island)
+
+Names are looked up when they are first used, so that importing atoll does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atoll import recipes as recipes
+    from atoll.algorithms.ddp import DDP as DDP
+    from atoll.algorithms.diloco import DiLoCo as DiLoCo
+    from atoll.data.text import Text as Text
+    from atoll.engines.sim.network import Link as Link
+    from atoll.engines.sim.world import Cluster as Cluster
+    from atoll.errors import AtollError as AtollError
+    from atoll.models.gpt import GPT as GPT
+    from atoll.optim.adam import Adam as Adam
+    from atoll.optim.adam import AdamW as AdamW
+    from atoll.optim.schedules import WSD as WSD
+    from atoll.optim.schedules import Constant as Constant
+    from atoll.optim.schedules import Cosine as Cosine
+    from atoll.optim.sgd import SGD as SGD
+    from atoll.optim.sgd import Momentum as Momentum
+    from atoll.optim.sgd import Nesterov as Nesterov
+    from atoll.runs.execute import Result as Result
+    from atoll.runs.execute import resume as resume
+    from atoll.runs.execute import run as run
+    from atoll.runs.run import Keep as Keep
+    from atoll.runs.run import Run as Run
+    from atoll.runs.run import Train as Train
+    from atoll.tree import Tree as Tree
+
+_HOME = {
+    "recipes": "atoll.recipes",
+    "DDP": "atoll.algorithms.ddp",
+    "DiLoCo": "atoll.algorithms.diloco",
+    "Text": "atoll.data.text",
+    "Link": "atoll.engines.sim.network",
+    "Cluster": "atoll.engines.sim.world",
+    "AtollError": "atoll.errors",
+    "GPT": "atoll.models.gpt",
+    "Adam": "atoll.optim.adam",
+    "AdamW": "atoll.optim.adam",
+    "WSD": "atoll.optim.schedules",
+    "Constant": "atoll.optim.schedules",
+    "Cosine": "atoll.optim.schedules",
+    "SGD": "atoll.optim.sgd",
+    "Momentum": "atoll.optim.sgd",
+    "Nesterov": "atoll.optim.sgd",
+    "Result": "atoll.runs.execute",
+    "resume": "atoll.runs.execute",
+    "run": "atoll.runs.execute",
+    "Keep": "atoll.runs.run",
+    "Run": "atoll.runs.run",
+    "Train": "atoll.runs.run",
+    "Tree": "atoll.tree",
+}
+
+__all__ = [*_HOME, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("atoll")
+    if name not in _HOME:
+        raise AttributeError(f"module 'atoll' has no attribute {name!r}. It has: {', '.join(_HOME)}")
+    module = import_module(_HOME[name])
+    return module if name == "recipes" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return [*_HOME, "__version__"]

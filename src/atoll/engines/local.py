@@ -231,8 +231,13 @@ class Evaluator:
         self._workload = workload
         self._weights = weights_of(workload.module().to(device))
 
-    def __call__(self, params: Tree) -> dict[str, float]:
+    def load(self, params: Tree) -> None:
+        """Take these weights, judging nothing."""
         self._weights.load(params)
+
+    def __call__(self, params: Tree) -> dict[str, float]:
+        """The measures of these weights."""
+        self.load(params)
         module = self._weights.module
         module.eval()
         with torch.no_grad():

@@ -87,6 +87,7 @@ def resume(
     expected: Run | None = None,
     workload: Workload | None = None,
     sinks: Sequence[Sink] = (),
+    command: Sequence[str] | None = None,
 ) -> Result:
     """Goes on with the run in this folder, from its newest checkpoint or else from the start.
 
@@ -95,12 +96,14 @@ def resume(
         expected: refuse the folder if its run is another.
         workload: as it was given to `run`, if one was.
         sinks: who else takes the events.
+        command: how the run was asked for, for the record.
     """
     folder = RunFolder.open(Path(out))
     if expected is not None:
         folder.same_run(to_json(expected))
     with folder.lock():
-        return _Execution(from_json(folder.run_json), folder, workload, sinks, {}).resume()
+        folder.resumed(list(command or sys.argv))
+        return _Execution(from_json(folder.run_json()), folder, workload, sinks, {}).resume()
 
 
 class _Execution:
@@ -114,6 +117,7 @@ class _Execution:
         self._given_workload = workload
         self._sinks = sinks
         self._warm_starts = warm_starts
+        self._warm_file = folder.path / "warm_start.safetensors"
         self._checkpoints = Checkpoints(folder.checkpoints, keep=given.keep.checkpoints)
         self._log: JsonlSink | None = None
         self._began = time.perf_counter()
@@ -162,16 +166,16 @@ class _Execution:
         if not silent:
             sink.emit(self._started(plain))
         key = json.dumps([to_json(part) for part in self._warm_start_depends_on()], sort_keys=True)
-        if self._folder.warm_start.exists():
-            warm = _read_warm_start(self._folder.warm_start)
+        if self._warm_file.exists():
+            warm = _read_warm_start(self._warm_file)
         elif key in self._warm_starts and self._given_workload is None:
             warm = self._warm_starts[key]
         else:
             warm = warm_start(self._run, plain, lambda done, total, loss: sink.emit(_warming(done, total, loss)))
         self._warm_starts[key] = warm
         if self._run.train.warm_start_steps:
-            if not self._folder.warm_start.exists():
-                save_tree(self._folder.warm_start, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss)})
+            if not self._warm_file.exists():
+                save_tree(self._warm_file, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss)})
             if not silent:
                 sink.emit(WarmStartFinished(steps=self._run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
         return warm
@@ -201,7 +205,7 @@ class _Execution:
     def _saver(self, sink: Sink) -> Callable[[SimEngine], None]:
         def save(engine: SimEngine) -> None:
             assert self._log is not None
-            sink.emit(Saved(round=engine.totals.round, name=self._checkpoints.name(engine.totals.round)))
+            sink.emit(Saved(round=engine.totals.round, name=f"{engine.totals.round:08}"))
             self._checkpoints.save(engine.totals.round, engine.parts(), {"events_bytes": self._log.position()})
 
         return save

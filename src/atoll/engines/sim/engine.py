@@ -356,8 +356,11 @@ class SimEngine:
         self._sink.emit(
             CaughtUp(island=me.id, donor=donor, round=self.totals.round, start_s=start_s, end_s=end_s, sent_bytes=sent_bytes)
         )
-        me.version = self.totals.version
-        task.resume_at(end_s, lambda: with_shared(state, self._shared))
+                def arrive() -> Any:
+            me.version = self.totals.version  # from now on it can serve others
+            return with_shared(state, self._shared)
+
+        task.resume_at(end_s, arrive)
 
     def _receive_shared(self, island: int, start_s: float) -> tuple[int | None, int, float]:
         """An up-to-date island sends the shared fields: who, how many bytes, and when they are there."""
@@ -400,7 +403,7 @@ class SimEngine:
             # The fresh State gives the newcomer's own fields; all that is shared comes from the others.
             room = Room(number, present, [True] * len(present), [], self.cluster.topology, self._sink, lambda sent, control: None)
             state = with_shared(self.algorithm.init(self.params, SimPeers(self, room, present.index(new))), self._shared)
-            self.islands[new] = Island(new, self._make_replica(new), state, self.totals.version, clock_s=begin_s)
+            self.islands[new] = Island(new, self._make_replica(new), state, self.totals.version, clock_s=begin_s, uplink_free_s=begin_s)
         self.islands = {island: self.islands[island] for island in present}
 
     # -------------------------------------------------------------------------------------------------------------- saving

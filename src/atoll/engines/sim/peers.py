@@ -160,7 +160,7 @@ class Room:
         heard = [a for a in arrivals if self.heard[a.rank] or what != "mean"]
         start_s = max(arrival.time_s for arrival in arrivals)
         cost = self._cost(what, heard)
-        weight = sum(a.weight for a in heard) if what == "mean" else float(len(heard))
+        weight = float(sum(a.weight for a in heard)) if what == "mean" else float(len(heard))
         self.committed = self.committed or weight > 0
         ranks = [a.rank for a in heard]
         sent = [cost.sent_bytes[ranks.index(a.rank)] if a.rank in ranks else 0 for a in arrivals]
@@ -180,9 +180,7 @@ class Room:
                 weight=weight,
             )
         )
-        outcome = {"mean": self._mean, "reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}[what](
-            arrivals, heard
-        )
+        outcome = self._outcome(what, arrivals, heard)
         if compare and heard:
             self._compare([a.tree for a in heard], outcome[heard[0].rank].value)
         for arrival in arrivals:
@@ -202,22 +200,18 @@ class Room:
             return network.reduce_scatter(heard[0].tree.numel, item_bytes, links)
         return network.all_gather(sum(a.tree.numel for a in heard), item_bytes, links)
 
-    def _mean(self, arrivals: Sequence[Arrival], heard: Sequence[Arrival]) -> dict[int, Mean]:
-        weight = sum(a.weight for a in heard)
-        value = weighted_mean([a.tree for a in heard], [a.weight for a in heard]) if weight > 0 else arrivals[0].tree.zeros()
-        self.results.append(value)
-        ranks = {a.rank for a in heard}
-        return {a.rank: Mean(value, weight, a.rank in ranks) for a in arrivals}
-
-    def _reduce_scatter(self, arrivals: Sequence[Arrival], heard: Sequence[Arrival]) -> dict[int, Tree]:
-        total = ordered_sum([a.tree for a in arrivals], [1.0] * len(arrivals))
-        self.results.append(total)
-        return {a.rank: total.shard(a.rank, len(arrivals)) for a in arrivals}
-
-    def _all_gather(self, arrivals: Sequence[Arrival], heard: Sequence[Arrival]) -> dict[int, Tree]:
-        whole = Tree.join([a.tree for a in arrivals])
+    def _outcome(self, what: str, arrivals: Sequence[Arrival], heard: Sequence[Arrival]) -> dict[int, Any]:
+        """What each rank is given."""
+        trees = [arrival.tree for arrival in heard]
+        if what == "mean":
+            weight = float(sum(a.weight for a in heard))
+            value = weighted_mean(trees, [a.weight for a in heard]) if weight > 0 else arrivals[0].tree.zeros()
+            self.results.append(value)
+            ranks = {a.rank for a in heard}
+            return {a.rank: Mean(value, weight, a.rank in ranks) for a in arrivals}
+        whole = Tree.join(trees) if what == "all_gather" else ordered_sum(trees, [1.0] * len(trees))
         self.results.append(whole)
-        return {a.rank: whole for a in arrivals}
+        return {a.rank: whole if what == "all_gather" else whole.shard(a.rank, len(arrivals)) for a in arrivals}
 
     def _compare(self, contributions: Sequence[Tree], mean: Tree) -> None:
         norms = [tree.norm() for tree in contributions]

@@ -1,0 +1,219 @@
+"""The simulator: honest time, honest bytes, and the same log every time."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.diloco import DiLoCo, DiLoCoState
+from atoll.engines.sim.network import Link
+from atoll.engines.sim.world import Away, Cluster, Lost
+from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
+from atoll.events import CaughtUp, Computed, Exchanged, IslandJoined, IslandLeft, RoundFinished
+from atoll.optim.adam import AdamW
+from atoll.optim.sgd import SGD
+from atoll.testing.simulate import simulate, simulator
+from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.tree import Tree
+
+UNEQUAL = (0.58, 0.75, 1.51, 3.33)
+
+
+def test_a_round_lasts_as_long_as_its_slowest_island_and_its_exchange():
+    cluster = Cluster(islands=4, step_time_s=UNEQUAL, link=Link(latency_s=0.03, bandwidth_mbit_per_s=100))
+    done = simulate(DiLoCo(inner_steps=10), steps=30, cluster=cluster)
+    piece = 2 * 4  # six parameters over four islands: the largest shard has two
+    exchange_s = 6 * (0.03 + piece / 12.5e6)
+    assert done.finished.virtual_time_s == pytest.approx(3 * (10 * 3.33 + exchange_s), rel=1e-12)
+
+
+def test_utilisation_is_computing_time_over_time_present():
+    cluster = Cluster(islands=4, step_time_s=UNEQUAL, link=Link(latency_s=0.0, bandwidth_mbit_per_s=1e9))
+    done = simulate(DiLoCo(inner_steps=10), steps=20, cluster=cluster)
+    assert done.finished.utilisation == pytest.approx(sum(time / 3.33 for time in UNEQUAL) / 4, rel=1e-6)
+
+
+def test_a_late_joiners_absence_does_not_count_against_it():
+    cluster = Cluster(islands=2, pool=(1, 2), link=Link(latency_s=0.0, bandwidth_mbit_per_s=1e9))
+    done = simulate(DiLoCo(inner_steps=5), steps=20, cluster=cluster)
+    assert done.finished.utilisation == pytest.approx(1.0, rel=1e-6)
+
+
+def test_ddp_waits_for_the_slowest_at_every_step_and_diloco_once_a_round():
+    cluster = Cluster(islands=4, step_time_s=UNEQUAL)
+    ddp = simulate(DDP(optimizer=SGD(lr=0.05)), steps=20, cluster=cluster)
+    diloco = simulate(DiLoCo(inner_steps=20), steps=20, cluster=cluster)
+    assert ddp.finished.virtual_time_s - diloco.finished.virtual_time_s == pytest.approx(19 * 6 * 0.03, abs=1e-3)
+
+
+def test_spans_of_an_island_never_overlap_and_exchanges_wait_for_the_last():
+    done = simulate(DiLoCo(inner_steps=3), steps=12, cluster=Cluster(islands=4, step_time_s=UNEQUAL, step_time_jitter=0.3))
+    for island in range(4):
+        spans = [(e.start_s, e.end_s) for e in done.of(Computed) if e.island == island]
+        assert all(one[1] <= two[0] for one, two in itertools.pairwise(spans))
+    for event in done.of(Exchanged):
+        assert event.start_s == max(event.arrived_s)
+
+
+def test_islands_really_run_on_their_own_shards():
+    done = simulate(DiLoCo(inner_steps=2), steps=6)
+    assert done.engine.positions == [6, 6, 6, 6]
+
+
+def test_more_islands_than_shards_share_them_without_reading_a_batch_twice():
+    workload = Regression(RegressionBatches(num_shards=2))
+    done = simulate(DiLoCo(inner_steps=2), steps=6, workload=workload, cluster=Cluster(islands=4))
+    assert done.engine.positions == [12, 12]
+
+
+def test_a_joiner_gets_weights_and_momentum_and_its_bytes_are_counted():
+    cluster = Cluster(islands=3, away=(Away(island=1, start=2, stop=4),))
+    done = simulate(DiLoCo(inner_steps=2), steps=12, cluster=cluster)
+    assert [(e.island, e.round) for e in done.of(IslandLeft)] == [(1, 2)]
+    joined = done.of(IslandJoined)
+    assert [(e.island, e.round, e.donor, e.sent_bytes) for e in joined] == [(1, 4, 0, 2 * done.params.nbytes)]
+    before = next(e for e in done.of(RoundFinished) if e.round == 4).virtual_time_s
+    assert joined[0].virtual_time_s == pytest.approx(before + 0.03 + joined[0].sent_bytes / 12.5e6)
+    everybody = sum(sum(e.sent_bytes) for e in done.of(Exchanged)) + joined[0].sent_bytes
+    assert done.finished.sent_bytes_per_island == pytest.approx(everybody / 3)
+
+
+def test_a_joiner_starts_with_fresh_moments_at_the_global_schedule_position():
+    cluster = Cluster(islands=2, pool=(1, 2))
+    done = simulate(DiLoCo(inner_steps=3), steps=12, workload=Regression(hidden=3), inner=AdamW(lr=0.01), cluster=cluster)
+    steps = [float(done.engine.islands[i].replica.state()["optimizer"][0]["step"]) for i in range(2)]
+    assert steps == [12.0, 6.0]
+
+
+def test_two_islands_behind_are_served_one_after_the_other():
+    """Both are lost in round 0; the one that was heard sends to one of them and then to the other."""
+    cluster = Cluster(islands=3, lost=(Lost(island=1, round=0), Lost(island=2, round=0)))
+    done = simulate(DiLoCo(inner_steps=1), steps=2, cluster=cluster)
+    first, second = done.of(CaughtUp)
+    assert (first.donor, second.donor) == (0, 0)
+    assert second.end_s - first.end_s == pytest.approx(first.end_s - first.start_s)
+
+
+def test_loss_that_is_not_finite_stops_the_run_and_says_where():
+    with pytest.raises(TrainingDiverged, match=r"the loss is (nan|inf) on island \d in round \d"):
+        simulate(DiLoCo(inner_steps=50), steps=500, inner=SGD(lr=1e4))
+
+
+def test_nothing_is_saved_once_the_loss_is_not_finite():
+    saved = []
+
+    @dataclass(frozen=True)
+    class Spoilt(Regression):
+        def loss(self, module, batch):
+            return super().loss(module, batch) * (math.nan if len(saved) == 2 else 1.0)
+
+    with pytest.raises(TrainingDiverged):
+        simulate(DiLoCo(inner_steps=2), steps=20, workload=Spoilt(), save=lambda engine: saved.append(engine.totals.round))
+    assert saved == [1, 2]
+
+
+def test_steps_that_do_not_fill_rounds_are_refused_with_a_number_that_does():
+    with pytest.raises(ConfigError, match=r"steps=50 is not a positive multiple of the 20 .*Use 40"):
+        simulator(DiLoCo(inner_steps=20), steps=50)
+
+
+@dataclass(frozen=True)
+class Divided(DiLoCo):
+    """A faulty algorithm: computes a shared field from what is its own."""
+
+    async def round(self, state, replica, peers):
+        state = await super().round(state, replica, peers)
+        return DiLoCoState(state.params + 1e-3 * peers.rank, state.outer)
+
+
+def test_replicas_that_come_apart_are_found_in_the_round_it_happens():
+    with pytest.raises(ExchangeFailed, match=r"island 1 holds another.params"):
+        simulate(Divided(inner_steps=2), steps=10)
+
+
+@dataclass(frozen=True)
+class Deserter(DiLoCo):
+    """A faulty algorithm: one island does not come to the exchange."""
+
+    async def round(self, state, replica, peers):
+        return state if peers.rank == 1 else await super().round(state, replica, peers)
+
+
+def test_an_exchange_that_somebody_never_comes_to_is_an_error_not_a_hang():
+    with pytest.raises(ExchangeFailed, match=r"round 0 cannot end: island 0 in mean.*the same calls"):
+        simulate(Deserter(inner_steps=2), steps=10)
+
+
+@dataclass(frozen=True)
+class Confused(DiLoCo):
+    """A faulty algorithm: islands meet for different things."""
+
+    async def round(self, state, replica, peers):
+        if peers.rank == 1:
+            await peers.all_gather(state.params.shard(1, peers.size))
+        return await super().round(state, replica, peers)
+
+
+def test_meeting_for_different_things_is_an_error():
+    with pytest.raises(ExchangeFailed, match=r"comes to a"):
+        simulate(Confused(inner_steps=2), steps=10)
+
+
+@dataclass(frozen=True)
+class Gathering(DiLoCo):
+    """Averages by reduce-scatter and all-gather, as a sharded algorithm does."""
+
+    async def round(self, state, replica, peers):
+        replica.load(state.params)
+        await replica.train(self.inner_steps, peers.work(self.inner_steps))
+        delta = state.params - replica.params()
+        shard = await peers.reduce_scatter(delta)
+        mean = await peers.all_gather(shard / peers.size)
+        params, outer = self.outer.update(state.params, mean, state.outer)
+        return DiLoCoState(params, outer)
+
+
+def test_reduce_scatter_and_all_gather_are_an_all_reduce_in_two_halves():
+    whole, halves = (
+        simulate(kind(inner_steps=2), steps=10, cluster=Cluster(islands=3), workload=Regression(hidden=5))
+        for kind in (DiLoCo, Gathering)
+    )
+    assert halves.params.equal(whole.params)
+    assert halves.finished.sent_bytes_per_island == whole.finished.sent_bytes_per_island
+    assert halves.finished.virtual_time_s == pytest.approx(whole.finished.virtual_time_s)
+
+
+def test_islands_that_agree_hold_their_weights_once():
+    done = simulate(DiLoCo(inner_steps=2), steps=4)
+    assert len({island.state.params.flat.data_ptr() for island in done.engine.islands.values()}) == 1
+    assert len({island.state.outer.velocity.flat.data_ptr() for island in done.engine.islands.values()}) == 1
+
+
+def test_the_number_of_torch_threads_is_put_back():
+    torch.set_num_threads(2)
+    simulate(DiLoCo(inner_steps=1), steps=2, cluster=Cluster(islands=2, threads_per_island=1))
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+
+
+def test_any_module_with_a_loss_can_be_trained_also_with_dropout_and_mixed_dtypes():
+    @dataclass(frozen=True)
+    class Mixed(Regression):
+        def module(self):
+            module = super().module()
+            module[3].double()
+            module[0].requires_grad_(False)
+            return module
+
+        def loss(self, module, batch):
+            inputs, targets = batch
+            hidden = module[2](module[1](module[0](inputs)))
+            return (module[3](hidden.double()).squeeze(1) - targets).square().mean()
+
+    workload = Mixed(hidden=6, dropout=0.1)
+    done = simulate(DiLoCo(inner_steps=5), steps=100, workload=workload, inner=AdamW(lr=0.01))
+    assert done.finished.val_loss < 0.7 * done.events[0].metrics["loss"]
+    assert done.params.layout == Tree.of(workload.module()).layout

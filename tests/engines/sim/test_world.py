@@ -1,0 +1,89 @@
+"""The cluster as a value: lists that fit any number, draws that need no position, and nonsense refused."""
+
+import pytest
+
+from atoll.engines.sim.network import Link
+from atoll.engines.sim.world import Away, Cluster, Lost
+from atoll.errors import ConfigError
+
+
+@pytest.mark.parametrize(("islands", "times"), [(2, [0.58, 0.75]), (6, [0.58, 0.75, 1.51, 3.33, 0.58, 0.75])])
+def test_a_list_is_cut_or_repeated_to_the_number_of_islands(islands, times):
+    cluster = Cluster(islands=islands, step_time_s=(0.58, 0.75, 1.51, 3.33))
+    assert [cluster.step_time(island, seed=0) for island in range(islands)] == times
+
+
+def test_lines_are_per_island_where_given():
+    slow = Link(bandwidth_mbit_per_s=1)
+    cluster = Cluster(islands=3, links=(Link(), slow))
+    assert [cluster.line(island) for island in range(3)] == [Link(), slow, Link()]
+    assert Cluster(islands=2, link=slow).line(1) == slow
+
+
+def test_draws_depend_on_the_seed_and_on_what_they_are_for_alone():
+    cluster = Cluster(islands=4, step_time_s=(1.0,), step_time_spread=0.5, step_time_jitter=0.1)
+    first = [cluster.step_time(island, seed=7) for island in range(4)]
+    assert first == [cluster.step_time(island, seed=7) for island in range(4)]
+    assert len(set(first)) == 4
+    assert first != [cluster.step_time(island, seed=8) for island in range(4)]
+    assert cluster.jitter(0, 5, 7) != cluster.jitter(0, 6, 7)
+
+
+def test_messages_are_lost_as_often_as_asked():
+    cluster = Cluster(islands=4, drop_probability=0.3)
+    heard = [cluster.heard(island, round, seed=1) for island in range(4) for round in range(2_000)]
+    assert sum(heard) / len(heard) == pytest.approx(0.7, abs=0.02)  # four standard deviations
+
+
+def test_named_messages_are_lost():
+    cluster = Cluster(islands=2, lost=(Lost(island=1, round=3),))
+    assert [cluster.heard(1, round, seed=0) for round in range(5)] == [True, True, True, False, True]
+    assert cluster.heard(0, 3, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("pool", "counts"),
+    [
+        ("constant", [8] * 8),
+        ("doubling", [4] * 4 + [8] * 4),
+        ("halving", [8] * 4 + [4] * 4),
+        ("ramp_up", [1, 2, 3, 4, 5, 6, 7, 8]),
+        ("ramp_down", [8, 7, 6, 5, 4, 3, 2, 1]),
+        ((2, 5), [2] * 4 + [5] * 4),
+    ],
+)
+def test_pools_follow_their_schedule(pool, counts):
+    cluster = Cluster(islands=8, pool=pool)
+    assert [len(cluster.present(round, 8)) for round in range(8)] == counts
+
+
+def test_islands_that_are_away_come_back():
+    cluster = Cluster(islands=3, away=(Away(island=1, start=2, stop=4),))
+    assert [cluster.present(round, 6) for round in range(6)] == [[0, 1, 2], [0, 1, 2], [0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
+
+
+def test_nobody_left_is_an_error_that_names_the_round():
+    cluster = Cluster(islands=1, away=(Away(island=0, start=1, stop=2),))
+    with pytest.raises(ConfigError, match="nobody is left in round 1"):
+        cluster.present(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"islands": 0}, r"islands=0.*at least 1"),
+        ({"step_time_s": ()}, r"step_time_s=\[\].*positive"),
+        ({"step_time_s": (1.0, -0.5)}, r"step_time_s=\[1.0, -0.5\].*positive"),
+        ({"step_time_spread": -1.0}, r"step_time_spread=-1.0"),
+        ({"drop_probability": 1.5}, r"drop_probability=1.5 is outside \[0, 1\]"),
+        ({"threads_per_island": 0}, r"threads_per_island=0"),
+        ({"islands": 4, "pool": (5,)}, r"pool=\[5\].*between 1 and islands=4"),
+        ({"pool": (0, 1)}, r"pool=\[0, 1\]"),
+        ({"away": (Away(island=9, start=0, stop=1),)}, r"island=9"),
+        ({"away": (Away(island=0, start=3, stop=3),)}, r"start comes before stop"),
+        ({"lost": (Lost(island=0, round=-1),)}, r"round is 0 or more"),
+    ],
+)
+def test_impossible_clusters_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Cluster(**settings)

@@ -1,0 +1,105 @@
+"""Modules in one buffer: nothing about training may change, and leaving the buffer must not go unnoticed."""
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.engines.flat import BorrowedModule, FlatModule, weights_of
+from atoll.tree import Tree
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+
+
+def loss_of(module):
+    inputs = torch.linspace(-1, 1, 20).view(5, 4)
+    return (module(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+
+
+def test_loading_and_reading_give_the_weights_back():
+    weights, other = FlatModule(make(0)), Tree.of(make(1))
+    weights.load(other)
+    assert weights.read().equal(other)
+    assert Tree.of(weights.module).equal(other)
+
+
+def test_what_was_read_does_not_change_when_training_goes_on():
+    weights = FlatModule(make())
+    before = weights.read()
+    digest = before.digest()
+    weights.load(before * 2)
+    assert before.digest() == digest
+
+
+def test_fused_adamw_on_the_buffer_has_the_bits_of_fused_adamw_on_the_parameters():
+    flat, plain = FlatModule(make()), make()
+    matrices = [p for p in plain.parameters() if p.dim() >= 2]
+    vectors = [p for p in plain.parameters() if p.dim() < 2]
+
+    def groups(one, two):
+        return [{"params": one, "weight_decay": 0.1}, {"params": two, "weight_decay": 0.0}]
+
+    one = torch.optim.AdamW(groups(*flat.groups()), lr=0.01, fused=True)
+    two = torch.optim.AdamW(groups(matrices, vectors), lr=0.01, fused=True)
+    for _ in range(20):
+        flat.zero_gradient()
+        loss_of(flat.module).backward()
+        one.step()
+        two.zero_grad()
+        loss_of(plain).backward()
+        two.step()
+    assert flat.read().equal(Tree.of(plain))
+
+
+def test_matrices_come_first_so_that_decay_is_one_range():
+    decayed, spared = FlatModule(make()).groups()
+    assert [p.numel() for p in decayed] == [4 * 8 + 8]
+    assert [p.numel() for p in spared] == [8 + 8 + 8 + 1]
+
+
+def test_compiled_modules_keep_their_views():
+    weights = FlatModule(make())
+    compiled = torch.compile(loss_of, backend="eager")
+    first = compiled(weights.module).item()
+    weights.load(weights.read() * 0.0)
+    assert compiled(weights.module).item() == pytest.approx(loss_of(weights.module).item())
+    assert compiled(weights.module).item() != first
+
+
+@pytest.mark.parametrize(
+    "leave", [lambda m: m.double(), lambda m: m.zero_grad(), lambda m: m.load_state_dict(make().state_dict(), assign=True)]
+)
+def test_a_module_that_left_its_buffer_is_noticed(leave):
+    weights = FlatModule(make())
+    leave(weights.module)
+    with pytest.raises(RuntimeError, match="no longer lie in its flat buffer"):
+        weights.read()
+
+
+def test_mixed_dtypes_are_borrowed_and_lose_nothing():
+    module = make()
+    module[2].bfloat16()
+    weights = weights_of(module)
+    assert isinstance(weights, BorrowedModule)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    weights.load(weights.read())
+    assert all(torch.equal(p, before[name]) and p.dtype == before[name].dtype for name, p in module.named_parameters())
+
+
+def test_a_borrowed_module_keeps_its_own_parameters():
+    module = make()
+    identities = [id(p) for p in module.parameters()], [p.data_ptr() for p in module.parameters()]
+    weights = BorrowedModule(module)
+    weights.load(weights.read() + 1.0)
+    assert identities == ([id(p) for p in module.parameters()], [p.data_ptr() for p in module.parameters()])
+
+
+def test_frozen_and_tied_parameters_appear_never_and_once():
+    module = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False), "frozen": nn.Linear(2, 2)})
+    module["head"].weight = module["embedding"].weight
+    module["frozen"].requires_grad_(False)
+    weights = FlatModule(module)
+    assert list(weights.read()) == ["embedding.weight"]
+    assert module["head"].weight is module["embedding"].weight

@@ -1,0 +1,129 @@
+"""The inner loop: exactly what a plain PyTorch loop does with the same batches."""
+
+import pytest
+import torch
+
+from atoll.engines.local import Evaluator, LocalReplica
+from atoll.optim.adam import Adam, AdamW
+from atoll.optim.schedules import Cosine
+from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.protocols import Gradient, Work
+from atoll.testing.workloads import Regression
+from atoll.tree import Tree
+
+WORKLOAD = Regression(hidden=6)
+
+
+def work(start=0, shard=0):
+    return Work(shard=shard, start=start, schedule=start, examples=1)
+
+
+def torch_loop(optimizer_of, steps, clip_norm=None, lr=None):
+    module = WORKLOAD.module()
+    optimizer = optimizer_of(module.parameters())
+    for step in range(steps):
+        if lr is not None:
+            optimizer.param_groups[0]["lr"] = lr(step)
+        optimizer.zero_grad()
+        WORKLOAD.loss(module, WORKLOAD.batches.batch(0, step)).backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
+        optimizer.step()
+    return Tree.of(module)
+
+
+@pytest.mark.parametrize(
+    ("rule", "optimizer_of"),
+    [
+        (
+            AdamW(lr=0.01, weight_decay=0.1, decay="all"),
+            lambda p: torch.optim.AdamW(p, 0.01, (0.9, 0.95), weight_decay=0.1, fused=True),
+        ),
+        (Adam(lr=0.01), lambda p: torch.optim.Adam(p, 0.01, fused=True)),
+        (SGD(lr=0.05), lambda p: torch.optim.SGD(p, 0.05)),
+        (Momentum(lr=0.05, momentum=0.9), lambda p: torch.optim.SGD(p, 0.05, momentum=0.9)),
+        (Nesterov(lr=0.05, momentum=0.9), lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_training_is_a_plain_loop(rule, optimizer_of):
+    replica = LocalReplica(WORKLOAD, optimizer=rule)
+    replica.train(25, work())
+    expected = torch_loop(optimizer_of, 25)
+    if isinstance(
+        rule, Adam | AdamW
+    ):  # the fused kernel rounds the last few numbers of a tensor otherwise: those of a buffer are others
+        assert float((replica.params().flat - expected.flat).abs().max()) < 1e-6
+    else:
+        assert replica.params().equal(expected)
+
+
+def test_the_schedule_is_read_at_the_works_position():
+    schedule = Cosine(lr=0.1, steps=30, warmup=5, floor=0.01)
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=schedule))
+    for start in (0, 10, 20):
+        replica.train(10, work(start))
+    assert replica.params().equal(torch_loop(lambda p: torch.optim.SGD(p, 1.0), 30, lr=schedule))
+
+
+def test_clipping_is_torchs_clipping():
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.05), clip_norm=0.1)
+    replica.train(20, work())
+    expected = torch_loop(lambda p: torch.optim.SGD(p, 0.05), 20, clip_norm=0.1)
+    assert float((replica.params().flat - expected.flat).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 8])
+def test_micro_batches_change_nothing_but_rounding(pieces):
+    whole, cut = (LocalReplica(WORKLOAD, optimizer=AdamW(lr=0.01), micro_batches=n) for n in (1, pieces))
+    one, two = whole.train(20, work()), cut.train(20, work())
+    assert one.losses == pytest.approx(two.losses, rel=1e-4)
+    assert one.tokens == two.tokens == 20 * 8
+    assert float((whole.params().flat - cut.params().flat).abs().max()) < 1e-4
+
+
+def test_gradients_add_up():
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1))
+    at = Tree.of(WORKLOAD.module())
+    first, trained = replica.gradient(at, work(0))
+    alone, _ = replica.gradient(at, work(1))
+    both, _ = replica.gradient(at, work(1), onto=first)
+    assert (first.batches, both.batches) == (1, 2)
+    assert both.sum.equal(first.sum + alone.sum)
+    assert trained.losses == [pytest.approx(WORKLOAD.loss(WORKLOAD.module(), WORKLOAD.batches.batch(0, 0)).item())]
+    assert isinstance(both, Gradient)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_saved_state_goes_on_to_the_bit_with_moments_and_randomness(dropout):
+    workload = Regression(hidden=6, dropout=dropout)
+    straight = LocalReplica(workload, optimizer=AdamW(lr=0.01), seed=5)
+    straight.train(20, work())
+    first = LocalReplica(workload, optimizer=AdamW(lr=0.01), seed=5)
+    first.train(12, work())
+    second = LocalReplica(workload, optimizer=AdamW(lr=0.01), seed=99)
+    second.load(first.params())
+    second.restore(first.state())
+    second.train(8, work(12))
+    assert second.params().equal(straight.params())
+    assert straight.draws_randomness == (dropout > 0)
+
+
+def test_a_replica_leaves_the_global_generator_alone():
+    replica = LocalReplica(Regression(hidden=6, dropout=0.5), optimizer=SGD(lr=0.1))
+    before = torch.get_rng_state()
+    replica.train(3, work())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_island_holds_weights_gradients_and_two_moments():
+    replica = LocalReplica(WORKLOAD, optimizer=AdamW(lr=0.01))
+    replica.train(1, work())
+    params = replica.params().nbytes
+    assert 4 * params <= replica.nbytes <= 4 * params + 16  # the step counters
+
+
+def test_evaluating_disturbs_nobody_and_switches_dropout_off():
+    workload = Regression(hidden=6, dropout=0.5)
+    evaluator, params = Evaluator(workload), Tree.of(workload.module())
+    assert evaluator(params) == evaluator(params)
