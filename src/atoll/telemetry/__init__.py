@@ -1,1 +1,40 @@
-"""TODO"""
+"""What is done with events: sinks that take them, and readers that make sense of a run's folder afterwards.
+
+Sinks: `JsonlSink` (the run's log), `ConsoleSink`, `TensorBoardSink`, `Memory`, and `Fanout` for several at once.
+Readers: `read_events`, `read_summary`, `read_progress`, `comparison`, `plot_comparison`, `plot_run`, `write_trace`.
+Readers see files, never live objects. Nothing here imports torch, matplotlib or rich before it is needed.
+"""
+
+from atoll.telemetry.compare import Comparison, comparison, markdown, sentence, table
+from atoll.telemetry.console import ConsoleSink
+from atoll.telemetry.fanout import Fanout, Memory
+from atoll.telemetry.jsonl import JsonlSink, read_events
+from atoll.telemetry.plots import plot_comparison, plot_run
+from atoll.telemetry.summary import RunProgress, Summary, read_progress, read_summary
+from atoll.telemetry.tensorboard import TensorBoardSink
+from atoll.telemetry.trace import write_trace
+from atoll.telemetry.units import human_bytes, human_count, human_time
+
+__all__ = [
+    "Comparison",
+    "ConsoleSink",
+    "Fanout",
+    "JsonlSink",
+    "Memory",
+    "RunProgress",
+    "Summary",
+    "TensorBoardSink",
+    "comparison",
+    "human_bytes",
+    "human_count",
+    "human_time",
+    "markdown",
+    "plot_comparison",
+    "plot_run",
+    "read_events",
+    "read_progress",
+    "read_summary",
+    "sentence",
+    "table",
+    "write_trace",
+]

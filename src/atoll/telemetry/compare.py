@@ -1,0 +1,117 @@
+"""Several runs side by side: rows, a table for the terminal, one sentence, Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atoll.errors import ConfigError
+from atoll.telemetry.labels import RunName, distinct_labels
+from atoll.telemetry.summary import read_summary
+from atoll.telemetry.units import human_bytes, human_count, human_percent, human_time, human_times
+from atoll.telemetry.verdict import Row, bytes_ratio, losses_as_text, reference, verdict
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Finished runs side by side, in the order given."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def most(self) -> Row:
+        """The run that sent most: the others are measured against it."""
+        return reference(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sentence, which run sent most, and per run its label, its bytes as a share of the most, and its summary."""
+        runs = [
+            {"label": row.label, "share_of_most_bytes": bytes_ratio(row, self.most), **row.summary.to_dict()} for row in self.rows
+        ]
+        return {"sentence": sentence(self), "most_bytes": self.most.label, "runs": runs}
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+
+def comparison(folders: Sequence[str | Path]) -> Comparison:
+    """Reads the runs in these folders. All must be finished."""
+    if not folders:
+        raise ConfigError("no run folders were given, so there is nothing to compare. Give one folder or more.")
+    summaries = [read_summary(folder) for folder in folders]
+    labels = distinct_labels([RunName(recipe=s.recipe, seed=s.seed, folder=s.run_dir) for s in summaries])
+    return Comparison(rows=tuple(Row(label=label, summary=s) for label, s in zip(labels, summaries, strict=True)))
+
+
+def sentence(comparison: Comparison) -> str:
+    """What the figures mean at a glance, in one sentence."""
+    return verdict(comparison.rows)
+
+
+def table(comparison: Comparison) -> Table:
+    """For the terminal."""
+    from rich import box
+    from rich.table import Table
+
+    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for number, heading in enumerate(_headings(comparison)):
+        # Names give way on a narrow terminal, figures do not; headings take two lines so that all fit into 80 columns.
+        text = number < 2
+        result.add_column("\n".join(heading.rsplit(" ", 1)), justify="left" if text else "right", no_wrap=not text, overflow="fold")
+    for cells in _cells(comparison):
+        result.add_row(*cells)
+    return result
+
+
+def markdown(comparison: Comparison) -> str:
+    """A Markdown table with the sentence below it."""
+    headings = _headings(comparison)
+    lines = [_markdown_row(headings), "|---|---|" + "---:|" * (len(headings) - 2)]
+    lines += [_markdown_row(cells) for cells in _cells(comparison)]
+    return "\n".join([*lines, "", sentence(comparison), ""])
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _headings(comparison: Comparison) -> list[str]:
+    headings = ["run", "algorithm", "val loss", "tokens", "sent per island", "virtual time", "busy"]
+    if len(comparison.rows) > 1:
+        headings.insert(5, f"against {comparison.most.label}")
+    return headings
+
+
+def _cells(comparison: Comparison) -> list[list[str]]:
+    losses, rows = losses_as_text(comparison.rows), []
+    for row in comparison.rows:
+        summary = row.summary
+        cells = [
+            row.label,
+            summary.algorithm,
+            losses[row.label],
+            human_count(summary.tokens),
+            human_bytes(summary.sent_bytes_per_island),
+            human_time(summary.virtual_time_s) if summary.virtual_time_s is not None else "-",
+            human_percent(summary.utilisation) if summary.utilisation is not None else "-",
+        ]
+        if len(comparison.rows) > 1:
+            cells.insert(5, _times_less(row, comparison.most))
+        rows.append(cells)
+    return rows
+
+
+def _times_less(row: Row, most: Row) -> str:
+    if row is most:
+        return "the most"
+    ratio = bytes_ratio(row, most)
+    if ratio is None or ratio == 1:
+        return "the same"
+    return f"{human_times(1 / ratio)}x less" if ratio else "nothing"

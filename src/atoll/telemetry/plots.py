@@ -1,0 +1,226 @@
+"""Figures of runs: validation loss against tokens, virtual time and bytes; and one run's losses and agreement.
+
+Needs the extra `plot`. A figure is made as an object and written to a file; pyplot, and with it the user's own backend and open
+figures, is never touched. Runs that are not finished can be drawn too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from atoll.errors import AtollError, ConfigError
+from atoll.events import Compared, Evaluated, RoundFinished, RunStarted
+from atoll.telemetry.extras import require
+from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.labels import RunName, distinct_labels
+from atoll.telemetry.units import human_bytes, human_count, human_loss
+
+T = TypeVar("T")
+
+_DPI = 150
+_FORMATS = (".png", ".svg", ".pdf")
+# The palette of Okabe and Ito, told apart also by readers who do not see red or green; without its yellow, too pale for lines.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_DASHES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_FEW_POINTS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Curve:
+    """One run's evaluations."""
+
+    label: str
+    points: list[Evaluated]
+
+    @property
+    def losses(self) -> list[float]:
+        return [point.metrics["loss"] for point in self.points]
+
+
+def plot_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
+    """Validation loss of several runs against tokens, virtual time and bytes sent per island, as one figure.
+
+    Args:
+        folders: the runs' folders, in the order of the legend.
+        path: where to write the figure, as .png, .svg or .pdf.
+    """
+    return _save(comparison_figure, folders, path)
+
+
+def plot_run(folder: str | Path, path: str | Path) -> Path:
+    """One run's training and validation loss; and where islands were compared, the cosine and the norms of their deltas."""
+    return _save(run_figure, folder, path)
+
+
+def comparison_figure(folders: Sequence[str | Path]) -> Any:
+    """What plot_comparison writes, as a matplotlib Figure: for notebooks, or to change it before it is saved."""
+    curves = _curves(folders)
+    figure, panels = _figure(3, share_y=True)
+    longest_s = max(curve.points[-1].virtual_time_s for curve in curves)
+    unit, unit_s = ("h", 3600.0) if longest_s >= 7200 else ("min", 60.0) if longest_s >= 120 else ("s", 1.0)
+    _draw(panels[0], curves, lambda e: e.tokens, "tokens", human_count)
+    _draw(panels[1], curves, lambda e: e.virtual_time_s / unit_s, f"virtual time ({unit})", None)
+    _draw(panels[2], curves, lambda e: e.sent_bytes_per_island, "bytes sent per island", human_bytes)
+    panels[0].set_ylabel("validation loss")
+    handles = panels[0].get_lines()
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)), frameon=False, fontsize=11)
+    return figure
+
+
+def run_figure(folder: str | Path) -> Any:
+    """What plot_run writes, as a matplotlib Figure."""
+    rounds, evaluations, compared = _read_run(Path(folder))
+    steps = {event.round: event.steps for event in rounds}
+    compared = [event for event in compared if event.round in steps and event.norms]
+    cosines = [event for event in compared if event.cosine_mean is not None]
+    figure, panels = _figure(1 + bool(cosines) + bool(compared))
+    _draw_losses(panels[0], rounds, evaluations)
+    if cosines:
+        _draw_cosines(panels[1], [steps[event.round] for event in cosines], cosines)
+    if compared:
+        _draw_norms(panels[-1], [steps[event.round] for event in compared], compared)
+    for panel in panels:
+        panel.set_xlabel("inner steps")
+        _format(panel, human_count)
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------- reading
+
+
+def _curves(folders: Sequence[str | Path]) -> list[_Curve]:
+    if not folders:
+        raise ConfigError("no run folders were given, so there is nothing to draw. Give one folder or more.")
+    names, points = [], []
+    for folder in folders:
+        events = list(read_events(Path(folder) / "events.jsonl", kinds=(RunStarted, Evaluated)))
+        started = next((event for event in events if isinstance(event, RunStarted)), None)
+        evaluations = [event for event in events if isinstance(event, Evaluated) and "loss" in event.metrics]
+        if started is None or not evaluations:
+            raise AtollError(f"the run in {folder} has not been evaluated yet, so it has no curve. Leave it out, or let it run on.")
+        names.append(RunName(recipe=started.recipe, seed=started.seed, folder=str(folder)))
+        points.append(evaluations)
+    return [_Curve(label=label, points=run) for label, run in zip(distinct_labels(names), points, strict=True)]
+
+
+def _read_run(folder: Path) -> tuple[list[RoundFinished], list[Evaluated], list[Compared]]:
+    events = list(read_events(folder / "events.jsonl", kinds=(RoundFinished, Evaluated, Compared)))
+    rounds = [event for event in events if isinstance(event, RoundFinished)]
+    if not rounds:
+        raise AtollError(f"the run in {folder} has not finished a round yet, so there is nothing to draw. Let it run on.")
+    evaluations = [event for event in events if isinstance(event, Evaluated) and "loss" in event.metrics]
+    return rounds, evaluations, [event for event in events if isinstance(event, Compared)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- drawing
+
+
+def _save(draw: Callable[[T], Any], what: T, path: str | Path) -> Path:
+    path = Path(path)
+    if path.suffix.lower() not in _FORMATS:
+        raise ConfigError(f"{path} does not end in {', '.join(_FORMATS)}: a figure is written in one of these formats. Rename it.")
+    figure = draw(what)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def _figure(panels: int, *, share_y: bool = False) -> tuple[Any, list[Any]]:
+    """A figure and its panels. At 1800 pixels for three panels, its letters can still be read when it is shown at 900."""
+    matplotlib_figure = require("matplotlib.figure", extra="plot", purpose="figures")
+    figure = matplotlib_figure.Figure(figsize=(5 if panels == 1 else 4 * panels, 4), layout="constrained", facecolor="white")
+    axes = list(figure.subplots(1, panels, squeeze=False, sharey=share_y)[0])
+    for panel in axes:
+        panel.grid(color="#dddddd", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=11)
+        panel.xaxis.label.set_size(12)
+        panel.yaxis.label.set_size(12)
+    return figure, axes
+
+
+def _draw(
+    panel: Any, curves: Sequence[_Curve], x: Callable[[Evaluated], float], name: str, text: Callable[[float], str] | None
+) -> None:
+    """Every curve against one quantity; on a logarithmic axis where the runs' totals lie a decade or more apart."""
+    totals = [x(curve.points[-1]) for curve in curves]
+    logarithmic = min(totals) > 0 and max(totals) >= 10 * min(totals)
+    for number, curve in enumerate(curves):
+        points = [(x(point), loss) for point, loss in zip(curve.points, curve.losses, strict=True)]
+        if logarithmic:
+            points = [point for point in points if point[0] > 0]  # zero has no place on a logarithmic axis
+        panel.plot(
+            *zip(*points, strict=True),
+            label=f"{curve.label} ({human_loss(curve.losses[-1])})",
+            color=_COLOURS[number % len(_COLOURS)],
+            linestyle=_DASHES[number // len(_COLOURS) % len(_DASHES)],
+            marker=_MARKERS[number % len(_MARKERS)],
+            markevery=sorted({*range(0, len(points), max(1, len(points) // 10)), len(points) - 1}),
+            markersize=4.5,
+            linewidth=1.8,
+        )
+    if logarithmic:
+        panel.set_xscale("log")
+    panel.set_xlabel(name)
+    _format(panel, text, logarithmic=logarithmic)
+
+
+def _draw_losses(panel: Any, rounds: Sequence[RoundFinished], evaluations: Sequence[Evaluated]) -> None:
+    panel.plot(
+        [event.steps for event in rounds], [event.loss for event in rounds], color=_COLOURS[4], linewidth=1.2, label="training"
+    )
+    if evaluations:
+        steps, losses = [event.steps for event in evaluations], [event.metrics["loss"] for event in evaluations]
+        marker = "o" if len(steps) <= _FEW_POINTS else None
+        panel.plot(steps, losses, color=_COLOURS[1], linewidth=1.8, marker=marker, markersize=4.5, label="validation")
+    panel.set_ylabel("loss")
+    panel.legend(frameon=False, fontsize=11)
+
+
+def _draw_cosines(panel: Any, steps: Sequence[int], compared: Sequence[Compared]) -> None:
+    means = [event.cosine_mean or 0.0 for event in compared]
+    spread = [event.cosine_std or 0.0 for event in compared]
+    low = [mean - std for mean, std in zip(means, spread, strict=True)]
+    high = [mean + std for mean, std in zip(means, spread, strict=True)]
+    panel.fill_between(steps, low, high, color=_COLOURS[2], alpha=0.2, linewidth=0)
+    panel.plot(steps, means, color=_COLOURS[2], linewidth=1.8)
+    panel.set_ylabel("cosine between deltas (mean ± std)")
+
+
+def _draw_norms(panel: Any, steps: Sequence[int], compared: Sequence[Compared]) -> None:
+    low, high = [min(event.norms) for event in compared], [max(event.norms) for event in compared]
+    panel.fill_between(steps, low, high, color=_COLOURS[0], alpha=0.25, linewidth=0, label="islands' deltas")
+    panel.plot(steps, [sum(event.norms) / len(event.norms) for event in compared], color=_COLOURS[0], linewidth=1.8)
+    panel.plot(steps, [event.mean_norm for event in compared], color=_COLOURS[1], linewidth=1.8, label="their mean")
+    panel.set_ylabel("norm")
+    panel.set_ylim(bottom=0)
+    panel.legend(frameon=False, fontsize=11)
+
+
+def _format(panel: Any, text: Callable[[float], str] | None, *, logarithmic: bool = False) -> None:
+    """Few ticks, with letters for thousands and millions."""
+    ticker = require("matplotlib.ticker", extra="plot", purpose="figures")
+    if logarithmic:
+        low, high = panel.get_xlim()
+        # Over few decades the powers of ten alone would be too few ticks.
+        panel.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0,) if high / low > 100 else (1.0, 3.0), numticks=5))
+        panel.xaxis.set_minor_formatter(ticker.NullFormatter())
+    else:
+        panel.xaxis.set_major_locator(ticker.MaxNLocator(nbins=4))
+    if text is not None:
+        panel.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(text(value))))
+
+
+def _short(text: str) -> str:
+    """
+    >>> _short("1.00 MB"), _short("2.50 MB"), _short("100 B")
+    ('1 MB', '2.5 MB', '100 B')
+    """
+    number, _, unit = text.partition(" ")
+    number = number.rstrip("0").rstrip(".") if "." in number else number
+    return f"{number} {unit}".strip()

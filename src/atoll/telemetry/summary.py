@@ -1,0 +1,207 @@
+"""What a run came to, read from its folder alone: run.json, events.jsonl and timing.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import AtollError, CheckpointError
+from atoll.events import RunFinished, RunStarted
+from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.tally import Tally
+from atoll.telemetry.wording import perplexity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A finished run in figures. Counts and times start at the end of the warm start.
+
+    Attributes:
+        params: trainable parameters of the model.
+        tokens: trained on by all islands together; `warm_start_tokens` come on top.
+        outer_steps: exchanges that changed the global weights.
+        val_loss: of the final global weights, in nats; `val_perplexity` is its exponential.
+        virtual_time_s: on the simulated cluster's clock; None where the cluster was real.
+        wall_time_s: on this machine; None where it was not noted.
+        sent_bytes_per_island: payload, mean over islands; control bytes apart.
+        utilisation: time spent computing over time passed, mean over islands.
+        resumed_from_round: where the process that finished the run began; 0 if it was never resumed.
+        digest: of the final global weights.
+    """
+
+    recipe: str
+    algorithm: str
+    islands: int
+    params: int
+    tokens: int
+    warm_start_tokens: int
+    local_updates: int
+    outer_steps: int
+    val_loss: float
+    val_perplexity: float
+    virtual_time_s: float | None
+    wall_time_s: float | None
+    sent_bytes_per_island: float
+    control_bytes_per_island: float
+    utilisation: float | None
+    resumed_from_round: int
+    run_dir: str
+    seed: int
+    rounds: int
+    steps: int
+    digest: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values under the attributes' names; NaN and infinity as strings, as in the log."""
+        return {key: _plain(value) for key, value in asdict(self).items()}
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunProgress:
+    """How far a run is, finished or not. What is not known yet is None."""
+
+    recipe: str
+    algorithm: str | None
+    islands: int | None
+    params: int | None
+    seed: int | None
+    round: int | None
+    """The last round that all islands finished."""
+    steps: int
+    steps_total: int | None
+    tokens: int
+    loss: float | None
+    val_loss: float | None
+    virtual_time_s: float | None
+    sent_bytes_per_island: float | None
+    utilisation: float | None
+    finished: bool
+    run_dir: str
+
+
+def read_summary(folder: str | Path) -> Summary:
+    """The summary of a finished run. A run that is not finished raises an AtollError that says how to resume it."""
+    folder = Path(folder)
+    log = folder / "events.jsonl"
+    started = finished = None
+    for event in read_events(log, kinds=(RunStarted, RunFinished)) if log.exists() else ():
+        started = event if isinstance(event, RunStarted) else started
+        finished = event if isinstance(event, RunFinished) else finished
+    if finished is None:
+        raise AtollError(_unfinished(folder))
+    if started is None:
+        raise CheckpointError(f"{log} ends with RunFinished but has no RunStarted. Restore the beginning of it.")
+    return _summary(folder, started, finished)
+
+
+def read_progress(folder: str | Path) -> RunProgress:
+    """What is known about a run so far. Needs run.json; the log may still be empty or missing."""
+    folder = Path(folder)
+    run = _read_run(folder)
+    tally = Tally()
+    if (folder / "events.jsonl").exists():
+        for event in read_events(folder / "events.jsonl"):
+            tally.take(event)
+    start, last, evaluation = tally.started, tally.round, tally.evaluation
+    return RunProgress(
+        recipe=start.recipe if start else str(run.get("recipe", folder.name)),
+        algorithm=start.algorithm if start else None,
+        islands=last.islands if last else start.islands if start else None,
+        params=start.params if start else None,
+        seed=start.seed if start else run.get("seed"),
+        round=last.round if last else None,
+        steps=last.steps if last else 0,
+        steps_total=start.steps if start else None,
+        tokens=last.tokens if last else 0,
+        loss=last.loss if last else None,
+        val_loss=evaluation.metrics.get("loss") if evaluation else None,
+        virtual_time_s=last.virtual_time_s if last else None,
+        sent_bytes_per_island=last.sent_bytes_per_island if last else None,
+        utilisation=tally.utilisation(last.virtual_time_s) if last else None,
+        finished=tally.finished is not None,
+        run_dir=str(folder),
+    )
+
+
+def _summary(folder: Path, started: RunStarted, finished: RunFinished) -> Summary:
+    wall_time_s, resumed_from_round = _timing(folder)
+    return Summary(
+        recipe=started.recipe,
+        algorithm=started.algorithm,
+        islands=started.islands,
+        params=started.params,
+        tokens=finished.tokens,
+        warm_start_tokens=finished.warm_start_tokens,
+        local_updates=finished.local_updates,
+        outer_steps=finished.outer_steps,
+        val_loss=finished.val_loss,
+        val_perplexity=perplexity(finished.val_loss),
+        virtual_time_s=finished.virtual_time_s,
+        wall_time_s=wall_time_s,
+        sent_bytes_per_island=finished.sent_bytes_per_island,
+        control_bytes_per_island=finished.control_bytes_per_island,
+        utilisation=finished.utilisation,
+        resumed_from_round=resumed_from_round,
+        run_dir=str(folder),
+        seed=started.seed,
+        rounds=finished.rounds,
+        steps=finished.steps,
+        digest=finished.digest,
+    )
+
+
+def _timing(folder: Path) -> tuple[float | None, int]:
+    """Wall-clock seconds and the round the last process began at, from timing.jsonl."""
+    wall_time_s, resumed_from_round = None, 0
+    path = folder / "timing.jsonl"
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill, and then appended to on resume: wall-clock figures are not worth failing for
+        if not isinstance(record, dict):
+            continue
+        if record.get("what") == "resumed":
+            resumed_from_round = int(record.get("round") or 0)
+        elif record.get("what") == "finished":
+            wall_time_s = record.get("wall_time_s")
+            resumed_from_round = int(record.get("resumed_from_round") or resumed_from_round)
+    return wall_time_s, resumed_from_round
+
+
+def _read_run(folder: Path) -> dict[str, Any]:
+    path = folder / "run.json"
+    try:
+        run = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is not a run's folder: {path.name} cannot be read ({error.strerror}). Give a folder that `atoll run` wrote."
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}). Restore it.") from error
+    if not isinstance(run, dict):
+        raise CheckpointError(f"{path} holds a {type(run).__name__}, not an object. Restore it.")
+    return run
+
+
+def _unfinished(folder: Path) -> str:
+    progress = read_progress(folder)
+    if progress.round is None:
+        reached = "no round is finished"
+    else:
+        total = f" of {progress.steps_total}" if progress.steps_total is not None else ""
+        reached = f"its last finished round is {progress.round} (step {progress.steps}{total})"
+    return f"the run in {folder} ({progress.recipe}) is not finished: {reached}. Resume it with `atoll run --resume {folder}`."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -1,0 +1,94 @@
+"""Events as short lines for a person who watches a run."""
+
+from __future__ import annotations
+
+import math
+
+from atoll.events import (
+    CaughtUp,
+    Evaluated,
+    Event,
+    IslandJoined,
+    IslandLeft,
+    RoundFinished,
+    RunFinished,
+    RunStarted,
+    Saved,
+    WarmStartFinished,
+)
+from atoll.telemetry.tally import Tally
+from atoll.telemetry.units import human_bytes, human_count, human_percent, human_time
+
+
+def notice(event: Event) -> str | None:
+    """One line for an event worth a line of its own; None for the others.
+
+    >>> notice(IslandLeft(island=2, round=7, virtual_time_s=754.0))
+    'round 7: island 2 left at 0:12:34'
+    """
+    match event:
+        case RunStarted():
+            islands = f"{event.islands} islands" if event.islands != 1 else "1 island"
+            return (
+                f"{event.recipe}: {event.algorithm} on {islands}, {human_count(event.params)} parameters, "
+                f"{event.steps} steps each, seed {event.seed}"
+            )
+        case WarmStartFinished():
+            return f"warm start: {event.steps} steps, {human_count(event.tokens)} tokens, loss {event.loss:.4g}"
+        case Evaluated():
+            return f"round {event.round}, step {event.steps}: {_metrics(event.metrics)}, {human_count(event.tokens)} tokens"
+        case IslandJoined():
+            how = f", {human_bytes(event.sent_bytes)} from island {event.donor}" if event.donor is not None else ""
+            return f"round {event.round}: island {event.island} joined at {human_time(event.virtual_time_s)}{how}"
+        case IslandLeft():
+            return f"round {event.round}: island {event.island} left at {human_time(event.virtual_time_s)}"
+        case CaughtUp():
+            return (
+                f"round {event.round}: island {event.island} caught up, {human_bytes(event.sent_bytes)} from island {event.donor}"
+            )
+        case Saved():
+            return f"round {event.round}: saved {event.name}"
+        case RunFinished():
+            return f"finished: {_outcome(event)}"
+        case _:
+            return None
+
+
+def figures(event: RoundFinished, tally: Tally) -> str:
+    """What stands beside the bar: loss, validation loss, virtual time, bytes per island, utilisation, as far as known."""
+    parts = [f"loss {event.loss:.3f}"]
+    if tally.evaluation is not None and "loss" in tally.evaluation.metrics:
+        parts.append(f"val {tally.evaluation.metrics['loss']:.3f}")
+    parts += [f"virtual time {human_time(event.virtual_time_s)}", f"{human_bytes(event.sent_bytes_per_island)} per island"]
+    utilisation = tally.utilisation(event.virtual_time_s)
+    if utilisation is not None:
+        parts.append(f"busy {human_percent(utilisation)}")
+    return "  ".join(parts)
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats; infinite where that overflows.
+
+    >>> perplexity(0.0), perplexity(1e6)
+    (1.0, inf)
+    """
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _metrics(metrics: dict[str, float]) -> str:
+    named = {"val loss": metrics["loss"], "perplexity": perplexity(metrics["loss"])} if "loss" in metrics else {}
+    named |= {name: value for name, value in metrics.items() if name != "loss"}
+    return ", ".join(f"{name} {value:.4g}" for name, value in named.items())
+
+
+def _outcome(event: RunFinished) -> str:
+    parts = [f"val loss {event.val_loss:.4g}", f"{event.rounds} rounds", f"{human_count(event.tokens)} tokens"]
+    parts.append(f"{human_bytes(event.sent_bytes_per_island)} sent per island")
+    if event.virtual_time_s is not None:
+        parts.append(f"{human_time(event.virtual_time_s)} of virtual time")
+    if event.utilisation is not None:
+        parts.append(f"{human_percent(event.utilisation)} of it computing")
+    return ", ".join(parts)

@@ -1,0 +1,93 @@
+"""Runs side by side, in every form."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from atoll.errors import AtollError, ConfigError
+from atoll.telemetry import comparison, markdown, read_summary, sentence, table
+
+
+@pytest.fixture
+def folders(tmp_path, script):
+    """Data-parallel training, and DiLoCo that meets a tenth as often."""
+    ddp = script(recipe="demo-ddp", rounds=20, steps_per_round=1, payload_bytes=4_000_000)
+    diloco = script(
+        recipe="demo-diloco", algorithm="DiLoCo", rounds=2, steps_per_round=10, payload_bytes=4_000_000, final_loss=2.31
+    )
+    return [ddp.write(tmp_path / "a"), diloco.write(tmp_path / "b")]
+
+
+def printed(renderable: object, width: int) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width).print(renderable)
+    return file.getvalue()
+
+
+def test_rows_keep_the_order_given_and_hold_the_summaries(folders) -> None:
+    both = comparison(folders)
+    assert [row.summary for row in both.rows] == [read_summary(folder) for folder in folders]
+    assert [row.label for row in both.rows] == ["demo-ddp", "demo-diloco"]
+
+
+def test_the_table_fits_into_eighty_columns_and_has_every_figure(folders) -> None:
+    text = printed(table(comparison(folders)), width=80)
+    diloco = next(line for line in text.splitlines() if "diloco" in line).split()
+    assert diloco == ["demo-diloco", "DiLoCo", "2.31", "4.00", "k", "8.00", "MB", "10x", "less", "0:00:29.0", "78", "%"]
+    assert "the most" in next(line for line in text.splitlines() if "DDP" in line)
+
+
+def test_a_long_name_gives_way_and_the_figures_do_not(tmp_path, script) -> None:
+    name = "a-recipe-with-a-name-that-nobody-would-want-to-type"
+    text = printed(table(comparison([script(recipe=name).write(tmp_path / "a")])), width=60)
+    assert "2.35" in text
+    assert "…" not in text
+
+
+def test_the_sentence_speaks_of_the_runs(folders) -> None:
+    assert (
+        sentence(comparison(folders))
+        == "demo-diloco reaches 2.31 against demo-ddp's 2.35 with 1/10 of the bytes in 0.45 of the time."
+    )
+
+
+def test_markdown_has_a_row_per_run_and_the_sentence(folders) -> None:
+    both = comparison(folders)
+    lines = markdown(both).splitlines()
+    assert lines[2] == "| demo-ddp | DDP | 2.35 | 4.00 k | 80.0 MB | the most | 0:01:05 | 35 % |"
+    assert len({line.count("|") for line in lines[:4]}) == 1
+    assert lines[5] == sentence(both)
+
+
+def test_json_holds_the_summaries_and_the_sentence(folders) -> None:
+    both = comparison(folders)
+    read = json.loads(both.to_json())
+    assert read["sentence"] == sentence(both)
+    assert read["most_bytes"] == "demo-ddp"
+    for folder, run in zip(folders, read["runs"], strict=True):
+        assert json.loads(read_summary(folder).to_json()).items() <= run.items()
+    assert [run["share_of_most_bytes"] for run in read["runs"]] == [1.0, 0.1]
+
+
+def test_runs_of_one_recipe_are_told_apart(tmp_path, script) -> None:
+    seeds = [script(seed=seed).write(tmp_path / f"seed{seed}") for seed in (0, 1)]
+    again = script(seed=1).write(tmp_path / "again")
+    assert [row.label for row in comparison(seeds).rows] == ["demo-ddp (seed 0)", "demo-ddp (seed 1)"]
+    assert [row.label for row in comparison([*seeds, again]).rows] == ["demo-ddp (seed0)", "demo-ddp (seed1)", "demo-ddp (again)"]
+    twice = [row.label for row in comparison([again, again]).rows]
+    assert len(set(twice)) == 2
+
+
+def test_an_unfinished_run_is_refused_with_the_way_to_resume_it(folders, tmp_path, script) -> None:
+    unfinished = script(finished=False).write(tmp_path / "c")
+    with pytest.raises(AtollError, match="--resume"):
+        comparison([*folders, unfinished])
+
+
+def test_nothing_to_compare_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Give one folder or more"):
+        comparison([])

@@ -1,0 +1,133 @@
+"""What a watcher sees: bars on a terminal, few plain lines elsewhere, nothing when quiet, and never on standard output."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+import pytest
+from rich.console import Console
+
+from atoll.events import Evaluated, Event, IslandJoined, IslandLeft, Progress, RoundFinished, RunStarted, Saved
+from atoll.telemetry.console import ConsoleSink
+from atoll.telemetry.units import human_bytes, human_time
+
+
+def show(
+    events: Iterable[Event], *, tick_s: float = 0.1, terminal: bool = False, steps: int | None = None, width: int = 100
+) -> str:
+    """What is written when these events come in, one per tick."""
+    file, ticks = io.StringIO(), count()
+    console = Console(file=file, width=width, force_terminal=terminal, color_system=None, legacy_windows=False)
+    with ConsoleSink("demo", console=console, clock=lambda: next(ticks) * tick_s, steps=steps) as sink:
+        for event in events:
+            sink.emit(event)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+
+
+def warm_start(steps: int) -> Iterator[Progress]:
+    return (Progress(phase="warm start", done=done, total=steps, note=f"loss {9 - done / steps:.2f}") for done in range(steps + 1))
+
+
+def figures_of_round(run, number: int) -> str:
+    """What stands beside the bar after a round: its own loss, and the validation loss of the round before."""
+    total_s = number * run.round_s
+    losses = f"loss {run.loss(number) + 0.1:.3f}  val {run.loss(number - 1):.3f}"
+    busy = 100 * sum(run.computed_s) / run.islands / (run.rounds * run.round_s)
+    return f"{losses}  virtual time {human_time(total_s)}  {human_bytes(number * run.payload_bytes)} per island  busy {busy:.0f} %"
+
+
+def test_a_pipe_gets_a_line_every_tenth_of_a_phase() -> None:
+    lines = show(warm_start(1000), tick_s=1e-6).splitlines()
+    assert [line.split("  ")[1] for line in lines] == ["0 %", *(f"{tenth}0 %" for tenth in range(1, 11))]
+    assert lines[5] == "demo: warm start  50 %  loss 8.50"
+
+
+def test_a_pipe_gets_few_lines_however_long_the_run() -> None:
+    week = (Progress(phase="train", done=done, total=10**9) for done in range(60_000))
+    assert 20 < len(show(week, tick_s=10.0).splitlines()) < 600
+
+
+def test_a_whole_run_reads_as_expected_in_a_file(script) -> None:
+    run = script(recipe="demo-ddp", rounds=10, islands=2)
+    text = show(run.events(), tick_s=0.001)
+    assert "demo-ddp: DDP on 2 islands, 12.3 k parameters, 50 steps each, seed 0\n" in text
+    assert "warm start: 10 steps, 4.00 k tokens, loss 4.5\n" in text
+    assert "round 10, step 50: val loss 2.35, perplexity 10.49, accuracy 0.1, 10.0 k tokens\n" in text
+    assert f"demo: training  100 %  {figures_of_round(run, 10)}\n" in text
+    assert text.endswith("10.0 kB sent per island, 0:01:22 of virtual time, 68 % of it computing\n")
+
+
+def test_islands_that_come_and_go_are_told() -> None:
+    joined = IslandJoined(island=2, round=5, virtual_time_s=61.0, donor=0, sent_bytes=4096)
+    text = show([joined, IslandLeft(island=1, round=6, virtual_time_s=75.0)])
+    assert text == "round 5: island 2 joined at 0:01:01, 4.10 kB from island 0\nround 6: island 1 left at 0:01:15\n"
+
+
+def test_checkpoints_are_told_sparingly_and_the_others_counted() -> None:
+    lines = show((Saved(round=number, name=f"round-{number}") for number in range(700)), tick_s=0.1).splitlines()
+    second = re.fullmatch(r"round (\d+): saved round-\1 \(and (\d+) more since the last such line\)", lines[1])
+    assert lines[0] == "round 0: saved round-0"
+    assert len(lines) == 2
+    assert int(second[1]) == int(second[2]) + 1 == pytest.approx(600, abs=2)
+
+
+def test_a_resumed_run_shows_how_far_it_is_when_told_its_length(script) -> None:
+    rounds = [event for event in script(rounds=10).events() if isinstance(event, RoundFinished)]
+    assert "training  70 %" in show(rounds[6:], steps=50)
+    assert "training  ..." in show(rounds[6:])
+
+
+def test_a_terminal_gets_one_bar_per_phase_with_the_figures_below(script) -> None:
+    run = script(rounds=10)
+    events = list(run.events())
+    text = show([events[0], *warm_start(10), *events[1:-1]], terminal=True, width=80)
+    last = text[text.rindex("demo: warm start") :].splitlines()
+    assert re.fullmatch(r"demo: warm start ━+ 100% \d\d:\d\d", last[0].rstrip())
+    assert re.fullmatch(r"demo: training   ━+ 100% \d\d:\d\d", last[1].rstrip())
+    assert last[2].rstrip() == figures_of_round(run, 10)
+
+
+def test_progress_within_a_round_moves_the_training_bar_and_keeps_the_figures(script) -> None:
+    run = script(rounds=10)
+    started, *events = run.events()
+    first = next(event for event in events if isinstance(event, RoundFinished))
+    text = show([started, first, Progress(phase="train", done=17, total=50)], terminal=True)
+    assert len(re.findall("demo: training", text[text.rindex("demo: training") :])) == 1
+    assert " 34% " in text
+    assert f"loss {run.loss(1) + 0.1:.3f}" in text[text.rindex("34%") :]
+
+
+def test_the_last_line_stands_below_the_bars(script) -> None:
+    text = show(script().events(), terminal=True)
+    assert text.rindex("demo: training") < text.rindex("finished: val loss 2.35")
+
+
+def test_names_are_shown_as_they_are_and_not_taken_for_markup() -> None:
+    started = RunStarted(recipe="[red]run[/red]", algorithm="DDP", islands=1, params=1, steps=1, seed=0)
+    assert "[red]run[/red]: DDP on 1 island," in show([started])
+
+
+def test_quiet_says_nothing(script, capfd) -> None:
+    with ConsoleSink("demo", quiet=True) as sink:
+        for event in script().events():
+            sink.emit(event)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_standard_output_is_left_for_results(script, capsys) -> None:
+    with ConsoleSink("demo") as sink:
+        for event in script().events():
+            sink.emit(event)
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert "finished: val loss 2.35" in written.err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_that_was_evaluated_thousands_of_times_does_not_flood_the_screen(script, terminal: bool) -> None:
+    evaluation = next(event for event in script().events() if isinstance(event, Evaluated))
+    text = show([evaluation] * 3000, terminal=terminal, tick_s=0.001)
+    assert text.count("val loss") == 20

@@ -1,0 +1,139 @@
+"""Summaries come from the folder alone and say what the log says."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from atoll.errors import AtollError, CheckpointError
+from atoll.events import RunFinished
+from atoll.telemetry import JsonlSink, read_progress, read_summary
+
+KEYS = [
+    "recipe",
+    "algorithm",
+    "islands",
+    "params",
+    "tokens",
+    "warm_start_tokens",
+    "local_updates",
+    "outer_steps",
+    "val_loss",
+    "val_perplexity",
+    "virtual_time_s",
+    "wall_time_s",
+    "sent_bytes_per_island",
+    "control_bytes_per_island",
+    "utilisation",
+    "resumed_from_round",
+    "run_dir",
+    "seed",
+    "rounds",
+    "steps",
+    "digest",
+]
+
+
+def test_a_summary_is_one_line_with_these_keys_in_this_order(tmp_path, script) -> None:
+    line = read_summary(script().write(tmp_path / "run")).to_json()
+    assert "\n" not in line
+    assert list(json.loads(line)) == KEYS
+
+
+def test_a_summary_says_what_the_last_event_says(tmp_path, script) -> None:
+    run = script(islands=3, seed=7)
+    folder = run.write(tmp_path / "run")
+    finished = next(event for event in run.events() if isinstance(event, RunFinished))
+    summary = read_summary(folder)
+    for key in set(KEYS) & set(vars(finished)):
+        assert getattr(summary, key) == getattr(finished, key), key
+    assert (summary.recipe, summary.algorithm, summary.islands, summary.params, summary.seed) == ("demo-ddp", "DDP", 3, 12_345, 7)
+    assert summary.val_perplexity == math.exp(finished.val_loss)
+    assert (summary.wall_time_s, summary.resumed_from_round, summary.run_dir) == (12.5, 0, str(folder))
+
+
+def test_an_unfinished_run_says_how_far_it_is_and_how_to_resume(tmp_path, script) -> None:
+    folder = script(finished=False).write(tmp_path / "run")
+    with pytest.raises(AtollError, match=rf"last finished round is 4 \(step 20 of 20\).*`atoll run --resume {folder}`"):
+        read_summary(folder)
+
+
+def test_a_run_killed_before_its_first_round_says_so(tmp_path) -> None:
+    (tmp_path / "run.json").write_text('{"recipe": "demo-ddp", "seed": 3}')
+    with pytest.raises(AtollError, match=r"demo-ddp\) is not finished: no round is finished.*--resume"):
+        read_summary(tmp_path)
+    progress = read_progress(tmp_path)
+    assert (progress.recipe, progress.seed, progress.round, progress.steps, progress.finished) == ("demo-ddp", 3, None, 0, False)
+
+
+def test_a_log_cut_in_its_last_line_is_an_unfinished_run(tmp_path, script) -> None:
+    folder = script().write(tmp_path / "run")
+    log = folder / "events.jsonl"
+    log.write_bytes(log.read_bytes()[:-10])
+    with pytest.raises(AtollError, match="not finished"):
+        read_summary(folder)
+
+
+def test_progress_tells_the_same_story_as_the_summary_once_finished(tmp_path, script) -> None:
+    folder = script(islands=3).write(tmp_path / "run")
+    progress, summary = read_progress(folder), read_summary(folder)
+    assert progress.finished
+    for key in ("recipe", "algorithm", "islands", "params", "seed", "tokens", "steps", "virtual_time_s", "sent_bytes_per_island"):
+        assert getattr(progress, key) == getattr(summary, key), key
+    assert progress.round == summary.rounds
+    assert progress.steps_total == summary.steps
+    assert progress.val_loss == pytest.approx(summary.val_loss)
+    assert progress.utilisation == pytest.approx(summary.utilisation)
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"is not a run's folder: run\.json cannot be read"):
+        read_summary(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[1, 2]"])
+def test_a_broken_run_json_is_named(tmp_path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"run\.json.*Restore it"):
+        read_progress(tmp_path)
+
+
+def test_a_log_without_its_beginning_is_refused(tmp_path, script) -> None:
+    finished = next(event for event in script().events() if isinstance(event, RunFinished))
+    with JsonlSink(tmp_path / "events.jsonl") as sink:
+        sink.emit(finished)
+    with pytest.raises(CheckpointError, match="no RunStarted"):
+        read_summary(tmp_path)
+
+
+def test_the_process_that_finished_the_run_says_where_it_began(tmp_path, script) -> None:
+    folder = script().write(tmp_path / "run")
+    lines = [
+        '{"what": "started", "round": 0, "wall_time_s": 0.0}',
+        '{"what": "resu{"what": "resumed", "round": 2, "wall_time_s": 0.0}',
+        "null",
+        '{"what": "finished", "wall_time_s": 3.5, "resumed_from_round": 2}',
+    ]
+    (folder / "timing.jsonl").write_text("\n".join(lines) + "\n")
+    summary = read_summary(folder)
+    assert (summary.wall_time_s, summary.resumed_from_round) == (3.5, 2)
+
+
+def test_wall_time_is_unknown_where_it_was_not_noted(tmp_path, script) -> None:
+    folder = script().write(tmp_path / "run")
+    (folder / "timing.jsonl").unlink()
+    assert read_summary(folder).wall_time_s is None
+
+
+def test_a_loss_beyond_all_bounds_still_gives_valid_json(tmp_path, script) -> None:
+    summary = read_summary(script().write(tmp_path / "run"))
+    diverged = json.loads(replace(summary, val_loss=math.nan, val_perplexity=math.inf).to_json())
+    assert math.isnan(float(diverged["val_loss"]))
+    assert float(diverged["val_perplexity"]) == math.inf
+
+
+def test_a_loss_too_large_for_its_exponential_has_infinite_perplexity(tmp_path, script) -> None:
+    assert read_summary(script(final_loss=1e4).write(tmp_path / "run")).val_perplexity == math.inf

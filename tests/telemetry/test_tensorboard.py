@@ -1,0 +1,70 @@
+"""What TensorBoard would show is what the events said; the files are read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from atoll.events import Compared, Evaluated, Event, RoundFinished
+from atoll.telemetry import TensorBoardSink
+
+
+def write(folder: Path, events: Iterable[Event], replay: Iterable[Event] | None = None) -> None:
+    with TensorBoardSink(folder, replay=replay) as sink:
+        for event in events:
+            sink.emit(event)
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every scalar by tag, as (position, value)."""
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    return {tag: [(point.step, point.value) for point in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def near(points: list[tuple[float, float]]) -> list[tuple[int, object]]:
+    """TensorBoard keeps values in single precision."""
+    return [(round(at), pytest.approx(value, rel=1e-6)) for at, value in points]
+
+
+@pytest.fixture
+def events(script) -> list[Event]:
+    return list(script(rounds=6).events())
+
+
+def test_losses_stand_against_steps_tokens_bytes_and_virtual_time(tmp_path, events) -> None:
+    write(tmp_path, events)
+    read = curves(tmp_path)
+    for tag, points in (
+        ("train_loss", [(event, event.loss) for event in events if isinstance(event, RoundFinished)]),
+        ("val_loss", [(event, event.metrics["loss"]) for event in events if isinstance(event, Evaluated)]),
+        ("val_accuracy", [(event, event.metrics["accuracy"]) for event in events if isinstance(event, Evaluated)]),
+    ):
+        assert read[f"{tag}/by_steps"] == near([(event.steps, value) for event, value in points])
+        assert read[f"{tag}/by_tokens"] == near([(event.tokens, value) for event, value in points])
+        assert read[f"{tag}/by_sent_bytes"] == near([(event.sent_bytes_per_island, value) for event, value in points])
+        assert read[f"{tag}/by_virtual_ms"] == near([(1000 * event.virtual_time_s, value) for event, value in points])
+
+
+def test_norms_and_cosines_stand_against_rounds(tmp_path, events) -> None:
+    write(tmp_path, events)
+    read = curves(tmp_path)
+    compared = [event for event in events if isinstance(event, Compared)]
+    assert read["delta/norm_of_mean_by_round"] == near([(event.round, event.mean_norm) for event in compared])
+    assert read["delta/cosine_mean_by_round"] == near([(event.round, event.cosine_mean) for event in compared])
+    assert read["delta/mean_of_norms_by_round"] == near([(event.round, sum(event.norms) / len(event.norms)) for event in compared])
+
+
+def test_a_single_island_has_no_cosine(tmp_path) -> None:
+    write(tmp_path, [Compared(round=1, norms=[1.0], mean_norm=1.0, cosine_mean=None, cosine_std=None)])
+    assert sorted(curves(tmp_path)) == ["delta/mean_of_norms_by_round", "delta/norm_of_mean_by_round"]
+
+
+def test_a_resumed_run_has_the_curves_of_one_that_never_stopped(tmp_path, events) -> None:
+    write(tmp_path / "whole", events)
+    write(tmp_path / "resumed", events[:20])
+    write(tmp_path / "resumed", events[12:], replay=events[:12])
+    assert curves(tmp_path / "resumed") == curves(tmp_path / "whole")

@@ -1,0 +1,133 @@
+"""The trace shows what the events say: no overlap on a row, all computing time, all bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.errors import AtollError
+from atoll.events import CaughtUp, Computed, Evaluated, Event, Exchanged, IslandJoined, IslandLeft, RoundFinished
+from atoll.telemetry import JsonlSink, write_trace
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return json.loads(write_trace(folder, folder / "out" / "trace.json").read_text())["traceEvents"]
+
+
+def log(folder: Path, *events: Event) -> Path:
+    with JsonlSink(folder / "events.jsonl") as sink:
+        for event in events:
+            sink.emit(event)
+    return folder
+
+
+def rows(trace: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Spans by the names of their process and row, in order of time."""
+    processes = {r["pid"]: r["args"]["name"] for r in trace if r["name"] == "process_name"}
+    names = {(r["pid"], r["tid"]): r["args"]["name"] for r in trace if r["name"] == "thread_name"}
+    result: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in sorted((r for r in trace if r["ph"] == "X"), key=lambda r: r["ts"]):
+        result.setdefault((processes[record["pid"]], names[record["pid"], record["tid"]]), []).append(record)
+    return result
+
+
+def total_s(spans: list[dict[str, Any]], category: str) -> float:
+    return sum(span["dur"] for span in spans if span["cat"] == category) / 1e6
+
+
+def met(start_s: float, end_s: float, arrived_s: list[float], heard: list[bool], what: str = "mean") -> Exchanged:
+    islands = list(range(len(heard)))
+    return Exchanged(
+        round=1,
+        what=what,
+        islands=islands,
+        heard=heard,
+        arrived_s=arrived_s,
+        start_s=start_s,
+        end_s=end_s,
+        sent_bytes=[100 if one else 0 for one in heard],
+        control_bytes=[8] * len(heard),
+        weight=float(sum(heard)),
+    )
+
+
+def computed(island: int, start_s: float, end_s: float) -> Computed:
+    return Computed(island=island, round=1, start_s=start_s, end_s=end_s, steps=1, batches=1, tokens=8, loss=math.nan)
+
+
+def test_spans_on_one_row_never_overlap(tmp_path, script) -> None:
+    found = rows(records(script(islands=3, step_s=0.1, meet_s=1 / 3, rounds=50).write(tmp_path / "run")))
+    assert len(found) == 7
+    for spans in found.values():
+        for one, two in pairwise(spans):
+            assert one["ts"] + one["dur"] <= two["ts"] + 1e-6
+
+
+def test_computing_waiting_and_talking_add_up_to_the_run(tmp_path, script) -> None:
+    run = script(islands=3, step_s=0.7)
+    found = rows(records(run.write(tmp_path / "run")))
+    for island, computed_s in enumerate(run.computed_s):
+        network = found[f"island {island}", "network"]
+        assert total_s(found[f"island {island}", "computing"], "computing") == pytest.approx(computed_s)
+        assert total_s(network, "talking") == pytest.approx(run.rounds * run.meet_s)
+        waited_s, talked_s = total_s(network, "waiting"), total_s(network, "talking")
+        assert computed_s + waited_s + talked_s == pytest.approx(run.rounds * run.round_s)
+
+
+def test_the_counter_ends_at_all_bytes_sent(tmp_path, script) -> None:
+    run = script(islands=3)
+    counts = [r["args"]["bytes"] for r in records(run.write(tmp_path / "run")) if r["ph"] == "C"]
+    assert counts == [number * run.islands * run.payload_bytes for number in range(1, run.rounds + 1)]
+
+
+def test_evaluations_are_moments_with_their_metrics(tmp_path, script) -> None:
+    run = script()
+    moments = [r for r in records(run.write(tmp_path / "run")) if r["ph"] == "i"]
+    evaluations = [event for event in run.events() if isinstance(event, Evaluated)]
+    assert [(m["ts"], m["args"]["loss"]) for m in moments] == [(1e6 * e.virtual_time_s, e.metrics["loss"]) for e in evaluations]
+
+
+def test_an_island_may_talk_while_it_computes(tmp_path) -> None:
+    folder = log(tmp_path, computed(0, 0.0, 10.0), met(2.0, 5.0, [1.0], [True]), met(5.0, 6.0, [3.0], [True], "all_gather"))
+    found = rows(records(folder))
+    assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 0", "computing"]] == [("compute, round 1", 0.0, 10.0)]
+    assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 0", "network"]] == [
+        ("wait", 1.0, 1.0),
+        ("mean", 2.0, 3.0),
+        ("all_gather", 5.0, 1.0),
+    ]
+
+
+def test_an_island_that_comes_too_late_is_shown_as_not_heard(tmp_path) -> None:
+    found = rows(records(log(tmp_path, met(2.0, 5.0, [2.0, 4.0, 9.0], [True, False, False]))))
+    assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 1", "network"]] == [("mean (not heard)", 4.0, 1.0)]
+    assert ("island 2", "network") not in found
+
+
+def test_catching_up_and_joining_are_spans_and_their_bytes_count(tmp_path) -> None:
+    boundary = RoundFinished(
+        round=1, islands=1, steps=1, virtual_time_s=4.0, tokens=8, local_updates=1, loss=1.0, sent_bytes_per_island=0.0
+    )
+    joined = IslandJoined(island=2, round=2, virtual_time_s=7.0, donor=0, sent_bytes=50)
+    caught_up = CaughtUp(island=1, donor=0, round=2, start_s=4.0, end_s=6.0, sent_bytes=30)
+    trace = records(log(tmp_path, boundary, joined, caught_up, IslandLeft(island=1, round=3, virtual_time_s=8.0)))
+    found = rows(trace)
+    assert [(s["cat"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 2", "network"]] == [("joining", 4.0, 3.0)]
+    assert [(s["cat"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 1", "network"]] == [("catching up", 4.0, 2.0)]
+    assert [r["args"]["bytes"] for r in trace if r["ph"] == "C"] == [30, 80]
+    assert [(r["name"], r["ts"]) for r in trace if r["ph"] == "i"] == [("left", 8e6)]
+
+
+def test_a_trace_is_valid_json_even_if_a_loss_is_not_a_number(tmp_path) -> None:
+    (span,) = rows(records(log(tmp_path, computed(0, 0.0, 1.0))))["island 0", "computing"]
+    assert span["args"]["loss"] == "nan"
+
+
+def test_a_run_without_a_timeline_is_named(tmp_path) -> None:
+    with pytest.raises(AtollError, match="nothing on its timeline"):
+        write_trace(log(tmp_path), tmp_path / "trace.json")
