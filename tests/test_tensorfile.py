@@ -88,6 +88,15 @@ def test_tensors_that_share_memory_are_written_each(tmp_path):
     assert torch.equal(tensors["part"], torch.tensor([2.0, 3.0]))
 
 
+def test_every_tensor_begins_at_a_multiple_of_its_element_size(tmp_path):
+    write_tensors(tmp_path / "x", assorted(), {"k": "v"})
+    content = (tmp_path / "x").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name, tensor in assorted().items():
+        assert (8 + length + header[name]["data_offsets"][0]) % tensor.element_size() == 0, name
+
+
 def test_no_tensors_are_a_file_too(tmp_path):
     write_tensors(tmp_path / "x", {}, {"only": "words"})
     assert read_tensors(tmp_path / "x") == ({}, {"only": "words"})

@@ -1,7 +1,7 @@
 """Carrying out a Run: a folder, a warm start, the engine, and what is left behind.
 
-The event log and every bit of the weights are functions of the Run. So a run that was killed at any moment and resumed leaves what a
-run leaves that was never stopped: it goes on from the newest checkpoint, and what was logged after that checkpoint is cut.
+The event log and every bit of the weights are functions of the Run. So a run that was killed at any moment and resumed leaves what
+one leaves that was never stopped: it goes on from the newest checkpoint, and what was logged after that checkpoint is cut.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ class _Execution:
             if checkpoint is not None:
                 engine.restore(lambda part, like: self._checkpoints.load(checkpoint, part, like))
                 sink.emit(
-                    Progress(phase="resume", done=engine.totals.steps, total=engine.steps, note=f"from round {checkpoint.round}")
+                    Progress(
+                        phase="resume", done=engine.books.totals.steps, total=engine.steps, note=f"from round {checkpoint.round}"
+                    )
                 )
             finished = engine.run(warm.tokens)
             self._leave(engine, finished, checkpoint)
@@ -205,8 +207,8 @@ class _Execution:
     def _saver(self, sink: Sink) -> Callable[[SimEngine], None]:
         def save(engine: SimEngine) -> None:
             assert self._log is not None
-            sink.emit(Saved(round=engine.totals.round, name=f"{engine.totals.round:08}"))
-            self._checkpoints.save(engine.totals.round, engine.parts(), {"events_bytes": self._log.position()})
+            sink.emit(Saved(round=engine.round, name=f"{engine.round:08}"))
+            self._checkpoints.save(engine.round, engine.parts(), {"events_bytes": self._log.position()})
 
         return save
 

@@ -1,4 +1,4 @@
-"""Run: a whole experiment as one frozen value. Everything that decides a figure is in it; a recipe is a function that returns one."""
+"""Run: a whole experiment as one frozen value. Everything that decides a figure is in it. A recipe is a function that returns one."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class Run:
         if self.train.steps % per_round:
             fit = max(1, round(self.train.steps / per_round)) * per_round
             raise ConfigError(
-                f"train.steps={self.train.steps} is not a multiple of the {per_round} inner steps of a round: the last round would be "
-                f"cut short. Use train.steps={fit}, or another length of a round."
+                f"train.steps={self.train.steps} is not a multiple of the {per_round} inner steps of a round: the last round would "
+                f"be cut short. Use train.steps={fit}, or another length of a round."
             )
 
     @property

@@ -111,7 +111,7 @@ def test_nothing_is_saved_once_the_loss_is_not_finite():
             return super().loss(module, batch) * (math.nan if len(saved) == 2 else 1.0)
 
     with pytest.raises(TrainingDiverged):
-        simulate(DiLoCo(inner_steps=2), steps=20, workload=Spoilt(), save=lambda engine: saved.append(engine.totals.round))
+        simulate(DiLoCo(inner_steps=2), steps=20, workload=Spoilt(), save=lambda engine: saved.append(engine.round))
     assert saved == [1, 2]
 
 

@@ -1,0 +1,143 @@
+"""The simulator's books: what each island did and what all of them did together, since the warm start.
+
+Every figure that is reported comes from here, and all of it is saved with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any
+
+from atoll.engines.local import Trained
+from atoll.errors import TrainingDiverged
+from atoll.events import Computed, Evaluated, RoundFinished, RunFinished
+
+
+@dataclass
+class Ledger:
+    """One island's account, which goes on when it leaves and comes back."""
+
+    sent_bytes: int = 0
+    control_bytes: int = 0
+    computed_s: float = 0.0
+    present_s: float = 0.0
+    stretches: int = 0
+    """Of computing, so far."""
+
+
+@dataclass
+class Totals:
+    """Over all islands."""
+
+    round: int = 0
+    steps: int = 0
+    outer_steps: int = 0
+    tokens: int = 0
+    """Those in updates that were committed."""
+    local_updates: int = 0
+    version: int = 0
+    """Of the shared fields: the number of commits."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation."""
+
+
+class Books:
+    """Ledgers and totals of one run, and the events that are drawn up from them."""
+
+    def __init__(self, islands: int) -> None:
+        self.ledgers = [Ledger() for _ in range(islands)]
+        self.totals = Totals()
+        self._losses: list[float] = []
+
+    def sent(self, islands: Sequence[int], payload: Sequence[int], control: Sequence[int]) -> None:
+        """An exchange took place."""
+        for island, payload_bytes, control_bytes in zip(islands, payload, control, strict=True):
+            self.ledgers[island].sent_bytes += payload_bytes
+            self.ledgers[island].control_bytes += control_bytes
+
+    def computed(self, island: int, start_s: float, end_s: float, steps: int, batches: int, trained: Trained) -> Computed:
+        """An island has computed; a loss that is not finite ends the run here."""
+        for step, loss in enumerate(trained.losses):
+            if not math.isfinite(loss):
+                raise TrainingDiverged(
+                    f"the loss is {loss} on island {island} in round {self.totals.round}, at inner step {self.totals.steps + step}. "
+                    f"The run stops; what was saved before this round stands. Lower the learning rate, set train.clip_norm, or look "
+                    f"at the data there."
+                )
+        self.ledgers[island].computed_s += end_s - start_s
+        self.totals.local_updates += steps
+        loss = fmean(trained.losses)
+        self._losses.append(loss)
+        return Computed(
+            island=island,
+            round=self.totals.round,
+            start_s=start_s,
+            end_s=end_s,
+            steps=steps,
+            batches=batches,
+            tokens=trained.tokens,
+            loss=loss,
+        )
+
+    def round_finished(self, steps: int, islands: int, time_s: float) -> RoundFinished:
+        """A round is over, in which each island took so many steps."""
+        self.totals.round += 1
+        self.totals.steps += steps
+        losses, self._losses = self._losses, []
+        return RoundFinished(
+            round=self.totals.round,
+            islands=islands,
+            steps=self.totals.steps,
+            virtual_time_s=time_s,
+            tokens=self.totals.tokens,
+            local_updates=self.totals.local_updates,
+            loss=fmean(losses) if losses else math.nan,
+            sent_bytes_per_island=self._mean("sent_bytes"),
+        )
+
+    def evaluated(self, metrics: Mapping[str, float], time_s: float) -> Evaluated:
+        """The global weights were judged."""
+        self.totals.metrics = dict(metrics)
+        return Evaluated(
+            round=self.totals.round,
+            steps=self.totals.steps,
+            virtual_time_s=time_s,
+            tokens=self.totals.tokens,
+            local_updates=self.totals.local_updates,
+            sent_bytes_per_island=self._mean("sent_bytes"),
+            metrics=self.totals.metrics,
+        )
+
+    def finished(self, time_s: float, warm_start_tokens: int, digest: str) -> RunFinished:
+        """The run is over."""
+        return RunFinished(
+            rounds=self.totals.round,
+            outer_steps=self.totals.outer_steps,
+            steps=self.totals.steps,
+            tokens=self.totals.tokens,
+            warm_start_tokens=warm_start_tokens,
+            local_updates=self.totals.local_updates,
+            virtual_time_s=time_s,
+            utilisation=fmean(ledger.computed_s / ledger.present_s for ledger in self._seen()),
+            sent_bytes_per_island=self._mean("sent_bytes"),
+            control_bytes_per_island=self._mean("control_bytes"),
+            val_loss=self.totals.metrics["loss"],
+            digest=digest,
+        )
+
+    def _mean(self, name: str) -> float:
+        """Over the islands that have been there at all."""
+        return fmean(getattr(ledger, name) for ledger in self._seen() or self.ledgers)
+
+    def _seen(self) -> list[Ledger]:
+        return [ledger for ledger in self.ledgers if ledger.present_s > 0]
+
+    def to_parts(self) -> dict[str, Any]:
+        return {"totals": asdict(self.totals), "ledgers": [asdict(ledger) for ledger in self.ledgers]}
+
+    def from_parts(self, parts: Mapping[str, Any]) -> None:
+        self.totals = Totals(**parts["totals"])
+        self.ledgers = [Ledger(**ledger) for ledger in parts["ledgers"]]
