@@ -1,1 +1,41 @@
-"""TODO"""
+"""Text in, token batches by position out. Everything is decided by the spec and the seed, and nothing has a cursor.
+
+corpus (stdlib, files, hub) gives documents; split holds some out; tokenizer and tokens make ids of them, in memory or in files
+(shards, prepare); examples are windows on the ids; partition deals them to shards; stream gives batches; text is all of it.
+"""
+
+from atoll.data.corpus import Corpus, Document, open_corpus
+from atoll.data.partition import IID, ByDomain, Dirichlet, KMeans, Partition
+from atoll.data.prepare import Prepared, open_prepared, prepare
+from atoll.data.shards import TokenFile, write_tokens
+from atoll.data.stream import TokenBatches, validation_batches
+from atoll.data.text import LoadedText, Text, TextData
+from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from atoll.data.tokens import Tokens
+
+__all__ = [
+    "IID",
+    "BPETokenizer",
+    "ByDomain",
+    "ByteTokenizer",
+    "Corpus",
+    "Dirichlet",
+    "Document",
+    "KMeans",
+    "LoadedText",
+    "Partition",
+    "Prepared",
+    "Text",
+    "TextData",
+    "TokenBatches",
+    "TokenFile",
+    "Tokenizer",
+    "Tokens",
+    "load_tokenizer",
+    "open_corpus",
+    "open_prepared",
+    "prepare",
+    "train_bpe",
+    "validation_batches",
+    "write_tokens",
+]

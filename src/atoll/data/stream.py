@@ -1,0 +1,115 @@
+"""Batches by position: nothing here moves, so that anybody may read anything in any order.
+
+A shard is an endless sequence of epochs, each a permutation of the shard's examples. A permutation depends on the seed, on which
+examples the shard holds, and on the epoch: not on who reads, how many read, or what else there is. Batch p is the examples
+from p * `batch_size` on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atoll.data.examples import Examples, Indices
+from atoll.data.seeding import draws
+from atoll.data.tokens import Tokens
+from atoll.errors import ConfigError, DataError
+
+_EPOCHS_KEPT = 3  # per shard: readers of one shard are seldom further apart
+
+
+class TokenBatches:
+    """Batches of tokens from shards of examples; implements `atoll.protocols.Batches`. Any number of threads may read at once.
+
+    Args:
+        examples: what the shards' numbers mean.
+        shards: for each shard its examples.
+        batch_size: examples per batch.
+        seed: of the order.
+    """
+
+    def __init__(self, examples: Examples, shards: Sequence[Indices], *, batch_size: int, seed: int) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
+        self.batch_size, self.seq_len = batch_size, examples.seq_len
+        self._examples, self._seed = examples, seed
+        # Half the memory, where that is enough; sorted, so that the order does not depend on how the partition listed them.
+        dtype = np.uint32 if examples.count <= 1 << 32 else np.int64
+        self._shards = [np.sort(shard).astype(dtype) for shard in shards]
+        self._names = [blake2b(shard.astype("<i8").tobytes(), digest_size=16).hexdigest() for shard in self._shards]
+        self._orders: dict[int, dict[int, NDArray[Any]]] = {shard: {} for shard in range(len(self._shards))}
+        self._lock = Lock()
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._shards)
+
+    def examples(self, shard: int) -> int:
+        """How many examples the shard holds."""
+        return len(self._shards[self._known(shard)])
+
+    def batch(self, shard: int, position: int) -> Tensor:
+        """Tokens (batch_size, seq_len + 1), int64."""
+        size = self.examples(shard)
+        if position < 0:
+            raise ConfigError(f"position={position}: positions are counted from 0.")
+        epoch, at = divmod(position * self.batch_size, size)
+        chosen = self._order(shard, epoch)[at : at + self.batch_size]
+        while len(chosen) < self.batch_size:  # the batch goes on into the next epoch, or several if the shard is that small
+            epoch += 1
+            chosen = np.concatenate((chosen, self._order(shard, epoch)[: self.batch_size - len(chosen)]))
+        return torch.from_numpy(self._examples.read(chosen))
+
+    def tokens(self, batch: Tensor) -> int:
+        """How many tokens of the batch are predicted."""
+        return batch.shape[0] * (batch.shape[1] - 1)
+
+    def _known(self, shard: int) -> int:
+        if not 0 <= shard < self.num_shards:
+            raise ConfigError(f"shard={shard}: there are {self.num_shards} shards, counted from 0.")
+        return shard
+
+    def _order(self, shard: int, epoch: int) -> NDArray[Any]:
+        """The shard's examples in the order of this epoch."""
+        kept = self._orders[shard]
+        with self._lock:
+            order = kept.get(epoch)
+        if order is None:
+            # Outside the lock: other readers go on, and two that compute the same order get the same.
+            mine = self._shards[shard]
+            order = mine[draws("order", self._seed, self._names[shard], epoch).permutation(len(mine))]
+            with self._lock:
+                kept[epoch] = order
+                while len(kept) > _EPOCHS_KEPT:
+                    del kept[next(iter(kept))]
+        return order
+
+
+def validation_batches(tokens: Tokens, *, seq_len: int, batch_size: int, count: int) -> list[Tensor]:
+    """At most `count` fixed batches of windows (batch_size, seq_len + 1) that do not overlap, in the order of the text.
+
+    The windows are spread evenly over the whole, so that a few batches show all of it. Batches are full; only where there are fewer
+    windows than one batch needs, there is one smaller batch.
+
+    Raises:
+        DataError: there are too few tokens for one window.
+    """
+    length = seq_len + 1
+    available = len(tokens) // length
+    if available < 1:
+        raise DataError(
+            f"the validation text has {len(tokens)} tokens, fewer than one window of seq_len + 1 = {length}. "
+            f"Hold out more (validation_fraction), give more text, or lower seq_len."
+        )
+    size = min(batch_size, available)
+    wanted = min(count, available // size) * size
+    windows = tokens.ids[: available * length].reshape(available, length)
+    rows = windows[np.arange(wanted) * available // wanted].astype(np.int64)
+    return list(torch.split(torch.from_numpy(rows), size))

@@ -1,0 +1,167 @@
+"""Text: what a run reads, as one value; opened, it gives batches.
+
+>>> text = Text(corpus="stdlib", limit_bytes=100_000, seq_len=32)
+>>> data = text.open(num_shards=4, batch_size=8, seed=0)
+>>> data.train.batch(shard=3, position=0).shape
+torch.Size([8, 33])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from atoll.data.corpus import check_spec, open_corpus
+from atoll.data.examples import Examples
+from atoll.data.partition import IID, ByDomain, Dirichlet, Features, KMeans, Partition
+from atoll.data.prepare import is_prepared, open_prepared
+from atoll.data.split import TRAIN, VALIDATION, Split, check_fraction, plan, sided
+from atoll.data.stream import TokenBatches, validation_batches
+from atoll.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
+from atoll.data.tokens import Tokens, in_memory
+from atoll.errors import ConfigError, DataError
+
+_PREPARED = "prepared:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Where text comes from, how it becomes examples, and which shard gets which.
+
+    Args:
+        corpus: `stdlib`, `files:PATH[#field]`, `hf:NAME_OR_PATH[@configuration][:split][#field]`, or `prepared:FOLDER` (or just the
+            folder) as `atoll data prepare` wrote it. All but prepared text is read and held in memory.
+        tokenizer: `bytes`, a tokenizer's file or folder, or `bpe:VOCAB` to train one. Prepared text brings its own.
+        seq_len: tokens that an example predicts.
+        validation_fraction: about this part of the documents is held out. Prepared text was split when it was prepared.
+        validation_corpus: the spec of another text to validate on; then all of `corpus` is trained on.
+        partition: which example belongs to which shard.
+        limit_bytes: read at most this much text, with a share for every domain; None: all.
+        eval_batches: batches of held-out text to judge a model on.
+    """
+
+    corpus: str = "stdlib"
+    tokenizer: str = "bytes"
+    seq_len: int = 64
+    validation_fraction: float = 0.05
+    validation_corpus: str | None = None
+    partition: IID | ByDomain | KMeans | Dirichlet = IID()
+    limit_bytes: int | None = None
+    eval_batches: int = 8
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 1:
+            raise ConfigError(f"seq_len={self.seq_len}: an example predicts at least 1 token.")
+        if self.eval_batches < 1:
+            raise ConfigError(f"eval_batches={self.eval_batches}: a model is judged on at least 1 batch.")
+        if self.limit_bytes is not None and self.limit_bytes < 1:
+            raise ConfigError(
+                f"limit_bytes={self.limit_bytes} leaves no text. Use a positive number of bytes, or None for all of it."
+            )
+        if not isinstance(self.partition, Partition):
+            raise ConfigError(
+                f"partition={self.partition!r} is none of IID(), ByDomain(), KMeans(), Dirichlet(alpha=...). Use one of these."
+            )
+        check_fraction(self.validation_fraction)
+        bpe_size(self.tokenizer)
+        if self.prepared_folder is None:
+            check_spec(self.corpus)
+        elif self.limit_bytes is not None or self.validation_corpus is not None:
+            raise ConfigError(
+                f"limit_bytes and validation_corpus do not go with corpus={self.corpus!r}, which was cut when it was prepared. "
+                f"Leave them out, or give them to `atoll data prepare`."
+            )
+
+    @property
+    def prepared_folder(self) -> str | None:
+        """The folder of prepared text, if that is what the corpus is."""
+        if self.corpus.startswith(_PREPARED):
+            return self.corpus.removeprefix(_PREPARED)
+        return self.corpus if is_prepared(self.corpus) else None
+
+    def load(self) -> LoadedText:
+        """The tokens and their tokenizer, not yet cut into shards.
+
+        Raises:
+            DataError: the text cannot be found, read or split.
+        """
+        folder = self.prepared_folder
+        return self._read() if folder is None else self._map(folder)
+
+    def open(self, num_shards: int, batch_size: int, seed: int, features: Features | None = None) -> TextData:
+        """Batches to train on, from `num_shards` shards, and to validate on.
+
+        Args:
+            num_shards: how many shards the examples are dealt to.
+            batch_size: examples per batch.
+            seed: of the partition and of the order within each shard.
+            features: a model's features of tokens, which KMeans needs.
+        """
+        return self.load().open(num_shards, batch_size, seed, features)
+
+    def _read(self) -> LoadedText:
+        documents = list(open_corpus(self.corpus, self.limit_bytes))
+        held_out = None if self.validation_corpus is None else open_corpus(self.validation_corpus)
+        split = plan(documents, self.validation_fraction) if held_out is None else Split(0)
+        sides = list(sided(documents, split, held_out))
+        train, validation = ([document for at, document in sides if at == side] for side in (TRAIN, VALIDATION))
+        if not train or not validation:
+            raise DataError(
+                f"{self.corpus} is too short to hold some of it out: one document of {len(documents[0].text)} characters. "
+                f"Give more text."
+            )
+        size = bpe_size(self.tokenizer)
+        tokenizer = load_tokenizer(self.tokenizer) if size is None else train_bpe(train, size)
+        return LoadedText(
+            text=self, train=in_memory(train, tokenizer), validation=in_memory(validation, tokenizer), tokenizer=tokenizer
+        )
+
+    def _map(self, folder: str) -> LoadedText:
+        prepared = open_prepared(folder)
+        if self.tokenizer not in ("bytes", prepared.meta.get("tokenizer")) and bpe_size(self.tokenizer) is None:
+            given = load_tokenizer(self.tokenizer)
+            if given.digest != prepared.tokenizer.digest:
+                raise DataError(
+                    f"tokenizer={self.tokenizer!r} is not the one that {folder} was prepared with "
+                    f"({prepared.meta.get('tokenizer')!r}). Leave it out: prepared text brings its own."
+                )
+        return LoadedText(text=self, train=prepared.train, validation=prepared.validation, tokenizer=prepared.tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedText:
+    """Tokens in memory or mapped from a file. May be opened several times, with other shards or another partition."""
+
+    text: Text
+    train: Tokens
+    validation: Tokens
+    tokenizer: Tokenizer
+
+    def open(
+        self, num_shards: int, batch_size: int, seed: int, features: Features | None = None, partition: Partition | None = None
+    ) -> TextData:
+        """See `Text.open`. `partition` stands in for the text's own, as for a warm start of one island."""
+        text = self.text
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
+        examples = Examples(self.train, text.seq_len)
+        shards = (partition or text.partition).shards(examples, num_shards, seed, features)
+        return TextData(
+            train=TokenBatches(examples, shards, batch_size=batch_size, seed=seed),
+            validation=validation_batches(self.validation, seq_len=text.seq_len, batch_size=batch_size, count=text.eval_batches),
+            tokenizer=self.tokenizer,
+            vocab_size=self.tokenizer.vocab_size,
+            seq_len=text.seq_len,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextData:
+    """An opened text: batches by position, fixed batches to judge on, and the tokenizer."""
+
+    train: TokenBatches
+    validation: list[Tensor]
+    tokenizer: Tokenizer
+    vocab_size: int
+    seq_len: int

@@ -1,0 +1,226 @@
+"""Text to ids and back.
+
+Bytes need nothing and fit every text; BPE is what the papers' models read. A tokenizer has a digest, so that tokens are never read
+with another one than wrote them.
+
+>>> tokenizer = ByteTokenizer()
+>>> tokenizer.encode("né").tolist()
+[110, 195, 169]
+>>> tokenizer.decode([110, 195, 169, 256])
+'né<|endoftext|>'
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.data.compressed import SUFFIXES, read_bytes
+from atoll.data.documents import END_OF_TEXT, Document
+from atoll.data.extras import require
+from atoll.errors import ConfigError, DataError
+
+Ids = NDArray[np.unsignedinteger[Any]]
+
+
+class Tokenizer(Protocol):
+    """Turns text into ids from 0 to `vocab_size` - 1, and back."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that goes between documents, if there is one. Text never contains it."""
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits; equal digests mean equal ids for every text."""
+
+    def encode(self, text: str) -> Ids:
+        """The ids of a text, without end_of_text."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of several texts, where that is faster than one by one."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of these ids. What is no valid UTF-8 becomes the replacement character."""
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and one id for the end of a text."""
+
+    vocab_size = 257
+    end_of_text = 256
+    digest = blake2b(b"atoll bytes 257", digest_size=16).hexdigest()
+
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        pieces = [END_OF_TEXT.encode() if i == self.end_of_text else bytes((i,)) for i in _checked(ids, self.vocab_size)]
+        return b"".join(pieces).decode(errors="replace")
+
+
+class BPETokenizer:
+    """A tokenizer of the `tokenizers` library, from the JSON text of its file."""
+
+    def __init__(self, text: str, source: str = "the tokenizer") -> None:
+        library = require("tokenizers", extra="hf", purpose="BPE tokenizers")
+        try:
+            self._tokenizer: Any = library.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"{source} is not a file of the tokenizers library ({error}). Save one with Tokenizer.save.") from error
+        # The text of a document is text, even where it spells a special token.
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.text = text
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values())) + 1
+
+    @cached_property
+    def end_of_text(self) -> int | None:
+        known = (self._tokenizer.token_to_id(token) for token in (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>"))
+        return next((token for token in known if token is not None), None)
+
+    @cached_property
+    def digest(self) -> str:
+        return blake2b(self.text.encode(), digest_size=16).hexdigest()
+
+    def encode(self, text: str) -> Ids:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=dtype_for(self.vocab_size)) for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode(_checked(ids, self.vocab_size), skip_special_tokens=False))
+
+    def save(self, path: str | Path) -> None:
+        """Write the file that `load_tokenizer` reads."""
+        Path(path).write_text(self.text, encoding="utf-8")
+
+
+def dtype_for(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
+    """The narrowest of the two dtypes in which tokens are kept."""
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+def train_bpe(documents: Iterable[Document], vocab_size: int) -> BPETokenizer:
+    """Byte-level BPE: the same documents give the same tokenizer. A short text may give fewer ids than asked for.
+
+    Args:
+        documents: what to learn merges from, read once as a stream.
+        vocab_size: ids in all: 256 bytes, the end of a text, and merges.
+    """
+    if vocab_size < 257:
+        raise ConfigError(f"vocab_size={vocab_size}: byte-level BPE needs 257 or more, for 256 bytes and the end of a text.")
+    library = require("tokenizers", extra="hf", purpose="BPE tokenizers")
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer = _byte_level(library, library.models.BPE())
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    return BPETokenizer(tokenizer.to_str())
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer of a spec.
+
+    Args:
+        spec: `bytes`; or a JSON file of the tokenizers library; or a folder with `tokenizer.json`, or with GPT-2's `vocab.json` and
+            `merges.txt`. Files may be compressed.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _from_folder(path)
+    if not path.is_file():
+        raise DataError(
+            f"tokenizer={spec!r} is neither `bytes` nor a file. Give bytes, the JSON file or the folder of a tokenizer, "
+            f"or bpe:VOCAB to train one."
+        )
+    return BPETokenizer(_text(path), source=str(path))
+
+
+def bpe_size(spec: str) -> int | None:
+    """The vocabulary of a spec `bpe:VOCAB`; None for any other spec.
+
+    >>> bpe_size("bpe:32000"), bpe_size("bytes")
+    (32000, None)
+    """
+    scheme, colon, size = spec.partition(":")
+    if scheme != "bpe" or not colon:
+        return None
+    if not size.isdecimal():
+        raise ConfigError(f"tokenizer={spec!r}: after bpe: comes the size of the vocabulary, as in bpe:32000.")
+    return int(size)
+
+
+def _from_folder(folder: Path) -> BPETokenizer:
+    whole, vocab, merges = (_variant(folder, name) for name in ("tokenizer.json", "vocab.json", "merges.txt"))
+    if whole is not None:
+        return BPETokenizer(_text(whole), source=str(whole))
+    if vocab is None or merges is None:
+        raise DataError(
+            f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.json and merges.txt. Give the folder that does."
+        )
+    library = require("tokenizers", extra="hf", purpose="BPE tokenizers")
+    pairs = [tuple(line.split(" ")) for line in _merge_lines(_text(merges))]
+    try:
+        model = library.models.BPE(vocab=json.loads(_text(vocab)), merges=pairs)
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"{vocab} and {merges} do not make a tokenizer ({error}). Copy them again from their source.") from error
+    tokenizer = _byte_level(library, model)
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        tokenizer.add_special_tokens([END_OF_TEXT])
+    return BPETokenizer(tokenizer.to_str())
+
+
+def _byte_level(library: Any, model: Any) -> Any:
+    tokenizer = library.Tokenizer(model)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    return tokenizer
+
+
+def _merge_lines(text: str) -> Iterator[str]:
+    return (line for line in text.split("\n") if line and not line.startswith("#version"))
+
+
+def _variant(folder: Path, name: str) -> Path | None:
+    """The file of that name, or a compressed one."""
+    return next((path for suffix in ("", *SUFFIXES) if (path := folder / f"{name}{suffix}").is_file()), None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bytes(path).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}). A tokenizer is a text file.") from error
+
+
+def _checked(ids: Iterable[int], vocab_size: int) -> list[int]:
+    numbers = [int(i) for i in ids]
+    wrong = next((i for i in numbers if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        raise DataError(f"id {wrong} is outside the vocabulary of {vocab_size}. These tokens are another tokenizer's.")
+    return numbers
