@@ -17,9 +17,8 @@ RULES = [
     AdamW(lr=1e-2),
     AdamW(lr=1e-2, weight_decay=0.5, decay="all"),
     AdamW(lr=1e-2, weight_decay=0.0),
-    AdamW(
-        lr=Cosine(lr=1e-2, steps=30, warmup=5, floor=1e-4), betas=(0.8, 0.963)
-    ),  # with it a root and a power of 0.5 differ in the 18th step
+    # With this beta a square root and a power of 0.5 differ in the 18th step.
+    AdamW(lr=Cosine(lr=1e-2, steps=30, warmup=5, floor=1e-4), betas=(0.8, 0.963)),
 ]
 ids = pytest.mark.parametrize("rule", RULES, ids=repr)
 
