@@ -66,15 +66,16 @@ class Script:
         return self.final_loss + 2.0 * (math.exp(-3 * number / self.rounds) - math.exp(-3))
 
     def _round(self, number: int) -> Iterator[Event]:
+        """Within a round events carry how many were finished before it, as the simulator counts."""
         start_s = (number - 1) * self.round_s
         arrived_s = [start_s + self.steps_per_round * self.step_s * (1 + island / 4) for island in range(self.islands)]
         steps, islands = self.steps_per_round, list(range(self.islands))
         for island, end_s in enumerate(arrived_s):
             tokens, loss = steps * self.tokens_per_step, self.loss(number) + 0.1
-            numbers = {"island": island, "round": number, "steps": steps, "batches": steps, "tokens": tokens}
+            numbers = {"island": island, "round": number - 1, "steps": steps, "batches": steps, "tokens": tokens}
             yield Computed(start_s=start_s, end_s=end_s, loss=loss, **numbers)
         yield Exchanged(
-            round=number,
+            round=number - 1,
             what="mean",
             islands=islands,
             heard=[True] * self.islands,
@@ -86,7 +87,7 @@ class Script:
             weight=float(self.islands),
         )
         norms = [1.0 + 0.1 * island + 1.0 / number for island in islands]
-        yield Compared(round=number, norms=norms, mean_norm=0.9 + 0.5 / number, cosine_mean=0.4 + 0.3 / number, cosine_std=0.05)
+        yield Compared(round=number - 1, norms=norms, mean_norm=0.9 + 0.5 / number, cosine_mean=0.4 + 0.3 / number, cosine_std=0.05)
         yield RoundFinished(
             round=number,
             islands=self.islands,

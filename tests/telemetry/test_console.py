@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 from rich.console import Console
 
-from atoll.events import Evaluated, Event, IslandJoined, IslandLeft, Progress, RoundFinished, RunStarted, Saved
+from atoll.events import CaughtUp, Evaluated, Event, IslandJoined, IslandLeft, Progress, RoundFinished, RunStarted, Saved
 from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.units import human_bytes, human_time
 
@@ -66,6 +66,10 @@ def test_islands_that_come_and_go_are_told() -> None:
     assert text == "round 5: island 2 joined at 0:01:01, 4.10 kB from island 0\nround 6: island 1 left at 0:01:15\n"
 
 
+def test_an_island_that_nobody_could_give_anything_is_told_without_a_donor() -> None:
+    assert show([CaughtUp(island=2, donor=None, round=5, start_s=1.0, end_s=1.0, sent_bytes=0)]) == "round 5: island 2 caught up\n"
+
+
 def test_checkpoints_are_told_sparingly_and_the_others_counted() -> None:
     lines = show((Saved(round=number, name=f"round-{number}") for number in range(700)), tick_s=0.1).splitlines()
     second = re.fullmatch(r"round (\d+): saved round-\1 \(and (\d+) more since the last such line\)", lines[1])
@@ -78,6 +82,10 @@ def test_a_resumed_run_shows_how_far_it_is_when_told_its_length(script) -> None:
     rounds = [event for event in script(rounds=10).events() if isinstance(event, RoundFinished)]
     assert "training  70 %" in show(rounds[6:], steps=50)
     assert "training  ..." in show(rounds[6:])
+    resumed = Progress(phase="resume", done=30, total=50, note="from round 6")
+    lines = show([resumed, *rounds[6:]]).splitlines()
+    assert lines[0] == "demo: training  60 %  from round 6"
+    assert lines[-1].startswith("demo: training  100 %  loss")
 
 
 def test_a_terminal_gets_one_bar_per_phase_with_the_figures_below(script) -> None:

@@ -96,11 +96,15 @@ def test_a_negative_position_is_refused(tmp_path) -> None:
         JsonlSink(tmp_path / "log", append_at=-1)
 
 
-def test_a_new_log_does_not_overwrite_an_old_one(tmp_path) -> None:
-    write(tmp_path / "log", 1)
-    with pytest.raises(CheckpointError, match=r"already holds.*--resume"):
-        JsonlSink(tmp_path / "log")
-    assert list(read_events(tmp_path / "log")) == [saved(1)]
+def test_a_log_from_the_start_replaces_what_a_killed_run_left(tmp_path) -> None:
+    write(tmp_path / "log", 1, 2, 3)
+    write(tmp_path / "log", 4)
+    assert list(read_events(tmp_path / "log")) == [saved(4)]
+
+
+def test_a_missing_log_cannot_be_continued(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot open .*log"):
+        JsonlSink(tmp_path / "log", append_at=0)
 
 
 @pytest.mark.parametrize("kept", [1, 20, 37])

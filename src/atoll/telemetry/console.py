@@ -29,7 +29,7 @@ class ConsoleSink:
     Args:
         title: what to call the run.
         quiet: show nothing at all.
-        steps: inner steps each island will take, for a resumed run, whose RunStarted was reported long ago.
+        steps: inner steps each island will take, if known before an event tells.
         console: where to write; standard error if None.
         clock: seconds of real time, for the pace of lines and the time that remains.
     """
@@ -86,6 +86,8 @@ class ConsoleSink:
 
     def _advance(self, display: Display, event: Progress) -> None:
         phase = _phase(event.phase)
+        if phase == TRAINING and self._steps is None:
+            self._steps = event.total  # a resumed run was started, and its length reported, by another process
         fraction = min(1.0, event.done / event.total) if event.total > 0 else None
         # Between two rounds the last round's figures say more than a note that is not there.
         display.advance(phase, fraction, event.note or (self._text if phase == TRAINING else ""))
@@ -114,10 +116,10 @@ def _display(title: str, console: Console | None, clock: Clock) -> Display:
 
 
 def _phase(name: str) -> str:
-    """Rounds and progress within them move one bar, whatever an engine calls the phase; so does the warm start.
+    """Rounds, progress within them and a resumption move one bar, whatever an engine calls the phase; so does the warm start.
 
-    >>> _phase("train"), _phase("warm_start"), _phase("tokenizing")
-    ('training', 'warm start', 'tokenizing')
+    >>> _phase("train"), _phase("resume"), _phase("warm_start"), _phase("tokenizing")
+    ('training', 'training', 'warm start', 'tokenizing')
     """
-    known = {"train": TRAINING, "round": TRAINING, "warm": WARM_START}
+    known = {"train": TRAINING, "round": TRAINING, "resum": TRAINING, "warm": WARM_START}
     return next((phase for prefix, phase in known.items() if name.lower().startswith(prefix)), name)

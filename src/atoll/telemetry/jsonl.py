@@ -23,7 +23,8 @@ class JsonlSink:
 
     Args:
         path: the file; its folder is made if need be.
-        append_at: None for a new log. Else a log must be there, and all after this many bytes is cut off before the first write.
+        append_at: None for a log from the start, which replaces one that is there. Else the log must be there and at least this
+            many bytes long, and all after them is cut off.
     """
 
     def __init__(self, path: str | Path, append_at: int | None = None) -> None:
@@ -103,15 +104,7 @@ def _parse(path: Path, number: int, line: bytes) -> Event | None:
 
 def _begin(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("ab")
-    size_bytes = file.tell()
-    if size_bytes:
-        file.close()
-        raise CheckpointError(
-            f"{path} already holds {size_bytes} bytes, and a new log would be mixed with the old one. "
-            f"Choose another folder, resume the run there with `atoll run --resume {path.parent}`, or delete the file."
-        )
-    return file
+    return path.open("wb")
 
 
 def _continue(path: Path, append_at: int) -> BinaryIO:

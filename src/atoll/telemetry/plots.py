@@ -74,15 +74,13 @@ def comparison_figure(folders: Sequence[str | Path]) -> Any:
 def run_figure(folder: str | Path) -> Any:
     """What plot_run writes, as a matplotlib Figure."""
     rounds, evaluations, compared = _read_run(Path(folder))
-    steps = {event.round: event.steps for event in rounds}
-    compared = [event for event in compared if event.round in steps and event.norms]
-    cosines = [event for event in compared if event.cosine_mean is not None]
+    cosines = [(steps, event) for steps, event in compared if event.cosine_mean is not None]
     figure, panels = _figure(1 + bool(cosines) + bool(compared))
     _draw_losses(panels[0], rounds, evaluations)
     if cosines:
-        _draw_cosines(panels[1], [steps[event.round] for event in cosines], cosines)
+        _draw_cosines(panels[1], cosines)
     if compared:
-        _draw_norms(panels[-1], [steps[event.round] for event in compared], compared)
+        _draw_norms(panels[-1], compared)
     for panel in panels:
         panel.set_xlabel("inner steps")
         _format(panel, human_count)
@@ -107,13 +105,24 @@ def _curves(folders: Sequence[str | Path]) -> list[_Curve]:
     return [_Curve(label=label, points=run) for label, run in zip(distinct_labels(names), points, strict=True)]
 
 
-def _read_run(folder: Path) -> tuple[list[RoundFinished], list[Evaluated], list[Compared]]:
-    events = list(read_events(folder / "events.jsonl", kinds=(RoundFinished, Evaluated, Compared)))
-    rounds = [event for event in events if isinstance(event, RoundFinished)]
+def _read_run(folder: Path) -> tuple[list[RoundFinished], list[Evaluated], list[tuple[int, Compared]]]:
+    """Rounds, evaluations, and comparisons with the step at which their round ended."""
+    rounds: list[RoundFinished] = []
+    evaluations: list[Evaluated] = []
+    compared: list[tuple[int, Compared]] = []
+    open_round: list[Compared] = []
+    for event in read_events(folder / "events.jsonl", kinds=(RoundFinished, Evaluated, Compared)):
+        if isinstance(event, RoundFinished):
+            rounds.append(event)
+            compared += [(event.steps, earlier) for earlier in open_round]
+            open_round = []
+        elif isinstance(event, Evaluated) and "loss" in event.metrics:
+            evaluations.append(event)
+        elif isinstance(event, Compared) and event.norms:
+            open_round.append(event)
     if not rounds:
         raise AtollError(f"the run in {folder} has not finished a round yet, so there is nothing to draw. Let it run on.")
-    evaluations = [event for event in events if isinstance(event, Evaluated) and "loss" in event.metrics]
-    return rounds, evaluations, [event for event in events if isinstance(event, Compared)]
+    return rounds, evaluations, compared
 
 
 # ---------------------------------------------------------------------------------------------------------------- drawing
@@ -182,9 +191,10 @@ def _draw_losses(panel: Any, rounds: Sequence[RoundFinished], evaluations: Seque
     panel.legend(frameon=False, fontsize=11)
 
 
-def _draw_cosines(panel: Any, steps: Sequence[int], compared: Sequence[Compared]) -> None:
-    means = [event.cosine_mean or 0.0 for event in compared]
-    spread = [event.cosine_std or 0.0 for event in compared]
+def _draw_cosines(panel: Any, compared: Sequence[tuple[int, Compared]]) -> None:
+    steps = [at for at, _ in compared]
+    means = [event.cosine_mean or 0.0 for _, event in compared]
+    spread = [event.cosine_std or 0.0 for _, event in compared]
     low = [mean - std for mean, std in zip(means, spread, strict=True)]
     high = [mean + std for mean, std in zip(means, spread, strict=True)]
     panel.fill_between(steps, low, high, color=_COLOURS[2], alpha=0.2, linewidth=0)
@@ -192,11 +202,12 @@ def _draw_cosines(panel: Any, steps: Sequence[int], compared: Sequence[Compared]
     panel.set_ylabel("cosine between deltas (mean ± std)")
 
 
-def _draw_norms(panel: Any, steps: Sequence[int], compared: Sequence[Compared]) -> None:
-    low, high = [min(event.norms) for event in compared], [max(event.norms) for event in compared]
+def _draw_norms(panel: Any, compared: Sequence[tuple[int, Compared]]) -> None:
+    steps = [at for at, _ in compared]
+    low, high = [min(event.norms) for _, event in compared], [max(event.norms) for _, event in compared]
     panel.fill_between(steps, low, high, color=_COLOURS[0], alpha=0.25, linewidth=0, label="islands' deltas")
-    panel.plot(steps, [sum(event.norms) / len(event.norms) for event in compared], color=_COLOURS[0], linewidth=1.8)
-    panel.plot(steps, [event.mean_norm for event in compared], color=_COLOURS[1], linewidth=1.8, label="their mean")
+    panel.plot(steps, [sum(event.norms) / len(event.norms) for _, event in compared], color=_COLOURS[0], linewidth=1.8)
+    panel.plot(steps, [event.mean_norm for _, event in compared], color=_COLOURS[1], linewidth=1.8, label="their mean")
     panel.set_ylabel("norm")
     panel.set_ylim(bottom=0)
     panel.legend(frameon=False, fontsize=11)

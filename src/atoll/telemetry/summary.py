@@ -25,7 +25,7 @@ class Summary:
         outer_steps: exchanges that changed the global weights.
         val_loss: of the final global weights, in nats; `val_perplexity` is its exponential.
         virtual_time_s: on the simulated cluster's clock; None where the cluster was real.
-        wall_time_s: on this machine; None where it was not noted.
+        wall_time_s: of the process that finished the run; None where it was not noted.
         sent_bytes_per_island: payload, mean over islands; control bytes apart.
         utilisation: time spent computing over time passed, mean over islands.
         resumed_from_round: where the process that finished the run began; 0 if it was never resumed.

@@ -38,14 +38,11 @@ def notice(event: Event) -> str | None:
         case Evaluated():
             return f"round {event.round}, step {event.steps}: {_metrics(event.metrics)}, {human_count(event.tokens)} tokens"
         case IslandJoined():
-            how = f", {human_bytes(event.sent_bytes)} from island {event.donor}" if event.donor is not None else ""
-            return f"round {event.round}: island {event.island} joined at {human_time(event.virtual_time_s)}{how}"
+            return f"round {event.round}: island {event.island} joined at {human_time(event.virtual_time_s)}{_given(event)}"
         case IslandLeft():
             return f"round {event.round}: island {event.island} left at {human_time(event.virtual_time_s)}"
         case CaughtUp():
-            return (
-                f"round {event.round}: island {event.island} caught up, {human_bytes(event.sent_bytes)} from island {event.donor}"
-            )
+            return f"round {event.round}: island {event.island} caught up{_given(event)}"
         case Saved():
             return f"round {event.round}: saved {event.name}"
         case RunFinished():
@@ -76,6 +73,10 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def _given(event: CaughtUp | IslandJoined) -> str:
+    return f", {human_bytes(event.sent_bytes)} from island {event.donor}" if event.donor is not None else ""
 
 
 def _metrics(metrics: dict[str, float]) -> str:
