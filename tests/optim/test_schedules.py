@@ -95,3 +95,10 @@ def test_no_schedule_leaves_its_bounds(lr, steps, warm, late, low, step):
 def test_impossible_settings_are_refused_with_advice(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("schedule", [Cosine(lr=1.0, warmup=2), WSD(lr=1.0, warmup=2, decay=3)])
+def test_a_schedule_of_open_length_says_so_when_it_is_asked_beyond_its_warm_up(schedule):
+    assert schedule(1) == 1.0
+    with pytest.raises(ConfigError, match=r"steps=None.*Give it steps"):
+        schedule(5)

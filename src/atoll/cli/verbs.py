@@ -10,14 +10,13 @@ from inspect import getdoc
 from pathlib import Path
 
 import rich
-from rich.console import Console
 from rich.table import Table
 
 from atoll import recipes
 from atoll.errors import ConfigError
 from atoll.protocols import Sink
 from atoll.runs import execute
-from atoll.runs.execute import Result, WarmStarts
+from atoll.runs.execute import Cache, Result
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run import Run, candidates
 from atoll.runs.settings import describe, override, to_json
@@ -63,7 +62,7 @@ def carry_out(
     elif name is None:
         raise ConfigError(f"no recipe was given. There are: {', '.join(recipes.ALL)}. Or go on with a run: --resume DIR.")
     else:
-        result = _start(_run_of(name, settings, seed), out, {}, quiet=quiet)
+        result = _start(_run_of(name, settings, seed), out, Cache(), quiet=quiet)
     if as_json:
         print(result.summary.to_json())
     else:
@@ -85,9 +84,9 @@ def compare_runs(
     root = out or default_path("compare", seed or 0)
     # Everything is looked up before anything runs: a misspelt last name should not cost the first runs.
     planned = [Path(item) if Path(item).is_dir() else _run_of(item, settings, seed) for item in what]
-    warm_starts: WarmStarts = {}
+    cache = Cache()
     folders = [
-        item if isinstance(item, Path) else _start(item, root / f"{item.recipe}-{index}", warm_starts, quiet=quiet).folder
+        item if isinstance(item, Path) else _start(item, root / f"{item.recipe}-{index}", cache, quiet=quiet).folder
         for index, item in enumerate(planned)
     ]
     together = comparing.comparison(folders)
@@ -142,8 +141,8 @@ def _sinks(title: str, *, quiet: bool) -> list[Sink]:
     return [] if quiet else [ConsoleSink(title)]
 
 
-def _start(run: Run, out: Path | None, warm_starts: WarmStarts, *, quiet: bool) -> Result:
-    return execute.run(run, out=out, sinks=_sinks(run.recipe, quiet=quiet), command=sys.argv, warm_starts=warm_starts)
+def _start(run: Run, out: Path | None, cache: Cache, *, quiet: bool) -> Result:
+    return execute.run(run, out=out, sinks=_sinks(run.recipe, quiet=quiet), command=sys.argv, cache=cache)
 
 
 def _resume(name: str | None, settings: Sequence[str], seed: int | None, folder: Path, *, quiet: bool) -> Result:
@@ -151,7 +150,3 @@ def _resume(name: str | None, settings: Sequence[str], seed: int | None, folder:
         raise ConfigError("--set and --seed with --resume: a run goes on as it began. Leave them out.")
     expected = None if name is None else _run_of(name, settings, seed)
     return execute.resume(folder, expected=expected, sinks=_sinks(f"resume {folder}", quiet=quiet))
-
-
-def _console() -> Console:
-    return Console(stderr=True)

@@ -1,8 +1,8 @@
 """Pruning of deltas, neuron by neuron, after the trimming of TIES (Yadav et al., arXiv 2306.01708).
 
 DiLoCo prunes each island's delta "per neuron", based on signs, before averaging (its Table 6), and leaves the details to TIES.
-Here a neuron is a row of a matrix, or the whole of a vector. Its prevailing sign is the one with the greater total magnitude. Values
-of the other sign go first, the smallest first, then the smallest of the prevailing sign, until the asked fraction is gone.
+Here a neuron is a row of a matrix, or the whole of a vector. Its prevailing sign is the one with the greater total magnitude.
+Values of the other sign go first, the smallest first, then the smallest of the prevailing sign, until the asked fraction is gone.
 """
 
 from __future__ import annotations

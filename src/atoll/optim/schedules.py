@@ -38,27 +38,28 @@ class Cosine:
 
     Attributes:
         lr: the peak.
-        steps: the whole length, warm-up included; after it the rate is `floor`.
+        steps: the whole length, warm-up included; after it the rate is `floor`. None: the Run's, filled in when it is carried out.
         warmup: steps of the warm-up.
         floor: the last learning rate. Give it a small positive value where a shard may be trained beyond `steps`.
     """
 
     lr: float
-    steps: int
+    steps: int | None = None
     warmup: int = 0
     floor: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self.lr, self.steps, self.floor)
-        if not 0 <= self.warmup <= self.steps:
+        if not 0 <= self.warmup <= (self.warmup if self.steps is None else self.steps):
             raise ConfigError(f"warmup={self.warmup} is outside [0, steps={self.steps}]. Shorten the warm-up, or train for longer.")
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
-        if step >= self.steps:
+        steps = _length(self.steps)
+        if step >= steps:
             return self.floor
-        ratio = (step - self.warmup) / (self.steps - self.warmup)
+        ratio = (step - self.warmup) / (steps - self.warmup)
         return self.floor + 0.5 * (self.lr - self.floor) * (1 + math.cos(math.pi * ratio))
 
 
@@ -74,21 +75,21 @@ class WSD:
 
     Attributes:
         lr: the stable learning rate.
-        steps: the whole length; after it the rate is `floor`.
+        steps: the whole length; after it the rate is `floor`. None: the Run's, filled in when it is carried out.
         warmup: steps of the warm-up.
         decay: steps of the decay, at the end; with 0 the rate stays at `lr` for ever.
         floor: the last learning rate.
     """
 
     lr: float
-    steps: int
+    steps: int | None = None
     warmup: int = 0
     decay: int
     floor: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self.lr, self.steps, self.floor)
-        if self.warmup < 0 or self.decay < 0 or self.warmup + self.decay > self.steps:
+        if self.warmup < 0 or self.decay < 0 or (self.steps is not None and self.warmup + self.decay > self.steps):
             raise ConfigError(
                 f"warmup={self.warmup} and decay={self.decay} do not fit into steps={self.steps}: "
                 f"neither may be negative, nor both together longer than the whole. Shorten one, or train for longer."
@@ -97,7 +98,7 @@ class WSD:
     def __call__(self, step: int) -> float:
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
-        left = max(self.steps - step, 0)
+        left = max(_length(self.steps) - step, 0)
         return self.lr if left >= self.decay else self.floor + (self.lr - self.floor) * left / self.decay
 
 
@@ -115,9 +116,15 @@ def check_lr(lr: float | Schedule) -> None:
         at_least_zero("lr", lr)
 
 
-def _check(lr: float, steps: int, floor: float) -> None:
+def _length(steps: int | None) -> int:
+    if steps is None:
+        raise ConfigError("steps=None: this schedule was left as long as its Run, and there is no Run here. Give it steps.")
+    return steps
+
+
+def _check(lr: float, steps: int | None, floor: float) -> None:
     at_least_zero("lr", lr)
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise ConfigError(f"steps={steps}: a schedule needs at least 1 step. Give the number of steps of the whole training.")
     if not 0 <= floor <= lr:
         raise ConfigError(f"floor={floor} is outside [0, lr={lr}]. Use 0 to end at nothing, or lr to stay where it is.")

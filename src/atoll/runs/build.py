@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from atoll.data.partition import IID, KMeans
+from atoll.data.partition import IID, Features, KMeans
 from atoll.data.stream import TokenBatches
-from atoll.data.text import TextData
+from atoll.data.text import LoadedText, TextData
 from atoll.data.tokenizer import Tokenizer
 from atoll.engines.flat import weights_of
 from atoll.engines.local import Evaluator, LocalReplica, Loss
@@ -71,31 +72,28 @@ def device_of(run: Run) -> str:
     return run.train.device
 
 
-def plain_workload(run: Run) -> TextWorkload:
+def plain_workload(run: Run, text: LoadedText) -> TextWorkload:
     """The run's text as one shard: what plain training reads."""
-    data = replace(run.data, partition=IID()).open(num_shards=1, batch_size=run.train.batch_size, seed=run.seed)
+    data = text.open(num_shards=1, batch_size=run.train.batch_size, seed=run.seed, partition=IID())
     return TextWorkload(run.model, data, run.seed)
 
 
-def island_workload(run: Run, params: Tree) -> TextWorkload:
+def island_workload(run: Run, text: LoadedText, params: Tree) -> TextWorkload:
     """The run's text in one shard per island. `params` are the weights whose features k-means looks at."""
-    features = _features(run, params) if isinstance(run.data.partition, KMeans) else None
-    data = run.data.open(num_shards=run.cluster.islands, batch_size=run.train.batch_size, seed=run.seed, features=features)
+    features = _features(run, plain_workload(run, text).module(), params) if isinstance(run.data.partition, KMeans) else None
+    data = text.open(num_shards=run.cluster.islands, batch_size=run.train.batch_size, seed=run.seed, features=features)
     return TextWorkload(run.model, data, run.seed)
 
 
-def _features(run: Run, params: Tree) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
-    """Last-layer features of a model with these weights, averaged over the sequence."""
+def _features(run: Run, module: Decoder, params: Tree) -> Features:
+    """Last-layer features of the decoder with these weights, averaged over the sequence."""
     device = device_of(run)
-    weights = weights_of(plain_workload(run).module().to(device))
-    weights.load(params)
-    module = weights.module
-    assert isinstance(module, Decoder)
+    weights_of(module.to(device)).load(params)
 
-    def features(tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def features(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         with torch.no_grad():
-            hidden = module.features(torch.as_tensor(tokens, dtype=torch.int64, device=device))
-        return hidden.mean(dim=1).float().cpu().numpy()
+            hidden = module.features(torch.as_tensor(tokens, device=device))
+        return cast(NDArray[np.float32], hidden.mean(dim=1).float().cpu().numpy())
 
     return features
 
@@ -123,8 +121,8 @@ def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float
     steps = run.train.warm_start_steps
     if steps == 0:
         return WarmStart(Tree.of(workload.module().to(device_of(run))), 0, float("nan"))
-    peak = max(at(run.optimizer.lr, step) for step in range(run.train.steps))
-    plain = replace(run, optimizer=replace(run.optimizer, lr=WSD(lr=peak, steps=steps, warmup=max(1, steps // 10), decay=0)))
+    schedule = WSD(lr=peak_rate(run), steps=steps, warmup=max(1, steps // 10), decay=0)
+    plain = replace(run, optimizer=replace(run.optimizer, lr=schedule))
     replica = replica_of(plain, workload, loss_of(run, workload), island=-1)
     losses: list[float] = []
     tokens = 0
@@ -140,6 +138,11 @@ def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float
     finally:
         torch.set_num_threads(threads)
     return WarmStart(replica.params(), tokens, fmean(losses[-max(1, steps // 10) :]))
+
+
+def peak_rate(run: Run) -> float:
+    """The highest learning rate of the run's schedule."""
+    return max(at(run.optimizer.lr, step) for step in range(run.train.steps))
 
 
 _STRETCH = 10  # steps between two signs of life
@@ -166,8 +169,3 @@ def engine_of(
         save_every=run.rounds(run.keep.save_every),
     )
     return engine, evaluator
-
-
-def describe_shards(workload: Workload) -> Sequence[int]:
-    """Examples per shard."""
-    return [workload.batches.examples(shard) for shard in range(workload.batches.num_shards)]

@@ -16,12 +16,14 @@ from typing import Any
 
 from torch import nn
 
+from atoll.data.partition import IID
+from atoll.data.text import LoadedText, Text
 from atoll.engines.local import Evaluator
 from atoll.engines.sim.engine import SimEngine
 from atoll.errors import AtollError
 from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.protocols import Sink, Workload
-from atoll.runs.build import WarmStart, engine_of, island_workload, plain_workload, warm_start
+from atoll.runs.build import WarmStart, engine_of, island_workload, peak_rate, plain_workload, warm_start
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run import Run
@@ -32,8 +34,18 @@ from atoll.telemetry.summary import Summary, read_summary
 from atoll.tensorfile import load_tree, read_tensors, save_tree
 from atoll.tree import Tree
 
-WarmStarts = dict[str, WarmStart]
-"""Warm starts that several runs share, by what they depend on."""
+
+class Cache:
+    """What several runs on the same work need make only once: texts and warm starts, by what they depend on."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def get(self, depends_on: Sequence[Any], make: Callable[[], Any]) -> Any:
+        key = json.dumps([to_json(part) for part in depends_on], sort_keys=True)
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ def run(
     workload: Workload | None = None,
     sinks: Sequence[Sink] = (),
     command: Sequence[str] | None = None,
-    warm_starts: WarmStarts | None = None,
+    cache: Cache | None = None,
 ) -> Result:
     """Carries out a Run in a new folder.
 
@@ -74,11 +86,11 @@ def run(
         workload: what to train instead of the Run's decoder and text. A warm start then reads its first shard.
         sinks: who else takes the events.
         command: how the run was asked for, for the record.
-        warm_starts: to share warm starts between runs, give them the same dictionary.
+        cache: give several runs the same one, and they share text and warm start.
     """
     folder = RunFolder.create(Path(out or default_path(run.recipe, run.seed)), to_json(run), list(command or sys.argv))
     with folder.lock():
-        return _Execution(run, folder, workload, sinks, warm_starts if warm_starts is not None else {}).start()
+        return _Execution(run, folder, workload, sinks, cache or Cache()).start()
 
 
 def resume(
@@ -103,20 +115,18 @@ def resume(
         folder.same_run(to_json(expected))
     with folder.lock():
         folder.resumed(list(command or sys.argv))
-        return _Execution(from_json(folder.run_json()), folder, workload, sinks, {}).resume()
+        return _Execution(from_json(folder.run_json), folder, workload, sinks, Cache()).resume()
 
 
 class _Execution:
     """One process's share of a run."""
 
-    def __init__(
-        self, given: Run, folder: RunFolder, workload: Workload | None, sinks: Sequence[Sink], warm_starts: WarmStarts
-    ) -> None:
+    def __init__(self, given: Run, folder: RunFolder, workload: Workload | None, sinks: Sequence[Sink], cache: Cache) -> None:
         self._run = given.resolved
         self._folder = folder
         self._given_workload = workload
         self._sinks = sinks
-        self._warm_starts = warm_starts
+        self._cache = cache
         self._warm_file = folder.path / "warm_start.safetensors"
         self._checkpoints = Checkpoints(folder.checkpoints, keep=given.keep.checkpoints)
         self._log: JsonlSink | None = None
@@ -136,7 +146,7 @@ class _Execution:
     def _carry_out(self, checkpoint: Checkpoint | None) -> Result:
         with Fanout([self._open_log(checkpoint), *self._more_sinks(), *self._sinks]) as sink:
             warm = self._warm_up(sink, silent=checkpoint is not None)
-            workload = self._given_workload or island_workload(self._run, warm.params)
+            workload = self._given_workload or island_workload(self._run, self._text(), warm.params)
             engine, evaluator = engine_of(self._run, workload, warm.params, sink, self._saver(sink))
             if checkpoint is not None:
                 engine.restore(lambda part, like: self._checkpoints.load(checkpoint, part, like))
@@ -162,37 +172,35 @@ class _Execution:
 
         return [TensorBoardSink(self._folder.path / "tensorboard")]
 
+    def _text(self) -> LoadedText:
+        text: LoadedText = self._cache.get([_whole(self._run.data)], self._run.data.load)
+        return replace(text, text=self._run.data)
+
+    def _plain(self) -> Workload:
+        return self._given_workload or plain_workload(self._run, self._text())
+
     def _warm_up(self, sink: Sink, *, silent: bool) -> WarmStart:
-        """The warm start: from the folder, from another run that shares it, or made now."""
-        plain: Workload = self._given_workload or plain_workload(self._run)
+        """The warm start: from the folder, from a run that shared it, or made now."""
+        plain, steps = self._plain(), self._run.train.warm_start_steps
         if not silent:
             sink.emit(self._started(plain))
-        key = json.dumps([to_json(part) for part in self._warm_start_depends_on()], sort_keys=True)
         if self._warm_file.exists():
-            warm = _read_warm_start(self._warm_file)
-        elif key in self._warm_starts and self._given_workload is None:
-            warm = self._warm_starts[key]
-        else:
-            warm = warm_start(self._run, plain, lambda done, total, loss: sink.emit(_warming(done, total, loss)))
-        self._warm_starts[key] = warm
-        if self._run.train.warm_start_steps:
-            if not self._warm_file.exists():
-                save_tree(self._warm_file, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss)})
-            if not silent:
-                sink.emit(WarmStartFinished(steps=self._run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
+            return _read_warm_start(self._warm_file)
+
+        def make() -> WarmStart:
+            return warm_start(self._run, plain, lambda done, total, loss: sink.emit(_warming(done, total, loss)))
+
+        warm: WarmStart = self._cache.get(self._warm_start_depends_on(), make) if self._given_workload is None else make()
+        if steps:
+            sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
+            save_tree(self._warm_file, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss)})
         return warm
 
     def _warm_start_depends_on(self) -> list[Any]:
         run = self._run
-        train = replace(run.train, steps=1)
-        return [
-            run.model,
-            replace(run.data, partition=type(run.data)().partition),
-            run.optimizer,
-            train,
-            run.seed,
-            run.cluster.threads_per_island,
-        ]
+        # A number of steps decides the schedule of what comes after the warm start, not the warm start.
+        peak = replace(run.optimizer, lr=peak_rate(run))
+        return [run.model, _whole(run.data), peak, replace(run.train, steps=1), run.cluster.threads_per_island, run.seed]
 
     def _started(self, workload: Workload) -> Event:
         run = self._run
@@ -234,8 +242,7 @@ class _Execution:
     def _reopen(self, checkpoint: Checkpoint | None) -> Result:
         """A finished run again, without running it."""
         params = load_tree(self._folder.final)
-        plain: Workload = self._given_workload or plain_workload(self._run)
-        evaluator = Evaluator(plain)
+        evaluator = Evaluator(self._plain())
         evaluator.load(params)
         return self._result(evaluator, params)
 
@@ -243,6 +250,11 @@ class _Execution:
         """What depends on the machine goes into a file of its own."""
         with self._folder.timing.open("a") as file:
             file.write(json.dumps({"what": what, "unix_time_s": time.time(), **figures}) + "\n")
+
+
+def _whole(data: Text) -> Text:
+    """The text before it is dealt out to islands."""
+    return replace(data, partition=IID())
 
 
 def _warming(done: int, total: int, loss: float) -> Progress:

@@ -18,12 +18,12 @@ from atoll.tensorfile import load_tree
 def generate(folder: Path, prompt: str, *, tokens: int, temperature: float, top_k: int | None, seed: int) -> Iterator[str]:
     """The prompt, and then what the run's final weights make of it."""
     opened = RunFolder.open(folder)
-    run: Run = from_json(opened.run_json())
+    run: Run = from_json(opened.run_json)
     if not opened.final.exists():
         raise ConfigError(f"{folder} has no final weights yet: its run is not finished. Finish it: atoll run --resume {folder}")
     if not prompt:
         raise ConfigError("the prompt is empty: a model needs something to go on from. Give --prompt at least one character.")
-    workload = plain_workload(run)
+    workload = plain_workload(run, run.data.load())
     module = workload.module()
     params = load_tree(opened.final)
     with torch.no_grad():

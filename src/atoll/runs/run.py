@@ -1,4 +1,4 @@
-"""Run: a whole experiment as one frozen value. Everything that decides a figure is in it. A recipe is a function that returns one."""
+"""Run: a whole experiment as one frozen value, which holds all that decides a figure. A recipe is a function that returns one."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import keyword
 import math
 import sys
 import warnings
@@ -200,12 +201,12 @@ def _text(value: Any) -> str:
     if _is_record(value):
         return type(value).__name__
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_text, value))}]"
+        # Among brackets a keyword of Python would not be read as text.
+        return f"[{', '.join(repr(item) if item in keyword.kwlist else _text(item) for item in value)}]"
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        plain = value.isidentifier() and value.islower() and value not in _WORDS and _parse(value).node is not None
-        return value if plain else repr(value)
+        return value if value.isidentifier() and value.islower() and value not in _WORDS else repr(value)
     return repr(str(value)) if isinstance(value, Path) else repr(value)
 
 

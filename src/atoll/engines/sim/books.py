@@ -63,9 +63,9 @@ class Books:
         for step, loss in enumerate(trained.losses):
             if not math.isfinite(loss):
                 raise TrainingDiverged(
-                    f"the loss is {loss} on island {island} in round {self.totals.round}, at inner step {self.totals.steps + step}. "
-                    f"The run stops; what was saved before this round stands. Lower the learning rate, set train.clip_norm, or look "
-                    f"at the data there."
+                    f"the loss is {loss} on island {island} in round {self.totals.round}, at inner step "
+                    f"{self.totals.steps + step}. The run stops; what was saved before this round stands. Lower the learning rate, "
+                    f"set train.clip_norm, or look at the data there."
                 )
         self.ledgers[island].computed_s += end_s - start_s
         self.totals.local_updates += steps

@@ -282,8 +282,8 @@ class SimEngine:
         now_s = self.virtual_time_s
         if present != list(self.islands) and fields_owned(next(iter(self.islands.values())).state, Owner.SHARDED):
             raise ConfigError(
-                f"{type(self.algorithm).__name__} keeps sharded state, which the simulator does not cut anew when islands come and go: "
-                f"keep cluster.pool constant and cluster.away empty."
+                f"{type(self.algorithm).__name__} keeps sharded state, which the simulator does not cut anew when islands come "
+                f"and go: keep cluster.pool constant and cluster.away empty."
             )
         for gone in [island for island in self.islands if island not in present]:
             del self.islands[gone]

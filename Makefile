@@ -1,0 +1,35 @@
+# make install   the environment in .venv, and the command .venv/bin/atoll
+# make demo      several algorithms on the same simulated cluster, a table and a plot
+# make test      lint, types, tests
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: install demo test lint types clean
+
+install: $(STAMP)
+
+# torch comes first and pinned: unpinned, the registry's newest build brings gigabytes that a CPU does not need.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "atoll needs Python 3.11 or newer: make PYTHON=python3.12 install")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/atoll compare demo-ddp demo-diloco
+
+test: $(STAMP) lint types
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
