@@ -120,7 +120,11 @@ def message(*assignments: str, run: Run | None = None) -> str:
 FULL = Run(
     seed=3,
     data=Data(
-        corpus="my corpus", path=Path("a b/c.txt"), partition=ByDomain(domains=3), limit_bytes=2**60, names=("x", "none", "A-b")
+        corpus="my corpus",
+        path=Path("a b/c.txt"),
+        partition=ByDomain(domains=3),
+        limit_bytes=2**60,
+        names=("x", "none", "A-b", "global"),
     ),
     optimizer=Adam(lr=Cosine(lr=0.1 + 0.2, steps=7), betas=(0.5, -0.0)),
     algorithm=DiLoCo(inner_steps=20, outer=Adam(lr=1e-300), weighting="examples"),

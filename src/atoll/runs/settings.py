@@ -252,7 +252,7 @@ class _Expr(NamedTuple):
 
     def keywords(self) -> dict[str, _Expr]:
         found = self.node.keywords if isinstance(self.node, ast.Call) else []
-        return {keyword.arg: self._part(keyword.value) for keyword in found if keyword.arg}
+        return {argument.arg: self._part(argument.value) for argument in found if argument.arg}
 
     def _part(self, node: ast.expr) -> _Expr:
         return _Expr(ast.get_source_segment(self.text, node) or "", node)
