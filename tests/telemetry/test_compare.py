@@ -73,6 +73,14 @@ def test_json_holds_the_summaries_and_the_sentence(folders) -> None:
     assert [run["share_of_most_bytes"] for run in read["runs"]] == [1.0, 0.1]
 
 
+def test_data_is_read_from_the_run_and_may_be_dealt_out_differently(folders) -> None:
+    for folder, partition in zip(folders, ("IID", "ByDomain"), strict=True):
+        (folder / "run.json").write_text(json.dumps({"data": {"corpus": "stdlib", "partition": partition}}))
+    assert "reaches" in sentence(comparison(folders))
+    (folders[0] / "run.json").write_text(json.dumps({"data": {"corpus": "files:x", "partition": "IID"}}))
+    assert "not comparable" in sentence(comparison(folders))
+
+
 def test_runs_of_one_recipe_are_told_apart(tmp_path, script) -> None:
     seeds = [script(seed=seed).write(tmp_path / f"seed{seed}") for seed in (0, 1)]
     again = script(seed=1).write(tmp_path / "again")

@@ -102,6 +102,17 @@ def test_models_of_different_size_are_not_compared() -> None:
     assert "ddp has 1.00 k and diloco has 2.00 k" in tell(DDP, replace(DILOCO, params=2000))
 
 
+def test_losses_on_different_text_are_not_compared() -> None:
+    rows = [
+        Row(label="ddp", summary=DDP, data={"corpus": "stdlib", "tokenizer": "bytes"}),
+        Row(label="diloco", summary=DILOCO, data={"corpus": "stdlib", "tokenizer": "bpe:512"}),
+    ]
+    assert verdict(rows) == (
+        "These runs are not comparable, because their data differ: ddp has tokenizer=bytes and diloco has tokenizer=bpe:512."
+    )
+    assert "reaches" in verdict([rows[0], Row(label="diloco", summary=DILOCO, data=rows[0].data)])
+
+
 def test_three_runs_are_told_in_one_sentence_against_the_one_that_sent_most() -> None:
     acco = replace(DDP, recipe="acco", val_loss=2.36, virtual_time_s=40.0)
     told = tell(DDP, DILOCO, acco)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.errors import ConfigError
 from atoll.telemetry.labels import RunName, distinct_labels
-from atoll.telemetry.summary import read_summary
+from atoll.telemetry.summary import read_settings, read_summary
 from atoll.telemetry.units import human_bytes, human_count, human_percent, human_time, human_times
 from atoll.telemetry.verdict import Row, bytes_ratio, losses_as_text, reference, verdict
 
@@ -47,7 +47,8 @@ def comparison(folders: Sequence[str | Path]) -> Comparison:
         raise ConfigError("no run folders were given, so there is nothing to compare. Give one folder or more.")
     summaries = [read_summary(folder) for folder in folders]
     labels = distinct_labels([RunName(recipe=s.recipe, seed=s.seed, folder=s.run_dir) for s in summaries])
-    return Comparison(rows=tuple(Row(label=label, summary=s) for label, s in zip(labels, summaries, strict=True)))
+    rows = zip(labels, summaries, folders, strict=True)
+    return Comparison(rows=tuple(Row(label=label, summary=s, data=_data(folder)) for label, s, folder in rows))
 
 
 def sentence(comparison: Comparison) -> str:
@@ -76,6 +77,12 @@ def markdown(comparison: Comparison) -> str:
     lines = [_markdown_row(headings), "|---|---|" + "---:|" * (len(headings) - 2)]
     lines += [_markdown_row(cells) for cells in _cells(comparison)]
     return "\n".join([*lines, "", sentence(comparison), ""])
+
+
+def _data(folder: str | Path) -> dict[str, Any]:
+    """What was read and judged on. How it was dealt out to islands is what runs are compared for, so it is left out."""
+    data = read_settings(folder).get("data")
+    return {key: value for key, value in data.items() if key != "partition"} if isinstance(data, dict) else {}
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -104,7 +104,7 @@ def read_summary(folder: str | Path) -> Summary:
 def read_progress(folder: str | Path) -> RunProgress:
     """What is known about a run so far. Needs run.json; the log may still be empty or missing."""
     folder = Path(folder)
-    run = _read_run(folder)
+    run = read_settings(folder)
     tally = Tally()
     if (folder / "events.jsonl").exists():
         for event in read_events(folder / "events.jsonl"):
@@ -128,6 +128,22 @@ def read_progress(folder: str | Path) -> RunProgress:
         finished=tally.finished is not None,
         run_dir=str(folder),
     )
+
+
+def read_settings(folder: str | Path) -> dict[str, Any]:
+    """The Run in a folder, as plain data."""
+    path = Path(folder) / "run.json"
+    try:
+        run = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is not a run's folder: {path.name} cannot be read ({error.strerror}). Give a folder that `atoll run` wrote."
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}). Restore it.") from error
+    if not isinstance(run, dict):
+        raise CheckpointError(f"{path} holds a {type(run).__name__}, not an object. Restore it.")
+    return run
 
 
 def _summary(folder: Path, started: RunStarted, finished: RunFinished) -> Summary:
@@ -174,21 +190,6 @@ def _timing(folder: Path) -> tuple[float | None, int]:
             wall_time_s = record.get("wall_time_s")
             resumed_from_round = int(record.get("resumed_from_round") or resumed_from_round)
     return wall_time_s, resumed_from_round
-
-
-def _read_run(folder: Path) -> dict[str, Any]:
-    path = folder / "run.json"
-    try:
-        run = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} is not a run's folder: {path.name} cannot be read ({error.strerror}). Give a folder that `atoll run` wrote."
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}). Restore it.") from error
-    if not isinstance(run, dict):
-        raise CheckpointError(f"{path} holds a {type(run).__name__}, not an object. Restore it.")
-    return run
 
 
 def _unfinished(folder: Path) -> str:

@@ -7,8 +7,9 @@ The sentence says as plainly when an alternative is worse, and when runs cannot 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from atoll.telemetry.summary import Summary
 from atoll.telemetry.units import human_bytes, human_count, human_fraction, human_loss, human_time, human_times
@@ -24,6 +25,8 @@ class Row:
 
     label: str
     summary: Summary
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the text that was trained and judged on, as far as known."""
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -66,6 +69,10 @@ def _alone(row: Row) -> str:
 
 def _different_work(rows: Sequence[Row]) -> str:
     """Why these losses say nothing about the algorithms; empty if they do."""
+    differing = _differing_data(rows)
+    if differing:
+        told = [f"{row.label} has {', '.join(f'{key}={row.data[key]}' for key in differing)}" for row in rows]
+        return f"These runs are not comparable, because their data differ: {_listed(told)}."
     params = [row.summary.params for row in rows]
     tokens = [row.summary.tokens + row.summary.warm_start_tokens for row in rows]
     if len(set(params)) > 1:
@@ -75,6 +82,12 @@ def _different_work(rows: Sequence[Row]) -> str:
         told = [f"{row.label} saw {human_count(count)}" for row, count in zip(rows, tokens, strict=True)]
         return f"These runs are not comparable, because they trained on different numbers of tokens: {_listed(told)}."
     return ""
+
+
+def _differing_data(rows: Sequence[Row]) -> list[str]:
+    """The settings of the data that all runs have and that are not the same in all."""
+    first, *others = (row.data for row in rows)
+    return [key for key in first if all(key in data for data in others) and any(data[key] != first[key] for data in others)]
 
 
 def _one_by_one(rows: Sequence[Row]) -> str:
