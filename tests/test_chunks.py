@@ -136,8 +136,8 @@ def test_the_buffer_of_a_given_argument_goes_back_into_circulation():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_a_rule_over_chunks_may_be_given_its_arguments(rule):
-    numel = CHUNK + 5
+@pytest.mark.parametrize("numel", [21, CHUNK + 5])
+def test_a_rule_may_be_given_its_arguments(rule, numel):
     params, gradient = some(numel, 0), some(numel, 1)
     expected, _ = rule.update(params, gradient, rule.init(params))
     assert rule.update(params.give(), gradient.give(), rule.init(some(numel)))[0].equal(expected)

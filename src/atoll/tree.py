@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -103,6 +103,16 @@ class Layout:
         """The layout of `buffer[start:stop]`."""
         return _slice(self, start, stop)
 
+    def windows(self, size: int) -> tuple[Layout, ...]:
+        """The layouts of the buffer's consecutive windows of this size (the last may be shorter). Kept: rules ask every step."""
+        if size not in self._windows:
+            self._windows[size] = tuple(_slice(self, at, min(at + size, self.numel)) for at in range(0, self.numel, size))
+        return self._windows[size]
+
+    @cached_property
+    def _windows(self) -> dict[int, tuple[Layout, ...]]:
+        return {}
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Each piece as a view of the buffer: in its shape if it is whole, else flat."""
         return {p.name: _view(p, flat[at : at + p.count]) for p, at in zip(self.pieces, self.offsets.values(), strict=True)}
@@ -113,7 +123,8 @@ def _slice(layout: Layout, start: int, stop: int) -> Layout:
     pieces = []
     for piece, at in zip(layout.pieces, layout.offsets.values(), strict=True):
         first, last = max(start, at), min(stop, at + piece.count)
-        if first < last:
+        empty_here = piece.count == 0 and (start <= at < stop or at == stop == layout.numel)
+        if first < last or empty_here:
             pieces.append(Piece(piece.name, piece.shape, piece.dtype, piece.start + first - at, last - first))
     return Layout(tuple(pieces))
 
@@ -209,6 +220,10 @@ class Tree(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._layout.index
 
+    # A Mapping would compare tensors with ==, which gives tensors. Two Trees are equal if they are one; `equal` compares values.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         if self.given:
             return "Tree(given away)"
@@ -228,7 +243,7 @@ class Tree(Mapping[str, Tensor]):
     def give(self) -> Tree:
         """Hand the buffer on: the operation that reads the result computes in it, and this Tree can no longer be read."""
         flat, self._flat = self.flat, None
-        return Tree(self._layout, flat, _spare=True)
+        return _tree(self._layout, flat, spare=True)
 
     def release(self) -> None:
         """Put the buffer back into circulation. For whoever knows that nobody will read this Tree or a view of it again."""
@@ -249,15 +264,15 @@ class Tree(Mapping[str, Tensor]):
         operands = [self._operand(other) for other in others]
         out = self._take()
         for other in others:
-            if out is None and isinstance(other, Tree):
+            if out is None and type(other) is Tree:
                 out = other._take()
         if out is None:
-            out = empty(mine.numel(), mine.dtype, mine.device)
-        return Tree(self._layout, operation(mine, *operands, **options, out=out))
+            out = empty(self._layout.numel, mine.dtype, mine.device)
+        return _tree(self._layout, operation(mine, *operands, **options, out=out))
 
     def _operand(self, other: Tree | Scalar) -> Tensor | Scalar:
-        if not isinstance(other, Tree):
-            return other
+        if type(other) is not Tree:  # Tree is final, and a Mapping's isinstance is slow
+            return cast(Scalar, other)
         if other._layout != self._layout:
             raise ValueError(f"these Trees have different layouts: {_difference(self._layout, other._layout)}")
         return other.flat
@@ -332,10 +347,10 @@ class Tree(Mapping[str, Tensor]):
         return bool(torch.isfinite(self.flat.sum())) or bool(torch.isfinite(self.flat).all())
 
     def digest(self) -> str:
-        """A hash of names, shapes and bits: equal digests mean equal Trees, on any machine of the same byte order."""
+        """A hash of names, shapes, dtypes and bits: equal digests mean equal Trees, on any machine of the same byte order."""
         state = hashlib.blake2b(digest_size=16)
         for piece in self._layout.pieces:
-            state.update(f"{piece.name}{piece.shape}{piece.start}:{piece.count};".encode())
+            state.update(f"{piece.name}{piece.shape}{piece.dtype}{piece.start}:{piece.count};".encode())
         state.update(self.flat.detach().cpu().view(torch.uint8).numpy().data)
         return state.hexdigest()
 
@@ -344,6 +359,11 @@ class Tree(Mapping[str, Tensor]):
     def slice(self, start: int, stop: int) -> Tree:
         """A window on the buffer, as a Tree that shares its memory."""
         return Tree(self._layout.slice(start, stop), self.flat[start:stop])
+
+    def windows(self, size: int) -> list[Tree]:
+        """Consecutive windows of this size on the buffer; the last may be shorter."""
+        flats = torch.split(self.flat, size)
+        return [_tree(layout, flat) for layout, flat in zip(self._layout.windows(size), flats, strict=False)]
 
     def shard(self, rank: int, size: int) -> Tree:
         """This rank's shard, sharing memory with the whole."""
@@ -360,6 +380,13 @@ class Tree(Mapping[str, Tensor]):
             else:
                 pieces.append(piece)
         return Tree(Layout(tuple(pieces)), torch.cat([shard.flat for shard in shards]))
+
+
+def _tree(layout: Layout, flat: Tensor, *, spare: bool = False) -> Tree:
+    """A Tree without the checks, where they cannot fail."""
+    tree = object.__new__(Tree)
+    tree._layout, tree._flat, tree._spare = layout, flat, spare
+    return tree
 
 
 def _difference(one: Layout, two: Layout) -> str:
@@ -379,11 +406,15 @@ _SPARE_AT_MOST = 8  # of one size
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised buffer: a released one if there is one of this size."""
-    spare = _SPARE.get((numel, dtype, device))
-    return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
+    try:
+        return _SPARE[numel, dtype, device].pop()  # one step, so that two threads cannot both see the last one
+    except (KeyError, IndexError):
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _recycle(flat: Tensor) -> None:
+    if flat.untyped_storage().nbytes() != flat.nbytes:  # a window: the rest of the buffer is somebody's
+        return
     spare = _SPARE.setdefault((flat.numel(), flat.dtype, flat.device), [])
     if len(spare) < _SPARE_AT_MOST:
         spare.append(flat)
