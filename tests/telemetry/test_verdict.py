@@ -53,6 +53,10 @@ def test_a_worse_run_is_called_worse() -> None:
     assert tell(DDP, worse) == "diloco ends 0.05 worse than ddp (2.40 against 2.35), with 1/20 of the bytes in 1.4 times the time."
 
 
+def test_the_difference_told_is_that_of_the_losses_told() -> None:
+    assert "ends 0.23 worse than ddp (3.12 against 2.89)" in tell(replace(DDP, val_loss=2.886), replace(DILOCO, val_loss=3.123))
+
+
 def test_losses_that_differ_in_the_fourth_digit_are_told_apart() -> None:
     assert "2.352 against 2.350" in tell(DDP, replace(DILOCO, val_loss=2.352))
 

@@ -39,7 +39,9 @@ class HubSpec:
 
     @staticmethod
     def parse(given: str) -> HubSpec:
-        match = re.fullmatch(r"(?P<name>.+?)(@(?P<configuration>[^@:#/]+))?(:(?P<split>[^:#/\\]+))?(#(?P<field>[^#/]+))?", given)
+        match = re.fullmatch(
+            r"(?P<name>[^@:#].*?)(@(?P<configuration>[^@:#/]+))?(:(?P<split>[^:#/\\]+))?(#(?P<field>[^#/]+))?", given
+        )
         if match is None:
             raise DataError(f"hf:{given} names no dataset. The form is hf:NAME_OR_PATH[@CONFIGURATION][:SPLIT][#FIELD].")
         return HubSpec(

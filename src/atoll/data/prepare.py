@@ -135,7 +135,10 @@ def _survey(corpus: Corpus, spec: str, fraction: float | None, watch: Watch) -> 
     tokenizer = loaded or train_bpe(documents, size or 0)
     for _ in documents:
         pass
-    return Split(0) if planner is None else planner.split(), tokenizer, total_bytes
+    split = Split(0) if planner is None else planner.split()
+    if size is not None and planner is not None and planner.overruled:  # few documents: learn again, from the right ones
+        tokenizer = train_bpe((document for side, document in sided(corpus, split) if side == TRAIN), size)
+    return split, tokenizer, total_bytes
 
 
 def _write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], tokenizer: Tokenizer) -> dict[str, Any]:

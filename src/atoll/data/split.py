@@ -44,7 +44,7 @@ class Planner:
         self._lowest, self._highest = _KEYS, -1
 
     def add(self, document: Document) -> bool:
-        """Take note of a document; whether it is to be trained on, unless the corpus turns out to be very small."""
+        """Take note of a document; whether it is to be trained on, unless `overruled` in the end."""
         value = key(document)
         held_out = value < self._nominal
         self._seen += 1
@@ -52,7 +52,13 @@ class Planner:
         self._lowest, self._highest = min(self._lowest, value), max(self._highest, value)
         return not held_out
 
+    @property
+    def overruled(self) -> bool:
+        """Whether the Split differs from what `add` said, because one side would have been empty."""
+        return self._seen == 1 or self._held_out in (0, self._seen)
+
     def split(self) -> Split:
+        """The Split of the documents seen so far."""
         if self._seen == 1:
             return Split(0, cut=1 - self._fraction)
         if self._held_out == 0:

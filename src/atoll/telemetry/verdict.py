@@ -112,7 +112,7 @@ def _outcome(row: Row, against: Row, losses: dict[str, str], *, first: bool) -> 
         return f"{row.label} matches {against.label}'s {other}"
     if row.summary.val_loss < against.summary.val_loss:
         return f"{row.label} reaches {mine}" + (f" against {against.label}'s {other}" if first else "")
-    worse = row.summary.val_loss - against.summary.val_loss
+    worse = float(mine) - float(other)  # of the figures shown, so that a reader who subtracts them agrees
     return f"{row.label} ends {worse:.2g} worse than {against.label} ({mine} against {other}),"
 
 

@@ -105,7 +105,7 @@ class SimEngine:
         self._pool: ThreadPoolExecutor | None = None
         self._shared: dict[str, Any] = {}
         """The newest shared fields, which every island that was heard holds too."""
-        self._admit_first(params)
+        self._admit_first(params.copy())  # buffers of States go back into circulation; the caller keeps its own
 
     # -------------------------------------------------------------------------------------------------------- the whole run
 
