@@ -76,6 +76,10 @@ def test_one_run_shows_losses_cosines_and_norms(folders, tmp_path) -> None:
     assert [panel.get_ylabel() for panel in run_figure(folders[0]).axes] == ["loss", "cosine between deltas (mean ± std)", "norm"]
 
 
+def test_the_panels_of_one_run_span_the_same_steps(folders) -> None:
+    assert len({panel.get_xlim() for panel in run_figure(folders[1]).axes}) == 1
+
+
 def test_a_comparison_of_deltas_stands_at_the_step_where_its_round_ended(folders) -> None:
     _, cosine, norm = run_figure(folders[1]).axes
     assert list(cosine.get_lines()[0].get_xdata()) == list(norm.get_lines()[0].get_xdata()) == [10, 20]

@@ -75,7 +75,7 @@ def run_figure(folder: str | Path) -> Any:
     """What plot_run writes, as a matplotlib Figure."""
     rounds, evaluations, compared = _read_run(Path(folder))
     cosines = [(steps, event) for steps, event in compared if event.cosine_mean is not None]
-    figure, panels = _figure(1 + bool(cosines) + bool(compared))
+    figure, panels = _figure(1 + bool(cosines) + bool(compared), share_x=True)
     _draw_losses(panels[0], rounds, evaluations)
     if cosines:
         _draw_cosines(panels[1], cosines)
@@ -138,11 +138,11 @@ def _save(draw: Callable[[T], Any], what: T, path: str | Path) -> Path:
     return path
 
 
-def _figure(panels: int, *, share_y: bool = False) -> tuple[Any, list[Any]]:
+def _figure(panels: int, *, share_x: bool = False, share_y: bool = False) -> tuple[Any, list[Any]]:
     """A figure and its panels. At 1800 pixels for three panels, its letters can still be read when it is shown at 900."""
     matplotlib_figure = require("matplotlib.figure", extra="plot", purpose="figures")
     figure = matplotlib_figure.Figure(figsize=(5 if panels == 1 else 4 * panels, 4), layout="constrained", facecolor="white")
-    axes = list(figure.subplots(1, panels, squeeze=False, sharey=share_y)[0])
+    axes = list(figure.subplots(1, panels, squeeze=False, sharex=share_x, sharey=share_y)[0])
     for panel in axes:
         panel.grid(color="#dddddd", linewidth=0.8)
         panel.set_axisbelow(True)
