@@ -42,6 +42,17 @@ def test_a_limit_gives_every_domain_its_share():
     assert sizes == {"large": 7, "small": 3}
 
 
+def test_a_limit_keeps_the_documents_of_a_domain_together_and_in_order():
+    corpus = corpus_of(a=["1", "2", "3", "4"], b=["5", "6", "7"])
+    assert [d.text for d in replace(corpus, limit_bytes=5)] == ["1", "2", "3", "5", "6"]
+
+
+def test_a_limit_that_the_whole_text_keeps_to_changes_nothing():
+    corpus = corpus_of(a=["x" * 80], b=["y", "z"])
+    assert list(replace(corpus, limit_bytes=82)) == list(corpus)
+    assert list(replace(corpus, limit_bytes=81)) != list(corpus)
+
+
 def test_one_long_document_is_cut_to_the_limit_and_does_not_push_others_out():
     corpus = replace(corpus_of(a=["x" * 1000], b=["y" * 5]), limit_bytes=20)
     assert [d.text for d in corpus] == ["x" * 10, "y" * 5]

@@ -1,7 +1,7 @@
 """Documents, and a corpus that can be read again and again.
 
-A corpus is read as a stream, domain by domain, and never held whole. A limit keeps every domain: the one that has given the
-fewest bytes gives the next document.
+A corpus is read as a stream, domain by domain, and never held whole. A limit keeps every domain: documents are allotted one by
+one to the domain that has the fewest bytes so far.
 
 >>> corpus = Corpus(spec="two", domains={"a": lambda: iter([Document("1", "a", "one"), Document("2", "a", "two")]),
 ...                                      "b": lambda: iter([Document("3", "b", "three")])})
@@ -66,21 +66,33 @@ class Corpus:
             yield from _with_text(read())
 
     def _limited(self, limit_bytes: int) -> Iterator[Document]:
+        """Domain by domain, as without a limit: documents of one domain stay together."""
+        for read, sizes in zip(self.domains.values(), self._allotted(limit_bytes), strict=True):
+            for document, size in zip(_with_text(read()), sizes, strict=False):
+                if size:
+                    yield _cut(document, size)[0]
+
+    def _allotted(self, limit_bytes: int) -> list[list[int]]:
+        """For each domain the bytes of each document that may be given, as far as the limit goes."""
         # A document longer than a domain's share is cut to it, or the first long one would leave nothing for other domains.
         share, left = max(1, limit_bytes // len(self.domains)), limit_bytes
         readers = [_with_text(read()) for read in self.domains.values()]
-        given = [(0, domain) for domain in range(len(readers))]  # (bytes so far, which): a heap
-        while given and left > 0:
-            so_far, domain = given[0]
+        sizes: list[list[int]] = [[] for _ in readers]
+        whole: list[list[int]] = [[] for _ in readers]
+        waiting = [(0, domain) for domain in range(len(readers))]  # a heap of (bytes so far, domain)
+        while waiting and left > 0:
+            so_far, domain = waiting[0]
             document = next(readers[domain], None)
             if document is None:
-                heapq.heappop(given)
+                heapq.heappop(waiting)
                 continue
-            document, size = _cut(document, min(share, left))
-            heapq.heapreplace(given, (so_far + max(1, size), domain))
-            if size:
-                left -= size
-                yield document
+            size = _cut(document, min(share, left))[1]
+            sizes[domain].append(size)
+            whole[domain].append(len(document.text.encode()))
+            left -= size
+            heapq.heapreplace(waiting, (so_far + max(1, size), domain))
+        # A limit that the whole text keeps to cuts nothing.
+        return whole if not waiting and sum(map(sum, whole)) <= limit_bytes else sizes
 
 
 def _with_text(documents: Iterator[Document]) -> Iterator[Document]:
