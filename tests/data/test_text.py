@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +19,8 @@ torch.set_num_threads(1)
 SMALL = Text(limit_bytes=60_000, seq_len=16)
 
 
-def test_the_default_opens_the_standard_library_quickly():
-    start = time.perf_counter()
+def test_the_default_opens_the_standard_library():
     data = Text().open(num_shards=4, batch_size=8, seed=0)
-    assert time.perf_counter() - start < 5  # about 0.1 s; a machine that is busy with other things may take longer
     assert data.vocab_size == 257
     assert data.train.batch(3, 10_000).shape == (8, 65)
     assert [batch.shape for batch in data.validation] == [(8, 65)] * 8
