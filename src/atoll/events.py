@@ -2,7 +2,8 @@
 
 Every figure in an event is a function of the Run and its seed. What depends on the machine (wall-clock time, where the run was
 resumed) is written elsewhere, so that two runs with the same seed have the same log to the last digit.
-Virtual times and counts start at the end of the warm start.
+Virtual times and counts start at the end of the warm start. What happens within a round carries its number, counted from 0; what
+happens between two rounds (RoundFinished, Evaluated, Saved) carries the number of rounds that are over.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Event:
     """Whether the event belongs in the run's log; progress does not."""
 
     def to_json(self) -> str:
-        """One line. Floats are written so that they read back as the same float; NaN and infinity as strings."""
+        """One line. Floats are written so that they read back as the same float; NaN and infinity as {"float": "nan"} and so on."""
         return json.dumps({"event": type(self).__name__, **_plain(asdict(self))}, allow_nan=False)
 
 
@@ -191,13 +192,12 @@ class Progress(Event):
 
 def from_json(line: str) -> Event:
     """The event that `to_json` wrote."""
-    record = json.loads(line)
+    record = _read(json.loads(line))
     kind = _KINDS[record.pop("event")]
-    return kind(**{f.name: _float(record[f.name]) for f in fields(kind)})
+    return kind(**{f.name: record[f.name] for f in fields(kind)})
 
 
 _KINDS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _plain(value: Any) -> Any:
@@ -206,13 +206,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return {"float": repr(value)}
     return value
 
 
-def _float(value: Any) -> Any:
+def _read(value: Any) -> Any:
     if isinstance(value, list):
-        return [_float(item) for item in value]
+        return [_read(item) for item in value]
     if isinstance(value, dict):
-        return {key: _float(item) for key, item in value.items()}
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+        return float(value["float"]) if value.keys() == {"float"} else {key: _read(item) for key, item in value.items()}
+    return value

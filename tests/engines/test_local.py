@@ -127,3 +127,23 @@ def test_evaluating_disturbs_nobody_and_switches_dropout_off():
     workload = Regression(hidden=6, dropout=0.5)
     evaluator, params = Evaluator(workload), Tree.of(workload.module())
     assert evaluator(params) == evaluator(params)
+
+
+def test_one_compiled_loss_serves_every_replica_and_survives_loading():
+    """With the tracing part of torch.compile alone: generating code would change last bits and take half a minute."""
+    frames = []
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(WORKLOAD.loss, backend=backend)
+    plain = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.05))
+    for _ in range(2):
+        replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.05), loss=compiled)
+        replica.load(Tree.of(WORKLOAD.module()))
+        plain.load(Tree.of(WORKLOAD.module()))
+        replica.train(5, work())
+        plain.train(5, work())
+        assert replica.params().equal(plain.params())
+    assert len(frames) == 1

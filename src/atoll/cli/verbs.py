@@ -39,7 +39,10 @@ def show_recipe(name: str, settings: Sequence[str], seed: int | None, *, as_json
     if as_json:
         print(json.dumps(to_json(run)))
         return
-    table = Table("path", "value", "type", box=None, header_style="bold")
+    table = Table(box=None, header_style="bold")
+    table.add_column("path", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("type", overflow="fold", style="dim")
     for setting in describe(run, candidates):
         table.add_row(setting.path, setting.text, setting.kind)
     rich.print(table)

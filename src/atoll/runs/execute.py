@@ -25,11 +25,11 @@ from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmSt
 from atoll.protocols import Sink, Workload
 from atoll.runs.build import WarmStart, engine_of, island_workload, peak_rate, plain_workload, warm_start
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
-from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.folder import RunFolder, default_path, write_text
 from atoll.runs.run import Run
 from atoll.runs.settings import from_json, to_json
 from atoll.telemetry.fanout import Fanout
-from atoll.telemetry.jsonl import JsonlSink
+from atoll.telemetry.jsonl import JsonlSink, read_events
 from atoll.telemetry.summary import Summary, read_summary
 from atoll.tensorfile import load_tree, read_tensors, save_tree
 from atoll.tree import Tree
@@ -127,7 +127,7 @@ class _Execution:
         self._given_workload = workload
         self._sinks = sinks
         self._cache = cache
-        self._warm_file = folder.path / "warm_start.safetensors"
+        self._warm_file = folder.warm_start
         self._checkpoints = Checkpoints(folder.checkpoints, keep=given.keep.checkpoints)
         self._log: JsonlSink | None = None
         self._began = time.perf_counter()
@@ -144,7 +144,7 @@ class _Execution:
         return self._carry_out(checkpoint)
 
     def _carry_out(self, checkpoint: Checkpoint | None) -> Result:
-        with Fanout([self._open_log(checkpoint), *self._more_sinks(), *self._sinks]) as sink:
+        with Fanout([self._open_log(checkpoint), *self._more_sinks(resuming=checkpoint is not None), *self._sinks]) as sink:
             warm = self._warm_up(sink, silent=checkpoint is not None)
             workload = self._given_workload or island_workload(self._run, self._text(), warm.params)
             engine, evaluator = engine_of(self._run, workload, warm.params, sink, self._saver(sink))
@@ -165,12 +165,12 @@ class _Execution:
         self._log = JsonlSink(self._folder.events, append_at=checkpoint.metadata["events_bytes"] if checkpoint else None)
         return self._log
 
-    def _more_sinks(self) -> list[Sink]:
+    def _more_sinks(self, *, resuming: bool) -> list[Sink]:
         if not self._run.keep.tensorboard:
             return []
         from atoll.telemetry.tensorboard import TensorBoardSink
 
-        return [TensorBoardSink(self._folder.path / "tensorboard")]
+        return [TensorBoardSink(self._folder.path / "tensorboard", replay=read_events(self._folder.events) if resuming else None)]
 
     def _text(self) -> LoadedText:
         text: LoadedText = self._cache.get([_whole(self._run.data)], self._run.data.load)
@@ -184,16 +184,21 @@ class _Execution:
         plain, steps = self._plain(), self._run.train.warm_start_steps
         if not silent:
             sink.emit(self._started(plain))
-        if self._warm_file.exists():
-            return _read_warm_start(self._warm_file)
+        saved = self._warm_file.exists()
+        warm = _read_warm_start(self._warm_file) if saved else self._make_warm_start(sink, plain)
+        if steps and not saved:
+            save_tree(self._warm_file, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss)})
+        if steps and not silent:
+            sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
+        return warm
 
+    def _make_warm_start(self, sink: Sink, plain: Workload) -> WarmStart:
         def make() -> WarmStart:
             return warm_start(self._run, plain, lambda done, total, loss: sink.emit(_warming(done, total, loss)))
 
-        warm: WarmStart = self._cache.get(self._warm_start_depends_on(), make) if self._given_workload is None else make()
-        if steps:
-            sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
-            save_tree(self._warm_file, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss)})
+        if self._given_workload is not None:
+            return make()
+        warm: WarmStart = self._cache.get(self._warm_start_depends_on(), make)
         return warm
 
     def _warm_start_depends_on(self) -> list[Any]:
@@ -228,7 +233,7 @@ class _Execution:
 
     def _result(self, evaluator: Evaluator, params: Tree) -> Result:
         summary = read_summary(self._folder.path)
-        self._folder.summary.write_text(summary.to_json() + "\n")
+        write_text(self._folder.summary, summary.to_json() + "\n")
         return Result(summary, evaluator.module, params, self._folder.path)
 
     def _finished(self) -> bool:

@@ -1,0 +1,226 @@
+"""The command line as a person meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll import recipes
+from atoll.cli import main as cli
+
+SMALL = [
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.head_size=8",
+    "data.limit_bytes=60000",
+    "data.seq_len=16",
+    "data.eval_batches=2",
+    "train.batch_size=4",
+    "train.steps=6",
+    "train.warm_start_steps=0",
+    "optimizer.lr.warmup=2",
+]
+
+
+def sets(*settings):
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+@pytest.fixture
+def atoll(monkeypatch, capsys):
+    """Calls the command; gives its exit code, standard output and standard error."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["atoll", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        return end.value.code or 0, out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    from atoll.runs import execute
+    from atoll.runs.run import candidates
+    from atoll.runs.settings import override
+
+    run = override(recipes.demo_diloco(), [*SMALL, "algorithm.inner_steps=3"], candidates)
+    return execute.run(run, out=tmp_path_factory.mktemp("cli") / "run").folder
+
+
+def test_help_comes_without_torch():
+    code = "import sys; sys.argv = ['atoll', '--help']\nfrom atoll.cli.main import app\ntry: app()\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules, 'help imports torch'\nassert 'rich.progress' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+
+
+def test_recipes_are_listed_with_what_they_do(atoll):
+    code, out, _ = atoll("recipes")
+    assert code == 0
+    for name in ("demo-ddp", "demo-diloco", "diloco-60m", "diloco-150m", "diloco-400m"):
+        assert name in out
+
+
+def test_every_recipe_can_be_shown(atoll):
+    for name in recipes.ALL:
+        code, out, _ = atoll("show", name, "--json")
+        assert (code, json.loads(out)["recipe"]) == (0, name)
+
+
+def test_show_lists_the_paths_that_set_takes(atoll):
+    code, out, _ = atoll("show", "demo-diloco", *sets("cluster.islands=8"))
+    assert code == 0
+    assert "cluster.link.bandwidth_mbit_per_s" in out
+    assert "algorithm.inner_steps" in out
+
+
+def test_run_ends_with_one_json_object(atoll, tmp_path):
+    code, out, err = atoll(
+        "run", "demo-diloco", *sets(*SMALL, "algorithm.inner_steps=3"), "--seed", 3, "--out", tmp_path / "run", "--json", "--quiet"
+    )
+    assert code == 0, err
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["recipe"], summary["seed"], summary["outer_steps"]) == ("demo-diloco", 3, 2)
+    assert Path(summary["run_dir"]) == tmp_path / "run"
+
+
+def test_resume_of_a_finished_run_prints_its_summary(atoll, finished):
+    code, out, _ = atoll("run", "--resume", finished, "--json")
+    assert code == 0
+    assert json.loads(out.splitlines()[-1])["run_dir"] == str(finished)
+
+
+def test_compare_runs_recipes_and_reads_folders_and_saves_a_plot(atoll, finished, tmp_path):
+    code, out, err = atoll("compare", "demo-ddp", finished, *sets(*SMALL), "--out", tmp_path / "both", "--quiet")
+    assert code == 0, err
+    assert "demo-ddp" in out
+    assert "demo-diloco" in out
+    assert (tmp_path / "both" / "comparison.png").stat().st_size > 10_000
+    code, out, _ = atoll("compare", tmp_path / "both" / "demo-ddp-0", finished, "--out", tmp_path / "both", "--json")
+    assert code == 0
+    assert [run["recipe"] for run in json.loads(out)["runs"]] == ["demo-ddp", "demo-diloco"]
+
+
+def test_report_writes_a_plot_and_a_trace(atoll, finished):
+    code, _, err = atoll("report", finished)
+    assert code == 0, err
+    assert json.loads((finished / "trace.json").read_text())["traceEvents"]
+    assert (finished / "plot.png").exists()
+
+
+def test_generate_goes_on_from_the_prompt_and_is_repeatable(atoll, finished):
+    first, second = (atoll("generate", finished, "--prompt", "def ", "--tokens", 20, "--seed", 1) for _ in range(2))
+    assert first == second
+    assert first[0] == 0
+    assert first[1].startswith("def ")
+
+
+def test_prepared_text_can_be_trained_on(atoll, tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(30):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"Island number {number} lies in the sea. " * 20)
+    out = tmp_path / "tokens"
+    code, said, err = atoll("data", "prepare", f"files:{tmp_path / 'text'}", "--out", out, "--tokenizer", "bpe:300", "--quiet")
+    assert code == 0, err
+    assert f"prepared:{out}" in said
+    small = [setting for setting in SMALL if not setting.startswith("data.limit")]
+    code, said, err = atoll(
+        "run", "demo-ddp", *sets(*small, f"data.corpus=prepared:{out}"), "--out", tmp_path / "run", "--json", "--quiet"
+    )
+    assert code == 0, err
+    assert json.loads(said.splitlines()[-1])["params"] > 300 * 16
+
+
+# --------------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "todo"),
+    [
+        (["run", "demo-dilco"], "demo-dilco", "demo-diloco"),
+        (["run"], "no recipe", "--resume"),
+        (["run", "demo-diloco", *sets("algorithm.inner_step=5")], "algorithm.inner_step", "algorithm.inner_steps"),
+        (["run", "demo-diloco", *sets("algorithm.inner_steps=0")], "inner_steps=0", "Use 1"),
+        (["run", "demo-diloco", *sets("algorithm.inner_steps=7")], "train.steps=", "Use train.steps="),
+        (["run", "demo-diloco", *sets("algorithm.inner_steps=many")], "many", "int"),
+        (["run", "demo-diloco", *sets("cluster.islands=0")], "islands=0", "at least 1"),
+        (["run", "demo-diloco", *sets("cluster.link.bandwidth_mbit_per_s=-5")], "bandwidth_mbit_per_s=-5", "more than 0"),
+        (["run", "demo-diloco", *sets("algorithm.outer=Adagrad(lr=1)")], "Adagrad", "Nesterov"),
+        (["run", "demo-diloco", *sets("train.batch_size=0")], "batch_size=0", "positive"),
+        (["run", "demo-diloco", "--set", "nothing"], "nothing", "="),
+        (["run", "demo-diloco", *sets("data.corpus=web:pages")], "web:pages", "files:"),
+        (["run", "demo-diloco", *sets("data.corpus=files:/nowhere/at/all")], "/nowhere/at/all", ""),
+        (["run", "--resume", "/nowhere/at/all"], "/nowhere/at/all", "--out"),
+        (["compare", "demo-ddp", "demo-dilco"], "demo-dilco", "demo-diloco"),
+        (["report", "/nowhere/at/all"], "/nowhere/at/all", ""),
+        (["generate", "/nowhere/at/all"], "/nowhere/at/all", ""),
+        (["show", "nothing"], "nothing", "demo-diloco"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_gets_a_message_and_exit_code_2_and_no_traceback(arguments, given, todo, atoll, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = atoll(*arguments)
+    assert code == 2
+    assert out == ""
+    assert given in err
+    assert todo in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "empty"), ("too short", "seq_len")],
+)
+def test_a_corpus_that_is_empty_or_shorter_than_one_sequence_is_refused(content, message, atoll, tmp_path):
+    (tmp_path / "text.txt").write_text(content)
+    code, _, err = atoll(
+        "run", "demo-diloco", *sets(f"data.corpus=files:{tmp_path / 'text.txt'}"), "--out", tmp_path / "run", "--quiet"
+    )
+    assert code == 2
+    assert message in err
+
+
+def test_a_corpus_that_is_not_text_is_refused_by_name(atoll, tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"abc\xff\xfe\x00" * 100)
+    code, _, err = atoll(
+        "run", "demo-diloco", *sets(f"data.corpus=files:{tmp_path / 'text.txt'}"), "--out", tmp_path / "run", "--quiet"
+    )
+    assert code == 2
+    assert "text.txt" in err
+
+
+def test_a_tokenizer_that_does_not_fit_the_shards_is_refused(atoll, tmp_path):
+    (tmp_path / "text.txt").write_text("one two three four five " * 200)
+    for name, size in (("a", 270), ("b", 280)):
+        assert (
+            atoll("data", "prepare", f"files:{tmp_path / 'text.txt'}", "--out", tmp_path / name, "--tokenizer", f"bpe:{size}")[0]
+            == 0
+        )
+    other = tmp_path / "b" / "tokenizer.json"
+    code, _, err = atoll(
+        "run", "demo-ddp", *sets(f"data.corpus=prepared:{tmp_path / 'a'}", f"data.tokenizer={other}"), "--out", tmp_path / "run"
+    )
+    assert code == 2
+    assert "tokenizer" in err
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(atoll, tmp_path):
+    explosive = sets(*SMALL[:-1], "algorithm.inner_steps=3", "optimizer=SGD(lr=1e30)", "train.clip_norm=none")
+    code, _, err = atoll("run", "demo-diloco", *explosive, "--out", tmp_path / "run", "--quiet")
+    assert code == 2
+    assert "on island" in err
+    assert "round" in err
+
+
+def test_set_with_resume_is_refused(atoll, finished):
+    code, _, err = atoll("run", "--resume", finished, *sets("train.steps=9"))
+    assert code == 2
+    assert "a run goes on as it began" in err

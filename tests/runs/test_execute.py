@@ -1,0 +1,277 @@
+"""A run leaves the same folder however often it was interrupted."""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atoll import recipes
+from atoll.algorithms.diloco import DiLoCo
+from atoll.errors import AtollError, CheckpointError, ConfigError
+from atoll.events import Evaluated, WarmStartFinished
+from atoll.runs import execute
+from atoll.runs.checkpoint import Checkpoints
+from atoll.runs.execute import Cache
+from atoll.runs.run import candidates
+from atoll.runs.settings import override
+from atoll.telemetry.fanout import Memory
+from atoll.telemetry.jsonl import read_events
+from atoll.tensorfile import load_tree, read_tensors
+from atoll.testing.workloads import Regression
+from atoll.tree import Tree
+
+SMALL = [
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.head_size=8",
+    "data.limit_bytes=60000",
+    "data.seq_len=16",
+    "data.eval_batches=2",
+    "train.batch_size=4",
+    "train.steps=12",
+    "train.warm_start_steps=4",
+    "optimizer.lr.warmup=2",
+    "keep.evaluate_every=3",
+    "keep.save_every=3",
+]
+DILOCO = [*SMALL, "algorithm.inner_steps=3"]
+
+
+def small(*more):
+    return override(recipes.demo_diloco(), [*DILOCO, *more], candidates)
+
+
+def left_by(folder):
+    """What a run leaves, to the byte."""
+    return (folder / "events.jsonl").read_bytes(), (folder / "final.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The run that was never stopped."""
+    return execute.run(small(), out=tmp_path_factory.mktemp("straight") / "run")
+
+
+def test_the_summary_has_every_figure_and_they_agree(straight):
+    summary = straight.summary.to_dict()
+    asked = (
+        "recipe algorithm islands params tokens warm_start_tokens local_updates outer_steps val_loss val_perplexity virtual_time_s "
+        "wall_time_s sent_bytes_per_island control_bytes_per_island utilisation resumed_from_round run_dir"
+    )
+    assert set(asked.split()) <= set(summary)
+    assert summary["recipe"] == "demo-diloco"
+    assert summary["tokens"] == 12 * 4 * 4 * 16
+    assert summary["warm_start_tokens"] == 4 * 4 * 16
+    assert summary["local_updates"] == 12 * 4
+    assert summary["outer_steps"] == 4
+    assert summary["val_perplexity"] == pytest.approx(torch.tensor(summary["val_loss"]).exp().item())
+    assert summary["sent_bytes_per_island"] == 4 * 2 * 3 / 4 * summary["params"] * 4
+    assert summary["resumed_from_round"] == 0
+    assert summary["run_dir"] == str(straight.folder)
+
+
+def test_the_folder_holds_what_it_should(straight):
+    names = {path.name for path in straight.folder.iterdir()}
+    assert {"run.json", "source.txt", "events.jsonl", "checkpoints", "final.safetensors", "summary.json"} <= names
+    assert [p.name for p in sorted((straight.folder / "checkpoints").iterdir())] == ["00000003", "00000004"]
+    assert json.loads((straight.folder / "summary.json").read_text())["val_loss"] == straight.val_loss
+
+
+def test_the_trained_module_has_the_final_weights(straight):
+    final = load_tree(straight.folder / "final.safetensors")
+    assert Tree.of(straight.module).equal(final)
+    assert straight.params.equal(final)
+
+
+def test_the_validation_loss_is_the_mean_of_the_batch_losses_of_the_global_weights(straight):
+    data = small().data.open(num_shards=4, batch_size=4, seed=0)
+    with torch.no_grad():
+        losses = [straight.module.loss(batch).item() for batch in data.validation]
+    assert straight.val_loss == sum(losses) / len(losses)
+
+
+def test_the_same_seed_leaves_the_same_bytes_and_another_seed_does_not(straight, tmp_path):
+    again = execute.run(small(), out=tmp_path / "again")
+    other = execute.run(replace(small(), seed=1), out=tmp_path / "other")
+    assert left_by(again.folder) == left_by(straight.folder)
+    assert left_by(other.folder) != left_by(straight.folder)
+
+
+def test_runs_that_share_text_and_warm_start_leave_the_same_bytes(straight, tmp_path):
+    cache = Cache()
+    ddp = override(recipes.demo_ddp(), SMALL, candidates)
+    execute.run(ddp, out=tmp_path / "ddp", cache=cache)
+    shared = execute.run(small(), out=tmp_path / "shared", cache=cache)
+    assert left_by(shared.folder) == left_by(straight.folder)
+
+
+def test_a_warm_start_is_reported_apart_and_is_the_same_for_every_algorithm(straight, tmp_path):
+    ddp = execute.run(override(recipes.demo_ddp(), SMALL, candidates), out=tmp_path / "ddp")
+    starts = []
+    for folder in (ddp.folder, straight.folder):
+        warm = next(read_events(folder / "events.jsonl", [WarmStartFinished]))
+        first = next(read_events(folder / "events.jsonl", [Evaluated]))
+        assert first.tokens == first.virtual_time_s == first.sent_bytes_per_island == 0
+        starts.append((warm, first.metrics))
+    assert starts[0] == starts[1]
+
+
+def test_from_scratch_there_is_no_warm_start(tmp_path):
+    done = execute.run(small("train.warm_start_steps=0"), out=tmp_path / "run")
+    assert done.summary.warm_start_tokens == 0
+    assert not list(read_events(done.folder / "events.jsonl", [WarmStartFinished]))
+
+
+# ------------------------------------------------------------------------------------------------------------- kill and go on
+
+
+KILLED = """
+import os, signal, sys
+import atoll
+from atoll.runs.run import candidates
+from atoll.runs.settings import override
+
+class Bomb:
+    def __init__(self, kind, count):
+        self.kind, self.count = kind, int(count)
+
+    def emit(self, event):
+        self.count -= type(event).__name__ == self.kind
+        if self.count == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+folder, kind, count, *settings = sys.argv[1:]
+atoll.run(override(atoll.recipes.demo_diloco(), settings, candidates), out=folder, sinks=[Bomb(kind, count)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "count", "resumes_from"),
+    [("Progress", 1, 0), ("Computed", 3, 0), ("Exchanged", 2, 1), ("Saved", 3, 2), ("RunFinished", 1, 4)],
+)
+def test_killed_at_any_moment_and_resumed_a_run_leaves_the_bytes_of_one_that_was_never_stopped(
+    event, count, resumes_from, straight, tmp_path
+):
+    """A process of its own, which is killed without warning in the warm start, in a round, before a save, or at the very end."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", KILLED, str(folder), event, str(count), *DILOCO]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    resumed = execute.resume(folder)
+    assert left_by(folder) == left_by(straight.folder)
+    assert resumed.summary.resumed_from_round == resumes_from
+
+
+def test_every_checkpoint_leads_to_the_same_end(straight, tmp_path):
+    """Not only the newest: each of them, with the log that was there at the time or any longer one."""
+    run = small("keep.checkpoints=10")
+    whole = execute.run(run, out=tmp_path / "whole")
+    for round in (3, 2, 1):
+        later = Checkpoints(whole.folder / "checkpoints", keep=10)
+        for name in later.rounds():
+            if name > round:
+                for path in (whole.folder / "checkpoints" / f"{name:08}").iterdir():
+                    path.unlink()
+                (whole.folder / "checkpoints" / f"{name:08}").rmdir()
+        (whole.folder / "final.safetensors").unlink()
+        again = execute.resume(whole.folder)
+        assert again.summary.resumed_from_round == round
+        assert left_by(whole.folder) == left_by(straight.folder)
+
+
+def test_resuming_a_finished_run_gives_its_summary_and_computes_nothing(straight):
+    before, sink = left_by(straight.folder), Memory()
+    again = execute.resume(straight.folder, sinks=[sink])
+    assert again.summary == straight.summary
+    assert sink.events == []
+    assert left_by(straight.folder) == before
+    assert Tree.of(again.module).equal(straight.params)
+
+
+def test_another_recipe_than_the_folders_is_refused_with_what_differs(straight):
+    with pytest.raises(ConfigError, match=r"algorithm.inner_steps"):
+        execute.resume(straight.folder, expected=small("algorithm.inner_steps=6"))
+
+
+def test_a_new_run_does_not_overwrite_an_old_one(straight):
+    with pytest.raises(ConfigError, match=r"already.*--resume"):
+        execute.run(small(), out=straight.folder)
+
+
+def test_a_truncated_checkpoint_is_refused_by_name(tmp_path):
+    done = execute.run(small(), out=tmp_path / "run")
+    (done.folder / "final.safetensors").unlink()
+    victim = done.folder / "checkpoints" / "00000004" / "shared.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"shared.safetensors"):
+        execute.resume(done.folder)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path):
+    """The rate explodes in the third round: rounds 1 and 2 are saved, and what is saved is finite."""
+    explosive = "optimizer=SGD(lr=WSD(lr=1e30,steps=12,warmup=12,decay=0))"
+    with pytest.raises(AtollError, match=r"the loss is (nan|inf) on island \d in round \d"):
+        execute.run(small(explosive, "train.clip_norm=none", "train.warm_start_steps=0"), out=tmp_path / "run")
+    assert not (tmp_path / "run" / "final.safetensors").exists()
+    for path in tmp_path.rglob("shared.safetensors"):
+        tensors, _ = read_tensors(path)
+        assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------- extensions
+
+
+def test_any_module_with_a_loss_can_be_trained(tmp_path):
+    run = small("optimizer=AdamW(lr=0.05)", "algorithm.outer=SGD(lr=1.0)", "train.steps=60", "keep.evaluate_every=60")
+    done = execute.run(run, out=tmp_path / "run", workload=Regression(hidden=4))
+    assert done.val_loss < 0.5
+    assert done.summary.params == sum(p.numel() for p in Regression(hidden=4).module().parameters())
+
+
+def test_tensorboard_files_are_written_when_asked(tmp_path):
+    done = execute.run(small("keep.tensorboard=true"), out=tmp_path / "run")
+    assert list((done.folder / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("partition", ["ByDomain", "Dirichlet(alpha=0.5)", "KMeans"])
+def test_islands_with_different_data_run_and_weigh_by_examples(partition, tmp_path):
+    done = execute.run(
+        small(f"data.partition={partition}", "algorithm.weighting=examples", "cluster.islands=2"), out=tmp_path / "run"
+    )
+    assert done.summary.outer_steps == 4
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "algorithm.inner_steps=6",
+        "cluster.islands=1",
+        "cluster.islands=8",
+        "cluster.drop_probability=0.5",
+        "cluster.pool=ramp_up",
+        "cluster.pool=[1,3,2]",
+        "cluster.topology=star",
+        "cluster.step_time_jitter=0.1",
+        "algorithm.outer=SGD(lr=1.0)",
+        "algorithm.outer=Momentum(lr=0.3)",
+        "algorithm.outer=Adam(lr=0.3,eps=0.1)",
+        "algorithm.pruned=0.5",
+        "algorithm.missed=agreed",
+        "train.warm_start_steps=0",
+        "train.micro_batches=2",
+        "model.tied=false",
+        "optimizer=SGD(lr=0.1)",
+    ],
+)
+def test_every_ablation_is_a_setting(setting, tmp_path):
+    done = execute.run(small(setting), out=tmp_path / "run")
+    assert done.summary.steps == 12
+
+
+def test_diloco_is_the_algorithm(straight):
+    assert isinstance(small().algorithm, DiLoCo)
+    assert straight.summary.algorithm == "DiLoCo"
