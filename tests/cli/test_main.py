@@ -79,6 +79,7 @@ def test_show_lists_the_paths_that_set_takes(atoll):
     assert code == 0
     assert "cluster.link.bandwidth_mbit_per_s" in out
     assert "algorithm.inner_steps" in out
+    assert "[float, ...]" in out
 
 
 def test_run_ends_with_one_json_object(atoll, tmp_path):

@@ -10,6 +10,7 @@ from inspect import getdoc
 from pathlib import Path
 
 import rich
+from rich.markup import escape
 from rich.table import Table
 
 from atoll import recipes
@@ -44,7 +45,7 @@ def show_recipe(name: str, settings: Sequence[str], seed: int | None, *, as_json
     table.add_column("value", overflow="fold")
     table.add_column("type", overflow="fold", style="dim")
     for setting in describe(run, candidates):
-        table.add_row(setting.path, setting.text, setting.kind)
+        table.add_row(setting.path, escape(setting.text), escape(setting.kind))
     rich.print(table)
 
 
