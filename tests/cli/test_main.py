@@ -1,6 +1,7 @@
 """The command line as a person meets it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -225,3 +226,22 @@ def test_set_with_resume_is_refused(atoll, finished):
     code, _, err = atoll("run", "--resume", finished, *sets("train.steps=9"))
     assert code == 2
     assert "a run goes on as it began" in err
+
+
+def test_a_full_disk_while_saving_stops_the_run_with_a_message_and_the_older_checkpoint_stands(tmp_path):
+    """A real disk of 600 kB, seen by this process alone: the second or third checkpoint does not fit."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f"mount -t tmpfs -o size=600k tmpfs {disk}"
+    private = ["unshare", "--mount", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*private, mount], capture_output=True, check=False).returncode:
+        pytest.skip("a small disk can be mounted by root only")
+    run = [sys.executable, "-m", "atoll", "run", "demo-diloco", "--quiet", "--out", str(disk / "run")]
+    run += sets(*SMALL, "algorithm.inner_steps=1", "keep.save_every=1", "keep.checkpoints=9")
+    script = f'{mount}; "$@"; code=$?; ls {disk}/run/checkpoints; exit $code'
+    done = subprocess.run([*private, script, "sh", *run], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "00000001" in done.stdout.split()
+    assert all(name.isdigit() for name in done.stdout.split()), "something unfinished was left behind"

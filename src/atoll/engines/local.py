@@ -66,7 +66,7 @@ class LocalReplica:
         self._optimizer = _torch_optimizer(optimizer, self.weights)
         self._clip_norm = clip_norm
         self._micro_batches = micro_batches
-        self._device = device
+        self.device = device
         self._autocast = autocast and device.startswith("cuda")
         self._random = torch.Generator().manual_seed(seed).get_state()
 
@@ -112,7 +112,7 @@ class LocalReplica:
         total: Tensor | None = None
         for piece in pieces:
             with self._precision():
-                loss = self._loss(self.weights.module, _to(piece, self._device)) * (_length(piece) / size)
+                loss = self._loss(self.weights.module, _to(piece, self.device)) * (_length(piece) / size)
             loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
@@ -137,7 +137,7 @@ class LocalReplica:
         if not self.draws_randomness:
             yield
             return
-        devices = [self._device] if self._device.startswith("cuda") else []
+        devices = [self.device] if self.device.startswith("cuda") else []
         with torch.random.fork_rng(devices=devices):
             torch.set_rng_state(self._random)
             if devices:  # drawn from the saved state, so that one state serves both generators
@@ -159,7 +159,7 @@ class LocalReplica:
         for parameter, moments in zip(parameters, state["optimizer"], strict=True):
             if moments:
                 self._optimizer.state[parameter] = {
-                    name: value.clone().to(parameter.device if value.dim() else "cpu") if isinstance(value, Tensor) else value
+                    name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
                     for name, value in moments.items()
                 }
         self._random = state["random"].clone()

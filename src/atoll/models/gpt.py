@@ -101,8 +101,8 @@ class GPT:
 
     @staticmethod
     def tiny() -> GPT:
-        """0.4M parameters on bytes: for tests and laptops."""
-        return GPT(layers=2, width=128, heads=4, head_size=32)
+        """0.25M parameters on bytes: for tests and laptops."""
+        return GPT(layers=2, width=96, heads=4, head_size=24)
 
     @staticmethod
     def m20() -> GPT:

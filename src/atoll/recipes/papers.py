@@ -7,7 +7,10 @@ open: betas and clipping are OpenDiLoCo's, and the cosine goes down to a tenth.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from atoll.algorithms.diloco import DiLoCo
+from atoll.data.partition import KMeans
 from atoll.data.text import Text
 from atoll.engines.sim.world import Cluster
 from atoll.models.gpt import GPT
@@ -35,8 +38,8 @@ def diloco_400m() -> Run:
 def _diloco(name: str, model: GPT) -> Run:
     return Run(
         recipe=name,
-        model=model,
-        data=Text(corpus="stdlib", tokenizer="bytes", seq_len=1024, eval_batches=16),
+        model=replace(model, vocab_size=32_000),
+        data=Text(corpus="stdlib", tokenizer="bytes", seq_len=1024, partition=KMeans(), eval_batches=16),
         algorithm=DiLoCo(inner_steps=500, outer=Nesterov(lr=0.7, momentum=0.9), weighting="examples"),
         optimizer=AdamW(lr=Cosine(lr=4e-4, warmup=1_000, floor=4e-5), betas=(0.9, 0.95), weight_decay=0.1),
         train=Train(

@@ -23,7 +23,7 @@ from atoll.engines.sim.engine import SimEngine
 from atoll.errors import AtollError
 from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.protocols import Sink, Workload
-from atoll.runs.build import WarmStart, engine_of, island_workload, peak_rate, plain_workload, warm_start
+from atoll.runs.build import WarmStart, device_of, engine_of, island_workload, peak_rate, plain_workload, warm_start
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
 from atoll.runs.folder import RunFolder, default_path, write_text
 from atoll.runs.run import Run
@@ -185,7 +185,7 @@ class _Execution:
         if not silent:
             sink.emit(self._started(plain))
         saved = self._warm_file.exists()
-        warm = _read_warm_start(self._warm_file) if saved else self._make_warm_start(sink, plain)
+        warm = _read_warm_start(self._warm_file, device_of(self._run)) if saved else self._make_warm_start(sink, plain)
         if steps and not saved:
             save_tree(self._warm_file, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss)})
         if steps and not silent:
@@ -266,6 +266,6 @@ def _warming(done: int, total: int, loss: float) -> Progress:
     return Progress(phase="warm start", done=done, total=total, note=f"loss {loss:.3f}")
 
 
-def _read_warm_start(path: Path) -> WarmStart:
+def _read_warm_start(path: Path, device: str) -> WarmStart:
     _, metadata = read_tensors(path)
-    return WarmStart(load_tree(path), int(metadata["tokens"]), float(metadata["loss"]))
+    return WarmStart(load_tree(path).to(device), int(metadata["tokens"]), float(metadata["loss"]))

@@ -142,8 +142,11 @@ class SimEngine:
         return max(island.clock_s for island in self.islands.values())
 
     def _workers(self) -> int:
-        if any(island.replica.draws_randomness for island in self.islands.values()):
+        replicas = [island.replica for island in self.islands.values()]
+        if any(replica.draws_randomness for replica in replicas):
             return 1  # torch's generators are the process's: two islands at a time would draw from each other's
+        if any(replica.device != "cpu" for replica in replicas):
+            return 1  # one device computes for all: threads would only get into each other's way
         return max(1, (os.cpu_count() or 1) // self.cluster.threads_per_island)
 
     # ------------------------------------------------------------------------------------------------------------- a round
