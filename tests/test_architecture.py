@@ -16,8 +16,8 @@ FLOORS = [  # from the top down; rooms on one floor do not see each other
     {"engines", "telemetry", "models", "data"},
     {"algorithms"},
     {"optim"},
-    {"protocols", "chunks", "tensorfile"},
-    {"tree", "events"},
+    {"protocols", "chunks", "tensorfile", "extras"},
+    {"tree", "events", "files"},
     {"errors"},
 ]
 PURE = {"algorithms", "optim"}

@@ -12,18 +12,16 @@ as they lie, without a copy, and tensors on another device pass through memory o
 from __future__ import annotations
 
 import json
-import os
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atoll.errors import CheckpointError
+from atoll.files import replacing
 from atoll.tree import Layout, Piece, Tree, empty
 
 LAYOUT = "atoll.layout"
@@ -62,7 +60,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     # Widest first, as the library does: then every tensor begins at a multiple of its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header = _header(ordered, metadata or {})
-    with _replacing(path) as file:
+    with replacing(path, CheckpointError) as file:
         file.write(header)
         for tensor in ordered.values():
             file.write(_bytes(tensor))
@@ -179,35 +177,3 @@ def _bytes(tensor: Tensor) -> memoryview:
     """The tensor's memory; a copy only if it lies elsewhere or in another order."""
     data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which takes the place of `path` when it is complete and on the disk, or is removed."""
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
-    try:
-        with open(unfinished, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise CheckpointError(
-            f"could not write {path}: {error.strerror or error}. What was there before is untouched. "
-            f"Make room there, or write to another folder."
-        ) from error
-    finally:
-        # After a rename there is nothing to remove. A removal that fails must not hide the first error.
-        with suppress(OSError):
-            unfinished.unlink()
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the file system can: some refuse, and the file itself is safe already."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from atoll.events import Event, Progress, Saved
@@ -54,3 +57,9 @@ def test_memory_gives_the_events_of_one_class() -> None:
     memory.emit(Progress(phase="train", done=1, total=2))
     memory.emit(EVENT)
     assert memory.of(Saved) == [EVENT]
+
+
+def test_importing_the_room_loads_nothing_heavy() -> None:
+    heavy = "{'torch', 'numpy', 'matplotlib', 'tensorboard', 'rich'}"
+    code = f"import sys, atoll.telemetry; loaded = {heavy} & set(sys.modules); assert not loaded, loaded"
+    subprocess.run([sys.executable, "-c", code], check=True)

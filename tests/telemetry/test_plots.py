@@ -126,3 +126,9 @@ def test_pyplot_and_its_backend_are_never_touched(folders, tmp_path) -> None:
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_figures_without_matplotlib_name_their_extra(tmp_path, script, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # Python's own way to say that a module cannot be imported
+    with pytest.raises(ConfigError, match=r'pip install "atoll\[plot\]"'):
+        plot_run(script().write(tmp_path / "run"), tmp_path / "figure.png")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from atoll.errors import ConfigError
 from atoll.events import Compared, Evaluated, Event, RoundFinished
 from atoll.telemetry import TensorBoardSink
 
@@ -68,3 +70,9 @@ def test_a_resumed_run_has_the_curves_of_one_that_never_stopped(tmp_path, events
     write(tmp_path / "resumed", events[:20])
     write(tmp_path / "resumed", events[12:], replay=events[:12])
     assert curves(tmp_path / "resumed") == curves(tmp_path / "whole")
+
+
+def test_a_tensorboard_log_without_tensorboard_names_its_extra(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r'pip install "atoll\[tensorboard\]"'):
+        TensorBoardSink(tmp_path)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from atoll.data.extras import require
 from atoll.errors import DataError
+from atoll.extras import require
 
 SUFFIXES = (".xz", ".gz", ".zst")
 _CHUNK_BYTES = 1 << 20

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.data.documents import Corpus, Document
-from atoll.data.extras import require
 from atoll.errors import DataError
+from atoll.extras import require
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.data.examples import Examples, Indices
-from atoll.data.extras import require
 from atoll.data.seeding import draws
 from atoll.errors import ConfigError, DataError
+from atoll.extras import require
 
 Features = Callable[[NDArray[np.int64]], NDArray[np.floating[Any]]]
 """Tokens (examples, seq_len) to features (examples, width), or (examples, seq_len, width) to be averaged over positions."""

@@ -18,7 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from atoll.data.atomic import replacing
 from atoll.data.corpus import open_corpus
 from atoll.data.documents import Corpus, Document
 from atoll.data.shards import TokenFile, TokenWriter, token_writer
@@ -27,6 +26,7 @@ from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, bpe_siz
 from atoll.data.tokens import Tokens, encoded
 from atoll.errors import DataError
 from atoll.events import Progress
+from atoll.files import replacing
 
 META_VERSION = 1
 FILES = ("train.tokens", "validation.tokens")
@@ -185,7 +185,7 @@ def _watched(documents: Iterable[Document], phase: str, total: int, watch: Watch
 
 
 def _write(path: Path, text: str) -> None:
-    with replacing(path) as file:
+    with replacing(path, DataError) as file:
         file.write(text.encode())
 
 

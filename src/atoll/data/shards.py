@@ -21,10 +21,10 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from atoll.data.atomic import replacing
 from atoll.data.tokenizer import Ids, dtype_for
 from atoll.data.tokens import DocumentIndex, Tokens
 from atoll.errors import DataError
+from atoll.files import replacing
 
 MAGIC = b"atolltok"
 VERSION = 1
@@ -113,7 +113,7 @@ class TokenWriter:
 @contextmanager
 def token_writer(path: str | Path, *, vocab_size: int, tokenizer_digest: str) -> Iterator[TokenWriter]:
     """A writer for a new token file, which appears under its name when the block ends without an error."""
-    with replacing(Path(path)) as file:
+    with replacing(Path(path), DataError) as file:
         writer = TokenWriter(file, vocab_size, tokenizer_digest)
         yield writer
         writer.finish()

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from atoll.data.compressed import SUFFIXES, read_bytes
 from atoll.data.documents import END_OF_TEXT, Document
-from atoll.data.extras import require
 from atoll.errors import ConfigError, DataError
+from atoll.extras import require
 
 Ids = NDArray[np.unsignedinteger[Any]]
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from atoll.errors import CheckpointError, ConfigError
+from atoll.files import sync_folder
 from atoll.runs.pack import Packed, pack, unpack
 from atoll.tensorfile import read_tensors, write_tensors
 
@@ -126,8 +127,8 @@ class Checkpoints:
             # A folder cannot be renamed onto another. Should we die between the two renames, the replaced one counts again.
             os.rename(target, replaced)
         os.rename(saving, target)
-        _sync(self.folder)
-        _sync(self.folder.parent)
+        sync_folder(self.folder)
+        sync_folder(self.folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, saved: Path) -> None:
@@ -272,7 +273,7 @@ def _write(folder: Path, round: int, parts: Mapping[str, Packed], metadata: Mapp
         json.dump({"blake2b": _hash(_canonical(content)), "content": content}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
+    sync_folder(folder)
 
 
 def _hidden(path: Path, ending: str) -> Path:
@@ -294,16 +295,6 @@ def _hash(text: str) -> str:
 
 def _canonical(content: Any) -> str:
     return json.dumps(content, sort_keys=True)
-
-
-def _sync(folder: Path) -> None:
-    """Make what is in the folder survive a power cut, where the file system can promise that."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free_bytes(folder: Path) -> int:

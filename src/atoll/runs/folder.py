@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import re
-import secrets
 import shlex
 import socket
 import subprocess
@@ -36,6 +35,7 @@ import torch
 
 import atoll
 from atoll.errors import ConfigError
+from atoll.files import replacing
 from atoll.runs.settings import from_json, to_json
 
 
@@ -218,17 +218,8 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         ConfigError: it cannot be written. What was there is untouched.
     """
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
-    try:
-        with _writing(path.parent):
-            with open(unfinished, "x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
+    with replacing(path, ConfigError) as file:
+        file.write(text.encode())
 
 
 @contextmanager

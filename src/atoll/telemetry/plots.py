@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from atoll.errors import AtollError, ConfigError
 from atoll.events import Compared, Evaluated, RoundFinished, RunStarted
-from atoll.telemetry.extras import require
+from atoll.extras import require
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.labels import RunName, distinct_labels
 from atoll.telemetry.units import human_bytes, human_count, human_loss

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from atoll.events import Compared, Evaluated, Event, RoundFinished
-from atoll.telemetry.extras import require
+from atoll.extras import require
 from atoll.telemetry.tally import Tally
 
 

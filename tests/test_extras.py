@@ -15,6 +15,7 @@ from atoll.data.partition import KMeans
 from atoll.data.text import Text
 from atoll.data.tokenizer import train_bpe
 from atoll.errors import ConfigError
+from atoll.extras import require
 
 
 def read_zst(folder: Path) -> None:
@@ -55,3 +56,8 @@ def test_bytes_of_the_standard_library_need_no_extra(monkeypatch: pytest.MonkeyP
     for module in ("zstandard", "datasets", "tokenizers", "sklearn", "sklearn.cluster"):
         monkeypatch.setitem(sys.modules, module, None)
     assert Text(limit_bytes=50_000).open(2, 2, 0).train.num_shards == 2
+
+
+def test_a_missing_library_is_named_with_the_extra_that_brings_it() -> None:
+    with pytest.raises(ConfigError, match=r'figures need no_such_library.*`pip install "atoll\[plot\]"`'):
+        require("no_such_library", extra="plot", purpose="figures")
