@@ -264,7 +264,8 @@ class SimEngine:
         donors = [d for d in self.islands.values() if d.version == self.books.totals.version and d.id != island]
         if not donors:  # the last one that knew has left; its legacy is at hand, but nobody's line carried it
             return None, 0, start_s
-        donor = min(donors, key=lambda d: (d.uplink_free_s, d.id))
+        # A lost message is a delta that was not heard and an answer that did not come; its sender can still serve others, if need be.
+        donor = min(donors, key=lambda d: (not self.cluster.heard(d.id, self.round, self.seed), d.uplink_free_s, d.id))
         num_bytes = tree_bytes(self._shared)
         begin_s = max(start_s, donor.uplink_free_s)
         donor.uplink_free_s = begin_s + transfer_s(num_bytes, self.cluster.line(donor.id), self.cluster.line(island))
