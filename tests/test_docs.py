@@ -1,0 +1,285 @@
+"""The pages are true: code runs, command lines are understood, tables are complete, links lead somewhere."""
+
+import dataclasses
+import importlib
+import inspect
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import atoll
+from atoll import recipes
+from atoll.algorithms.diloco import DiLoCo
+from atoll.cli import main as cli
+from atoll.cli import verbs
+from atoll.data.text import Text
+from atoll.events import Event, RoundFinished
+from atoll.runs.run import candidates
+from atoll.runs.settings import override
+from atoll.telemetry.summary import Summary
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
+SMALL = [
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.head_size=8",
+    "data.limit_bytes=60000",
+    "data.seq_len=16",
+    "data.eval_batches=2",
+    "train.batch_size=4",
+    "train.steps=9",
+    "train.warm_start_steps=2",
+    "optimizer.lr.warmup=2",
+    "keep.evaluate_every=3",
+    "keep.save_every=3",
+]
+
+
+def blocks(page, language):
+    """The fenced blocks of a page in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def shell_lines(page):
+    return [line for block in blocks(page, "sh") for line in block.splitlines() if line and not line.startswith("#")]
+
+
+def first_column(page, heading):
+    """The names in backquotes in the first column of the table whose first heading is this."""
+    rows = re.search(rf"^\| {heading} \|.*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), flags=re.MULTILINE)[1]
+    return [name for row in rows.splitlines() for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+
+
+def small(run, *more):
+    return override(run, [*SMALL, *more], candidates)
+
+
+# ------------------------------------------------------------------------------------------------------------ command lines
+
+
+@pytest.fixture
+def understood(monkeypatch, capsys):
+    """Lets the command line read a line and stops at the verb: gives the verb's name and what it would have been called with."""
+    calls = []
+
+    def stand_in(name):
+        signature = inspect.signature(getattr(verbs, name))
+        return lambda *given, **named: calls.append((name, signature.bind(*given, **named).arguments))
+
+    for name in ("list_recipes", "show_recipe", "carry_out", "compare_runs", "report_run", "generate_text", "prepare_data"):
+        monkeypatch.setattr(verbs, name, stand_in(name))
+
+    def read(words):
+        monkeypatch.setattr(sys, "argv", list(words))
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code, f"{shlex.join(words)}: {capsys.readouterr().err}"
+        return calls.pop()
+
+    return read
+
+
+def check_values(verb, given):
+    """What a verb looks at first, without doing it: that recipes exist, and that settings fit them and one another."""
+    if verb == "prepare_data":
+        Text(corpus=given["corpus"], tokenizer=given["tokenizer"], validation_fraction=given["validation_fraction"])
+    names = [given["name"]] if given.get("name") else []
+    if verb == "compare_runs":
+        names = [name for name in given["what"] if "/" not in name]  # the others are folders
+    for name in names:
+        assert verbs._run_of(name, given["settings"], given["seed"]).resolved
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_line_of_a_page_is_understood(page, understood):
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for line in shell_lines(page):
+        words = shlex.split(line, comments=True)
+        program = Path(words[0]).name
+        if program == "atoll":
+            check_values(*understood(words))
+        elif program == "make":
+            assert set(words[1:]) <= {*targets} | {word for word in words if "=" in word}, line
+        else:
+            assert program in {"python", "pip", "git", "cd"}, f"{page.name}: nobody checks {line!r}"
+
+
+# ---------------------------------------------------------------------------------------------------- adding an algorithm
+
+ADDING = DOCS / "adding_an_algorithm.md"
+NAMED = re.compile(r"# (\w+\.py)(, continued)?\n")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The page's files in a folder from which they can be imported."""
+    folder, files = tmp_path_factory.mktemp("page"), {}
+    for block in blocks(ADDING, "python"):
+        name, continued = NAMED.match(block).groups()
+        assert bool(continued) == (name in files), f"{name} begins twice, or is continued before it begins"
+        files[name] = files.get(name, "") + NAMED.sub("\n", block, count=1)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield [name.removesuffix(".py") for name in files]
+        for name in files:
+            sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def test_the_pages_own_tests_pass(written):
+    passed = []
+    for name in (name for name in written if name.startswith("test_")):
+        for test in (value for key, value in vars(importlib.import_module(name)).items() if key.startswith("test_")):
+            test()
+            passed.append(test.__name__)
+    assert {"test_easgd_keeps_its_promises", "test_qhm_keeps_its_promises"} <= set(passed)
+
+
+@pytest.mark.parametrize("name", ["easgd", "qhm"])
+def test_a_module_of_the_page_opens_with_its_algorithm_and_the_papers_symbols(written, name):
+    docstring = importlib.import_module(name).__doc__
+    assert "arXiv" in docstring
+    assert re.search(r"^ *paper .*\n *here ", docstring, flags=re.MULTILINE)
+
+
+class StopsAfter:
+    """A sink that interrupts a run when so many rounds are over."""
+
+    def __init__(self, rounds):
+        self.rounds = rounds
+
+    def emit(self, event):
+        if isinstance(event, RoundFinished) and event.round == self.rounds:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def python(monkeypatch):
+    """Carries out a line `python -c CODE ARGUMENTS` of the page in this process."""
+
+    def run(line):
+        _, option, code, *arguments = shlex.split(line)
+        assert option == "-c"
+        monkeypatch.setattr(sys, "argv", ["-c", *arguments])
+        exec(compile(code, "-c", "exec"), {"__name__": "__main__"})
+
+    return run
+
+
+def test_the_pages_run_can_be_interrupted_resumed_and_read_as_the_page_says(written, tmp_path, monkeypatch, capsys, python):
+    monkeypatch.chdir(tmp_path)
+    run = small(importlib.import_module("run_easgd").demo_easgd(), "algorithm.period=3")
+    straight = atoll.run(run, out="straight")
+    with pytest.raises(KeyboardInterrupt):
+        atoll.run(run, out="runs/easgd", sinks=[StopsAfter(2)])
+    monkeypatch.delitem(sys.modules, "easgd")
+
+    monkeypatch.setattr(sys, "argv", ["atoll", "run", "--resume", "runs/easgd"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert re.search(r"easgd\.EASGD.*import the module", capsys.readouterr().err)
+
+    resume, generate = (line for line in shell_lines(ADDING) if line.startswith("python -c"))
+    python(resume)
+    for name in ("events.jsonl", "final.safetensors"):
+        assert Path("runs/easgd", name).read_bytes() == (straight.folder / name).read_bytes()
+
+    with pytest.raises(SystemExit):
+        python(generate)
+    assert capsys.readouterr().out.startswith("def ")
+
+    sys.modules.pop("easgd")
+    monkeypatch.setattr(sys, "argv", ["atoll", "report", "runs/easgd", "--json"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert '"algorithm": "EASGD"' in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------------------- other pages
+
+
+@pytest.fixture
+def executed(tmp_path, monkeypatch, capsys):
+    """Executes a page's Python with a smaller demo in the place of the demo; gives the names it leaves and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    demo = small(recipes.demo_diloco(), "algorithm.inner_steps=3", "keep.tensorboard=true")
+    monkeypatch.setattr(recipes, "demo_diloco", lambda: demo)
+
+    def execute(page):
+        names = {}
+        for block in blocks(page, "python"):
+            exec(compile(block, page.name, "exec"), names)
+        return names, capsys.readouterr().out
+
+    return execute
+
+
+def test_the_python_of_the_readme_runs(executed):
+    names, out = executed(ROOT / "README.md")
+    assert str(names["result"].val_loss) in out
+
+
+def test_the_page_about_runs_reads_curves_and_lists_every_file_of_a_folder(executed):
+    names, out = executed(DOCS / "runs.md")
+    result = names["result"]
+    assert out.split() == [str(result.val_loss), str(result.folder)]
+    assert names["curve"](result.folder)[-1] == (9, result.val_loss)
+    listed = {name.removesuffix("/") for name in first_column(DOCS / "runs.md", "file")}
+    assert {path.name for path in result.folder.iterdir()} <= listed
+
+
+def test_the_page_about_runs_has_every_key_of_the_summary_in_order():
+    assert first_column(DOCS / "runs.md", "key") == [field.name for field in dataclasses.fields(Summary)]
+
+
+def test_the_page_about_runs_has_every_event_of_a_log():
+    recorded = {kind.__name__ for kind in Event.__subclasses__() if kind.recorded}
+    assert set(first_column(DOCS / "runs.md", "event")) == recorded
+
+
+def test_the_page_about_diloco_has_every_setting():
+    assert first_column(DOCS / "diloco.md", "field") == [field.name for field in dataclasses.fields(DiLoCo)]
+
+
+def test_every_test_that_a_page_names_exists():
+    tests = "\n".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
+    for page in PAGES:
+        for name in re.findall(r"`(test_\w+)`", page.read_text()):
+            assert f"def {name}(" in tests, f"{page.name} names {name}"
+
+
+def test_the_page_about_diloco_has_one_place_for_measurements():
+    assert re.findall(r"<!-- ablations:(\w+) -->", (DOCS / "diloco.md").read_text()) == ["begin", "end"]
+
+
+# ------------------------------------------------------------------------------------------------------------------- links
+
+
+def anchors(page):
+    """What a link may point to within a page: its headings, as they are usually rendered."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(found), f"{page.name} links to {target}"
+
+
+def test_the_changelog_speaks_of_this_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)

@@ -1,0 +1,69 @@
+"""The examples run as they are, and show what they say they show."""
+
+import ast
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+FILES = sorted(EXAMPLES.glob("*.py"))
+
+
+@pytest.fixture
+def shown(tmp_path, monkeypatch, capsys):
+    """Runs an example as a script in an empty folder; gives what it printed."""
+
+    def run(name):
+        path = EXAMPLES / f"{name}.py"
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(path)])
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_quickstart_trains_and_leaves_a_folder(shown, tmp_path):
+    out = shown("quickstart")
+    loss = float(re.search(r"validation loss ([\d.]+) after [\d,]+ tokens on 4 islands", out)[1])
+    assert loss < 5.0  # bytes at random are at 5.5
+    folder = re.search(r"is in (runs/\S+)", out)[1]
+    assert (tmp_path / folder / "final.safetensors").exists()
+
+
+def test_own_module_learns_together_what_one_island_cannot_know(shown):
+    alone, together = (int(percent) for percent in re.findall(r"(\d+)% of held-out points right", shown("own_module")))
+    assert alone < 75
+    assert together > 90
+
+
+def test_link_speeds_shows_ddp_gaining_from_every_faster_line_and_diloco_ahead_on_all(shown):
+    rows = [(float(ddp), float(diloco)) for ddp, diloco in re.findall(r"\d+ +([\d.]+) s +([\d.]+) s", shown("link_speeds"))]
+    assert len(rows) == 3
+    assert [row[0] for row in rows] == sorted((row[0] for row in rows), reverse=True)
+    assert all(diloco < ddp for ddp, diloco in rows)
+
+
+def test_by_hand_drives_three_rounds_and_finds_slowmo_equal_to_outer_momentum(shown):
+    out = shown("by_hand")
+    assert "round 0: SlowMo at [-0.5, -0.3" in out
+    assert len(out.splitlines()) == 3
+
+
+def test_come_and_go_tells_of_leaving_joining_losing_and_catching_up(shown):
+    out = shown("come_and_go")
+    for said in ("round 2: island 1 leaves", "round 4: island 1 joins", "round 4: island 3 joins", "not heard", "catches up"):
+        assert said in out
+    took, held = (int(number.replace(",", "")) for number in re.search(r"took (\d+) steps; .* hold ([\d,]+) tokens", out).groups())
+    assert held <= took * 8 * 32
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_an_example_is_short_says_what_it_is_and_is_tested(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 60
+    assert ast.get_docstring(ast.parse(text))
+    assert f'shown("{path.stem}")' in Path(__file__).read_text(), "every example has a test of what it shows"
