@@ -113,7 +113,9 @@ def test_text_that_cannot_be_written_leaves_what_was_there(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(ConfigError, match=r"could not write .*: File too large\. What was there before is untouched\. Make room"):
+        with pytest.raises(
+            ConfigError, match=r"could not write .*: File too large\. What was there before is untouched\. Make room"
+        ):
             write_text(path, "new" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

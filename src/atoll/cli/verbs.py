@@ -95,14 +95,15 @@ def compare_runs(
     ]
     together = comparing.comparison(folders)
     root.mkdir(parents=True, exist_ok=True)
-    plot = plot_comparison(folders, root / "comparison.png")
     if as_json:
-        print(json.dumps({**together.to_dict(), "plot": str(plot)}))
+        print(json.dumps({**together.to_dict(), "plot": str(plot_comparison(folders, root / "comparison.png"))}))
     elif as_markdown:
         print(comparing.markdown(together))
     else:
+        # The table first: without the library that draws, the runs are not lost.
         rich.print(comparing.table(together))
-        print(f"\n{comparing.sentence(together)}\nplot: {plot}")
+        print(f"\n{comparing.sentence(together)}")
+        print(f"plot: {plot_comparison(folders, root / 'comparison.png')}")
 
 
 def report_run(folder: Path, *, as_json: bool) -> None:

@@ -25,6 +25,17 @@ InnerRule = AdamW | Adam | SGD | Momentum | Nesterov
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """So many torch threads in this thread, for a while: sums depend on their number in the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Trained(NamedTuple):
     """What some steps brought: the loss of each, and the tokens read in all."""
 

@@ -17,7 +17,7 @@ from atoll.data.stream import TokenBatches
 from atoll.data.text import LoadedText, TextData
 from atoll.data.tokenizer import Tokenizer
 from atoll.engines.flat import weights_of
-from atoll.engines.local import Evaluator, LocalReplica, Loss
+from atoll.engines.local import Evaluator, LocalReplica, Loss, torch_threads
 from atoll.engines.sim.engine import SimEngine
 from atoll.errors import ConfigError
 from atoll.models.gpt import GPT, Decoder
@@ -91,7 +91,7 @@ def _features(run: Run, module: Decoder, params: Tree) -> Features:
     weights_of(module.to(device)).load(params)
 
     def features(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        with torch.no_grad():
+        with torch.no_grad(), torch_threads(run.cluster.threads_per_island):
             hidden = module.features(torch.as_tensor(tokens, device=device))
         return cast(NDArray[np.float32], hidden.mean(dim=1).float().cpu().numpy())
 
@@ -126,17 +126,13 @@ def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float
     replica = replica_of(plain, workload, loss_of(run, workload), island=-1)
     losses: list[float] = []
     tokens = 0
-    threads = torch.get_num_threads()
-    torch.set_num_threads(run.cluster.threads_per_island)
-    try:
+    with torch_threads(run.cluster.threads_per_island):
         for start in range(0, steps, _STRETCH):
             count = min(_STRETCH, steps - start)
             trained = replica.train(count, Work(shard=0, start=start, schedule=start, examples=0))
             losses += trained.losses
             tokens += trained.tokens
             progress(start + count, steps, losses[-1])
-    finally:
-        torch.set_num_threads(threads)
     return WarmStart(replica.params(), tokens, fmean(losses[-max(1, steps // 10) :]))
 
 

@@ -4,7 +4,7 @@
       00000012/                the round after which it was saved
         meta.json              format, round, sizes and digests of the files, and what the caller wants to know on resume
         shared.safetensors     one file per part; its structure is in the file's own metadata
-        island0.safetensors
+        island-0.safetensors
 
 A checkpoint is written into a hidden folder, put on the disk, and then renamed: under its own name it is complete. Older ones are
 removed only when the new one stands, so a kill, a power cut or a full disk at any moment leaves the last one. What is damaged later

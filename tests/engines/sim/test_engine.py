@@ -1,5 +1,6 @@
 """The simulator: honest time, honest bytes, and the same log every time."""
 
+import copy
 import itertools
 import math
 from dataclasses import dataclass
@@ -217,3 +218,18 @@ def test_any_module_with_a_loss_can_be_trained_also_with_dropout_and_mixed_dtype
     done = simulate(DiLoCo(inner_steps=5), steps=100, workload=workload, inner=AdamW(lr=0.01))
     assert done.finished.val_loss < 0.7 * done.events[0].metrics["loss"]
     assert done.params.layout == Tree.of(workload.module()).layout
+
+
+def test_a_resumed_run_chooses_the_same_donors():
+    """Two islands come back one after the other; lines differ, so another donor would be another virtual time."""
+    away = (Away(island=0, start=1, stop=2), Away(island=1, start=1, stop=3))
+    cluster = Cluster(islands=3, away=away, links=(Link(latency_s=1.0), Link(), Link()))
+    saved = []
+    whole, sink = simulator(DiLoCo(inner_steps=2), steps=10, cluster=cluster, save=lambda e: saved.append(copy.deepcopy(e.parts())))
+    whole.run()
+    for parts in saved[:-1]:
+        again, later = simulator(DiLoCo(inner_steps=2), steps=10, cluster=cluster)
+        again.restore(lambda part, like, parts=parts: copy.deepcopy(parts[part]))
+        again.run()
+        assert again.virtual_time_s == whole.virtual_time_s
+        assert later.lines() == sink.lines()[-len(later.lines()) :]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from atoll.engines.local import LocalReplica, Trained
+from atoll.engines.local import LocalReplica, Trained, torch_threads
 from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.network import transfer_s
@@ -111,20 +111,16 @@ class SimEngine:
 
     def run(self, warm_start_tokens: int = 0) -> RunFinished:
         """All rounds that remain, with one CPU thread setting throughout: reductions depend on it in the last bits."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self.cluster.threads_per_island)
-        try:
-            with _Pool(self._workers(), self.cluster.threads_per_island) as self._pool:
-                if not self.books.totals.metrics:
-                    self._judge()
-                while self.round < self.rounds:
-                    self._play_round()
-                    self._close_round()
-            finished = self.books.finished(self.virtual_time_s, warm_start_tokens, self.params.digest())
-            self._sink.emit(finished)
-            return finished
-        finally:
-            torch.set_num_threads(threads)
+        threads = self.cluster.threads_per_island
+        with torch_threads(threads), _Pool(self._workers(), threads) as self._pool:
+            if not self.books.totals.metrics:
+                self._judge()
+            while self.round < self.rounds:
+                self._play_round()
+                self._close_round()
+        finished = self.books.finished(self.virtual_time_s, warm_start_tokens, self.params.digest())
+        self._sink.emit(finished)
+        return finished
 
     @property
     def params(self) -> Tree:
@@ -158,7 +154,6 @@ class SimEngine:
         loop = Loop()
         tasks: list[Task] = []
         for rank, island in enumerate(present):
-            island.uplink_free_s = island.clock_s
             coroutine = self.algorithm.round(island.state, SimReplica(self, island.id, island.replica), SimPeers(self, room, rank))
             tasks.append(loop.spawn(f"island {island.id}", coroutine, island.clock_s))
         if loop.run():
@@ -264,7 +259,7 @@ class SimEngine:
         donors = [d for d in self.islands.values() if d.version == self.books.totals.version and d.id != island]
         if not donors:  # the last one that knew has left; its legacy is at hand, but nobody's line carried it
             return None, 0, start_s
-        # A lost message is a delta that was not heard and an answer that did not come; its sender can still serve others, if need be.
+        # Lost is a delta that was not heard and an answer that did not come; its sender can still serve others, if need be.
         donor = min(donors, key=lambda d: (not self.cluster.heard(d.id, self.round, self.seed), d.uplink_free_s, d.id))
         num_bytes = tree_bytes(self._shared)
         begin_s = max(start_s, donor.uplink_free_s)
@@ -284,6 +279,8 @@ class SimEngine:
     def _let_come_and_go(self) -> None:
         present = self.cluster.present(self.round, self.rounds)
         now_s = self.virtual_time_s
+        for island in self.islands.values():
+            island.uplink_free_s = island.clock_s  # what it sent in the last round is through
         if present != list(self.islands) and fields_owned(next(iter(self.islands.values())).state, Owner.SHARDED):
             raise ConfigError(
                 f"{type(self.algorithm).__name__} keeps sharded state, which the simulator does not cut anew when islands come "
