@@ -1,0 +1,145 @@
+"""Runs as cells of a record: a row is a recipe with settings, a cell is a row with a seed.
+
+Cells are known by what they do, not by how it was asked for: two rows that come to the same Run share their cells.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from atoll import recipes
+from atoll.errors import TrainingDiverged
+from atoll.events import Event, Progress, RoundFinished
+from atoll.runs import execute
+from atoll.runs.execute import Cache
+from atoll.runs.run import Run, candidates
+from atoll.runs.settings import override, to_json
+from progress import Watch
+from record import Record
+from spread import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A recipe with some settings changed, as `atoll run RECIPE --set ...` would.
+
+    Attributes:
+        recipe: its name.
+        base: settings that it shares with other rows.
+        settings: settings that make it what it is.
+        name: what it is called while it runs; by default its settings.
+    """
+
+    recipe: str
+    base: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    name: str = ""
+
+    def run(self, seed: int) -> Run:
+        """The Run, with nothing left open."""
+        return replace(override(recipes.recipe(self.recipe), [*self.base, *self.settings], candidates), seed=seed).resolved
+
+    @property
+    def command(self) -> str:
+        """How anybody runs it; add `--seed`."""
+        return shlex.join(
+            ["atoll", "run", self.recipe, *(part for each in (*self.base, *self.settings) for part in ("--set", each))]
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a row: the summaries of the seeds that ended well, and of the others what went wrong."""
+
+    row: Row
+    summaries: tuple[dict[str, Any], ...]
+    errors: tuple[str, ...] = ()
+
+    @property
+    def loss(self) -> Sample | None:
+        """Validation loss over seeds; None if any of them diverged, since the mean of the others would flatter the row."""
+        return None if self.errors or not self.summaries else Sample(tuple(summary["val_loss"] for summary in self.summaries))
+
+    def mean(self, figure: str) -> float | None:
+        """The mean of a figure over the seeds that have it."""
+        values = [summary[figure] for summary in self.summaries if summary[figure] is not None]
+        return fmean(values) if values else None
+
+    @property
+    def tokens(self) -> float | None:
+        """Trained on in all, the warm start included."""
+        tokens, warm = self.mean("tokens"), self.mean("warm_start_tokens")
+        return None if tokens is None or warm is None else tokens + warm
+
+
+def key_of(run: Run) -> str:
+    """A name for a Run that changes when anything in it does."""
+    return blake2b(json.dumps(to_json(run), sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def carry_out(rows: Sequence[Row], seeds: Sequence[int], record: Record, title: str, *, quiet: bool = False) -> dict[Row, Outcome]:
+    """Runs what the record does not hold yet. Every row is looked at before anything runs."""
+    runs = {(row, seed): row.run(seed) for seed in seeds for row in rows}
+    missing: dict[str, tuple[Row, int]] = {}
+    for at, run in runs.items():
+        if record.get(key_of(run)) is None:
+            missing.setdefault(key_of(run), at)
+    cache = Cache()
+    with Watch(title, len(missing), quiet=quiet) as watch:
+        if len(missing) < len(runs):
+            watch.say(f"{len(missing)} cells to run; the record has the others, or rows share them")
+        for key, (row, seed) in missing.items():
+            name = f"{row.name or ' '.join([row.recipe, *row.settings])}, seed {seed}"
+            watch.begin(name)
+            cell = _cell(runs[row, seed], cache, watch)
+            record.add(key, {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **cell})
+            watch.end(f"{name}: {_in_words(cell)}")
+    return {row: _outcome(row, [record.get(key_of(runs[row, seed])) for seed in seeds]) for row in rows}
+
+
+def _cell(run: Run, cache: Cache, watch: Watch) -> dict[str, Any]:
+    """Weights and checkpoints of a cell are of no use later: its folder goes when it is done."""
+    with TemporaryDirectory(prefix="atoll-benchmark-") as folder:
+        try:
+            result = execute.run(run, out=Path(folder) / "run", sinks=[_Steps(watch, run.train.steps)], cache=cache)
+        except TrainingDiverged as error:
+            return {"error": str(error)}
+        summary = result.summary.to_dict()
+    del summary["run_dir"]
+    if not math.isfinite(result.summary.val_loss):
+        return {"error": f"the validation loss is {result.summary.val_loss}"}
+    return {"summary": summary}
+
+
+def _outcome(row: Row, cells: Sequence[dict[str, Any] | None]) -> Outcome:
+    found = [cell for cell in cells if cell is not None]
+    summaries = tuple(cell["summary"] for cell in found if "summary" in cell)
+    return Outcome(row, summaries, tuple(cell["error"] for cell in found if "error" in cell))
+
+
+def _in_words(cell: dict[str, Any]) -> str:
+    if "error" in cell:
+        return f"diverged ({cell['error'].split('. ')[0]})"
+    return f"loss {cell['summary']['val_loss']:.4f} in {cell['summary']['wall_time_s']:.1f} s"
+
+
+class _Steps:
+    """Tells a Watch how far a run is."""
+
+    def __init__(self, watch: Watch, steps: int) -> None:
+        self._watch, self._steps = watch, steps
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, RoundFinished):
+            self._watch.advance(event.steps / self._steps, f"step {event.steps} of {self._steps}, loss {event.loss:.3f}")
+        elif isinstance(event, Progress) and event.phase.startswith("warm"):
+            self._watch.advance(0.0, f"warm start, step {event.done} of {event.total}")

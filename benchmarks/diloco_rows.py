@@ -1,0 +1,265 @@
+"""The rows of DiLoCo's ablations: which settings are tried, on what, and against what.
+
+One small workload on equal islands. Every row is `atoll run RECIPE` with the settings of `Plan.base` and a few of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cells import Row
+
+DEFAULT = "default"
+DILOCO, DDP = "demo-diloco", "demo-ddp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The workload, and the values that rows run through.
+
+    Attributes:
+        steps: inner steps per island after the warm start; a multiple of `lengths`, and of a round per island, so that pools of
+            islands come out even.
+        warm_start: steps of plain training before that; rows that change it keep the sum.
+        inner_steps: between two agreements.
+        islands: how many there are; the baselines get that many times the batch or the updates.
+        lengths: of rounds, in inner steps.
+        counts: of islands.
+        warm_starts: in steps.
+        small: sizes of a smaller decoder.
+        model: sizes of the decoder of all other rows.
+        large: sizes of a larger one.
+        data: sizes of the text.
+        batch_size: sequences per step and island.
+        warmup: steps until the learning rate is at its peak.
+        more: settings that are put behind those of the base.
+    """
+
+    steps: int = 400
+    warm_start: int = 140
+    inner_steps: int = 20
+    islands: int = 4
+    lengths: tuple[int, ...] = (5, 10, 20, 50, 100)
+    counts: tuple[int, ...] = (1, 2, 4, 8)
+    warm_starts: tuple[int, ...] = (0, 140, 260)
+    small: str = "layers=1,width=32,heads=2,head_size=16"
+    model: str = "layers=2,width=32,heads=2,head_size=16"
+    large: str = "layers=2,width=64,heads=4,head_size=16"
+    data: str = "seq_len=32,limit_bytes=1000000,eval_batches=64"
+    batch_size: int = 8
+    warmup: int = 20
+    more: tuple[str, ...] = ()
+
+    def base(self, recipe: str) -> tuple[str, ...]:
+        """Everything that decides a figure, so that the rows mean the same whatever becomes of the recipes."""
+        algorithm = f"DiLoCo(inner_steps={self.inner_steps},outer=Nesterov(lr=0.9,momentum=0.7))" if recipe == DILOCO else "DDP()"
+        return (
+            f"model=GPT({self.model})",
+            f"data=Text(corpus=stdlib,tokenizer=bytes,{self.data})",
+            f"algorithm={algorithm}",
+            f"optimizer=AdamW(lr=Cosine(lr=0.006,warmup={self.warmup},floor=0.0006),betas=[0.9,0.95],weight_decay=0.1)",
+            f"train=Train(steps={self.steps},batch_size={self.batch_size},warm_start_steps={self.warm_start})",
+            f"cluster=Cluster(islands={self.islands},step_time_s=[0.1],link=Link(latency_s=0.03,bandwidth_mbit_per_s=100))",
+            "keep=Keep(evaluate_every=1000000,save_every=1000000)",
+            *self.more,
+        )
+
+    def row(self, name: str, *settings: str, recipe: str = DILOCO) -> Row:
+        return Row(recipe=recipe, base=self.base(recipe), settings=settings, name=name)
+
+
+QUICK = Plan(
+    steps=8,
+    warm_start=4,
+    inner_steps=2,
+    lengths=(1, 2, 4),
+    counts=(1, 2, 4),
+    warm_starts=(0, 4, 6),
+    small="layers=1,width=8,heads=1,head_size=8",
+    model="layers=1,width=16,heads=2,head_size=8",
+    large="layers=1,width=24,heads=3,head_size=8",
+    data="seq_len=16,limit_bytes=100000,eval_batches=2",
+    batch_size=2,
+    warmup=2,
+)
+"""To see whether everything works, in less than a minute; the figures say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """One ablation.
+
+    Attributes:
+        name: what `--only` calls it.
+        title: of its table.
+        note: what to know when reading it.
+        rows: by label; a label means the same row in every group.
+        against: the label of the row that each is compared with; those not named here are compared with the default.
+    """
+
+    name: str
+    title: str
+    note: str
+    rows: Mapping[str, Row]
+    against: Mapping[str, str] = field(default_factory=dict)
+
+
+def groups(plan: Plan) -> list[Group]:
+    """All ablations."""
+    parts = (_lengths, _counts, _partitions, _outer_rules, _drops, _pools, _pruning, _warm_starts, _alone, _sizes, _baselines)
+    return [part(plan) for part in parts]
+
+
+def default_row(plan: Plan) -> Row:
+    """What the others are compared with."""
+    return plan.row(DEFAULT)
+
+
+def _lengths(plan: Plan) -> Group:
+    return Group(
+        name="H",
+        title="Steps between two agreements (H)",
+        note="The same steps and tokens; fewer bytes from row to row.",
+        rows={f"H={steps}": plan.row(f"H={steps}", f"algorithm.inner_steps={steps}") for steps in plan.lengths},
+    )
+
+
+def _counts(plan: Plan) -> Group:
+    return Group(
+        name="k",
+        title="Islands (k)",
+        note="The same steps per island, so tokens grow with k.",
+        rows={f"k={count}": plan.row(f"k={count}", f"cluster.islands={count}") for count in plan.counts},
+    )
+
+
+def _partitions(plan: Plan) -> Group:
+    partitions = {"domains": "ByDomain()", "k-means": "KMeans(fit_examples=2000)", "Dirichlet": "Dirichlet(alpha=0.3)"}
+    rows = {"IID": plan.row("IID", "data.partition=IID()")}
+    for name, partition in partitions.items():
+        for weighting in ("uniform", "examples"):
+            label = f"{name}, {weighting}"
+            rows[label] = plan.row(label, f"data.partition={partition}", f"algorithm.weighting={weighting}")
+    return Group(
+        name="partition",
+        title="Shards that are alike and shards that differ",
+        note="Deltas weigh the same, or as the number of examples in their shard. Random shards (IID) are of one size, so "
+        "that both come to the same.",
+        rows=rows,
+    )
+
+
+def _outer_rules(plan: Plan) -> Group:
+    rules = {
+        "SGD 1.0": "SGD(lr=1.0)",
+        "SGD 0.7": "SGD(lr=0.7)",
+        "Momentum 0.3, 0.9": "Momentum(lr=0.3,momentum=0.9)",
+        "Momentum 0.6, 0.7": "Momentum(lr=0.6,momentum=0.7)",
+        "Nesterov 0.7, 0.9": "Nesterov(lr=0.7,momentum=0.9)",
+        "Nesterov 0.9, 0.7": "Nesterov(lr=0.9,momentum=0.7)",
+        "Adam 0.3": "Adam(lr=0.3,betas=[0.9,0.95],eps=0.1)",
+    }
+    return Group(
+        name="outer",
+        title="The outer rule",
+        note="Learning rate, then momentum. SGD with a rate of 1 is Federated Averaging. The paper takes Nesterov with 0.7 "
+        "and 0.9 for its 128 rounds; in few rounds a momentum of 0.9 is still building up when the run ends.",
+        rows={name: plan.row(name, f"algorithm.outer={rule}") for name, rule in rules.items()},
+    )
+
+
+def _drops(plan: Plan) -> Group:
+    rows = {f"drop {p}": plan.row(f"drop {p}", f"cluster.drop_probability={p}") for p in (0, 0.1, 0.3, 0.5)}
+    rows["drop 0.5, agreed"] = plan.row("drop 0.5, agreed", "cluster.drop_probability=0.5", "algorithm.missed=agreed")
+    return Group(
+        name="drop",
+        title="Deltas that get lost",
+        note="Each island's delta is lost with this probability, each round anew, and the island goes on from its own weights. Its "
+        "next delta counts from the global weights, which it is sent first, or from those it last agreed on. Tokens are those "
+        "whose updates arrived in the end.",
+        rows=rows,
+    )
+
+
+def _pools(plan: Plan) -> Group:
+    pools = {"1 all along": "[1]", "all along": "constant"}
+    pools |= {name.replace("_", " "): name for name in ("doubling", "halving", "ramp_up", "ramp_down")}
+    return Group(
+        name="pool",
+        title="Islands that come and go",
+        note="Tokens follow the number of islands. Doubling and halving train on the same tokens, and so do both ramps.",
+        rows={f"pool: {name}": plan.row(f"pool: {name}", f"cluster.pool={pool}") for name, pool in pools.items()},
+    )
+
+
+def _pruning(plan: Plan) -> Group:
+    return Group(
+        name="pruning",
+        title="Pruned deltas",
+        note="Neuron by neuron, values against the prevailing sign first. Bytes are counted as if nothing were pruned.",
+        rows={f"pruned {p}": plan.row(f"pruned {p}", f"algorithm.pruned={p}") for p in (0, 0.25, 0.5, 0.75)},
+    )
+
+
+def _warm_starts(plan: Plan) -> Group:
+    total = plan.steps + plan.warm_start
+    return Group(
+        name="warm",
+        title="Length of the warm start",
+        note=f"{total} steps in all: one island during the warm start and all of them after it, so tokens shrink as it grows.",
+        rows={
+            f"warm {steps}": plan.row(f"warm {steps}", f"train.warm_start_steps={steps}", f"train.steps={total - steps}")
+            for steps in plan.warm_starts
+        },
+    )
+
+
+def _alone(plan: Plan) -> Group:
+    return Group(
+        name="alone",
+        title="One island, with and without an outer step",
+        note="No network and the same tokens: all that differs is the outer step on the island's own delta.",
+        rows={"k=1": plan.row("k=1", "cluster.islands=1"), "one worker": _one_worker(plan)},
+        against={"k=1": "one worker"},
+    )
+
+
+def _sizes(plan: Plan) -> Group:
+    rows, against = {}, {}
+    for name, model in (("small", plan.small), ("medium", plan.model), ("large", plan.large)):
+        alone, together = f"{name}, one worker", f"{name}, DiLoCo"
+        rows[alone] = _one_worker(plan, f"model=GPT({model})")
+        rows[together] = plan.row(together, f"model=GPT({model})")
+        against[together] = alone
+    return Group(
+        name="size",
+        title="Model size",
+        note="Each size is compared with one worker of that size, which trains on fewer tokens.",
+        rows=rows,
+        against=against,
+    )
+
+
+def _baselines(plan: Plan) -> Group:
+    times = plan.islands
+    return Group(
+        name="baselines",
+        title="Baselines",
+        note=f"After the warm start one worker has 1/{times} of the tokens. The others have all of them: in a larger batch on one "
+        f"worker, in more updates on one worker, or spread over islands that talk every step (DDP).",
+        rows={
+            DEFAULT: default_row(plan),
+            "one worker": _one_worker(plan),
+            f"{times}x batch": plan.row(f"{times}x batch", "cluster.islands=1", f"algorithm.accumulation={times}", recipe=DDP),
+            f"{times}x updates": plan.row(
+                f"{times}x updates", "cluster.islands=1", f"train.steps={times * plan.steps}", recipe=DDP
+            ),
+            "DDP": plan.row("DDP", recipe=DDP),
+        },
+    )
+
+
+def _one_worker(plan: Plan, *settings: str) -> Row:
+    """Plain training: data-parallel training with nobody else."""
+    return plan.row("one worker", *settings, "cluster.islands=1", recipe=DDP)

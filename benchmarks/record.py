@@ -1,0 +1,174 @@
+"""Records: what a benchmark found, and all that is needed to doubt it.
+
+    records/<date>_<name>/
+        README.md     what was claimed and what came out, the command, the tables
+        source.txt    versions, commit, machine and command, with a block for each process that worked on it
+        cells.jsonl   one line per finished cell
+        plot.png      where there is something to see
+
+A cell is one measurement that takes a while. A cell whose line is there is not made again, so that a benchmark which was stopped
+goes on where it was when the same command is given again on the same day, or with `--record` on another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import AtollError, ConfigError
+from atoll.runs.folder import source, write_text
+
+RECORDS = Path(__file__).resolve().parent / "records"
+
+
+class Record:
+    """A record's folder. It is made if it is not there yet.
+
+    Args:
+        path: the folder.
+        command: how the benchmark was called; this process's own arguments if None.
+    """
+
+    def __init__(self, path: Path, command: Sequence[str] | None = None) -> None:
+        self.path = path
+        self.command = shlex.join(command or _command())
+        path.mkdir(parents=True, exist_ok=True)
+        self._cells = _read(path / "cells.jsonl")
+        self._note_source()
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "plot.png"
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The cell of this key, if it is finished."""
+        return self._cells.get(key)
+
+    def add(self, key: str, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes down a finished cell, so that it survives whatever happens next."""
+        line = json.dumps({"key": key, **cell}, allow_nan=False)
+        with (self.path / "cells.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._cells[key] = json.loads(line)
+        return self._cells[key]
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        """The cell of this key, which is finished."""
+        return self._cells[key]
+
+    def write(self, title: str, sections: Sequence[str]) -> Path:
+        """The record's README.md: title, sections, and how to make it again. Replaces what was there."""
+        again = f"## Again\n\n```\n{self.command}\n```\n\nCells are in `cells.jsonl`, versions and machine in `source.txt`."
+        readme = self.path / "README.md"
+        write_text(readme, "\n\n".join([f"# {title}", *sections, again]) + "\n")
+        return readme
+
+    def _note_source(self) -> None:
+        lines = {"started": datetime.now().astimezone().isoformat(timespec="seconds"), "command": self.command, **source()}
+        with (self.path / "source.txt").open("a", encoding="utf-8") as file:
+            file.write("".join(f"{name}: {value}\n" for name, value in lines.items()) + "\n")
+
+
+def script(main: Callable[[], None]) -> None:
+    """Runs a benchmark as a command: an error that a person can mend is one message and exit code 2."""
+    try:
+        main()
+    except AtollError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; give the same command again to go on", file=sys.stderr)
+        sys.exit(130)
+
+
+def default_path(name: str, today: date | None = None) -> Path:
+    """Where a benchmark's record goes if nothing else is said.
+
+    >>> default_path("demo_seeds", date(2031, 12, 24)).name
+    '2031-12-24_demo_seeds'
+    """
+    return RECORDS / f"{(today or date.today()).isoformat()}_{name}"
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table whose first `left` columns are text and whose others are figures.
+
+    >>> print(markdown_table(["what", "loss"], [["a|b", "2.5"]]))
+    | what | loss |
+    |---|---:|
+    | a\\|b | 2.5 |
+    """
+    rule = "|" + "---|" * left + "---:|" * (len(headings) - left)
+    return "\n".join([_line(headings), rule, *map(_line, rows)])
+
+
+def replace_between(path: Path, marker: str, text: str) -> bool:
+    """Puts the text between `<!-- marker:begin -->` and `<!-- marker:end -->`. False, and nothing done, without such a file.
+
+    Raises:
+        ConfigError: the file is there, but the two marks are not.
+    """
+    if not has_marks(path, marker):
+        return False
+    begin, end = _marks(marker)
+    page = path.read_text("utf-8")
+    before, after = page[: page.index(begin) + len(begin)], page[page.index(end) :]
+    write_text(path, f"{before}\n\n{text}\n\n{after}")
+    return True
+
+
+def has_marks(path: Path, marker: str) -> bool:
+    """Whether there is such a file with the two marks.
+
+    Raises:
+        ConfigError: the file is there, but the marks are not, once each and in this order.
+    """
+    if not path.exists():
+        return False
+    begin, end = _marks(marker)
+    page = path.read_text("utf-8")
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ConfigError(f"{path} needs the line {begin} and after it {end}, once each: the tables go between them. Add them.")
+    return True
+
+
+def _marks(marker: str) -> tuple[str, str]:
+    return f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _command() -> list[str]:
+    """This process's command, with the script's path as it is from the checkout's root."""
+    script, root = Path(sys.argv[0]).resolve(), RECORDS.parents[1]
+    shown = script.relative_to(root) if script.is_relative_to(root) else script
+    return ["python", str(shown), *sys.argv[1:]]
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """The finished cells. A last line without its end was cut off by a kill: it goes, so that the next one does not join it."""
+    if not path.exists():
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    cells: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            cell = json.loads(line)
+            cells[cell["key"]] = cell
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"line {number} of {path} is not a cell ({error!r}). Restore it, or remove that line.") from error
+    return cells

@@ -1,0 +1,93 @@
+"""What simulated islands hold: one process's memory at its peak, and after a round.
+
+    python benchmarks/sim_memory.py 4      DiLoCo on four islands of the 20M decoder, one step; prints one JSON object
+
+`sim_overhead.py` calls it for two numbers of islands. What they differ by is what further islands cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from atoll import recipes
+from atoll.errors import AtollError, ConfigError
+from atoll.models.gpt import GPT
+from atoll.runs.build import engine_of, island_workload
+from atoll.runs.run import Run, candidates
+from atoll.runs.settings import override
+from atoll.telemetry.fanout import Fanout
+from atoll.tree import Tree
+from record import script
+
+MUST_HOLD_BYTES = 16
+"""For each parameter of an island: weight, gradient and AdamW's two moments, in single precision."""
+
+
+def run_of(islands: int, model: GPT, vocab_size: int) -> Run:
+    """One step on batches so small that activations hardly count."""
+    settings = [
+        f"model=GPT(layers={model.layers},width={model.width},heads={model.heads},head_size={model.head_size},tied={model.tied})",
+        f"model.vocab_size={vocab_size}",
+        "data=Text(corpus=stdlib,tokenizer=bytes,seq_len=8,limit_bytes=100000,eval_batches=1)",
+        "algorithm.inner_steps=1",
+        "optimizer.lr=0.001",
+        "train=Train(steps=1,batch_size=1)",
+        f"cluster=Cluster(islands={islands},threads_per_island=1)",
+    ]
+    return override(recipes.recipe("demo-diloco"), settings, candidates).resolved
+
+
+def use_memory(run: Run) -> dict[str, int]:
+    """Carries out the run, saving nothing: the model's parameters, and what this process holds and has held at most."""
+    workload = island_workload(run, run.data.load(), Tree.of({}))
+    params = Tree.of(workload.module())
+    engine, _ = engine_of(run, workload, params, Fanout([]), None)
+    engine.run()
+    return {"islands": run.cluster.islands, "params": params.numel, **held_bytes()}
+
+
+def held_bytes() -> dict[str, int]:
+    """What this process holds in memory now, and the most that it has held at once.
+
+    Raises:
+        ConfigError: this system does not tell.
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        raise ConfigError(
+            f"{status} is not there: memory is measured on Linux only. Leave this part out: --only speed --only outer."
+        )
+    # Not getrusage, whose peak begins with what the parent held when this process was started.
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    return {name: int(lines[key].split()[0]) * 1024 for name, key in (("rss_bytes", "VmRSS"), ("peak_bytes", "VmHWM"))}
+
+
+def measure(islands: int, *, tiny: bool = False) -> dict[str, int]:
+    """What a fresh process with so many islands holds."""
+    command = [sys.executable, str(Path(__file__).resolve()), str(islands), *(["--tiny"] if tiny else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise AtollError(f"{' '.join(command)} failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="The peak memory of simulated islands of the 20M decoder.")
+    parser.add_argument("islands", type=int, help="how many")
+    parser.add_argument("--tiny", action="store_true", help="a small decoder, to see whether it works")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    model, vocab_size = (GPT.tiny(), 257) if options.tiny else (GPT.m20(), 32_000)
+    print(json.dumps(use_memory(run_of(options.islands, model, vocab_size))))
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,0 +1,72 @@
+"""What an outer step costs, in copies of the model's weights.
+
+A copy of the weights into a buffer that is there is what memory can do; the outer step is delta, mean and Nesterov's update, by the
+very operations that a round of DiLoCo makes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from atoll.engines.sim.peers import weighted_mean
+from atoll.engines.states import recycle
+from atoll.models.gpt import GPT
+from atoll.optim.sgd import Nesterov
+from atoll.tree import Tree
+
+T = TypeVar("T")
+
+COPY, DELTA, MEAN, UPDATE = "copy", "delta", "mean", "update"
+
+
+class OuterStep:
+    """The weights of some islands, and an outer rule over them.
+
+    Args:
+        model: whose weights.
+        vocab_size: of the model.
+        islands: how many.
+    """
+
+    def __init__(self, model: GPT, vocab_size: int, islands: int) -> None:
+        self.params = Tree.of(model.build(vocab_size, seq_len=8, seed=0))
+        self.islands = islands
+        self._rule = Nesterov(lr=0.7, momentum=0.9)
+        self._state = self._rule.init(self.params)
+        self._weights = [self.params * (1 + 1e-3 * (island + 1)) for island in range(islands)]
+        self._buffer = torch.empty_like(self.params.flat)
+
+    def seconds(self) -> dict[str, float]:
+        """One measurement of each part, on one thread: the deltas of all islands, their mean, one update."""
+        with _one_thread():
+            taken, _ = _timed(lambda: self._buffer.copy_(self.params.flat))
+            times = {COPY: taken}
+            times[DELTA], deltas = _timed(lambda: [self.params - weights.copy().give() for weights in self._weights])
+            times[MEAN], mean = _timed(lambda: weighted_mean(deltas, [1.0] * self.islands))
+            times[UPDATE], after = _timed(lambda: self._rule.update(self.params, mean, self._state))
+        # As an engine does between two rounds: what nobody holds any more is used again.
+        recycle([deltas, mean, self.params, self._state], [after])
+        self.params, self._state = after
+        return times
+
+
+def _timed(do: Callable[[], T]) -> tuple[float, T]:
+    start = time.perf_counter()
+    result = do()
+    return time.perf_counter() - start, result
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As islands compute in the simulator."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

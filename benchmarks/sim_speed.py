@@ -1,0 +1,156 @@
+"""How fast simulated islands train, against bare PyTorch loops that train as many models for as many steps.
+
+Bare loops are run one after the other on one thread, and as many at a time as the simulator computes with: as threads, and as
+processes, which do not wait for each other's Python. All read the same batches and have one torch thread for each model.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from atoll import recipes
+from atoll.engines.sim.engine import SimEngine
+from atoll.optim.adam import AdamW
+from atoll.optim.schedules import at
+from atoll.runs.build import TextWorkload, island_workload, loss_of, replica_of
+from atoll.runs.run import Run, candidates
+from atoll.runs.settings import override
+from atoll.telemetry.jsonl import JsonlSink
+from atoll.tree import Tree
+
+SIMULATED = "simulated DiLoCo"
+ONE_BY_ONE, THREADS, PROCESSES = "bare, one after the other", "bare, in threads", "bare, in processes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedPlan:
+    """What is trained: the demo's decoder and batch.
+
+    Attributes:
+        islands: how many models.
+        steps: of each.
+        inner_steps: between two agreements of the simulated islands.
+        more: further settings of the recipe.
+        processes: whether to run bare loops in processes too.
+    """
+
+    islands: int = 4
+    steps: int = 40
+    inner_steps: int = 20
+    more: tuple[str, ...] = ()
+    processes: bool = True
+
+    def run(self) -> Run:
+        settings = (
+            f"algorithm.inner_steps={self.inner_steps}",
+            f"cluster.islands={self.islands}",
+            "cluster.threads_per_island=1",
+            f"train.steps={self.steps}",
+            "train.warm_start_steps=0",
+            "data.limit_bytes=1000000",
+            *self.more,
+        )
+        return override(recipes.recipe("demo-diloco"), settings, candidates).resolved
+
+    @property
+    def tokens(self) -> int:
+        run = self.run()
+        return self.islands * self.steps * run.train.batch_size * run.data.seq_len
+
+
+@cache
+def workload_of(plan: SpeedPlan) -> TextWorkload:
+    """The text in shards; made once in each process."""
+    run = plan.run()
+    return island_workload(run, run.data.load(), Tree.of({}))
+
+
+class Contest:
+    """Carries out each way of training and takes its time. Use it in a `with`: it holds threads and processes."""
+
+    def __init__(self, plan: SpeedPlan) -> None:
+        self._plan = plan
+        self._open = ExitStack()
+        workers = min(plan.islands, os.cpu_count() or 1)
+        alone, threads = (ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) for count in (1, workers))
+        pools: dict[str, Executor] = {ONE_BY_ONE: alone, THREADS: threads}
+        if plan.processes:
+            # Spawned, not forked: torch's threads do not survive a fork.
+            pools[PROCESSES] = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+        self.ways: Mapping[str, Callable[[int], None]] = {
+            SIMULATED: partial(simulate, plan),
+            **{way: partial(self._bare, self._open.enter_context(pool)) for way, pool in pools.items()},
+        }
+
+    def seconds(self, way: str) -> float:
+        """One measurement."""
+        start = time.perf_counter()
+        self.ways[way](self._plan.steps)
+        return time.perf_counter() - start
+
+    def warm_up(self, way: str) -> None:
+        """The first steps, which load libraries and text and fill caches, do not count."""
+        self.ways[way](self._plan.inner_steps)
+
+    def _bare(self, pool: Executor, steps: int) -> None:
+        list(pool.map(bare_loop, *zip(*((self._plan, island, steps) for island in range(self._plan.islands)), strict=True)))
+
+    def __enter__(self) -> Contest:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+
+def simulate(plan: SpeedPlan, steps: int) -> None:
+    """DiLoCo in the simulator, with its checks and its log. Judging the weights is work of its own, and left out."""
+    run, workload = plan.run(), workload_of(plan)
+    with TemporaryDirectory(prefix="atoll-benchmark-") as folder:
+        sink = JsonlSink(Path(folder) / "events.jsonl")
+        engine = SimEngine(
+            algorithm=run.algorithm,
+            cluster=run.cluster,
+            params=Tree.of(workload.module()),
+            batches=workload.batches,
+            make_replica=partial(replica_of, run, workload, loss_of(run, workload)),
+            evaluate=lambda params: {"loss": 0.0},
+            sink=sink,
+            steps=steps,
+        )
+        engine.run()
+        sink.close()
+
+
+def bare_loop(plan: SpeedPlan, island: int, steps: int) -> float:
+    """What one would write without a framework: one model, its batches, clipping, AdamW. Returns the mean loss."""
+    run, workload = plan.run(), workload_of(plan)
+    rule = run.optimizer
+    assert isinstance(rule, AdamW)
+    module, batches = workload.module(), workload.batches
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() >= 2]
+    rest = [parameter for parameter in module.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": rule.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=rule.betas, eps=rule.eps, fused=True)
+    losses = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = at(rule.lr, step)
+        loss = module.loss(batches.batch(island, step))
+        loss.backward()  # type: ignore[no-untyped-call]
+        if run.train.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), run.train.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return float(torch.stack(losses).mean())

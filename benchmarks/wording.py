@@ -1,0 +1,81 @@
+"""Figures over seeds as text, the same in every table."""
+
+from __future__ import annotations
+
+import math
+
+from atoll.telemetry.units import human_bytes, human_count, human_fraction, human_percent, human_time, human_times
+from cells import Outcome
+from spread import Interval, Sample, difference, verdict
+
+_SAME_TOKENS = 0.001
+
+RULE = (
+    "Losses are means over seeds ± the sample standard deviation, with the least and the greatest. Runs of one seed begin with the "
+    "same weights and read the same text, so differences are taken seed by seed, with the 95 % interval of their mean (Student's "
+    't). Where it holds 0 the verdict is "none": these seeds show no difference. Of twenty verdicts one is wrong by chance.'
+)
+
+
+def loss_text(outcome: Outcome) -> tuple[str, str]:
+    """Mean and standard deviation, and the range."""
+    if outcome.loss is None:
+        return f"diverged ({len(outcome.errors)} of {len(outcome.errors) + len(outcome.summaries)} seeds)", "-"
+    loss = outcome.loss
+    spread = f" ± {loss.std:.4f}" if loss.std is not None else ""
+    return f"{loss.mean:.4f}{spread}", f"{loss.low:.4f} to {loss.high:.4f}"
+
+
+def difference_text(one: Sample | None, two: Sample | None) -> tuple[str, str]:
+    """The first minus the second with its interval, and the verdict."""
+    if one is None or two is None:
+        return "-", "-"
+    found = difference(one, two)
+    return (interval_text(found) if found else f"{one.mean - two.mean:+.4f}"), verdict(found)
+
+
+def interval_text(found: Interval) -> str:
+    """
+    >>> interval_text(Interval(-0.1, -0.15, -0.05))
+    '-0.1000 [-0.1500, -0.0500]'
+    """
+    return f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+
+
+def tokens_text(outcome: Outcome, reference: Outcome) -> str:
+    """Tokens with the warm start's, and by how many times they are more or fewer than the reference's, if they are."""
+    if outcome.tokens is None:
+        return "-"
+    ratio = tokens_ratio(outcome, reference)
+    return human_count(outcome.tokens) + (f" (×{human_times(ratio)})" if ratio is not None and ratio != 1 else "")
+
+
+def tokens_ratio(outcome: Outcome, reference: Outcome) -> float | None:
+    """How many times the reference's tokens; exactly 1 where they differ by less than a thousandth."""
+    if outcome.tokens is None or not reference.tokens:
+        return None
+    ratio = outcome.tokens / reference.tokens
+    return 1.0 if math.isclose(ratio, 1.0, rel_tol=_SAME_TOKENS) else ratio
+
+
+def bytes_text(outcome: Outcome) -> str:
+    sent = outcome.mean("sent_bytes_per_island")
+    return "-" if sent is None else human_bytes(sent)
+
+
+def bytes_ratio_text(outcome: Outcome, reference: Outcome) -> str:
+    """The bytes as a share of the reference's."""
+    sent, most = outcome.mean("sent_bytes_per_island"), reference.mean("sent_bytes_per_island")
+    if sent is None or not most:
+        return "-"
+    return human_fraction(sent / most) if sent else "0"
+
+
+def time_text(outcome: Outcome) -> str:
+    time_s = outcome.mean("virtual_time_s")
+    return "-" if time_s is None else human_time(time_s)
+
+
+def busy_text(outcome: Outcome) -> str:
+    share = outcome.mean("utilisation")
+    return "-" if share is None else human_percent(share)
