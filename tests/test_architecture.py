@@ -77,7 +77,7 @@ def test_every_room_says_what_it_is_for():
 
 def test_every_test_file_mirrors_a_source_file():
     tests = Path(__file__).parent
-    elsewhere = {"test_architecture", "test_battery", "test_golden", "test_examples", "test_docs"}
+    elsewhere = {"test_architecture", "test_battery", "test_benchmarks", "test_examples", "test_docs"}
     for path in tests.rglob("test_*.py"):
         if path.stem in elsewhere:
             continue

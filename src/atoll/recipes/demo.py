@@ -39,7 +39,7 @@ def _demo(name: str, algorithm: Algorithm[Any]) -> Run:
         data=Text(corpus="stdlib", tokenizer="bytes", seq_len=64, eval_batches=16),
         algorithm=algorithm,
         optimizer=AdamW(lr=Cosine(lr=2e-3, warmup=20, floor=2e-4), betas=(0.9, 0.95), weight_decay=0.1),
-        train=Train(steps=300, batch_size=16, warm_start_steps=100),
+        train=Train(steps=300, batch_size=16, warm_start_steps=100, warm_start_lr=2e-3),
         cluster=Cluster(
             islands=4,
             step_time_s=(0.58, 0.75, 1.51, 3.33),

@@ -117,11 +117,11 @@ def replica_of(run: Run, workload: Workload, loss: Loss, island: int) -> LocalRe
 
 
 def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float], None]) -> WarmStart:
-    """Plain training of one replica: the inner rule at its peak rate after a warm-up, since the schedule proper comes later."""
+    """Plain training of one replica: the inner rule at a constant rate after a warm-up. The schedule proper comes later."""
     steps = run.train.warm_start_steps
     if steps == 0:
         return WarmStart(Tree.of(workload.module().to(device_of(run))), 0, float("nan"))
-    schedule = WSD(lr=peak_rate(run), steps=steps, warmup=max(1, steps // 10), decay=0)
+    schedule = WSD(lr=warm_start_rate(run), steps=steps, warmup=max(1, steps // 10), decay=0)
     plain = replace(run, optimizer=replace(run.optimizer, lr=schedule))
     replica = replica_of(plain, workload, loss_of(run, workload), island=-1)
     losses: list[float] = []
@@ -136,9 +136,9 @@ def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float
     return WarmStart(replica.params(), tokens, fmean(losses[-max(1, steps // 10) :]))
 
 
-def peak_rate(run: Run) -> float:
-    """The highest learning rate of the run's schedule."""
-    return max(at(run.optimizer.lr, step) for step in range(run.train.steps))
+def warm_start_rate(run: Run) -> float:
+    """The learning rate of the warm start: given, or the highest of the run's schedule."""
+    return run.train.warm_start_lr or max(at(run.optimizer.lr, step) for step in range(run.train.steps))
 
 
 _STRETCH = 10  # steps between two signs of life

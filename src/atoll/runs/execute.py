@@ -23,7 +23,7 @@ from atoll.engines.sim.engine import SimEngine
 from atoll.errors import AtollError
 from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.protocols import Sink, Workload
-from atoll.runs.build import WarmStart, device_of, engine_of, island_workload, peak_rate, plain_workload, warm_start
+from atoll.runs.build import WarmStart, device_of, engine_of, island_workload, plain_workload, warm_start, warm_start_rate
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
 from atoll.runs.folder import RunFolder, default_path, write_text
 from atoll.runs.run import Run
@@ -204,8 +204,8 @@ class _Execution:
     def _warm_start_depends_on(self) -> list[Any]:
         run = self._run
         # A number of steps decides the schedule of what comes after the warm start, not the warm start.
-        peak = replace(run.optimizer, lr=peak_rate(run))
-        return [run.model, _whole(run.data), peak, replace(run.train, steps=1), run.cluster.threads_per_island, run.seed]
+        plain = replace(run.optimizer, lr=warm_start_rate(run))
+        return [run.model, _whole(run.data), plain, replace(run.train, steps=1), run.cluster.threads_per_island, run.seed]
 
     def _started(self, workload: Workload) -> Event:
         run = self._run

@@ -29,6 +29,7 @@ class Train:
         micro_batches: into how many pieces a batch is cut to save memory; the result is the same within rounding.
         clip_norm: gradients longer than this are shortened to it; none leaves them.
         warm_start_steps: steps of plain training, by one island, before the clock starts. 0 starts from scratch.
+        warm_start_lr: its learning rate, after a warm-up; none takes the peak of the run's schedule.
         device: cpu, cuda, or auto for cuda where there is one.
         precision: fp32, or bf16 for a forward pass in bfloat16 (on CUDA).
         compile: pass the loss through torch.compile.
@@ -39,6 +40,7 @@ class Train:
     micro_batches: int = 1
     clip_norm: float | None = 1.0
     warm_start_steps: int = 0
+    warm_start_lr: float | None = None
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
@@ -49,6 +51,8 @@ class Train:
                 raise ConfigError(f"train.{name}={getattr(self, name)}: it is at least 1. Give a positive number.")
         if self.warm_start_steps < 0:
             raise ConfigError(f"train.warm_start_steps={self.warm_start_steps}: it is 0 or more. Use 0 to start from scratch.")
+        if self.warm_start_lr is not None and not self.warm_start_lr > 0:
+            raise ConfigError(f"train.warm_start_lr={self.warm_start_lr}: it is more than 0. Use none for the schedule's peak.")
         if self.micro_batches > self.batch_size:
             raise ConfigError(
                 f"train.micro_batches={self.micro_batches} is more than train.batch_size={self.batch_size}: "

@@ -233,3 +233,8 @@ def test_a_resumed_run_chooses_the_same_donors():
         again.run()
         assert again.virtual_time_s == whole.virtual_time_s
         assert later.lines() == sink.lines()[-len(later.lines()) :]
+
+
+def test_weights_that_are_not_finite_are_called_so_and_not_a_disagreement():
+    with pytest.raises(TrainingDiverged, match=r"(the loss is|no longer finite)"):
+        simulate(DDP(optimizer=SGD(lr=1e38)), steps=20)

@@ -24,13 +24,16 @@ class Wait:
 class Task:
     """A coroutine under the virtual clock. `now_s` is the moment at which it was last resumed."""
 
-    def __init__(self, loop: Loop, name: str, coroutine: Coroutine[Any, Any, Any], start_s: float) -> None:
+    def __init__(
+        self, loop: Loop, name: str, coroutine: Coroutine[Any, Any, Any], start_s: float, on_done: Callable[[Task], None]
+    ) -> None:
         self.name = name
         self.now_s = start_s
         self.done = False
         self.result: Any = None
         self._loop = loop
         self._coroutine = coroutine
+        self._on_done = on_done
 
     def resume_at(self, time_s: float, value: Callable[[], Any]) -> None:
         """Go on at that moment with `value()`, which is asked for only then."""
@@ -42,6 +45,7 @@ class Task:
             wait = self._coroutine.send(value)
         except StopIteration as end:
             self.done, self.result = True, end.value
+            self._on_done(self)
             return
         assert isinstance(wait, Wait), f"{self.name} awaited {wait!r}: only what the engine hands out can be awaited"
         wait.start(self)
@@ -58,9 +62,15 @@ class Loop:
         self._heap: list[tuple[float, int, Task, Callable[[], Any]]] = []
         self._filed = 0
 
-    def spawn(self, name: str, coroutine: Coroutine[Any, Any, Any], start_s: float) -> Task:
-        """A task that begins at `start_s`."""
-        task = Task(self, name, coroutine, start_s)
+    def spawn(
+        self,
+        name: str,
+        coroutine: Coroutine[Any, Any, Any],
+        start_s: float,
+        on_done: Callable[[Task], None] = lambda task: None,
+    ) -> Task:
+        """A task that begins at `start_s`; `on_done` is called when it is through, before anybody else goes on."""
+        task = Task(self, name, coroutine, start_s, on_done)
         self.tasks.append(task)
         self.file(start_s, task, lambda: None)
         return task

@@ -24,8 +24,8 @@ from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import Room, SimPeers, SimReplica
 from atoll.engines.sim.world import Cluster
-from atoll.engines.states import agree, recycle, shared_fields, tree_bytes, with_shared
-from atoll.errors import ConfigError, ExchangeFailed
+from atoll.engines.states import agree, recycle, shared_fields, tree_bytes, trees, with_shared
+from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import CaughtUp, IslandJoined, IslandLeft, RunFinished
 from atoll.protocols import Algorithm, Batches, Owner, Sink, Work, fields_owned
 from atoll.tree import Tree
@@ -105,6 +105,8 @@ class SimEngine:
         self._pool: ThreadPoolExecutor | None = None
         self._shared: dict[str, Any] = {}
         """The newest shared fields, which every island that was heard holds too."""
+        self._agreed: dict[str, Any] | None = None
+        """The shared fields of the first island that left the round."""
         self._admit_first(params.copy())  # buffers of States go back into circulation; the caller keeps its own
 
     # -------------------------------------------------------------------------------------------------------- the whole run
@@ -152,22 +154,46 @@ class SimEngine:
         present = list(self.islands.values())
         room = self._room(list(self.islands))
         loop = Loop()
-        tasks: list[Task] = []
+        before, self._agreed = [island.state for island in present], None
         for rank, island in enumerate(present):
             coroutine = self.algorithm.round(island.state, SimReplica(self, island.id, island.replica), SimPeers(self, room, rank))
-            tasks.append(loop.spawn(f"island {island.id}", coroutine, island.clock_s))
+            loop.spawn(f"island {island.id}", coroutine, island.clock_s, partial(self._leave_round, island, room, rank))
         if loop.run():
             raise ExchangeFailed(
                 f"round {self.round} cannot end: {', '.join(room.waiting())}; the others have left the round. "
                 f"All islands must make the same calls in the same order."
             )
-        before = [island.state for island in present]
-        for island, task in zip(present, tasks, strict=True):
-            self.books.ledgers[island.id].present_s += task.now_s - island.clock_s
-            island.clock_s = task.now_s
-            island.state = task.result
-        self._agree([island for island, heard in zip(present, room.heard, strict=True) if heard], room.committed)
+        self._commit([island for island, heard in zip(present, room.heard, strict=True) if heard])
         recycle([*before, *room.results], [self._shared, *(island.state for island in present)])
+
+    def _leave_round(self, island: Island, room: Room, rank: int, task: Task) -> None:
+        """An island is through. If it was heard it must hold the shared fields of the others, and from now on the same objects:
+        at once, so that no more than one island's new fields lie beside those that all hold."""
+        self.books.ledgers[island.id].present_s += task.now_s - island.clock_s
+        island.clock_s = task.now_s
+        island.state = state = task.result
+        if room.committed and room.heard[rank]:
+            self._agreed = self._agreed or shared_fields(state)
+            island.state = agree(f"island {island.id}", state, self._agreed)
+            recycle([state], [island.state, self._agreed])
+
+    def _commit(self, heard: Sequence[Island]) -> None:
+        """What those who were heard agreed on is what holds."""
+        if self._agreed is None:
+            return
+        if not all(tree.is_finite() for tree in trees(self._agreed)):
+            raise TrainingDiverged(
+                f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; what was "
+                f"saved before this round stands. Lower the learning rates, the outer one too, or set train.clip_norm."
+            )
+        self._shared = self._agreed
+        totals = self.books.totals
+        totals.version += 1
+        totals.outer_steps += 1
+        for island in heard:
+            island.version = totals.version
+            totals.tokens += island.uncommitted_tokens
+            island.uncommitted_tokens = 0
 
     def _room(self, islands: Sequence[int]) -> Room:
         return Room(
@@ -179,21 +205,6 @@ class SimEngine:
             report=self._sink,
             account=partial(self.books.sent, islands),
         )
-
-    def _agree(self, heard: Sequence[Island], committed: bool) -> None:
-        """Those who were heard must hold the same shared fields; from now on they hold the same objects."""
-        if not heard or not committed:
-            return
-        totals = self.books.totals
-        totals.version += 1
-        totals.outer_steps += 1
-        self._shared = shared_fields(heard[0].state)
-        for island in heard:
-            state, island.state = island.state, agree(f"island {island.id}", island.state, self._shared)
-            island.version = totals.version
-            totals.tokens += island.uncommitted_tokens
-            island.uncommitted_tokens = 0
-            recycle([state], [island.state, self._shared])
 
     def _close_round(self) -> None:
         self._sink.emit(self.books.round_finished(self.algorithm.steps_per_round, len(self.islands), self.virtual_time_s))
