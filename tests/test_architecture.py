@@ -17,7 +17,7 @@ FLOORS = [  # from the top down; rooms on one floor do not see each other
     {"algorithms"},
     {"optim"},
     {"protocols", "chunks", "tensorfile", "extras"},
-    {"tree", "events", "files"},
+    {"tree", "events", "files", "checks"},
     {"errors"},
 ]
 PURE = {"algorithms", "optim"}

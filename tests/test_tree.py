@@ -480,3 +480,28 @@ def test_layouts_are_equal_by_value_and_hash_alike():
     assert hash(one) == hash(two)
     assert one != Layout.of(tensors([(4, 3), (2,)]))
     assert one != "a layout"
+
+
+def test_a_window_that_is_given_or_released_leaves_the_rest_of_the_buffer_alone():
+    whole = Tree.of({"w": torch.arange(6.0)})
+    assert torch.equal((whole.slice(0, 3).give() * 10).flat, torch.tensor([0.0, 10.0, 20.0]))
+    whole.shard(0, 1).release()
+    other = Tree.of({"w": torch.zeros(6)})
+    assert other.flat.data_ptr() != whole.flat.data_ptr()
+    assert torch.equal(whole.flat, torch.arange(6.0))
+
+
+def test_a_buffer_circulates_once_however_many_trees_release_it():
+    one = Tree.of({"w": torch.ones(7)})
+    two = Tree(one.layout, one.flat)
+    one.release()
+    two.release()
+    first, second = (Tree.of({"w": torch.zeros(7)}) for _ in range(2))
+    assert first.flat.data_ptr() != second.flat.data_ptr()
+
+
+def test_bits_are_the_same_also_where_they_are_not_numbers():
+    one = Tree.of({"w": torch.tensor([math.nan, 1.0])})
+    assert one.same_bits(one.copy())
+    assert not one.equal(one.copy())
+    assert not one.same_bits(Tree.of({"w": torch.tensor([math.nan, 2.0])}))

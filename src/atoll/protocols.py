@@ -115,7 +115,8 @@ class Mean(NamedTuple):
     """What an exchange brought.
 
     Attributes:
-        value: the weighted mean of what arrived. Every island that was heard has the same bits.
+        value: the weighted mean of what arrived. Every island that was heard has the same bits, and may have the same object: read
+            it, and do not give it away.
         weight: the sum of the weights that arrived; 0 means that nothing did, and `value` is zero.
         heard: whether this island took part. If not, the others went on without it and it must not use `value`.
     """
@@ -152,7 +153,10 @@ class Peers(Protocol):
 
 class Algorithm(Protocol[S]):
     """What one island does. All that it remembers between rounds is in its State, a frozen dataclass whose fields are
-    declared `shared()`, `sharded()` or `own()` and which has a shared field `params`, the global weights."""
+    declared `shared()`, `sharded()` or `own()` and which has a shared field `params`, the global weights.
+
+    An algorithm is a frozen dataclass. Fields called `optimizer` and `clip_norm` that are None are filled in from the Run, and
+    schedules that were left open are made as long as it."""
 
     @property
     def steps_per_round(self) -> int:
@@ -169,7 +173,8 @@ class Algorithm(Protocol[S]):
 
 
 class Batches(Protocol):
-    """A source of batches by position. It has no cursor: the same shard and position give the same batch to anybody."""
+    """A source of batches by position. It has no cursor: the same shard and position give the same batch to anybody, and several
+    threads may ask at a time."""
 
     @property
     def num_shards(self) -> int: ...
@@ -191,7 +196,7 @@ class Workload(Protocol):
     def batches(self) -> Batches: ...
 
     def module(self) -> torch.nn.Module:
-        """A module with its initial weights: the same at every call."""
+        """A new module with its initial weights, which are the same at every call."""
 
     def loss(self, module: torch.nn.Module, batch: Any) -> torch.Tensor:
         """The mean loss over a batch, as a scalar."""

@@ -154,7 +154,7 @@ def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 class Tree(Mapping[str, Tensor]):
     """Named tensors over one contiguous buffer. See the top of this file."""
 
-    __slots__ = ("_flat", "_layout", "_spare")
+    __slots__ = ("_flat", "_layout", "_spare", "_window")
 
     def __init__(self, layout: Layout, flat: Tensor, *, _spare: bool = False) -> None:
         assert flat.shape == (layout.numel,), (flat.shape, layout.numel)
@@ -162,6 +162,7 @@ class Tree(Mapping[str, Tensor]):
         self._layout = layout
         self._flat: Tensor | None = flat
         self._spare = _spare
+        self._window = False  # on a larger buffer, which is not its own to hand on
 
     # ------------------------------------------------------------------------------------------------ making and reading
 
@@ -236,19 +237,29 @@ class Tree(Mapping[str, Tensor]):
 
     def equal(self, other: Tree) -> bool:
         """Whether both have the same layout and the same values (NaN differs from itself)."""
-        return self._layout == other._layout and (self.flat is other.flat or torch.equal(self.flat, other.flat))
+        return self._layout == other._layout and torch.equal(self.flat, other.flat)
+
+    def same_bits(self, other: Tree) -> bool:
+        """Whether both have the same layout and the same bits (a NaN is the same as itself)."""
+        if self._layout != other._layout or self.flat.dtype != other.flat.dtype:
+            return False
+        return self.flat is other.flat or torch.equal(self.flat.view(torch.uint8), other.flat.view(torch.uint8))
 
     # ----------------------------------------------------------------------------------------------- handing buffers on
 
     def give(self) -> Tree:
-        """Hand the buffer on: the operation that reads the result computes in it, and this Tree can no longer be read."""
+        """Hand the buffer on: the operation that reads the result computes in it, and this Tree can no longer be read.
+
+        A window on a larger buffer is read as ever: the rest of the buffer is somebody's.
+        """
         flat, self._flat = self.flat, None
-        return _tree(self._layout, flat, spare=True)
+        return _tree(self._layout, flat, spare=not self._window, window=self._window)
 
     def release(self) -> None:
         """Put the buffer back into circulation. For whoever knows that nobody will read this Tree or a view of it again."""
         flat, self._flat = self.flat, None
-        _recycle(flat)
+        if not self._window:
+            _recycle(flat)
 
     def _take(self) -> Tensor | None:
         """The buffer, if it was given to be reused."""
@@ -359,12 +370,12 @@ class Tree(Mapping[str, Tensor]):
 
     def slice(self, start: int, stop: int) -> Tree:
         """A window on the buffer, as a Tree that shares its memory."""
-        return Tree(self._layout.slice(start, stop), self.flat[start:stop])
+        return _tree(self._layout.slice(start, stop), self.flat[start:stop], window=True)
 
     def windows(self, size: int) -> list[Tree]:
         """Consecutive windows of this size on the buffer; the last may be shorter."""
         flats = torch.split(self.flat, size)
-        return [_tree(layout, flat) for layout, flat in zip(self._layout.windows(size), flats, strict=False)]
+        return [_tree(layout, flat, window=True) for layout, flat in zip(self._layout.windows(size), flats, strict=False)]
 
     def shard(self, rank: int, size: int) -> Tree:
         """This rank's shard, sharing memory with the whole."""
@@ -383,10 +394,10 @@ class Tree(Mapping[str, Tensor]):
         return Tree(Layout(tuple(pieces)), torch.cat([shard.flat for shard in shards]))
 
 
-def _tree(layout: Layout, flat: Tensor, *, spare: bool = False) -> Tree:
+def _tree(layout: Layout, flat: Tensor, *, spare: bool = False, window: bool = False) -> Tree:
     """A Tree without the checks, where they cannot fail."""
     tree = object.__new__(Tree)
-    tree._layout, tree._flat, tree._spare = layout, flat, spare
+    tree._layout, tree._flat, tree._spare, tree._window = layout, flat, spare, window
     return tree
 
 
@@ -417,5 +428,10 @@ def _recycle(flat: Tensor) -> None:
     if flat.untyped_storage().nbytes() != flat.nbytes:  # a window: the rest of the buffer is somebody's
         return
     spare = _SPARE.setdefault((flat.numel(), flat.dtype, flat.device), [])
-    if len(spare) < _SPARE_AT_MOST:
+    if len(spare) < _SPARE_AT_MOST and all(flat.data_ptr() != other.data_ptr() for other in spare):
         spare.append(flat)
+
+
+def forget_spare_buffers() -> None:
+    """Gives the memory of released buffers back. Whoever made them circulate calls it when done."""
+    _SPARE.clear()

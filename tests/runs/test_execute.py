@@ -1,10 +1,11 @@
 """A run leaves the same folder however often it was interrupted."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch
 from atoll import recipes
 from atoll.algorithms.diloco import DiLoCo
 from atoll.errors import AtollError, CheckpointError, ConfigError
-from atoll.events import Evaluated, WarmStartFinished
+from atoll.events import Evaluated, Saved, WarmStartFinished
+from atoll.protocols import sharded, shared
 from atoll.runs import execute
 from atoll.runs.checkpoint import Checkpoints
 from atoll.runs.execute import Cache
@@ -164,6 +166,7 @@ def test_killed_at_any_moment_and_resumed_a_run_leaves_the_bytes_of_one_that_was
     resumed = execute.resume(folder)
     assert left_by(folder) == left_by(straight.folder)
     assert resumed.summary.resumed_from_round == resumes_from
+    assert Tree.of(resumed.module).equal(straight.params)
 
 
 def test_every_checkpoint_leads_to_the_same_end(straight, tmp_path):
@@ -212,14 +215,61 @@ def test_a_truncated_checkpoint_is_refused_by_name(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path):
-    """The rate explodes in the third round: rounds 1 and 2 are saved, and what is saved is finite."""
+    """The rate is sound for two rounds and explodes in the third: what was saved before stands, and is finite."""
     explosive = "optimizer=SGD(lr=WSD(lr=1e30,steps=12,warmup=12,decay=0))"
+    sound = small("train.clip_norm=none", "train.warm_start_steps=0", "optimizer=SGD(lr=0.01)", "keep.checkpoints=9")
+    poisoned = override(sound, [explosive], candidates)
+
+    class Fuse:
+        def emit(self, event):
+            if isinstance(event, Saved) and event.round == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute.run(sound, out=tmp_path / "run", sinks=[Fuse()])
+    assert Checkpoints(tmp_path / "run" / "checkpoints", keep=9).rounds() == [1]
     with pytest.raises(AtollError, match=r"the loss is (nan|inf) on island \d in round \d"):
-        execute.run(small(explosive, "train.clip_norm=none", "train.warm_start_steps=0"), out=tmp_path / "run")
-    assert not (tmp_path / "run" / "final.safetensors").exists()
+        execute.run(poisoned, out=tmp_path / "bad")
+    assert not (tmp_path / "bad" / "final.safetensors").exists()
     for path in tmp_path.rglob("shared.safetensors"):
         tensors, _ = read_tensors(path)
         assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    done = execute.resume(tmp_path / "run")
+    assert done.summary.resumed_from_round == 1
+
+
+def test_a_warm_start_that_is_not_finite_is_named_and_not_kept(tmp_path):
+    with pytest.raises(AtollError, match=r"at step \d of the warm start"):
+        execute.run(small("train.warm_start_lr=1e30", "train.clip_norm=none", "optimizer=SGD(lr=0.1)"), out=tmp_path / "run")
+    assert not (tmp_path / "run" / "warm_start.safetensors").exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused_even_if_its_shapes_fit(straight, tmp_path):
+    other = execute.run(replace(small(), seed=5), out=tmp_path / "run")
+    (other.folder / "final.safetensors").unlink()
+    shutil.rmtree(other.folder / "checkpoints")
+    shutil.copytree(straight.folder / "checkpoints", other.folder / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"was saved by another run"):
+        execute.resume(other.folder)
+
+
+def test_text_that_changed_since_the_checkpoint_is_refused(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text(f"Island {number} lies in the sea. " * 30)
+    settings = [f"data.corpus=files:{text}", "data.limit_bytes=none", "keep.checkpoints=9"]
+    done = execute.run(small(*settings), out=tmp_path / "run")
+    (done.folder / "final.safetensors").unlink()
+    (text / "7.txt").write_text("Something else entirely. " * 40)
+    with pytest.raises(CheckpointError, match=r"its text"):
+        execute.resume(done.folder)
+
+
+def test_what_cannot_be_run_leaves_no_folder(tmp_path):
+    with pytest.raises(AtollError):
+        execute.run(small("data.corpus=files:/nowhere"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------- extensions
@@ -230,6 +280,55 @@ def test_any_module_with_a_loss_can_be_trained(tmp_path):
     done = execute.run(run, out=tmp_path / "run", workload=Regression(hidden=4))
     assert done.val_loss < 0.5
     assert done.summary.params == sum(p.numel() for p in Regression(hidden=4).module().parameters())
+
+
+def test_a_run_of_its_own_workload_is_not_taken_for_a_decoders(tmp_path):
+    run = small("optimizer=AdamW(lr=0.05)", "train.warm_start_steps=0")
+    done = execute.run(run, out=tmp_path / "run", workload=Regression(hidden=4))
+    with pytest.raises(ConfigError, match=r"trained a workload of its own.*Regression.*workload="):
+        execute.resume(done.folder)
+    assert execute.resume(done.folder, workload=Regression(hidden=4)).summary == done.summary
+
+
+@dataclass(frozen=True)
+class ShardedState:
+    params: Tree = shared()
+    slice: Tree = sharded()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """Each rank keeps a slice, as a sharded optimizer does: a window on the first weights, then of its own."""
+
+    steps_per_round = 3
+
+    def init(self, params, peers):
+        return ShardedState(params, params.shard(peers.rank, peers.size))
+
+    async def round(self, state, replica, peers):
+        replica.load(state.params)
+        await replica.train(3, peers.work(3))
+        mean = await peers.all_gather(await peers.reduce_scatter((state.params - replica.params()) / peers.size))
+        params = state.params.add(mean, -1.0)
+        return ShardedState(params, params.shard(peers.rank, peers.size) * 1.0)
+
+
+@pytest.mark.parametrize("islands", [1, 3])
+def test_sharded_state_is_resumed_shard_by_shard(islands, tmp_path):
+    run = replace(small("keep.checkpoints=9", f"cluster.islands={islands}"), algorithm=Sharded())
+    whole = execute.run(run, out=tmp_path / "run")
+    before = left_by(whole.folder)
+    for round in (4, 3):
+        shutil.rmtree(whole.folder / "checkpoints" / f"{round:08}")
+    (whole.folder / "final.safetensors").unlink()
+    assert execute.resume(whole.folder).summary.resumed_from_round == 2
+    assert left_by(whole.folder) == before
+
+
+def test_an_outer_schedule_left_open_is_as_long_as_the_rounds(tmp_path):
+    run = small("algorithm.outer=Nesterov(lr=Cosine(lr=0.7))")
+    assert run.resolved.algorithm.outer.lr.steps == 4
+    assert execute.run(run, out=tmp_path / "run").summary.outer_steps == 4
 
 
 def test_tensorboard_files_are_written_when_asked(tmp_path):

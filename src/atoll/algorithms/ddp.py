@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.optim.adam import AdamW
 from atoll.protocols import Gradient, Peers, Replica, Rule, shared
@@ -38,6 +39,7 @@ class DDP:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.accumulation < 1:
             raise ConfigError(f"accumulation={self.accumulation}: a step needs at least 1 batch. Use 1 to talk after each.")
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.optim.prune import prune
 from atoll.optim.sgd import Nesterov
@@ -62,6 +63,7 @@ class DiLoCo:
     pruning: Literal["sign", "magnitude"] = "sign"
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.inner_steps < 1:
             raise ConfigError(
                 f"inner_steps={self.inner_steps}: a round needs at least 1 inner step. Use 1 to agree after every step."

@@ -108,13 +108,14 @@ def prepare(
     out: Annotated[Path, typer.Option(help="The folder for the token files.")],
     tokenizer: Annotated[str, typer.Option(help="bytes, a tokenizers JSON file, or bpe:SIZE to train one.")] = "bytes",
     validation_fraction: Annotated[float, typer.Option(help="Of the documents, kept for validation.")] = 0.05,
-    limit_bytes: Annotated[int | None, typer.Option(help="Stop after so many bytes of text.")] = None,
+    validation_corpus: Annotated[str | None, typer.Option(help="Another text to validate on; all of CORPUS is trained on.")] = None,
+    limit_bytes: Annotated[int | None, typer.Option(help="Read at most so many bytes, with a share for every domain.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Turn text into memory-mapped tokens; use them with `--set data.corpus=prepared:DIR`."""
     from atoll.cli.verbs import prepare_data
 
-    prepare_data(corpus, out, tokenizer, validation_fraction, limit_bytes, quiet=quiet)
+    prepare_data(corpus, out, tokenizer, validation_fraction, validation_corpus, limit_bytes, quiet=quiet)
 
 
 def main() -> None:
@@ -123,6 +124,13 @@ def main() -> None:
         app()
     except AtollError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        print(
+            f"error: there is not enough memory ({error}). Use a smaller model or batch, or train.micro_batches.", file=sys.stderr
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted; a run goes on with `atoll run --resume DIR`", file=sys.stderr)

@@ -125,14 +125,27 @@ def generate_text(folder: Path, prompt: str, tokens: int, temperature: float, to
 
 
 def prepare_data(
-    corpus: str, out: Path, tokenizer: str, validation_fraction: float, limit_bytes: int | None, *, quiet: bool
+    corpus: str,
+    out: Path,
+    tokenizer: str,
+    validation_fraction: float,
+    validation_corpus: str | None,
+    limit_bytes: int | None,
+    *,
+    quiet: bool,
 ) -> None:
     from atoll.cli.progress import preparing
     from atoll.data.prepare import prepare
 
     with preparing(quiet=quiet) as progress:
         prepared = prepare(
-            corpus, tokenizer, out, validation_fraction=validation_fraction, limit_bytes=limit_bytes, progress=progress
+            corpus,
+            tokenizer,
+            out,
+            validation_fraction=validation_fraction,
+            validation_corpus=validation_corpus,
+            limit_bytes=limit_bytes,
+            progress=progress,
         )
     print(f"{prepared}\nuse it with: --set data.corpus=prepared:{out}")
 

@@ -25,6 +25,9 @@ from atoll.errors import ConfigError, DataError
 _EPOCHS_KEPT = 3  # per shard: readers of one shard are seldom further apart
 
 
+_SAMPLE_TOKENS = 1 << 16
+
+
 class TokenBatches:
     """Batches of tokens from shards of examples; implements `atoll.protocols.Batches`. Any number of threads may read at once.
 
@@ -54,6 +57,17 @@ class TokenBatches:
     def examples(self, shard: int) -> int:
         """How many examples the shard holds."""
         return len(self._shards[self._known(shard)])
+
+    def fingerprint(self) -> str:
+        """Of the text, by sample, and of which examples each shard holds: whether two readers read the same."""
+        ids = self._examples.tokens.ids
+        sample = np.asarray(ids[:: max(1, len(ids) // _SAMPLE_TOKENS)], dtype="<i8")
+        parts = [
+            f"{len(ids)}/{self.seq_len}/{self.batch_size}/{self._seed}".encode(),
+            sample.tobytes(),
+            *map(str.encode, self._names),
+        ]
+        return blake2b(b"".join(parts), digest_size=16).hexdigest()
 
     def batch(self, shard: int, position: int) -> Tensor:
         """Tokens (batch_size, seq_len + 1), int64."""

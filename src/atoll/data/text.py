@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from atoll.checks import check_types
 from atoll.data.corpus import check_spec, open_corpus
 from atoll.data.examples import Examples
 from atoll.data.partition import IID, ByDomain, Dirichlet, Features, KMeans, Partition
@@ -51,6 +52,7 @@ class Text:
     eval_batches: int = 8
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.seq_len < 1:
             raise ConfigError(f"seq_len={self.seq_len}: an example predicts at least 1 token.")
         if self.eval_batches < 1:
@@ -119,9 +121,9 @@ class Text:
 
     def _map(self, folder: str) -> LoadedText:
         prepared = open_prepared(folder)
-        if self.tokenizer not in ("bytes", prepared.meta.get("tokenizer")) and bpe_size(self.tokenizer) is None:
-            given = load_tokenizer(self.tokenizer)
-            if given.digest != prepared.tokenizer.digest:
+        if self.tokenizer not in ("bytes", prepared.meta.get("tokenizer")):
+            given = load_tokenizer(self.tokenizer) if bpe_size(self.tokenizer) is None else None
+            if given is None or given.digest != prepared.tokenizer.digest:
                 raise DataError(
                     f"tokenizer={self.tokenizer!r} is not the one that {folder} was prepared with "
                     f"({prepared.meta.get('tokenizer')!r}). Leave it out: prepared text brings its own."

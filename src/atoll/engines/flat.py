@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from atoll.errors import ConfigError
 from atoll.tree import Layout, Tree, empty, trainable
 
 
@@ -47,6 +48,13 @@ class FlatModule:
         parameters = trainable(module)
         dtypes = {parameter.dtype for parameter in parameters.values()}
         assert len(dtypes) == 1, f"a flat buffer needs one dtype, this module has {sorted(map(str, dtypes))}: use BorrowedModule"
+        if any(
+            parameter.grad is not None and parameter.untyped_storage().nbytes() != parameter.nbytes
+            for parameter in parameters.values()
+        ):
+            raise ConfigError(
+                "this module lies in a flat buffer already: Workload.module() must return a new module at every call."
+            )
         self.module = module
         self.layout = Layout.of({name: parameter.detach() for name, parameter in parameters.items()})
         device = next(iter(parameters.values())).device

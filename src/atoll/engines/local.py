@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from atoll.engines.flat import Weights, weights_of
+from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import at
 from atoll.optim.sgd import SGD, Momentum, Nesterov
@@ -70,7 +72,7 @@ class LocalReplica:
         seed: int = 0,
     ) -> None:
         self.weights: Weights = weights_of(workload.module().to(device))
-        self.draws_randomness = any(_draws(module) for module in self.weights.module.modules())
+        self.steps_taken = 0
         self._batches = workload.batches
         self._loss = loss or workload.loss
         self._rule = optimizer
@@ -101,6 +103,7 @@ class LocalReplica:
                 for group in self._optimizer.param_groups:
                     group["lr"] = at(self._rule.lr, work.schedule + step)
                 self._optimizer.step()
+                self.steps_taken += 1
         # One wait for the device at the end, not one per step.
         return Trained([float(loss) for loss in torch.stack(losses).tolist()], tokens)
 
@@ -110,6 +113,7 @@ class LocalReplica:
         batch = self._batches.batch(work.shard, work.start)
         with self._own_randomness():
             loss = self._backward(batch)
+        self.steps_taken += 1
         gradient = self.weights.read_gradient()
         if onto is not None:
             gradient = onto.sum + gradient.give()
@@ -120,6 +124,8 @@ class LocalReplica:
         self.weights.zero_gradient()
         pieces = list(_cut(batch, self._micro_batches))
         size = sum(_length(piece) for piece in pieces)
+        if size < self._micro_batches:
+            raise ConfigError(f"micro_batches={self._micro_batches}, but a batch holds {size} examples only. Use at most {size}.")
         total: Tensor | None = None
         for piece in pieces:
             with self._precision():
@@ -142,6 +148,20 @@ class LocalReplica:
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext()
 
+    @cached_property
+    def draws_randomness(self) -> bool:
+        """Whether a step draws from torch's global generators, as dropout does. Found out by taking one and leaving no trace."""
+        on_cuda = self.device.startswith("cuda")
+        buffers = {name: buffer.clone() for name, buffer in self.weights.module.named_buffers()}
+        with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
+            before = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
+            self._backward(self._batches.batch(0, 0))
+            after = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
+        self.weights.zero_gradient()
+        for name, buffer in self.weights.module.named_buffers():
+            buffer.copy_(buffers[name])
+        return not all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
         """The global generators, for a while with this replica's state. Not for two threads at a time: the engine sees to that."""
@@ -159,9 +179,15 @@ class LocalReplica:
     # ------------------------------------------------------------------------------------------------------------- saving
 
     def state(self) -> dict[str, Any]:
-        """Moments and random numbers: all that a checkpoint must hold besides the weights."""
+        """Moments, random numbers and buffers: all that a checkpoint must hold besides the weights."""
         moments = [dict(self._optimizer.state.get(p, {})) for g in self._optimizer.param_groups for p in g["params"]]
-        return {"optimizer": moments, "random": self._random}
+        return {"optimizer": moments, "random": self._random, "buffers": self.buffers(), "steps": self.steps_taken}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What the module keeps besides its parameters (such as BatchNorm's running means), as it is now."""
+        module = self.weights.module
+        kept = module.state_dict().keys()  # tables that are made anew with the module are not
+        return {name: buffer.detach() for name, buffer in module.named_buffers() if name in kept}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned."""
@@ -174,6 +200,8 @@ class LocalReplica:
                     for name, value in moments.items()
                 }
         self._random = state["random"].clone()
+        self.steps_taken = state["steps"]
+        _copy_buffers(self.weights.module, state["buffers"])
 
     @property
     def nbytes(self) -> int:
@@ -200,9 +228,10 @@ def _torch_optimizer(rule: InnerRule, weights: Weights) -> torch.optim.Optimizer
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=rule.weight_decay)
 
 
-def _draws(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in its forward pass: every dropout of torch has its rate in one of these."""
-    return any(isinstance(rate := getattr(module, name, None), float) and rate > 0 for name in ("p", "dropout"))
+def _copy_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in module.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
 
 
 def _cut(batch: Any, pieces: int) -> Iterator[Any]:
@@ -242,13 +271,14 @@ class Evaluator:
         self._workload = workload
         self._weights = weights_of(workload.module().to(device))
 
-    def load(self, params: Tree) -> None:
-        """Take these weights, judging nothing."""
+    def load(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> None:
+        """Take these weights, and buffers if the module has some, judging nothing."""
         self._weights.load(params)
+        _copy_buffers(self._weights.module, buffers or {})
 
-    def __call__(self, params: Tree) -> dict[str, float]:
+    def __call__(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> dict[str, float]:
         """The measures of these weights."""
-        self.load(params)
+        self.load(params, buffers)
         module = self._weights.module
         module.eval()
         with torch.no_grad():

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from atoll.errors import ExchangeFailed
 from atoll.protocols import Owner, fields_owned
 from atoll.tree import Tree
@@ -53,8 +56,7 @@ def agree(name: str, state: Any, shared: Mapping[str, Any]) -> Any:
     Islands that hold the same bits then hold them once, and a replica that has come apart is found in the round it happened.
     """
     for (path, mine), (_, theirs) in zip(leaves(shared_fields(state)), leaves(shared), strict=True):
-        equal = mine.equal(theirs) if isinstance(mine, Tree) else mine == theirs
-        if not equal:
+        if not _same(mine, theirs):
             raise ExchangeFailed(
                 f"{name} holds another{path} than the islands it agreed with. Shared fields must have the same bits on every "
                 f"island after a round: compute them from shared fields and from what an exchange returned, and from nothing else."
@@ -63,14 +65,25 @@ def agree(name: str, state: Any, shared: Mapping[str, Any]) -> Any:
 
 
 def recycle(old: Iterable[Any], live: Iterable[Any]) -> None:
-    """Releases the Trees in `old` whose memory no Tree in `live` uses."""
-    used = {_memory(tree) for value in live for tree in trees(value)}
+    """Releases the Trees in `old` whose memory nothing in `live` uses, neither a Tree nor a tensor."""
+    used = {memory for value in live for _, leaf in leaves(value) if (memory := _memory(leaf)) is not None}
     for tree in (tree for value in old for tree in trees(value)):
-        if not tree.given and _memory(tree) not in used:
-            whole = tree.flat.untyped_storage().nbytes() == tree.nbytes
-            if whole:  # a window on a larger buffer is not ours to hand on
-                tree.release()
+        memory = _memory(tree)
+        if memory is not None and memory not in used:
+            used.add(memory)  # two Trees may share a buffer, which must circulate once
+            tree.release()
 
 
-def _memory(tree: Tree) -> int:
-    return tree.flat.untyped_storage().data_ptr()
+def _same(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, Tree):
+        return isinstance(theirs, Tree) and mine.same_bits(theirs)
+    if isinstance(mine, Tensor):
+        return isinstance(theirs, Tensor) and torch.equal(mine, theirs)
+    return bool(mine == theirs)
+
+
+def _memory(leaf: Any) -> int | None:
+    """Where a Tree or a tensor lies; none of anything else, and of a Tree that was given away."""
+    if isinstance(leaf, Tree):
+        return None if leaf.given else leaf.flat.untyped_storage().data_ptr()
+    return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None

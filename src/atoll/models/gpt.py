@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atoll.checks import check_types
 from atoll.errors import ConfigError
 
 INIT_STD = 0.02
@@ -58,6 +59,7 @@ class GPT:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("layers", "width", "heads", "head_size", "ffn_multiple"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: a decoder needs at least 1. GPT.tiny() is a shape that works.")

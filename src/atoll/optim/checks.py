@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 from atoll.errors import ConfigError
+
+_FLOAT32_MAX = 3.4e38
 
 
 def at_least_zero(name: str, value: float) -> None:
     """Refuse what cannot be a rate or a small constant."""
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name}={value} must be a finite number of at least 0. Use 0 to switch it off.")
+    if not 0 <= value < _FLOAT32_MAX:
+        raise ConfigError(f"{name}={value} must be a number of at least 0 that fits into float32. Use 0 to switch it off.")
 
 
 def below_one(name: str, value: float) -> None:

@@ -32,8 +32,7 @@ def prune(delta: Tree, fraction: float, by: Literal["sign", "magnitude"] = "sign
     for view in _rows(delta.layout, out):
         gone = int(view.shape[1] * fraction)
         if gone:
-            order = _worth(view, by).argsort(dim=1, stable=True)
-            view.scatter_(1, order[:, :gone], 0.0)
+            view.scatter_(1, _least_worth_first(view, by)[:, :gone], 0.0)
     if delta.spare:
         delta.release()
     return Tree(delta.layout, out)
@@ -45,12 +44,12 @@ def _rows(layout: Layout, flat: Tensor) -> list[Tensor]:
     return [view.view(view.shape[0], -1) if view.dim() > 1 else view.view(1, -1) for view in views if view.numel()]
 
 
-def _worth(rows: Tensor, by: Literal["sign", "magnitude"]) -> Tensor:
-    """What is kept longest has the greatest worth."""
-    magnitude = rows.abs()
+def _least_worth_first(rows: Tensor, by: Literal["sign", "magnitude"]) -> Tensor:
+    """For each row the order in which its values go."""
+    order = rows.abs().argsort(dim=1, stable=True)
     if by == "magnitude":
-        return magnitude
+        return order
     prevailing = torch.where(rows.sum(dim=1, keepdim=True) < 0, -1.0, 1.0)
-    against = rows * prevailing <= 0  # zeros go first: they cost nothing
-    # Lifting the prevailing sign above every magnitude orders by sign first and by magnitude within a sign.
-    return torch.where(against, magnitude, magnitude + 2 * magnitude.amax(dim=1, keepdim=True))
+    agrees = rows * prevailing > 0  # zeros do not: they go first and cost nothing
+    # A stable sort by sign keeps the order by magnitude within each sign.
+    return order.gather(1, agrees.gather(1, order).to(torch.uint8).argsort(dim=1, stable=True))

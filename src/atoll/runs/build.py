@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -19,7 +20,7 @@ from atoll.data.tokenizer import Tokenizer
 from atoll.engines.flat import weights_of
 from atoll.engines.local import Evaluator, LocalReplica, Loss, torch_threads
 from atoll.engines.sim.engine import SimEngine
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, TrainingDiverged
 from atoll.models.gpt import GPT, Decoder
 from atoll.optim.schedules import WSD, at
 from atoll.protocols import Sink, Work, Workload
@@ -98,6 +99,13 @@ def _features(run: Run, module: Decoder, params: Tree) -> Features:
     return features
 
 
+def fingerprint(workload: Workload) -> str | None:
+    """Of the text and of who reads what: whether a run that goes on reads what it read before. None of a user's own workload."""
+    if not isinstance(workload, TextWorkload):
+        return None
+    return f"{workload.tokenizer.digest}-{workload.batches.fingerprint()}"
+
+
 def loss_of(run: Run, workload: Workload) -> Loss:
     """The workload's loss, compiled if asked: one graph for all replicas."""
     return torch.compile(workload.loss) if run.train.compile else workload.loss
@@ -131,6 +139,12 @@ def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float
             count = min(_STRETCH, steps - start)
             trained = replica.train(count, Work(shard=0, start=start, schedule=start, examples=0))
             losses += trained.losses
+            for step, loss in enumerate(trained.losses):
+                if not math.isfinite(loss):
+                    raise TrainingDiverged(
+                        f"the loss is {loss} at step {start + step} of the warm start. Nothing was saved. Lower "
+                        f"train.warm_start_lr or the optimizer's rate, or set train.clip_norm."
+                    )
             tokens += trained.tokens
             progress(start + count, steps, losses[-1])
     return WarmStart(replica.params(), tokens, fmean(losses[-max(1, steps // 10) :]))

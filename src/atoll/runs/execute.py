@@ -6,6 +6,7 @@ one leaves that was never stopped: it goes on from the newest checkpoint, and wh
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -20,19 +21,31 @@ from atoll.data.partition import IID
 from atoll.data.text import LoadedText, Text
 from atoll.engines.local import Evaluator
 from atoll.engines.sim.engine import SimEngine
-from atoll.errors import AtollError
+from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.protocols import Sink, Workload
-from atoll.runs.build import WarmStart, device_of, engine_of, island_workload, plain_workload, warm_start, warm_start_rate
+from atoll.runs.build import (
+    WarmStart,
+    device_of,
+    engine_of,
+    fingerprint,
+    island_workload,
+    plain_workload,
+    warm_start,
+    warm_start_rate,
+)
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
 from atoll.runs.folder import RunFolder, default_path, write_text
 from atoll.runs.run import Run
-from atoll.runs.settings import from_json, to_json
+from atoll.runs.settings import from_json, full_name, to_json
 from atoll.telemetry.fanout import Fanout
 from atoll.telemetry.jsonl import JsonlSink, read_events
 from atoll.telemetry.summary import Summary, read_summary
 from atoll.tensorfile import load_tree, read_tensors, save_tree
 from atoll.tree import Tree
+
+WORKLOAD = "workload.txt"
+"""Names the workload that was trained instead of the Run's decoder and text."""
 
 
 class Cache:
@@ -88,9 +101,12 @@ def run(
         command: how the run was asked for, for the record.
         cache: give several runs the same one, and they share text and warm start.
     """
+    cache = cache or Cache()
+    if workload is None:  # what cannot be run is refused before there is a folder
+        plain_workload(run.resolved, _load_text(run, cache))
     folder = RunFolder.create(Path(out or default_path(run.recipe, run.seed)), to_json(run), list(command or sys.argv))
     with folder.lock():
-        return _Execution(run, folder, workload, sinks, cache or Cache()).start()
+        return _Execution(run, folder, workload, sinks, cache).start()
 
 
 def resume(
@@ -130,16 +146,20 @@ class _Execution:
         self._warm_file = folder.warm_start
         self._checkpoints = Checkpoints(folder.checkpoints, keep=given.keep.checkpoints)
         self._log: JsonlSink | None = None
+        self._origin: dict[str, str | None] = {}
         self._began = time.perf_counter()
 
     def start(self) -> Result:
+        if self._given_workload is not None:
+            write_text(self._folder.path / WORKLOAD, f"{full_name(type(self._given_workload))}\n")
         self._note("started")
         return self._carry_out(None)
 
     def resume(self) -> Result:
-        checkpoint = self._checkpoints.newest()
+        check_workload(self._folder, self._given_workload)
         if self._finished():
-            return self._reopen(checkpoint)
+            return self._reopen()
+        checkpoint = self._checkpoints.newest()
         self._note("resumed", round=checkpoint.round if checkpoint else 0)
         return self._carry_out(checkpoint)
 
@@ -147,8 +167,10 @@ class _Execution:
         with Fanout([self._open_log(checkpoint), *self._more_sinks(resuming=checkpoint is not None), *self._sinks]) as sink:
             warm = self._warm_up(sink, silent=checkpoint is not None)
             workload = self._given_workload or island_workload(self._run, self._text(), warm.params)
+            self._origin = {"run": digest_of(to_json(self._run)), "data": fingerprint(workload)}
             engine, evaluator = engine_of(self._run, workload, warm.params, sink, self._saver(sink))
             if checkpoint is not None:
+                self._check_origin(checkpoint)
                 engine.restore(lambda part, like: self._checkpoints.load(checkpoint, part, like))
                 sink.emit(
                     Progress(
@@ -157,6 +179,7 @@ class _Execution:
                 )
             finished = engine.run(warm.tokens)
             self._leave(engine, finished, checkpoint)
+        evaluator.load(engine.params)
         return self._result(evaluator, engine.params)
 
     # ------------------------------------------------------------------------------------------------------- the beginning
@@ -173,11 +196,19 @@ class _Execution:
         return [TensorBoardSink(self._folder.path / "tensorboard", replay=read_events(self._folder.events) if resuming else None)]
 
     def _text(self) -> LoadedText:
-        text: LoadedText = self._cache.get([_whole(self._run.data)], self._run.data.load)
-        return replace(text, text=self._run.data)
+        return _load_text(self._run, self._cache)
 
     def _plain(self) -> Workload:
         return self._given_workload or plain_workload(self._run, self._text())
+
+    def _check_origin(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint goes on only with the Run and the text that it comes from."""
+        for what, found in (("run", "its settings"), ("data", "its text or how that is dealt out")):
+            if checkpoint.metadata.get(what) != self._origin[what]:
+                raise CheckpointError(
+                    f"{checkpoint.path} was saved by another run: {found} differ from what {self._folder.path} has now. Bring back "
+                    f"what it was saved with, or start afresh in another folder."
+                )
 
     def _warm_up(self, sink: Sink, *, silent: bool) -> WarmStart:
         """The warm start: from the folder, from a run that shared it, or made now."""
@@ -221,15 +252,15 @@ class _Execution:
         def save(engine: SimEngine) -> None:
             assert self._log is not None
             sink.emit(Saved(round=engine.round, name=f"{engine.round:08}"))
-            self._checkpoints.save(engine.round, engine.parts(), {"events_bytes": self._log.position()})
+            self._checkpoints.save(engine.round, engine.parts(), {"events_bytes": self._log.position(), **self._origin})
 
         return save
 
     def _leave(self, engine: SimEngine, finished: RunFinished, checkpoint: Checkpoint | None) -> None:
-        save_tree(self._folder.final, engine.params, {"recipe": self._run.recipe, "round": str(finished.rounds)})
         self._note(
             "finished", wall_time_s=time.perf_counter() - self._began, resumed_from_round=checkpoint.round if checkpoint else 0
         )
+        save_tree(self._folder.final, engine.params, {"recipe": self._run.recipe, "round": str(finished.rounds)})
 
     def _result(self, evaluator: Evaluator, params: Tree) -> Result:
         summary = read_summary(self._folder.path)
@@ -244,7 +275,7 @@ class _Execution:
             return False
         return self._folder.final.exists()
 
-    def _reopen(self, checkpoint: Checkpoint | None) -> Result:
+    def _reopen(self) -> Result:
         """A finished run again, without running it."""
         params = load_tree(self._folder.final)
         evaluator = Evaluator(self._plain())
@@ -253,8 +284,38 @@ class _Execution:
 
     def _note(self, what: str, **figures: float) -> None:
         """What depends on the machine goes into a file of its own."""
-        with self._folder.timing.open("a") as file:
-            file.write(json.dumps({"what": what, "unix_time_s": time.time(), **figures}) + "\n")
+        try:
+            with self._folder.timing.open("a") as file:
+                file.write(json.dumps({"what": what, "unix_time_s": time.time(), **figures}) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"could not write {self._folder.timing}: {error.strerror}. Make room there, then resume."
+            ) from error
+
+
+def check_workload(folder: RunFolder, given: Workload | None) -> None:
+    """A run of a workload of its own is gone on with, and looked at, with that workload alone."""
+    mark = folder.path / WORKLOAD
+    name = mark.read_text().strip() if mark.exists() else None
+    if name is not None and given is None:
+        raise ConfigError(
+            f"{folder.path} trained a workload of its own, {name}, which its settings do not describe. Go on from Python: "
+            f"atoll.resume({str(folder.path)!r}, workload=...)."
+        )
+    if name is None and given is not None:
+        raise ConfigError(
+            f"{folder.path} trained its own decoder on its own text, not a {type(given).__name__}. Leave out workload."
+        )
+
+
+def digest_of(plain: Any) -> str:
+    """Of plain data."""
+    return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _load_text(run: Run, cache: Cache) -> LoadedText:
+    text: LoadedText = cache.get([_whole(run.data)], run.data.load)
+    return replace(text, text=run.data)
 
 
 def _whole(data: Text) -> Text:

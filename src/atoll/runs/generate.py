@@ -9,6 +9,7 @@ import torch
 
 from atoll.errors import ConfigError
 from atoll.runs.build import plain_workload
+from atoll.runs.execute import check_workload
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
 from atoll.runs.settings import from_json
@@ -18,6 +19,7 @@ from atoll.tensorfile import load_tree
 def generate(folder: Path, prompt: str, *, tokens: int, temperature: float, top_k: int | None, seed: int) -> Iterator[str]:
     """The prompt, and then what the run's final weights make of it."""
     opened = RunFolder.open(folder)
+    check_workload(opened, None)
     run: Run = from_json(opened.run_json)
     if not opened.final.exists():
         raise ConfigError(f"{folder} has no final weights yet: its run is not finished. Finish it: atoll run --resume {folder}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.checks import check_types
 from atoll.data.text import Text
 from atoll.engines.local import InnerRule
 from atoll.engines.sim.world import Cluster
@@ -46,6 +47,7 @@ class Train:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("steps", "batch_size", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name}={getattr(self, name)}: it is at least 1. Give a positive number.")
@@ -79,6 +81,7 @@ class Keep:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("evaluate_every", "save_every", "checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"keep.{name}={getattr(self, name)}: it is at least 1. Give a positive number.")
@@ -111,6 +114,11 @@ class Run:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
+        if not 0 <= self.seed < 2**48:
+            raise ConfigError(f"seed={self.seed} is outside [0, 2**48). Use a smaller number.")
+        if self.train.precision == "bf16" and self.train.device == "cpu":
+            raise ConfigError("train.precision=bf16 with train.device=cpu: bfloat16 is for CUDA. Use fp32, or device=auto or cuda.")
         per_round = self.algorithm.steps_per_round
         if self.train.steps % per_round:
             fit = max(1, round(self.train.steps / per_round)) * per_round
@@ -121,15 +129,16 @@ class Run:
 
     @property
     def resolved(self) -> Run:
-        """The run with nothing left open: schedules as long as the run, and the algorithm with the run's optimizer."""
+        """The run with nothing left open: schedules as long as the run, and the algorithm with the run's optimizer and clipping."""
         optimizer = with_steps(self.optimizer, self.train.steps)
-        algorithm = self.algorithm
-        if isinstance(algorithm, DDP):
-            algorithm = replace(
-                algorithm,
-                optimizer=with_steps(algorithm.optimizer, self.train.steps) if algorithm.optimizer else optimizer,
-                clip_norm=self.train.clip_norm if algorithm.clip_norm is None else algorithm.clip_norm,
-            )
+        filled: dict[str, Any] = {}
+        for field in fields(self.algorithm):  # type: ignore[arg-type]
+            value = getattr(self.algorithm, field.name)
+            if value is None and field.name in ("optimizer", "clip_norm"):
+                filled[field.name] = optimizer if field.name == "optimizer" else self.train.clip_norm
+            else:  # an algorithm's own rules take one step a round
+                filled[field.name] = with_steps(value, self.rounds(self.train.steps))
+        algorithm = replace(self.algorithm, **filled)  # type: ignore[type-var]
         return replace(self, optimizer=optimizer, algorithm=algorithm)
 
     def rounds(self, steps: int) -> int:

@@ -21,7 +21,7 @@ from atoll.events import Exchanged, IslandJoined
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.protocols import Algorithm, Owner, Rule, fields_owned
-from atoll.testing.fakes import ScriptedPeers
+from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
 from atoll.testing.simulate import Recorder, simulate, simulator
 from atoll.testing.workloads import Regression
 from atoll.tree import Tree
@@ -96,7 +96,13 @@ def check_given_state_is_unchanged(algorithm: Algorithm[Any]) -> None:
     params = Tree.of(Regression().module())
     digest = params.digest()
     simulate(algorithm, steps=2 * algorithm.steps_per_round, params=params)
-    assert params.digest() == digest
+    assert params.digest() == digest, "the engine or the algorithm changed the weights that the caller holds"
+    for heard in (True, False):
+        peers = ScriptedPeers(params * 0.1, heard=heard)
+        state = algorithm.init(params, peers)
+        before = _digests(tuple(vars(state).values()))
+        one_round(algorithm, FakeReplica(moves_by=-0.1), peers, params=params, state=state)
+        assert _digests(tuple(vars(state).values())) == before, "a round changed the State it was given"
 
 
 def check_learns(algorithm: Algorithm[Any]) -> None:

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,10 +11,12 @@ import torch
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo, DiLoCoState
 from atoll.engines.sim.network import Link
+from atoll.engines.sim.peers import weighted_mean
 from atoll.engines.sim.world import Away, Cluster, Lost
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import CaughtUp, Computed, Exchanged, IslandJoined, IslandLeft, RoundFinished
 from atoll.optim.adam import AdamW
+from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.testing.simulate import simulate, simulator
 from atoll.testing.workloads import Regression, RegressionBatches
@@ -238,3 +240,123 @@ def test_a_resumed_run_chooses_the_same_donors():
 def test_weights_that_are_not_finite_are_called_so_and_not_a_disagreement():
     with pytest.raises(TrainingDiverged, match=r"(the loss is|no longer finite)"):
         simulate(DDP(optimizer=SGD(lr=1e38)), steps=20)
+
+
+def test_a_gradient_that_was_not_heard_is_lost_and_its_tokens_are_not_counted():
+    done = simulate(DDP(optimizer=SGD(lr=0.05)), steps=2, cluster=Cluster(islands=2, lost=(Lost(island=1, round=0),)))
+    assert done.finished.tokens == (1 + 2) * 8
+
+
+def test_an_island_alone_is_always_heard():
+    done = simulate(DiLoCo(inner_steps=2), steps=20, cluster=Cluster(islands=1, drop_probability=0.9))
+    assert (done.finished.outer_steps, done.finished.virtual_time_s) == (10, pytest.approx(20.0))
+
+
+@dataclass(frozen=True)
+class Piecewise(DiLoCo):
+    """Asks for its work in two pieces."""
+
+    async def round(self, state, replica, peers):
+        replica.load(state.params)
+        for steps in (1, self.inner_steps - 1):
+            await replica.train(steps, peers.work(steps))
+        mean = await peers.mean(state.params - replica.params())
+        params, outer = self.outer.update(state.params, mean.value, state.outer)
+        return DiLoCoState(params, outer)
+
+
+def test_work_asked_for_in_pieces_is_the_same_work():
+    whole, pieces = (
+        simulate(kind(inner_steps=4), steps=12, inner=SGD(lr=Cosine(lr=0.1, steps=12))) for kind in (DiLoCo, Piecewise)
+    )
+    assert pieces.params.equal(whole.params)
+    assert pieces.finished.local_updates == whole.finished.local_updates
+
+
+@dataclass(frozen=True)
+class Hoarder(DiLoCo):
+    """Keeps a raw view of what an exchange brought: the engine must not hand that memory on."""
+
+    async def round(self, state, replica, peers):
+        replica.load(state.params)
+        await replica.train(self.inner_steps, peers.work(self.inner_steps))
+        mean = await peers.mean(state.params - replica.params())
+        kept = mean.value.flat if state.adrift is None else state.adrift
+        params = state.params.add(mean.value, -1.0).add(Tree(state.params.layout, kept), -0.1)
+        return DiLoCoState(params, state.outer, mean.value.flat)
+
+
+@dataclass(frozen=True)
+class Copier(Hoarder):
+    async def round(self, state, replica, peers):
+        state = await super().round(state, replica, peers)
+        return replace(state, adrift=state.adrift.clone())
+
+
+@pytest.mark.parametrize("islands", [1, 3])
+def test_memory_that_a_state_still_looks_at_is_not_handed_on(islands):
+    views, copies = (simulate(kind(inner_steps=2), steps=20, cluster=Cluster(islands=islands)) for kind in (Hoarder, Copier))
+    assert views.params.equal(copies.params)
+
+
+def test_weights_of_zero_leave_out_whatever_they_weigh():
+    bad = Tree.of({"w": torch.full((3,), math.nan)})
+    good = Tree.of({"w": torch.ones(3)})
+    assert weighted_mean([bad, good, good], [0.0, 1.0, 3.0]).equal(good)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_impossible_weights_are_refused(weight):
+    @dataclass(frozen=True)
+    class Weighty(DiLoCo):
+        def _weight(self, work):
+            return weight
+
+    with pytest.raises(ExchangeFailed, match=r"finite weight"):
+        simulate(Weighty(inner_steps=1), steps=2)
+
+
+def test_the_clock_does_not_go_back_when_a_slow_island_leaves():
+    cluster = Cluster(islands=2, step_time_s=(1.0, 10.0), away=(Away(island=1, start=1, stop=3),), lost=(Lost(island=1, round=0),))
+    times = [event.virtual_time_s for event in simulate(DiLoCo(inner_steps=1), steps=4, cluster=cluster).of(RoundFinished)]
+    assert times == sorted(times)
+
+
+def test_a_schedule_that_leaves_nobody_is_refused_before_anything_is_trained():
+    with pytest.raises(ConfigError, match="nobody is left in round 2"):
+        simulator(DiLoCo(inner_steps=1), steps=4, cluster=Cluster(islands=1, away=(Away(island=0, start=2, stop=3),)))
+
+
+@dataclass(frozen=True)
+class Noisy(Regression):
+    """Draws in its loss, where no module says so."""
+
+    def loss(self, module, batch):
+        inputs, targets = batch
+        return super().loss(module, (inputs + 0.1 * torch.randn_like(inputs), targets))
+
+
+def test_randomness_in_a_loss_is_each_islands_own_and_repeatable():
+    one, two = (simulate(DiLoCo(inner_steps=3), steps=12, workload=Noisy(), seed=4) for _ in range(2))
+    assert one.params.equal(two.params)
+
+
+@dataclass(frozen=True)
+class Normed(Regression):
+    def module(self):
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+
+def test_buffers_are_saved_and_brought_to_the_evaluation():
+    saved = []
+    whole, sink = simulator(
+        DiLoCo(inner_steps=3), steps=12, workload=Normed(), save=lambda e: saved.append(copy.deepcopy(e.parts()))
+    )
+    whole.run()
+    again, later = simulator(DiLoCo(inner_steps=3), steps=12, workload=Normed())
+    again.restore(lambda part, like: copy.deepcopy(saved[1][part]))
+    again.run()
+    assert again.params.equal(whole.params)
+    assert later.lines() == sink.lines()[-len(later.lines()) :]
+    assert int(whole.islands[0].replica.buffers()["1.num_batches_tracked"]) == 12

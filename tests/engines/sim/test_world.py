@@ -1,5 +1,7 @@
 """The cluster as a value: lists that fit any number, draws that need no position, and nonsense refused."""
 
+from statistics import fmean, pstdev
+
 import pytest
 
 from atoll.engines.sim.network import Link
@@ -26,7 +28,14 @@ def test_draws_depend_on_the_seed_and_on_what_they_are_for_alone():
     assert first == [cluster.step_time(island, seed=7) for island in range(4)]
     assert len(set(first)) == 4
     assert first != [cluster.step_time(island, seed=8) for island in range(4)]
-    assert cluster.jitter(0, 5, 7) != cluster.jitter(0, 6, 7)
+    assert cluster.jitter(0, 5, 1, seed=7) != cluster.jitter(0, 6, 1, seed=7)
+
+
+def test_jitter_is_drawn_for_every_batch_so_that_long_stretches_vary_less():
+    cluster = Cluster(step_time_jitter=0.5)
+    short, long = ([cluster.jitter(0, stretch, batches, seed=0) for stretch in range(300)] for batches in (1, 20))
+    assert pstdev(short) > 3 * pstdev(long)
+    assert fmean(short) == pytest.approx(fmean(long), abs=0.15)  # the mean of a log-normal factor, 1.13
 
 
 def test_messages_are_lost_as_often_as_asked():

@@ -9,10 +9,12 @@ evaluates, saves, and lets islands come and go.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -24,11 +26,11 @@ from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import Room, SimPeers, SimReplica
 from atoll.engines.sim.world import Cluster
-from atoll.engines.states import agree, recycle, shared_fields, tree_bytes, trees, with_shared
+from atoll.engines.states import agree, leaves, recycle, shared_fields, tree_bytes, trees, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
-from atoll.events import CaughtUp, IslandJoined, IslandLeft, RunFinished
+from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, RunFinished
 from atoll.protocols import Algorithm, Batches, Owner, Sink, Work, fields_owned
-from atoll.tree import Tree
+from atoll.tree import Tree, forget_spare_buffers
 
 
 @dataclass
@@ -55,7 +57,7 @@ class SimEngine:
         params: the weights to begin with.
         batches: the data; one shard per island.
         make_replica: makes island i's replica, with a fresh optimizer.
-        evaluate: judges the global weights.
+        evaluate: judges the global weights, with the buffers of the first island present.
         sink: takes events.
         steps: inner steps that each island takes in all.
         seed: of everything the cluster draws.
@@ -72,7 +74,7 @@ class SimEngine:
         params: Tree,
         batches: Batches,
         make_replica: Callable[[int], LocalReplica],
-        evaluate: Callable[[Tree], Mapping[str, float]],
+        evaluate: Callable[[Tree, Mapping[str, torch.Tensor]], Mapping[str, float]],
         sink: Sink,
         steps: int,
         seed: int = 0,
@@ -103,10 +105,15 @@ class SimEngine:
         self._save = save
         self._save_every = save_every
         self._pool: ThreadPoolExecutor | None = None
+        self._latest_s = 0.0
         self._shared: dict[str, Any] = {}
         """The newest shared fields, which every island that was heard holds too."""
         self._agreed: dict[str, Any] | None = None
         """The shared fields of the first island that left the round."""
+        self._handed_out: dict[int, int] = {}
+        """Steps of work that each island was given in this round."""
+        for number in range(self.rounds):
+            cluster.present(number, self.rounds)  # refuses a schedule that leaves nobody, before anything is trained
         self._admit_first(params.copy())  # buffers of States go back into circulation; the caller keeps its own
 
     # -------------------------------------------------------------------------------------------------------- the whole run
@@ -114,7 +121,7 @@ class SimEngine:
     def run(self, warm_start_tokens: int = 0) -> RunFinished:
         """All rounds that remain, with one CPU thread setting throughout: reductions depend on it in the last bits."""
         threads = self.cluster.threads_per_island
-        with torch_threads(threads), _Pool(self._workers(), threads) as self._pool:
+        with torch_threads(threads), _Pool(self._workers(), threads) as self._pool, _no_spare_buffers_left():
             if not self.books.totals.metrics:
                 self._judge()
             while self.round < self.rounds:
@@ -137,13 +144,13 @@ class SimEngine:
 
     @property
     def virtual_time_s(self) -> float:
-        return max(island.clock_s for island in self.islands.values())
+        return max(self._latest_s, *(island.clock_s for island in self.islands.values()))
 
     def _workers(self) -> int:
-        replicas = [island.replica for island in self.islands.values()]
-        if any(replica.draws_randomness for replica in replicas):
+        replica = next(iter(self.islands.values())).replica
+        if replica.draws_randomness:
             return 1  # torch's generators are the process's: two islands at a time would draw from each other's
-        if any(replica.device != "cpu" for replica in replicas):
+        if replica.device != "cpu":
             return 1  # one device computes for all: threads would only get into each other's way
         return max(1, (os.cpu_count() or 1) // self.cluster.threads_per_island)
 
@@ -155,6 +162,7 @@ class SimEngine:
         room = self._room(list(self.islands))
         loop = Loop()
         before, self._agreed = [island.state for island in present], None
+        self._handed_out = dict.fromkeys(self.islands, 0)
         for rank, island in enumerate(present):
             coroutine = self.algorithm.round(island.state, SimReplica(self, island.id, island.replica), SimPeers(self, room, rank))
             loop.spawn(f"island {island.id}", coroutine, island.clock_s, partial(self._leave_round, island, room, rank))
@@ -163,8 +171,12 @@ class SimEngine:
                 f"round {self.round} cannot end: {', '.join(room.waiting())}; the others have left the round. "
                 f"All islands must make the same calls in the same order."
             )
-        self._commit([island for island, heard in zip(present, room.heard, strict=True) if heard])
+        self._commit([island for rank, island in enumerate(present) if rank not in room.left_out])
         recycle([*before, *room.results], [self._shared, *(island.state for island in present)])
+
+    def _heard(self, island: int, islands: Sequence[int]) -> bool:
+        """Whether the others hear this island in this round; alone, there is nobody whom a message could fail to reach."""
+        return len(islands) == 1 or self.cluster.heard(island, self.round, self.seed)
 
     def _leave_round(self, island: Island, room: Room, rank: int, task: Task) -> None:
         """An island is through. If it was heard it must hold the shared fields of the others, and from now on the same objects:
@@ -172,10 +184,12 @@ class SimEngine:
         self.books.ledgers[island.id].present_s += task.now_s - island.clock_s
         island.clock_s = task.now_s
         island.state = state = task.result
-        if room.committed and room.heard[rank]:
+        if room.committed and rank not in room.left_out:
             self._agreed = self._agreed or shared_fields(state)
             island.state = agree(f"island {island.id}", state, self._agreed)
             recycle([state], [island.state, self._agreed])
+        elif not any(leaf is not None for _, leaf in leaves(fields_owned(state, Owner.OWN))):
+            island.uncommitted_tokens = 0  # it was not heard and kept nothing of what it did: that work is lost
 
     def _commit(self, heard: Sequence[Island]) -> None:
         """What those who were heard agreed on is what holds."""
@@ -199,7 +213,7 @@ class SimEngine:
         return Room(
             round=self.round,
             islands=islands,
-            heard=[self.cluster.heard(island, self.round, self.seed) for island in islands],
+            heard=[self._heard(island, islands) for island in islands],
             links=[self.cluster.line(island) for island in islands],
             topology=self.cluster.topology,
             report=self._sink,
@@ -216,7 +230,8 @@ class SimEngine:
 
     def _judge(self) -> None:
         assert self._pool is not None
-        metrics = self._pool.submit(self._evaluate, self.params).result()
+        buffers = next(iter(self.islands.values())).replica.buffers()
+        metrics = self._pool.submit(self._evaluate, self.params, buffers).result()
         self._sink.emit(self.books.evaluated(metrics, self.virtual_time_s))
 
     # -------------------------------------------------------------------------------------------- what islands ask for (Host)
@@ -229,12 +244,14 @@ class SimEngine:
     ) -> None:
         assert self._pool is not None
         ledger = self.books.ledgers[island]
-        step_s = self.cluster.step_time(island, self.seed) * self.cluster.jitter(island, ledger.stretches, self.seed)
+        step_s = self.cluster.step_time(island, self.seed) * self.cluster.jitter(island, ledger.stretches, batches, self.seed)
         ledger.stretches += 1
         start_s, end_s = task.now_s, task.now_s + batches * step_s
         future = self._pool.submit(function)
 
         def finish() -> Any:
+            while not wait([future], timeout=_SIGN_OF_LIFE_S).done:
+                self._sink.emit(self._progress())
             result, trained = future.result()
             self._sink.emit(self.books.computed(island, start_s, end_s, steps, batches, trained))
             self.islands[island].uncommitted_tokens += trained.tokens
@@ -242,15 +259,22 @@ class SimEngine:
 
         task.resume_at(end_s, finish)
 
+    def _progress(self) -> Progress:
+        """How far the islands are within the round, on the average."""
+        within = fmean(island.replica.steps_taken for island in self.islands.values())
+        return Progress(phase="training", done=int(min(within, self.steps)), total=self.steps)
+
     def hand_out(self, island: int, steps: int, batches: int) -> Work:
         shard = island % self._batches.num_shards
         start = self.positions[shard]
         self.positions[shard] += batches
-        return Work(shard=shard, start=start, schedule=self.books.totals.steps, examples=self._batches.examples(shard))
+        schedule = self.books.totals.steps + self._handed_out[island]
+        self._handed_out[island] += steps
+        return Work(shard=shard, start=start, schedule=schedule, examples=self._batches.examples(shard))
 
     def catch_up(self, island: int, state: Any) -> Wait | None:
         me = self.islands[island]
-        if me.version == self.books.totals.version or not self.cluster.heard(island, self.round, self.seed):
+        if me.version == self.books.totals.version or not self._heard(island, list(self.islands)):
             return None
         return Wait(partial(self._start_catching_up, me, state))
 
@@ -271,7 +295,7 @@ class SimEngine:
         if not donors:  # the last one that knew has left; its legacy is at hand, but nobody's line carried it
             return None, 0, start_s
         # Lost is a delta that was not heard and an answer that did not come; its sender can still serve others, if need be.
-        donor = min(donors, key=lambda d: (not self.cluster.heard(d.id, self.round, self.seed), d.uplink_free_s, d.id))
+        donor = min(donors, key=lambda d: (not self._heard(d.id, list(self.islands)), d.uplink_free_s, d.id))
         num_bytes = tree_bytes(self._shared)
         begin_s = max(start_s, donor.uplink_free_s)
         donor.uplink_free_s = begin_s + transfer_s(num_bytes, self.cluster.line(donor.id), self.cluster.line(island))
@@ -297,6 +321,7 @@ class SimEngine:
                 f"{type(self.algorithm).__name__} keeps sharded state, which the simulator does not cut anew when islands come "
                 f"and go: keep cluster.pool constant and cluster.away empty."
             )
+        self._latest_s = now_s  # the cluster's clock does not go back when the island that is furthest ahead leaves
         for gone in [island for island in self.islands if island not in present]:
             del self.islands[gone]
             self._sink.emit(IslandLeft(island=gone, round=self.round, virtual_time_s=now_s))
@@ -310,6 +335,8 @@ class SimEngine:
 
     def _admit(self, island: int, state: Any, begin_s: float) -> None:
         replica = self._make_replica(island)
+        if self.islands:  # all are of one kind: find out once
+            replica.draws_randomness = next(iter(self.islands.values())).replica.draws_randomness
         self.islands[island] = Island(island, replica, state, self.books.totals.version, clock_s=begin_s, uplink_free_s=begin_s)
 
     # -------------------------------------------------------------------------------------------------------------- saving
@@ -317,7 +344,12 @@ class SimEngine:
     def parts(self) -> dict[str, Any]:
         """Everything a checkpoint must hold, by part. Between two rounds only."""
         return {
-            "engine": {**self.books.to_parts(), "positions": list(self.positions), "present": list(self.islands)},
+            "engine": {
+                **self.books.to_parts(),
+                "positions": list(self.positions),
+                "present": list(self.islands),
+                "latest_s": self._latest_s,
+            },
             "shared": dict(self._shared),
             **{f"island-{island.id}": self._part(island) for island in self.islands.values()},
         }
@@ -336,17 +368,30 @@ class SimEngine:
         """Go on from a checkpoint. `load(part, like)` gives a part back, with the types of `like`."""
         engine = load("engine", None)
         self.books.from_parts(engine)
-        self.positions = list(engine["positions"])
-        fresh, template = self.islands, next(iter(self.islands.values())).state
-        self._shared = load("shared", shared_fields(template))
+        self.positions, self._latest_s = list(engine["positions"]), engine["latest_s"]
+        fresh, begun = self.islands, self.params
+        self._shared = load("shared", self._shared)
         self.islands = {}
-        for number in engine["present"]:
-            part = load(f"island-{number}", {"shared": self._shared, "rest": self._part(next(iter(fresh.values())))["rest"]})
+        for rank, number in enumerate(engine["present"]):
+            template = self.algorithm.init(begun, SimPeers(self, self._room(engine["present"]), rank))
+            rest = {**fields_owned(template, Owner.OWN), **fields_owned(template, Owner.SHARDED)}
+            part = load(f"island-{number}", {"shared": self._shared, "rest": rest})
             replica = fresh[number].replica if number in fresh else self._make_replica(number)
             replica.restore(part["replica"])
             state = with_shared(template, {**(part["shared"] or self._shared), **part["rest"]})
             clock_s, tokens = part["clock_s"], part["uncommitted_tokens"]
             self.islands[number] = Island(number, replica, state, part["version"], clock_s, clock_s, uncommitted_tokens=tokens)
+
+
+_SIGN_OF_LIFE_S = 1.0  # between two reports while a round computes
+
+
+@contextmanager
+def _no_spare_buffers_left() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        forget_spare_buffers()
 
 
 class _Pool(ThreadPoolExecutor):

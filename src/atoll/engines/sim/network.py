@@ -7,6 +7,7 @@ implementation by pieces sends. Control messages (weights, counts) travel with t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -33,13 +34,13 @@ class Link:
     download_mbit_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.latency_s >= 0:
+        if not 0 <= self.latency_s < math.inf:
             raise ConfigError(
                 f"latency_s={self.latency_s}: a message needs 0 seconds or more. Give seconds, such as 0.03 for 30 ms."
             )
         for name in ("bandwidth_mbit_per_s", "download_mbit_per_s"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value}: a link carries more than 0 Mbit/s. Use a small number for a slow link, not 0.")
 
     @property

@@ -7,6 +7,7 @@ all at the same moment.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
@@ -128,12 +129,19 @@ class Room:
     account: Callable[[Sequence[int], Sequence[int]], None]
     committed: bool = False
     """Whether an exchange of this round carried any weight."""
+    left_out: set[int] = field(default_factory=set)
+    """Ranks that a mean of this round went on without."""
     results: list[Tree] = field(default_factory=list)
     """What exchanges made; all islands hold the same object."""
     _waiting: dict[int, list[Arrival]] = field(default_factory=dict)
     _subjects: dict[int, str] = field(default_factory=dict)
 
     def arrive(self, call: int, what: str, arrival: Arrival, compare: bool) -> None:
+        if not (math.isfinite(arrival.weight) and arrival.weight >= 0):
+            raise ExchangeFailed(
+                f"island {self.islands[arrival.rank]} comes to a {what} with a weight of {arrival.weight}. "
+                f"Give it a finite weight of 0 or more."
+            )
         subject = self._subjects.setdefault(call, what)
         if subject != what:
             raise ExchangeFailed(
@@ -163,6 +171,7 @@ class Room:
         weight = float(sum(a.weight for a in heard)) if what == "mean" else float(len(heard))
         self.committed = self.committed or weight > 0
         ranks = [a.rank for a in heard]
+        self.left_out |= {a.rank for a in arrivals} - set(ranks)
         sent = [cost.sent_bytes[ranks.index(a.rank)] if a.rank in ranks else 0 for a in arrivals]
         control = [CONTROL_BYTES * (len(heard) - 1) if a.rank in ranks else 0 for a in arrivals]
         self.account(sent, control)
@@ -218,7 +227,7 @@ class Room:
         cosines = [
             one.dot(two) / (norms[i] * norms[j])
             for (i, one), (j, two) in itertools.combinations(enumerate(contributions), 2)
-            if norms[i] > 0 and norms[j] > 0
+            if 0 < norms[i] < math.inf and 0 < norms[j] < math.inf
         ]
         self.report.emit(
             Compared(
@@ -232,15 +241,19 @@ class Room:
 
 
 def ordered_sum(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
-    """The weighted sum, added up in rank order: every engine does it so, and therefore has these bits."""
-    total = trees[0] * weights[0]
-    for tree, weight in zip(trees[1:], weights[1:], strict=True):
+    """The weighted sum, added up in rank order: every engine does it so, and therefore has these bits.
+
+    What weighs nothing is left out, whatever it holds: an island that is healing brings no sensible values.
+    """
+    (first, weight), *rest = [(tree, weight) for tree, weight in zip(trees, weights, strict=True) if weight]
+    total = _borrowed(first) * weight
+    for tree, weight in rest:
         total = total.give().add(_borrowed(tree), weight)
     return total
 
 
 def weighted_mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
-    return ordered_sum([_borrowed(tree) for tree in trees], weights).give() / sum(weights)
+    return ordered_sum(trees, weights).give() / sum(weights)
 
 
 def _borrowed(tree: Tree) -> Tree:

@@ -11,9 +11,11 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
+from atoll.checks import check_types
 from atoll.engines.sim.network import Link, Topology
 from atoll.errors import ConfigError
 
+_MOST_SIGMA = 5.0  # beyond it one batch in a hundred takes a hundred thousand times as long as another
 PoolName = Literal["constant", "doubling", "halving", "ramp_up", "ramp_down"]
 
 
@@ -43,7 +45,7 @@ class Cluster:
         step_time_s: seconds of virtual time that an island needs for one batch, one figure per island. A list is cut or repeated
             to the number of islands.
         step_time_spread: islands differ by a factor drawn once for each, log-normal with this sigma.
-        step_time_jitter: each stretch of computing takes a factor drawn anew, log-normal with this sigma.
+        step_time_jitter: each batch takes a factor drawn anew, log-normal with this sigma.
         link: every island's line, unless `links` gives one per island (cut or repeated).
         links: one line per island.
         topology: ring, or star with a server.
@@ -68,6 +70,7 @@ class Cluster:
     threads_per_island: int = 1
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.islands < 1:
             raise ConfigError(f"islands={self.islands}: a cluster has at least 1 island. Use 1 to train alone.")
         if not self.step_time_s or not all(time > 0 and math.isfinite(time) for time in self.step_time_s):
@@ -75,8 +78,8 @@ class Cluster:
                 f"step_time_s={list(self.step_time_s)}: give one or more positive numbers of seconds, such as [0.5,1.2]."
             )
         for name in ("step_time_spread", "step_time_jitter"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: a sigma is 0 or more. Use 0 for none.")
+            if not 0 <= getattr(self, name) <= _MOST_SIGMA:
+                raise ConfigError(f"{name}={getattr(self, name)}: a sigma is between 0 and {_MOST_SIGMA}. Use 0 for none.")
         if not 0 <= self.drop_probability <= 1:
             raise ConfigError(f"drop_probability={self.drop_probability} is outside [0, 1]. Use 0 to lose nothing.")
         if self.threads_per_island < 1:
@@ -114,9 +117,12 @@ class Cluster:
         given = self.step_time_s[island % len(self.step_time_s)]
         return given * _factor(self.step_time_spread, seed, "spread", island)
 
-    def jitter(self, island: int, stretch: int, seed: int) -> float:
-        """By which factor this island's so-manieth stretch of computing is longer."""
-        return _factor(self.step_time_jitter, seed, "jitter", stretch, island)
+    def jitter(self, island: int, stretch: int, batches: int, seed: int) -> float:
+        """By which factor this island's so-manieth stretch of computing is longer: the mean over its batches."""
+        if not self.step_time_jitter:
+            return 1.0
+        draw = _draw(seed, "jitter", stretch, island)
+        return sum(draw.lognormvariate(0.0, self.step_time_jitter) for _ in range(batches)) / batches
 
     def line(self, island: int) -> Link:
         return self.links[island % len(self.links)] if self.links else self.link
