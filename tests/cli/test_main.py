@@ -222,6 +222,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(atoll, tmp_path)
     assert "round" in err
 
 
+def test_resuming_as_another_recipe_is_refused_with_what_differs(atoll, finished):
+    code, _, err = atoll("run", "demo-ddp", "--resume", finished)
+    assert code == 2
+    assert "DDP" in err
+
+
 def test_set_with_resume_is_refused(atoll, finished):
     code, _, err = atoll("run", "--resume", finished, *sets("train.steps=9"))
     assert code == 2

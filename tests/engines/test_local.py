@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from atoll.engines.local import Evaluator, LocalReplica
+from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
@@ -147,3 +148,34 @@ def test_one_compiled_loss_serves_every_replica_and_survives_loading():
         plain.train(5, work())
         assert replica.params().equal(plain.params())
     assert len(frames) == 1
+
+
+def test_decay_spares_vectors_unless_all_is_asked_for():
+    """One step from large weights: what decays shrinks by lr times decay beyond what Adam moves, which is at most lr."""
+    big = Tree.of(WORKLOAD.module()) * 0.0 + 100.0
+    moved = {}
+    for decay in ("matrices", "all"):
+        replica = LocalReplica(WORKLOAD, optimizer=AdamW(lr=0.01, weight_decay=0.5, decay=decay))
+        replica.load(big)
+        replica.train(1, work())
+        moved[decay] = {name: float((big[name] - tensor).abs().max()) for name, tensor in replica.params().items()}
+    assert moved["matrices"]["0.weight"] > 0.4
+    assert moved["matrices"]["0.bias"] < 0.02
+    assert moved["all"]["0.bias"] > 0.4
+
+
+def test_a_batch_cannot_be_cut_into_more_pieces_than_it_has_examples():
+    with pytest.raises(ConfigError, match=r"micro_batches=9.*holds 8 examples"):
+        LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1), micro_batches=9).train(1, work())
+
+
+def test_a_workload_that_returns_one_module_twice_is_found_out():
+    module = WORKLOAD.module()
+
+    class Careless(Regression):
+        def module(self):
+            return module
+
+    LocalReplica(Careless(), optimizer=SGD(lr=0.1))
+    with pytest.raises(ConfigError, match=r"must return a new module"):
+        LocalReplica(Careless(), optimizer=SGD(lr=0.1))

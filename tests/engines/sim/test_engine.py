@@ -10,6 +10,7 @@ import torch
 
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo, DiLoCoState
+from atoll.engines.local import LocalReplica
 from atoll.engines.sim.network import Link
 from atoll.engines.sim.peers import weighted_mean
 from atoll.engines.sim.world import Away, Cluster, Lost
@@ -18,6 +19,7 @@ from atoll.events import CaughtUp, Computed, Exchanged, IslandJoined, IslandLeft
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
+from atoll.protocols import Work
 from atoll.testing.simulate import simulate, simulator
 from atoll.testing.workloads import Regression, RegressionBatches
 from atoll.tree import Tree
@@ -360,3 +362,38 @@ def test_buffers_are_saved_and_brought_to_the_evaluation():
     assert again.params.equal(whole.params)
     assert later.lines() == sink.lines()[-len(later.lines()) :]
     assert int(whole.islands[0].replica.buffers()["1.num_batches_tracked"]) == 12
+
+
+def test_a_star_sends_the_payload_once_up_and_takes_two_trips():
+    link = Link(latency_s=0.5, bandwidth_mbit_per_s=100)
+    done = simulate(DiLoCo(inner_steps=1), steps=2, cluster=Cluster(islands=3, topology="star", link=link))
+    assert [event.sent_bytes for event in done.of(Exchanged)] == [[done.params.nbytes] * 3] * 2
+    assert done.finished.virtual_time_s == pytest.approx(2 * (1.0 + 2 * 0.5), abs=1e-4)
+
+
+def test_one_slow_line_slows_everybody():
+    slow = Link(latency_s=2.0)
+    done = simulate(DiLoCo(inner_steps=1), steps=1, cluster=Cluster(islands=3, links=(Link(), slow, Link())))
+    assert done.finished.virtual_time_s == pytest.approx(1.0 + 2 * 2 * 2.0, abs=1e-4)
+
+
+@dataclass(frozen=True)
+class Unequal(RegressionBatches):
+    """The first shard counts for three of the second."""
+
+    def examples(self, shard):
+        return (30, 10)[shard]
+
+
+def test_deltas_weigh_by_the_examples_of_the_shards():
+    workload = Regression(Unequal(num_shards=2))
+    done = simulate(
+        DiLoCo(inner_steps=3, outer=SGD(lr=1.0), weighting="examples"), steps=3, workload=workload, cluster=Cluster(islands=2)
+    )
+    lone = []
+    for shard in range(2):
+        replica = LocalReplica(workload, optimizer=SGD(lr=0.05))
+        replica.train(3, Work(shard=shard, start=0, schedule=0, examples=1))
+        lone.append(replica.params())
+    expected = 0.75 * lone[0] + 0.25 * lone[1]
+    assert float((done.params.flat - expected.flat).abs().max()) < 1e-6
