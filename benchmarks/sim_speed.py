@@ -124,7 +124,7 @@ def simulate(plan: SpeedPlan, steps: int) -> None:
             params=Tree.of(workload.module()),
             batches=workload.batches,
             make_replica=partial(replica_of, run, workload, loss_of(run, workload)),
-            evaluate=lambda params: {"loss": 0.0},
+            evaluate=lambda params, buffers: {"loss": 0.0},
             sink=sink,
             steps=steps,
         )
