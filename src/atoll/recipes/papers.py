@@ -2,7 +2,7 @@
 
 DiLoCo's Tables 1 and 5: AdamW at 4e-4 with 1,000 steps of warm-up and decay 0.1, batches of 512 sequences of 1,024 tokens, shards
 by k-means, 8 islands that agree every 500 steps, 24,000 steps of plain training and then 64,000 of DiLoCo. What the paper leaves
-open: betas and clipping are OpenDiLoCo's, and the cosine goes down to a tenth.
+open: betas and clipping are OpenDiLoCo's, and that the rate goes down to 0 along a cosine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _diloco(name: str, model: GPT) -> Run:
         model=replace(model, vocab_size=32_000),
         data=Text(corpus="stdlib", tokenizer="bytes", seq_len=1024, partition=KMeans(), eval_batches=16),
         algorithm=DiLoCo(inner_steps=500, outer=Nesterov(lr=0.7, momentum=0.9), weighting="examples"),
-        optimizer=AdamW(lr=Cosine(lr=4e-4, warmup=1_000, floor=4e-5), betas=(0.9, 0.95), weight_decay=0.1),
+        optimizer=AdamW(lr=Cosine(lr=4e-4, warmup=1_000, floor=0.0), betas=(0.9, 0.95), weight_decay=0.1),
         train=Train(
             steps=64_000, batch_size=512, micro_batches=16, warm_start_steps=24_000, device="auto", precision="bf16", compile=True
         ),

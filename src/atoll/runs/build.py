@@ -129,7 +129,8 @@ def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float
     steps = run.train.warm_start_steps
     if steps == 0:
         return WarmStart(Tree.of(workload.module().to(device_of(run))), 0, float("nan"))
-    schedule = WSD(lr=warm_start_rate(run), steps=steps, warmup=max(1, steps // 10), decay=0)
+    warmup = getattr(run.optimizer.lr, "warmup", 0)  # the schedule's own, once more
+    schedule = WSD(lr=warm_start_rate(run), steps=steps, warmup=min(warmup, steps), decay=0)
     plain = replace(run, optimizer=replace(run.optimizer, lr=schedule))
     replica = replica_of(plain, workload, loss_of(run, workload), island=-1)
     losses: list[float] = []
