@@ -18,10 +18,17 @@ if TYPE_CHECKING:
     from atoll import recipes as recipes
     from atoll.algorithms.ddp import DDP as DDP
     from atoll.algorithms.diloco import DiLoCo as DiLoCo
+    from atoll.data.partition import IID as IID
+    from atoll.data.partition import ByDomain as ByDomain
+    from atoll.data.partition import Dirichlet as Dirichlet
+    from atoll.data.partition import KMeans as KMeans
     from atoll.data.text import Text as Text
     from atoll.engines.sim.network import Link as Link
+    from atoll.engines.sim.world import Away as Away
     from atoll.engines.sim.world import Cluster as Cluster
+    from atoll.engines.sim.world import Lost as Lost
     from atoll.errors import AtollError as AtollError
+    from atoll.errors import ConfigError as ConfigError
     from atoll.models.gpt import GPT as GPT
     from atoll.optim.adam import Adam as Adam
     from atoll.optim.adam import AdamW as AdamW
@@ -47,6 +54,13 @@ _HOME = {
     "Link": "atoll.engines.sim.network",
     "Cluster": "atoll.engines.sim.world",
     "AtollError": "atoll.errors",
+    "IID": "atoll.data.partition",
+    "ByDomain": "atoll.data.partition",
+    "KMeans": "atoll.data.partition",
+    "Dirichlet": "atoll.data.partition",
+    "Away": "atoll.engines.sim.world",
+    "Lost": "atoll.engines.sim.world",
+    "ConfigError": "atoll.errors",
     "GPT": "atoll.models.gpt",
     "Adam": "atoll.optim.adam",
     "AdamW": "atoll.optim.adam",

@@ -250,7 +250,8 @@ class Tree(Mapping[str, Tensor]):
     def give(self) -> Tree:
         """Hand the buffer on: the operation that reads the result computes in it, and this Tree can no longer be read.
 
-        A window on a larger buffer is read as ever: the rest of the buffer is somebody's.
+        Views that were taken of it before (`tree["w"]`, `tree.flat`) change with the buffer. A window on a larger buffer is read as
+        ever: the rest of the buffer is somebody's.
         """
         flat, self._flat = self.flat, None
         return _tree(self._layout, flat, spare=not self._window, window=self._window)

@@ -110,6 +110,57 @@ def test_compare_runs_recipes_and_reads_folders_and_saves_a_plot(atoll, finished
     assert [run["recipe"] for run in json.loads(out)["runs"]] == ["demo-ddp", "demo-diloco"]
 
 
+def test_a_setting_can_be_meant_for_one_recipe_of_several(atoll, tmp_path):
+    sets_of = sets(*SMALL, "demo-diloco:algorithm.inner_steps=2", "demo-ddp:algorithm.accumulation=2")
+    code, out, err = atoll("compare", "demo-ddp", "demo-diloco", *sets_of, "--out", tmp_path / "both", "--json", "--quiet")
+    assert code == 0, err
+    ddp, diloco = json.loads(out)["runs"]
+    assert (ddp["outer_steps"], diloco["outer_steps"]) == (6, 3)
+    assert ddp["tokens"] == 2 * diloco["tokens"]
+
+
+def test_a_model_can_be_named_by_its_preset(atoll):
+    _, out, _ = atoll("show", "demo-diloco", *sets("model=m60"), "--json")
+    assert json.loads(out)["model"]["width"] == 896
+
+
+def test_the_version_is_shown(atoll):
+    code, out, _ = atoll("--version")
+    assert (code, out.strip()) == (0, "0.1.0")
+
+
+def test_an_unfinished_run_is_reported_as_far_as_it_is(atoll, finished, tmp_path):
+    half = tmp_path / "half"
+    shutil.copytree(finished, half)
+    lines = (half / "events.jsonl").read_text().splitlines()
+    (half / "events.jsonl").write_text("\n".join(line for line in lines if "RunFinished" not in line) + "\n")
+    code, out, err = atoll("report", half)
+    assert code == 0, err
+    assert "not finished" in out
+    assert (half / "trace.json").exists()
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    """A real signal to a real process, which sends it to itself in its second round."""
+    code = (
+        "import os, signal, sys\n"
+        "from atoll.telemetry.console import ConsoleSink\n"
+        "plain = ConsoleSink.emit\n"
+        "def emit(self, event):\n"
+        "    if type(event).__name__ == 'RoundFinished':\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    plain(self, event)\n"
+        "ConsoleSink.emit = emit\n"
+        "from atoll.cli.main import main\n"
+        "main()\n"
+    )
+    arguments = ["run", "demo-diloco", *sets(*SMALL, "algorithm.inner_steps=1"), "--out", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert f"atoll run --resume {tmp_path / 'run'}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_report_writes_a_plot_and_a_trace(atoll, finished):
     code, _, err = atoll("report", finished)
     assert code == 0, err

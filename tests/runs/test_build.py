@@ -102,9 +102,9 @@ def test_k_means_looks_at_the_features_of_the_weights_it_is_given(text):
 
 
 def test_a_warm_start_warms_up_and_then_keeps_its_own_rate(text):
-    """With plain SGD the weights show the rates: ten steps of twenty at a constant rate after two of warm-up."""
+    """With plain SGD the weights show the rates: twenty steps at a constant rate after two of warm-up, as in the schedule."""
     seen = []
-    run = small("optimizer=SGD(lr=0.1)", "train.warm_start_lr=0.05", "train.clip_norm=none")
+    run = small("optimizer=SGD(lr=Cosine(lr=0.1,warmup=2))", "train.warm_start_lr=0.05", "train.clip_norm=none")
     warm = warm_start(run, plain_workload(run, text), lambda done, total, loss: seen.append((done, total)))
     assert seen == [(10, 20), (20, 20)]
     by_hand = replica_of(

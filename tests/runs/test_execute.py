@@ -13,11 +13,13 @@ import torch
 from atoll import recipes
 from atoll.algorithms.diloco import DiLoCo
 from atoll.errors import AtollError, CheckpointError, ConfigError
-from atoll.events import Evaluated, Saved, WarmStartFinished
+from atoll.events import Evaluated, Exchanged, RoundFinished, Saved, WarmStartFinished
 from atoll.protocols import sharded, shared
 from atoll.runs import execute
 from atoll.runs.checkpoint import Checkpoints
 from atoll.runs.execute import Cache
+from atoll.runs.folder import RunFolder
+from atoll.runs.generate import generate
 from atoll.runs.run import candidates
 from atoll.runs.settings import override
 from atoll.telemetry.fanout import Memory
@@ -325,6 +327,83 @@ def test_sharded_state_is_resumed_shard_by_shard(islands, tmp_path):
     assert left_by(whole.folder) == before
 
 
+def test_evaluations_and_checkpoints_come_as_often_as_asked(tmp_path):
+    done = execute.run(small("keep.evaluate_every=6", "keep.save_every=9", "keep.checkpoints=9"), out=tmp_path / "run")
+    assert [event.round for event in read_events(done.folder / "events.jsonl", [Evaluated])] == [0, 2, 4]
+    assert [event.round for event in read_events(done.folder / "events.jsonl", [Saved])] == [3, 4]
+
+
+def test_a_finished_run_can_be_looked_at_and_written_with_when_its_text_is_gone(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text(f"Island {number} lies in the sea. " * 30)
+    done = execute.run(small(f"data.corpus=files:{text}", "data.limit_bytes=none", "data.tokenizer=bpe:280"), out=tmp_path / "run")
+    shutil.rmtree(text)
+    assert execute.is_finished(RunFolder.open(done.folder))
+    written = "".join(generate(done.folder, "Island", tokens=5, temperature=1.0, top_k=None, seed=0))
+    assert written.startswith("Island")
+
+
+def test_a_warm_start_on_other_text_is_made_anew(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text(f"Island {number} lies in the sea. " * 30)
+    run = small(f"data.corpus=files:{text}", "data.limit_bytes=none")
+
+    class Fuse:
+        def emit(self, event):
+            if isinstance(event, Evaluated):
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute.run(run, out=tmp_path / "run", sinks=[Fuse()])
+    (text / "7.txt").write_text("Something else entirely. " * 40)
+    resumed = execute.resume(tmp_path / "run")
+    assert left_by(resumed.folder) == left_by(execute.run(run, out=tmp_path / "fresh").folder)
+
+
+def test_buffers_come_back_with_a_finished_run(tmp_path):
+    @dataclass(frozen=True)
+    class Normed(Regression):
+        def module(self):
+            torch.manual_seed(0)
+            return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+    run = small("optimizer=AdamW(lr=0.05)", "train.warm_start_steps=0")
+    done = execute.run(run, out=tmp_path / "run", workload=Normed())
+    again = execute.resume(done.folder, workload=Normed())
+    for module in (done.module, again.module):
+        module.eval()
+        with torch.no_grad():
+            assert Normed().evaluate(module)["loss"] == done.val_loss
+
+
+@pytest.mark.parametrize(
+    "setting", ["data.partition=ByDomain", "cluster.away=[Away(island=0,start=1,stop=2),Away(island=1,start=1,stop=2)]"]
+)
+def test_what_cannot_be_dealt_out_or_leaves_nobody_leaves_no_folder(setting, tmp_path):
+    islands = 50 if "ByDomain" in setting else 2
+    with pytest.raises(AtollError):
+        execute.run(small(setting, f"cluster.islands={islands}"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_without_a_loss_is_refused_before_anything_is_trained(tmp_path):
+    @dataclass(frozen=True)
+    class Lossless(Regression):
+        def evaluate(self, module):
+            return {"accuracy": 1.0}
+
+    sink = Memory()
+    with pytest.raises(ConfigError, match=r"evaluate returned \['accuracy'\].*loss"):
+        execute.run(
+            small("optimizer=AdamW(lr=0.05)", "train.warm_start_steps=0"), out=tmp_path / "run", workload=Lossless(), sinks=[sink]
+        )
+    assert not sink.of(RoundFinished)
+
+
 def test_an_outer_schedule_left_open_is_as_long_as_the_rounds(tmp_path):
     run = small("algorithm.outer=Nesterov(lr=Cosine(lr=0.7))")
     assert run.resolved.algorithm.outer.lr.steps == 4
@@ -338,10 +417,13 @@ def test_tensorboard_files_are_written_when_asked(tmp_path):
 
 @pytest.mark.parametrize("partition", ["ByDomain", "Dirichlet(alpha=0.5)", "KMeans"])
 def test_islands_with_different_data_run_and_weigh_by_examples(partition, tmp_path):
-    done = execute.run(
-        small(f"data.partition={partition}", "algorithm.weighting=examples", "cluster.islands=2"), out=tmp_path / "run"
-    )
-    assert done.summary.outer_steps == 4
+    settings = [f"data.partition={partition}", "cluster.islands=2"]
+    done = execute.run(small(*settings, "algorithm.weighting=examples"), out=tmp_path / "run")
+    even = execute.run(small(*settings), out=tmp_path / "even")
+    assert done.summary.digest != even.summary.digest, "the shards differ in size, so the weights must matter"
+    weights = {event.weight for event in read_events(done.folder / "events.jsonl", [Exchanged])}
+    assert len(weights) == 1
+    assert weights.pop() > 1000, "the weight of an exchange is the number of examples of all shards"
 
 
 @pytest.mark.parametrize(
@@ -359,16 +441,16 @@ def test_islands_with_different_data_run_and_weigh_by_examples(partition, tmp_pa
         "algorithm.outer=Momentum(lr=0.3)",
         "algorithm.outer=Adam(lr=0.3,eps=0.1)",
         "algorithm.pruned=0.5",
-        "algorithm.missed=agreed",
         "train.warm_start_steps=0",
         "train.micro_batches=2",
         "model.tied=false",
         "optimizer=SGD(lr=0.1)",
     ],
 )
-def test_every_ablation_is_a_setting(setting, tmp_path):
+def test_every_ablation_is_a_setting(setting, straight, tmp_path):
     done = execute.run(small(setting), out=tmp_path / "run")
     assert done.summary.steps == 12
+    assert (done.folder / "events.jsonl").read_bytes() != (straight.folder / "events.jsonl").read_bytes(), "it changed nothing"
 
 
 def test_diloco_is_the_algorithm(straight):

@@ -7,6 +7,7 @@ code 2, never a traceback.
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -25,10 +26,33 @@ data = typer.Typer(help="Text into tokens.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change a setting by its path; `atoll show` lists them.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        help="Change a setting by its path; `atoll show` lists them. RECIPE:PATH=VALUE changes it for one recipe of several.",
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Of weights, data order and everything the cluster draws.")]
 Json = Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")]
+
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # as torch says it
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(version("atoll"))
+        raise typer.Exit
+
+
+@app.callback()
+def atoll(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Train language models on islands of devices that are poorly connected, unequal and unreliable."""
 
 
 @app.command()
@@ -126,12 +150,9 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
             raise
         print(
             f"error: there is not enough memory ({error}). Use a smaller model or batch, or train.micro_batches.", file=sys.stderr
         )
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted; a run goes on with `atoll run --resume DIR`", file=sys.stderr)
-        sys.exit(130)

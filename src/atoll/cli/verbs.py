@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from inspect import getdoc
 from pathlib import Path
 
 import rich
+import typer
 from rich.markup import escape
 from rich.table import Table
 
 from atoll import recipes
 from atoll.errors import ConfigError
+from atoll.models.gpt import GPT
 from atoll.protocols import Sink
 from atoll.runs import execute
 from atoll.runs.execute import Cache, Result
@@ -24,7 +28,7 @@ from atoll.runs.settings import describe, override, to_json
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.plots import plot_comparison, plot_run
-from atoll.telemetry.summary import read_summary
+from atoll.telemetry.summary import read_progress, read_summary
 from atoll.telemetry.trace import write_trace
 
 
@@ -62,17 +66,17 @@ def carry_out(
     if resume_from is not None:
         if out is not None:
             raise ConfigError(f"--out {out} with --resume {resume_from}: a run goes on in its own folder. Leave out --out.")
-        result = _resume(name, settings, seed, resume_from, quiet=quiet)
+        folder = _resume(name, settings, seed, resume_from, quiet=quiet)
     elif name is None:
         raise ConfigError(f"no recipe was given. There are: {', '.join(recipes.ALL)}. Or go on with a run: --resume DIR.")
     else:
-        result = _start(_run_of(name, settings, seed), out, Cache(), quiet=quiet)
+        folder = _start(_run_of(name, settings, seed), out, Cache(), quiet=quiet).folder
     if as_json:
-        print(result.summary.to_json())
+        print(read_summary(folder).to_json())
     else:
-        one = comparing.comparison([result.folder])
+        one = comparing.comparison([folder])
         rich.print(comparing.table(one))
-        print(f"{comparing.sentence(one)}\nfolder: {result.folder}")
+        print(f"{comparing.sentence(one)}\nfolder: {folder}")
 
 
 def compare_runs(
@@ -87,7 +91,7 @@ def compare_runs(
 ) -> None:
     root = out or default_path("compare", seed or 0)
     # Everything is looked up before anything runs: a misspelt last name should not cost the first runs.
-    planned = [Path(item) if Path(item).is_dir() else _run_of(item, settings, seed) for item in what]
+    planned = [_run_of(item, settings, seed) if item in recipes.ALL or not Path(item).is_dir() else Path(item) for item in what]
     cache = Cache()
     folders = [
         item if isinstance(item, Path) else _start(item, root / f"{item.recipe}-{index}", cache, quiet=quiet).folder
@@ -107,12 +111,15 @@ def compare_runs(
 
 
 def report_run(folder: Path, *, as_json: bool) -> None:
-    summary = read_summary(RunFolder.open(folder).path)
+    RunFolder.open(folder)
+    progress = read_progress(folder)
     if as_json:
-        print(summary.to_json())
+        print(read_summary(folder).to_json())
         return
-    one = comparing.comparison([folder])
-    rich.print(comparing.table(one))
+    if progress.finished:
+        rich.print(comparing.table(comparing.comparison([folder])))
+    else:
+        print(f"not finished: step {progress.steps} of {progress.steps_total}. Go on: atoll run --resume {folder}")
     print(f"plot:  {plot_run(folder, folder / 'plot.png')}\ntrace: {write_trace(folder, folder / 'trace.json')}")
 
 
@@ -151,8 +158,25 @@ def prepare_data(
 
 
 def _run_of(name: str, settings: Sequence[str], seed: int | None) -> Run:
-    run = override(recipes.recipe(name), settings, candidates)
+    run = recipes.recipe(name)
+    mine = [setting for setting in map(partial(_meant_for, name), settings) if setting is not None]
+    for setting in [setting for setting in mine if setting.removeprefix("model=") in PRESETS]:
+        run = replace(run, model=PRESETS[setting.removeprefix("model=")]())
+        mine.remove(setting)
+    run = override(run, mine, candidates)
     return run if seed is None else replace(run, seed=seed)
+
+
+PRESETS = {"tiny": GPT.tiny, "m20": GPT.m20, "m60": GPT.m60, "m150": GPT.m150, "m400": GPT.m400}
+"""`--set model=m60` takes the whole model."""
+
+
+def _meant_for(name: str, setting: str) -> str | None:
+    """A setting without the recipe it is for; none if that is another recipe."""
+    recipe, colon, rest = setting.partition(":")
+    if not colon or recipe not in recipes.ALL:
+        return setting
+    return rest if recipe == name else None
 
 
 def _sinks(title: str, *, quiet: bool) -> list[Sink]:
@@ -160,11 +184,32 @@ def _sinks(title: str, *, quiet: bool) -> list[Sink]:
 
 
 def _start(run: Run, out: Path | None, cache: Cache, *, quiet: bool) -> Result:
-    return execute.run(run, out=out, sinks=_sinks(run.recipe, quiet=quiet), command=sys.argv, cache=cache)
+    folder = (out or default_path(run.recipe, run.seed)).expanduser()
+    with _interruptible(folder):
+        sinks = _sinks(run.recipe, quiet=quiet)
+        if not quiet:
+            print(f"folder: {folder}", file=sys.stderr)
+        return execute.run(run, out=folder, sinks=sinks, command=sys.argv, cache=cache)
 
 
-def _resume(name: str | None, settings: Sequence[str], seed: int | None, folder: Path, *, quiet: bool) -> Result:
+def _resume(name: str | None, settings: Sequence[str], seed: int | None, folder: Path, *, quiet: bool) -> Path:
+    """Goes on with a run if there is something to do; its folder, in which it is finished."""
     if name is None and (settings or seed is not None):
         raise ConfigError("--set and --seed with --resume: a run goes on as it began. Leave them out.")
-    expected = None if name is None else _run_of(name, settings, seed)
-    return execute.resume(folder, expected=expected, sinks=_sinks(f"resume {folder}", quiet=quiet))
+    folder = folder.expanduser()
+    if name is not None:
+        RunFolder.open(folder).same_run(to_json(_run_of(name, settings, seed)))
+    if not execute.is_finished(RunFolder.open(folder)):
+        with _interruptible(folder):
+            execute.resume(folder, sinks=_sinks(f"resume {folder}", quiet=quiet), command=sys.argv)
+    return folder
+
+
+@contextmanager
+def _interruptible(folder: Path) -> Iterator[None]:
+    """Ctrl-C ends a run with a word on how it goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted. Go on: atoll run --resume {folder}", file=sys.stderr)
+        raise typer.Exit(130) from None

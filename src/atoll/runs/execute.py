@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from atoll.data.partition import IID
+from atoll.data.partition import IID, KMeans
 from atoll.data.text import LoadedText, Text
+from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.local import Evaluator
 from atoll.engines.sim.engine import SimEngine
 from atoll.errors import AtollError, CheckpointError, ConfigError
@@ -41,9 +42,11 @@ from atoll.runs.settings import from_json, full_name, to_json
 from atoll.telemetry.fanout import Fanout
 from atoll.telemetry.jsonl import JsonlSink, read_events
 from atoll.telemetry.summary import Summary, read_summary
-from atoll.tensorfile import load_tree, read_tensors, save_tree
+from atoll.tensorfile import load_tree, read_tensors, save_tree, write_tensors
 from atoll.tree import Tree
 
+TOKENIZER = "tokenizer.json"
+"""The tokenizer of the run's text; none for bytes."""
 WORKLOAD = "workload.txt"
 """Names the workload that was trained instead of the Run's decoder and text."""
 
@@ -102,9 +105,9 @@ def run(
         cache: give several runs the same one, and they share text and warm start.
     """
     cache = cache or Cache()
-    if workload is None:  # what cannot be run is refused before there is a folder
-        plain_workload(run.resolved, _load_text(run, cache))
-    folder = RunFolder.create(Path(out or default_path(run.recipe, run.seed)), to_json(run), list(command or sys.argv))
+    _refuse_impossible(run.resolved, workload, cache)
+    path = Path(out or default_path(run.recipe, run.seed)).expanduser()
+    folder = RunFolder.create(path, to_json(run), list(command or sys.argv))
     with folder.lock():
         return _Execution(run, folder, workload, sinks, cache).start()
 
@@ -144,6 +147,7 @@ class _Execution:
         self._sinks = sinks
         self._cache = cache
         self._warm_file = folder.warm_start
+        self._buffers_file = folder.path / "final_buffers.safetensors"
         self._checkpoints = Checkpoints(folder.checkpoints, keep=given.keep.checkpoints)
         self._log: JsonlSink | None = None
         self._origin: dict[str, str | None] = {}
@@ -152,12 +156,20 @@ class _Execution:
     def start(self) -> Result:
         if self._given_workload is not None:
             write_text(self._folder.path / WORKLOAD, f"{full_name(type(self._given_workload))}\n")
+        else:
+            self._keep_tokenizer()
         self._note("started")
         return self._carry_out(None)
 
+    def _keep_tokenizer(self) -> None:
+        """So that the model can be used without the text it was trained on."""
+        tokenizer = self._text().tokenizer
+        if isinstance(tokenizer, BPETokenizer):
+            write_text(self._folder.path / TOKENIZER, tokenizer.text)
+
     def resume(self) -> Result:
         check_workload(self._folder, self._given_workload)
-        if self._finished():
+        if is_finished(self._folder):
             return self._reopen()
         checkpoint = self._checkpoints.newest()
         self._note("resumed", round=checkpoint.round if checkpoint else 0)
@@ -179,7 +191,7 @@ class _Execution:
                 )
             finished = engine.run(warm.tokens)
             self._leave(engine, finished, checkpoint)
-        evaluator.load(engine.params)
+        evaluator.load(engine.params, engine.buffers())
         return self._result(evaluator, engine.params)
 
     # ------------------------------------------------------------------------------------------------------- the beginning
@@ -215,10 +227,11 @@ class _Execution:
         plain, steps = self._plain(), self._run.train.warm_start_steps
         if not silent:
             sink.emit(self._started(plain))
-        saved = self._warm_file.exists()
+        origin = str(fingerprint(plain))
+        saved = self._warm_file.exists() and read_tensors(self._warm_file)[1].get("data") == origin
         warm = _read_warm_start(self._warm_file, device_of(self._run)) if saved else self._make_warm_start(sink, plain)
         if steps and not saved:
-            save_tree(self._warm_file, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss)})
+            save_tree(self._warm_file, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss), "data": origin})
         if steps and not silent:
             sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
         return warm
@@ -260,6 +273,8 @@ class _Execution:
         self._note(
             "finished", wall_time_s=time.perf_counter() - self._began, resumed_from_round=checkpoint.round if checkpoint else 0
         )
+        if buffers := engine.buffers():
+            write_tensors(self._buffers_file, buffers)
         save_tree(self._folder.final, engine.params, {"recipe": self._run.recipe, "round": str(finished.rounds)})
 
     def _result(self, evaluator: Evaluator, params: Tree) -> Result:
@@ -267,19 +282,12 @@ class _Execution:
         write_text(self._folder.summary, summary.to_json() + "\n")
         return Result(summary, evaluator.module, params, self._folder.path)
 
-    def _finished(self) -> bool:
-        """Whether nothing is left to do."""
-        try:
-            read_summary(self._folder.path)
-        except AtollError:
-            return False
-        return self._folder.final.exists()
-
     def _reopen(self) -> Result:
         """A finished run again, without running it."""
         params = load_tree(self._folder.final)
         evaluator = Evaluator(self._plain())
-        evaluator.load(params)
+        buffers = read_tensors(self._buffers_file)[0] if self._buffers_file.exists() else {}
+        evaluator.load(params, buffers)
         return self._result(evaluator, params)
 
     def _note(self, what: str, **figures: float) -> None:
@@ -291,6 +299,27 @@ class _Execution:
             raise CheckpointError(
                 f"could not write {self._folder.timing}: {error.strerror}. Make room there, then resume."
             ) from error
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Whether nothing is left to do."""
+    try:
+        read_summary(folder.path)
+    except AtollError:
+        return False
+    return folder.final.exists()
+
+
+def _refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> None:
+    """What cannot be run is refused before there is a folder."""
+    device_of(run)
+    for number in range(run.rounds(run.train.steps) if run.cluster.away else 0):
+        run.cluster.present(number, run.rounds(run.train.steps))
+    if workload is None:
+        text = _load_text(run, cache)
+        plain = plain_workload(run, text)
+        if not isinstance(run.data.partition, KMeans):  # which looks at weights that are still to be trained
+            island_workload(run, text, Tree.of(plain.module()))
 
 
 def check_workload(folder: RunFolder, given: Workload | None) -> None:

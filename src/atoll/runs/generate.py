@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from atoll.data.tokenizer import ByteTokenizer, load_tokenizer
 from atoll.errors import ConfigError
-from atoll.runs.build import plain_workload
-from atoll.runs.execute import check_workload
+from atoll.runs.execute import TOKENIZER, check_workload
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
 from atoll.runs.settings import from_json
@@ -25,14 +25,14 @@ def generate(folder: Path, prompt: str, *, tokens: int, temperature: float, top_
         raise ConfigError(f"{folder} has no final weights yet: its run is not finished. Finish it: atoll run --resume {folder}")
     if not prompt:
         raise ConfigError("the prompt is empty: a model needs something to go on from. Give --prompt at least one character.")
-    workload = plain_workload(run, run.data.load())
-    module = workload.module()
+    kept = opened.path / TOKENIZER
+    tokenizer = load_tokenizer(str(kept)) if kept.exists() else ByteTokenizer()
+    module = run.model.build(tokenizer.vocab_size, run.data.seq_len, run.seed)
     params = load_tree(opened.final)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(params[name])
     module.eval()
-    tokenizer = workload.tokenizer
     start = torch.as_tensor(tokenizer.encode(prompt), dtype=torch.int64)
     written = module.generate(start, tokens, temperature, top_k, torch.Generator().manual_seed(seed))
     yield tokenizer.decode(written.tolist())

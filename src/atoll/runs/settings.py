@@ -32,6 +32,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -313,6 +314,15 @@ def _parse(text: str) -> _Expr:
         return _Expr(text, None)  # bare text, such as a file's name
 
 
+@contextmanager
+def _refusal_at(at: str) -> Iterator[None]:
+    """Says where in the Run a dataclass refused its values: a run has more than one lr."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{at}: {error}" if at and not str(error).startswith(at) else str(error)) from error
+
+
 @dataclass(frozen=True)
 class _Editor:
     candidates: Candidates
@@ -338,7 +348,9 @@ class _Editor:
         if not edit.inside:
             return now
         if _is_record(now):
-            return replace(now, **self._values(edit, type(now), lambda f: getattr(now, f.name), at))
+            values = self._values(edit, type(now), lambda f: getattr(now, f.name), at)
+            with _refusal_at(at):
+                return replace(now, **values)
         if isinstance(now, tuple):
             return self._items(edit, now, hint, at)
         inner, what = next(iter(edit.inside)), "not set" if now is MISSING else _text(now)
@@ -360,7 +372,8 @@ class _Editor:
         if missing:
             example = ", ".join(f"{name}=..." for name in missing)
             raise ConfigError(f"{at}={expr.text}: {kind.__name__} needs {', '.join(missing)}. Write {kind.__name__}({example}).")
-        return kind(**values)
+        with _refusal_at(at):
+            return kind(**values)
 
     def _values(self, edit: _Edit, kind: type, present: Callable[[Field[Any]], Any], at: str) -> dict[str, Any]:
         known, hints = _settable(kind), _hints(kind)

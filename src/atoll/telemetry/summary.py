@@ -55,7 +55,7 @@ class Summary:
     digest: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values under the attributes' names; NaN and infinity as strings, as in the log."""
+        """Plain values under the attributes' names; NaN and infinity as strings."""
         return {key: _plain(value) for key, value in asdict(self).items()}
 
     def to_json(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from atoll.algorithms.ddp import DDP
+from atoll.algorithms.ddp import DDP, DDPState
 from atoll.algorithms.diloco import DiLoCo, DiLoCoState
 from atoll.engines.local import LocalReplica
 from atoll.engines.sim.network import Link
@@ -19,7 +19,7 @@ from atoll.events import CaughtUp, Computed, Exchanged, IslandJoined, IslandLeft
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
-from atoll.protocols import Work
+from atoll.protocols import Work, own, shared
 from atoll.testing.simulate import simulate, simulator
 from atoll.testing.workloads import Regression, RegressionBatches
 from atoll.tree import Tree
@@ -81,6 +81,7 @@ def test_a_joiner_gets_weights_and_momentum_and_its_bytes_are_counted():
     joined = done.of(IslandJoined)
     assert [(e.island, e.round, e.donor, e.sent_bytes) for e in joined] == [(1, 4, 0, 2 * done.params.nbytes)]
     before = next(e for e in done.of(RoundFinished) if e.round == 4).virtual_time_s
+    assert next(e for e in done.of(Computed) if e.island == 1 and e.round == 4).start_s == joined[0].virtual_time_s
     assert joined[0].virtual_time_s == pytest.approx(before + 0.03 + joined[0].sent_bytes / 12.5e6)
     everybody = sum(sum(e.sent_bytes) for e in done.of(Exchanged)) + joined[0].sent_bytes
     assert done.finished.sent_bytes_per_island == pytest.approx(everybody / 3)
@@ -397,3 +398,39 @@ def test_deltas_weigh_by_the_examples_of_the_shards():
         lone.append(replica.params())
     expected = 0.75 * lone[0] + 0.25 * lone[1]
     assert float((done.params.flat - expected.flat).abs().max()) < 1e-6
+
+
+def test_control_bytes_are_eight_for_each_peer_and_exchange():
+    done = simulate(DiLoCo(inner_steps=2), steps=10, cluster=Cluster(islands=4))
+    assert done.finished.control_bytes_per_island == 5 * 3 * 8
+
+
+def test_an_exchange_in_which_nobody_is_heard_takes_the_greatest_latency():
+    lines = (Link(latency_s=0.1), Link(latency_s=0.7))
+    done = simulate(DiLoCo(inner_steps=1), steps=1, cluster=Cluster(islands=2, links=lines, drop_probability=1.0))
+    assert done.finished.virtual_time_s == pytest.approx(1.0 + 0.7)
+
+
+@dataclass(frozen=True)
+class CountingState:
+    params: Tree = shared()
+    optimizer: object = shared()
+    rounds_seen: int = own(0)
+
+
+@dataclass(frozen=True)
+class Counting(DDP):
+    """DDP that keeps a count of its own, and no weights: what was not heard is lost all the same."""
+
+    def init(self, params, peers):
+        return CountingState(params, self.rule.init(params))
+
+    async def round(self, state, replica, peers):
+        inner = await super().round(DDPState(state.params, state.optimizer), replica, peers)
+        return CountingState(inner.params, inner.optimizer, state.rounds_seen + 1)
+
+
+def test_a_count_is_no_work_that_was_kept():
+    lost = Cluster(islands=2, lost=(Lost(island=1, round=0),))
+    done = simulate(Counting(optimizer=SGD(lr=0.05)), steps=2, cluster=lost)
+    assert done.finished.tokens == (1 + 2) * 8

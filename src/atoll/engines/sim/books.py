@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from atoll.engines.local import Trained
-from atoll.errors import TrainingDiverged
+from atoll.errors import ConfigError, TrainingDiverged
 from atoll.events import Computed, Evaluated, RoundFinished, RunFinished
 
 
@@ -100,7 +100,9 @@ class Books:
 
     def evaluated(self, metrics: Mapping[str, float], time_s: float) -> Evaluated:
         """The global weights were judged."""
-        self.totals.metrics = dict(metrics)
+        if "loss" not in metrics:
+            raise ConfigError(f"Workload.evaluate returned {sorted(metrics)}: it must have at least `loss`. Add it to the mapping.")
+        self.totals.metrics = {name: float(value) for name, value in metrics.items()}
         return Evaluated(
             round=self.totals.round,
             steps=self.totals.steps,

@@ -26,7 +26,7 @@ from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import Room, SimPeers, SimReplica
 from atoll.engines.sim.world import Cluster
-from atoll.engines.states import agree, leaves, recycle, shared_fields, tree_bytes, trees, with_shared
+from atoll.engines.states import agree, recycle, shared_fields, tree_bytes, trees, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, RunFinished
 from atoll.protocols import Algorithm, Batches, Owner, Sink, Work, fields_owned
@@ -137,6 +137,10 @@ class SimEngine:
         params: Tree = self._shared["params"]
         return params
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What the first island's module keeps besides its weights: buffers are each island's own, and one must stand for all."""
+        return next(iter(self.islands.values())).replica.buffers()
+
     @property
     def round(self) -> int:
         """Rounds that are over."""
@@ -187,9 +191,9 @@ class SimEngine:
         if room.committed and rank not in room.left_out:
             self._agreed = self._agreed or shared_fields(state)
             island.state = agree(f"island {island.id}", state, self._agreed)
-            recycle([state], [island.state, self._agreed])
-        elif not any(leaf is not None for _, leaf in leaves(fields_owned(state, Owner.OWN))):
-            island.uncommitted_tokens = 0  # it was not heard and kept nothing of what it did: that work is lost
+            recycle([state], [self._agreed, self._shared, *(other.state for other in self.islands.values())])
+        elif not list(trees(fields_owned(state, Owner.OWN))):
+            island.uncommitted_tokens = 0  # it was not heard and kept no weights of its own: that work is lost
 
     def _commit(self, heard: Sequence[Island]) -> None:
         """What those who were heard agreed on is what holds."""
@@ -230,8 +234,7 @@ class SimEngine:
 
     def _judge(self) -> None:
         assert self._pool is not None
-        buffers = next(iter(self.islands.values())).replica.buffers()
-        metrics = self._pool.submit(self._evaluate, self.params, buffers).result()
+        metrics = self._pool.submit(self._evaluate, self.params, self.buffers()).result()
         self._sink.emit(self.books.evaluated(metrics, self.virtual_time_s))
 
     # -------------------------------------------------------------------------------------------- what islands ask for (Host)

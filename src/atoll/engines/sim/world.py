@@ -15,6 +15,7 @@ from atoll.checks import check_types
 from atoll.engines.sim.network import Link, Topology
 from atoll.errors import ConfigError
 
+_MOST_ISLANDS = 65_536
 _MOST_SIGMA = 5.0  # beyond it one batch in a hundred takes a hundred thousand times as long as another
 PoolName = Literal["constant", "doubling", "halving", "ramp_up", "ramp_down"]
 
@@ -71,8 +72,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.islands < 1:
-            raise ConfigError(f"islands={self.islands}: a cluster has at least 1 island. Use 1 to train alone.")
+        if not 1 <= self.islands <= _MOST_ISLANDS:
+            raise ConfigError(
+                f"islands={self.islands}: a cluster has at least 1 island, and at most {_MOST_ISLANDS}. Use 1 to train alone."
+            )
         if not self.step_time_s or not all(time > 0 and math.isfinite(time) for time in self.step_time_s):
             raise ConfigError(
                 f"step_time_s={list(self.step_time_s)}: give one or more positive numbers of seconds, such as [0.5,1.2]."
@@ -132,13 +135,17 @@ class Cluster:
         if isinstance(self.pool, tuple):
             return self.pool
         most, half = self.islands, max(self.islands // 2, 1)
-        return {
-            "constant": (most,),
-            "doubling": (half, most),
-            "halving": (most, half),
-            "ramp_up": tuple(range(1, most + 1)),
-            "ramp_down": tuple(range(most, 0, -1)),
-        }[self.pool]
+        match self.pool:
+            case "constant":
+                return (most,)
+            case "doubling":
+                return (half, most)
+            case "halving":
+                return (most, half)
+            case "ramp_up":
+                return tuple(range(1, most + 1))
+            case "ramp_down":
+                return tuple(range(most, 0, -1))
 
 
 def _draw(*names: object) -> random.Random:
