@@ -38,7 +38,7 @@ def _demo(name: str, algorithm: Algorithm[Any]) -> Run:
         model=GPT.tiny(),
         data=Text(corpus="stdlib", tokenizer="bytes", seq_len=64, eval_batches=16),
         algorithm=algorithm,
-        optimizer=AdamW(lr=Cosine(lr=0.032, warmup=20, floor=0.0008), betas=(0.9, 0.95), weight_decay=0.1),
+        optimizer=AdamW(lr=Cosine(lr=0.05, warmup=20, floor=0.00125), betas=(0.9, 0.95), weight_decay=0.1),
         train=Train(steps=900, batch_size=16, warm_start_steps=225, warm_start_lr=0.016),
         cluster=Cluster(
             islands=4,
