@@ -77,3 +77,20 @@ def test_a_text_held_out_by_itself_is_all_for_validation():
 def test_a_fraction_that_leaves_a_side_empty_is_refused(fraction: float):
     with pytest.raises(ConfigError, match=r"validation_fraction=.*between 0 and 1"):
         plan(some(3), fraction)
+
+
+def test_a_copy_of_a_text_that_is_held_out_is_held_out_too():
+    """Three hundred texts, each twice under different names: no text may be on both sides."""
+    documents = [Document(f"{copy}/{number}", "domain", f"text {number}") for number in range(300) for copy in "ab"]
+    split = plan(documents, 0.1)
+    sides = [set(), set()]
+    for side, document in sided(documents, split):
+        sides[side].add(document.text)
+    assert not sides[0] & sides[1]
+    assert sides[0]
+    assert sides[1]
+
+
+def test_copies_of_one_text_alone_are_on_both_sides():
+    documents = [Document(name, "domain", "the same") for name in "abc"]
+    assert {side for side, _ in sided(documents, plan(documents, 0.1))} == {0, 1}

@@ -1,7 +1,7 @@
 """Which documents are held out: decided by a hash of their name and text, so that it does not depend on their order.
 
 A Planner sees every document once and gives the Split, which then tells for each document where it goes. In between nothing is
-held but a few numbers.
+held but a few numbers: among them one for each text that is held out, so that a copy of it under another name is held out too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ _KEYS = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Documents with a key below `threshold` are held out. A lone document is cut instead: its end is held out."""
+    """Documents with a key below `threshold` are held out, and those whose text is `held_out`. A lone document is cut instead."""
 
     threshold: int
     cut: float | None = None
+    held_out: frozenset[int] = frozenset()
 
     def sides(self, document: Document) -> tuple[Document | None, Document | None]:
         """The part of it to train on, and the part to validate on."""
         if self.cut is not None:
             return _cut(document, self.cut)
-        return (None, document) if key(document) < self.threshold else (document, None)
+        held_out = key(document) < self.threshold or text_key(document) in self.held_out
+        return (None, document) if held_out else (document, None)
 
 
 class Planner:
@@ -42,11 +44,19 @@ class Planner:
         self._nominal = int(fraction * _KEYS)
         self._seen, self._held_out = 0, 0
         self._lowest, self._highest = _KEYS, -1
+        self._texts: set[int] = set()
+        self._lowest_text, self._first_text, self._all_alike = 0, 0, True
 
     def add(self, document: Document) -> bool:
         """Take note of a document; whether it is to be trained on, unless `overruled` in the end."""
         value = key(document)
         held_out = value < self._nominal
+        text = text_key(document)
+        self._first_text = self._first_text if self._seen else text
+        self._all_alike = self._all_alike and text == self._first_text
+        self._lowest_text = text if value < self._lowest else self._lowest_text
+        if held_out:
+            self._texts.add(text)
         self._seen += 1
         self._held_out += held_out
         self._lowest, self._highest = min(self._lowest, value), max(self._highest, value)
@@ -61,9 +71,13 @@ class Planner:
         """The Split of the documents seen so far."""
         if self._seen == 1:
             return Split(0, cut=1 - self._fraction)
-        if self._held_out == 0:
+        if self._all_alike:  # copies of one text: it must be on both sides, if there are to be two
             return Split(self._lowest + 1)
-        return Split(self._highest if self._held_out == self._seen else self._nominal)
+        if self._held_out == 0:
+            return Split(self._lowest + 1, held_out=frozenset([self._lowest_text]))
+        if self._held_out == self._seen:
+            return Split(self._highest)
+        return Split(self._nominal, held_out=frozenset(self._texts))
 
 
 def plan(documents: Iterable[Document], fraction: float) -> Split:
@@ -101,6 +115,11 @@ def key(document: Document) -> int:
     state.update(b"\0")
     state.update(document.text.encode(errors="replace"))
     return int.from_bytes(state.digest(), "little")
+
+
+def text_key(document: Document) -> int:
+    """The same for documents of the same text."""
+    return int.from_bytes(blake2b(document.text.encode(errors="replace"), digest_size=8).digest(), "little")
 
 
 def _cut(document: Document, share: float) -> tuple[Document | None, Document | None]:
