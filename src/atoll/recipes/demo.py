@@ -29,7 +29,7 @@ def demo_ddp() -> Run:
 def demo_diloco() -> Run:
     """DiLoCo: islands train apart for 20 steps, then agree."""
     # At a learning rate that is DDP's best, the paper's momentum of 0.9 overshoots; see docs/log.md.
-    return _demo("demo-diloco", DiLoCo(inner_steps=20, outer=Nesterov(lr=0.7, momentum=0.8)))
+    return _demo("demo-diloco", DiLoCo(inner_steps=20, outer=Nesterov(lr=0.8, momentum=0.7)))
 
 
 def _demo(name: str, algorithm: Algorithm[Any]) -> Run:
