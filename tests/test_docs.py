@@ -21,25 +21,12 @@ from atoll.events import Event, RoundFinished
 from atoll.runs.run import candidates
 from atoll.runs.settings import override
 from atoll.telemetry.summary import Summary
+from atoll.testing.small import SMALL as TINY
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
-SMALL = [
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "model.head_size=8",
-    "data.limit_bytes=60000",
-    "data.seq_len=16",
-    "data.eval_batches=2",
-    "train.batch_size=4",
-    "train.steps=9",
-    "train.warm_start_steps=2",
-    "optimizer.lr.warmup=2",
-    "keep.evaluate_every=3",
-    "keep.save_every=3",
-]
+SMALL = [*TINY, "train.steps=9", "train.warm_start_steps=2", "keep.evaluate_every=3", "keep.save_every=3"]
 
 
 def blocks(page, language):

@@ -36,8 +36,8 @@ class Counting:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: object) -> str:
-        raise NotImplementedError
+    def decode(self, ids: np.ndarray) -> str:
+        return "x" * len(ids)
 
 
 def tokens_of(count: int) -> Tokens:

@@ -14,21 +14,10 @@ from atoll.protocols import Work
 from atoll.runs.build import device_of, island_workload, plain_workload, replica_of, warm_start
 from atoll.runs.run import candidates
 from atoll.runs.settings import override
+from atoll.testing.small import SMALL as TINY
 from atoll.tree import Tree
 
-SMALL = [
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "model.head_size=8",
-    "data.limit_bytes=60000",
-    "data.seq_len=16",
-    "train.batch_size=4",
-    "train.steps=12",
-    "train.warm_start_steps=20",
-    "algorithm.inner_steps=3",
-    "optimizer.lr.warmup=2",
-]
+SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=20", "algorithm.inner_steps=3"]
 
 
 def small(*more):

@@ -25,24 +25,11 @@ from atoll.runs.settings import override
 from atoll.telemetry.fanout import Memory
 from atoll.telemetry.jsonl import read_events
 from atoll.tensorfile import load_tree, read_tensors
+from atoll.testing.small import SMALL as TINY
 from atoll.testing.workloads import Regression
 from atoll.tree import Tree
 
-SMALL = [
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "model.head_size=8",
-    "data.limit_bytes=60000",
-    "data.seq_len=16",
-    "data.eval_batches=2",
-    "train.batch_size=4",
-    "train.steps=12",
-    "train.warm_start_steps=4",
-    "optimizer.lr.warmup=2",
-    "keep.evaluate_every=3",
-    "keep.save_every=3",
-]
+SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=4", "keep.evaluate_every=3", "keep.save_every=3"]
 DILOCO = [*SMALL, "algorithm.inner_steps=3"]
 
 
