@@ -4,6 +4,8 @@ Every figure in an event is a function of the Run and its seed. What depends on 
 resumed) is written elsewhere, so that two runs with the same seed have the same log to the last digit.
 Virtual times and counts start at the end of the warm start. What happens within a round carries its number, counted from 0; what
 happens between two rounds (RoundFinished, Evaluated, Saved) carries the number of rounds that are over.
+In an asynchronous run a round is one worker's: it begins when the hub sends the worker off, which numbers it, and it is over with
+the hub's step for what the worker brought. So rounds need not be over in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -124,8 +126,90 @@ class IslandLeft(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Dispatched(Event):
+    """The hub sent a worker off with its present weights."""
+
+    island: int
+    round: int
+    version: int
+    """Updates that the hub had applied by then."""
+    shard: int
+    start: int
+    """Position in the shard, in batches."""
+    schedule: int
+    """Position on the learning-rate schedule, which follows the shard."""
+    steps: int
+    virtual_time_s: float
+    begin_s: float
+    """When the worker has the weights."""
+    sent_bytes: int
+    """By the hub."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived(Event):
+    """A worker's update reached the hub, which took its step."""
+
+    island: int
+    round: int
+    window: int
+    """Which grace window it fell into, counted from 0."""
+    shard: int
+    steps: int
+    pushed_s: float
+    """When the worker began to send."""
+    virtual_time_s: float
+    """When it was there."""
+    version: int
+    """Updates that the hub has applied, this one included if it was."""
+    staleness: int
+    """Updates applied between dispatch and arrival."""
+    applied: bool
+    """Whether it was; an update may be left out for being too late."""
+    norm: float
+    """Of the delta."""
+    sent_bytes: int
+    """By the worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowClosed(Event):
+    """The hub has waited long enough: those who arrived in the window are sent off together."""
+
+    window: int
+    islands: list[int]
+    """In order of arrival."""
+    opened_s: float
+    """The first arrival."""
+    virtual_time_s: float
+    idle_s: list[float]
+    """How long each of them waited."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Event):
+    """The hub did not take an update; its weights stayed as they were, and the round does not count."""
+
+    island: int
+    round: int
+    virtual_time_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Returned(Event):
+    """A round ended without an update: its shard's count was put back."""
+
+    island: int
+    round: int
+    shard: int
+    steps: int
+    virtual_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoundFinished(Event):
-    """All islands of the round are through. Totals are since the end of the warm start."""
+    """All islands of the round are through; of an asynchronous run, one worker is. Totals are since the end of the warm start."""
 
     round: int
     islands: int

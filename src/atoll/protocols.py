@@ -3,7 +3,8 @@
 A **rule** turns weights and a gradient into new weights: pure mathematics over Trees.
 An **algorithm** says what one island does in one round. It is handed a **replica** (this island's model, which can train) and
 **peers** (the other islands, with whom it can agree), and it `await`s wherever time passes or bytes move, and nowhere else.
-An **engine** supplies replica and peers, and owns the clock. A **workload** is what is trained; a **sink** takes what is reported.
+An **asynchronous algorithm** has no peers: its workers pull weights from a **hub** and push what they learnt, each at its own pace.
+An **engine** supplies replica, peers or hub, and owns the clock. A **workload** is what is trained; a **sink** takes what is reported.
 
 Implementations are final. `atoll.testing` ships the checks that each of them must pass.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -167,6 +168,95 @@ class Algorithm(Protocol[S]):
 
     async def round(self, state: S, replica: Replica, peers: Peers) -> S:
         """One round. `state` is not changed."""
+
+
+# ---------------------------------------------------------------------------------------------- asynchronous algorithms
+
+
+class Task(NamedTuple):
+    """What a hub sends a worker off with: the present weights, and how many steps to take on what."""
+
+    params: Tree
+    steps: int
+    work: Work
+
+
+class Arrival(NamedTuple):
+    """What a worker brought back, as the hub sees it.
+
+    Attributes:
+        delta: the weights it was sent off with minus those it came to.
+        dispatched: the weights it was sent off with.
+        staleness: how many updates the hub has applied since.
+        workers: how many there are now.
+    """
+
+    delta: Tree
+    dispatched: Tree
+    staleness: int
+    workers: int
+
+
+class Hub(Protocol):
+    """The server, seen from one worker in one round."""
+
+    async def pull(self) -> Task:
+        """The present weights, and work."""
+
+    async def push(self, delta: Tree) -> None:
+        """Hand in what the round brought: old weights minus new."""
+
+
+class Correction(Protocol):
+    """What a hub does to an update because it is late, before its rule sees it. Pure."""
+
+    def correct(self, params: Tree, arrival: Arrival) -> Tree | None:
+        """The delta to apply to `params`, the hub's present weights; none to leave it out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a hub sends workers off.
+
+    Attributes:
+        steps: of a round, for the fastest worker where `pace` is not even, else for all.
+        grace_s: how long the hub waits, from the first arrival on, for others to be sent off together with it.
+        pace: even: all take the same steps; given or measured: steps in proportion to speed, which is known or observed.
+        speeds: steps per second by worker, where `pace` is given; empty where the engine knows them.
+        shards: how a worker's next shard is found: by how far shards lag behind their share, or by fewest visits.
+        ties: who gets which of several shards that lag equally: the worker's last one if it is among them, or chance alone.
+    """
+
+    steps: int
+    grace_s: float
+    pace: Literal["even", "given", "measured"]
+    speeds: tuple[float, ...]
+    shards: Literal["deficit", "visits"]
+    ties: Literal["last", "chance"]
+
+
+@runtime_checkable
+class AsyncAlgorithm(Protocol[S]):
+    """What one worker does, and what the hub does with what it brings. All that the hub's mathematics remembers is in a State
+    with a field `params`, the global weights; who is where and does what is the scheduler's, and inner optimizers stay with
+    workers."""
+
+    @property
+    def plan(self) -> Plan:
+        """How workers are sent off."""
+
+    def init(self, params: Tree) -> S:
+        """The State before the first arrival."""
+
+    async def round(self, replica: Replica, hub: Hub) -> None:
+        """One worker's round."""
+
+    def step(self, state: S, arrival: Arrival) -> S:
+        """The hub's step for one arrival: pure. The same State means that the update was left out."""
+
+    def step_taking(self, state: S, arrival: Arrival) -> S:
+        """`step` in the buffers of the State's momenta, which can then no longer be read; weights that workers were sent off with
+        stay as they are."""
 
 
 # ------------------------------------------------------------------------------------------------- what is trained, and how
