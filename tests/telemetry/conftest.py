@@ -1,16 +1,31 @@
-"""A run's folder, written with the real sink: what an engine would report for islands that train alone and then meet."""
+"""Runs' folders, written with the real sink: what an engine would report for islands that train alone and then meet, and for
+workers that come and go at a hub."""
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from atoll.events import Compared, Computed, Evaluated, Event, Exchanged, RoundFinished, RunFinished, RunStarted, WarmStartFinished
+from atoll.events import (
+    Arrived,
+    Compared,
+    Computed,
+    Dispatched,
+    Evaluated,
+    Event,
+    Exchanged,
+    RoundFinished,
+    RunFinished,
+    RunStarted,
+    WarmStartFinished,
+    WindowClosed,
+)
 from atoll.telemetry import JsonlSink
 
 
@@ -131,22 +146,178 @@ class Script:
 
     def write(self, folder: Path) -> Path:
         """The run's folder, as a run leaves it."""
-        folder.mkdir(parents=True)
-        (folder / "run.json").write_text(json.dumps({"recipe": self.recipe, "seed": self.seed}))
-        with JsonlSink(folder / "events.jsonl") as sink:
-            for event in self.events():
-                sink.emit(event)
-        lines = [{"what": "started", "round": 0, "wall_time_s": 0.0}]
+        return _write(folder, self.recipe, self.seed, self.events(), finished=self.finished)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncScript:
+    """A made-up asynchronous run. Worker i takes `step_s[i]` for a step; weights and updates take `transfer_s` to travel.
+
+    The hub waits `grace_s` from the first arrival on if somebody will come by then. Worker i keeps to shard i.
+    """
+
+    recipe: str = "demo-async"
+    step_s: tuple[float, ...] = (1.0, 1.5, 4.0)
+    rounds: int = 12
+    steps_per_round: int = 5
+    transfer_s: float = 0.5
+    grace_s: float = 2.0
+    payload_bytes: int = 1000
+    tokens_per_step: int = 100
+    seed: int = 0
+    accuracy: bool = False
+    finished: bool = True
+
+    @property
+    def islands(self) -> int:
+        return len(self.step_s)
+
+    @property
+    def steps(self) -> int:
+        """Of each worker, had all been equally fast."""
+        return self.rounds * self.steps_per_round // self.islands
+
+    def events(self) -> Iterator[Event]:
+        """What the engine would report, in order: the hub's steps, and the windows between them."""
+        yield RunStarted(
+            recipe=self.recipe, algorithm="AsyncLocalSGD", islands=self.islands, params=12_345, steps=self.steps, seed=self.seed
+        )
+        yield self._evaluated(0, 0.0)
+        away = [self._dispatched(island, number=island, version=0, now_s=0.0) for island in range(self.islands)]
+        yield from away
+        due = [(self._arrival_s(task), task.island, task) for task in away]
+        heapq.heapify(due)
+        window: list[tuple[int, float]] = []
+        dispatched, windows = self.islands, 0
+        for done in range(1, self.rounds + 1):
+            now_s, island, task = heapq.heappop(due)
+            window.append((island, now_s))
+            yield from self._arrived(task, now_s, done, windows)
+            if due and done < self.rounds and due[0][0] <= window[0][1] + self.grace_s:
+                continue
+            if done < self.rounds or self.finished:
+                yield self._closed(windows, window, now_s)
+            for again, _ in window if done < self.rounds else ():
+                task = self._dispatched(again, number=dispatched, version=done, now_s=now_s)
+                yield task
+                heapq.heappush(due, (self._arrival_s(task), again, task))
+                dispatched += 1
+            window, windows = [], windows + 1
         if self.finished:
-            lines.append({"what": "finished", "wall_time_s": 12.5, "resumed_from_round": 0})
-        (folder / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return folder
+            yield self._finished(now_s)
+
+    def write(self, folder: Path) -> Path:
+        """The run's folder, as a run leaves it."""
+        return _write(folder, self.recipe, self.seed, self.events(), finished=self.finished)
+
+    def _arrival_s(self, task: Dispatched) -> float:
+        return task.begin_s + task.steps * self.step_s[task.island] + self.transfer_s
+
+    def _dispatched(self, island: int, *, number: int, version: int, now_s: float) -> Dispatched:
+        return Dispatched(
+            island=island,
+            round=number,
+            version=version,
+            shard=island,
+            start=0,
+            schedule=0,
+            steps=self.steps_per_round,
+            virtual_time_s=now_s,
+            begin_s=now_s + self.transfer_s,
+            sent_bytes=self.payload_bytes,
+        )
+
+    def _arrived(self, task: Dispatched, now_s: float, done: int, window: int) -> Iterator[Event]:
+        pushed_s, tokens = now_s - self.transfer_s, task.steps * self.tokens_per_step
+        numbers = {"island": task.island, "round": task.round, "steps": task.steps}
+        yield Computed(start_s=task.begin_s, end_s=pushed_s, batches=task.steps, tokens=tokens, loss=5.0 - 0.1 * done, **numbers)
+        yield Arrived(
+            window=window,
+            shard=task.shard,
+            pushed_s=pushed_s,
+            virtual_time_s=now_s,
+            version=done,
+            staleness=done - 1 - task.version,
+            applied=True,
+            norm=1.0,
+            sent_bytes=self.payload_bytes,
+            **numbers,
+        )
+        yield RoundFinished(
+            round=done,
+            islands=self.islands,
+            steps=done * task.steps // self.islands,
+            virtual_time_s=now_s,
+            tokens=done * tokens,
+            local_updates=done * task.steps,
+            loss=5.0 - 0.1 * done,
+            sent_bytes_per_island=done * self.payload_bytes / self.islands,
+        )
+        if done % self.islands == 0 or done == self.rounds:
+            yield self._evaluated(done, now_s)
+
+    def _closed(self, number: int, window: list[tuple[int, float]], now_s: float) -> WindowClosed:
+        return WindowClosed(
+            window=number,
+            islands=[island for island, _ in window],
+            opened_s=window[0][1],
+            virtual_time_s=now_s,
+            idle_s=[now_s - arrived_s for _, arrived_s in window],
+        )
+
+    def _evaluated(self, done: int, now_s: float) -> Evaluated:
+        updates = done * self.steps_per_round
+        return Evaluated(
+            round=done,
+            steps=updates // self.islands,
+            virtual_time_s=now_s,
+            tokens=updates * self.tokens_per_step,
+            local_updates=updates,
+            sent_bytes_per_island=done * self.payload_bytes / self.islands,
+            metrics={"loss": 5.0 - 0.1 * done, **({"accuracy": done / self.rounds} if self.accuracy else {})},
+        )
+
+    def _finished(self, now_s: float) -> RunFinished:
+        updates = self.rounds * self.steps_per_round
+        return RunFinished(
+            rounds=self.rounds,
+            outer_steps=self.rounds,
+            steps=updates // self.islands,
+            tokens=updates * self.tokens_per_step,
+            warm_start_tokens=0,
+            local_updates=updates,
+            virtual_time_s=now_s,
+            utilisation=0.5,
+            sent_bytes_per_island=self.rounds * self.payload_bytes / self.islands,
+            control_bytes_per_island=0.0,
+            val_loss=5.0 - 0.1 * self.rounds,
+            digest="00ff",
+        )
+
+
+def _write(folder: Path, recipe: str, seed: int, events: Iterable[Event], *, finished: bool) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"recipe": recipe, "seed": seed}))
+    with JsonlSink(folder / "events.jsonl") as sink:
+        for event in events:
+            sink.emit(event)
+    lines = [{"what": "started", "round": 0, "wall_time_s": 0.0}]
+    if finished:
+        lines.append({"what": "finished", "wall_time_s": 12.5, "resumed_from_round": 0})
+    (folder / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
 
 
 @pytest.fixture
 def script() -> type[Script]:
     """The class of made-up runs; `script(rounds=3).write(folder)` makes a folder."""
     return Script
+
+
+@pytest.fixture
+def async_script() -> type[AsyncScript]:
+    """The class of made-up asynchronous runs."""
+    return AsyncScript
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Readers: `read_events`, `read_summary`, `read_progress`, `comparison`, `plot_com
 Readers see files, never live objects. Nothing here imports torch, matplotlib or rich before it is needed.
 """
 
+from atoll.telemetry.asynchrony import Asynchrony, AsynchronySummary, read_asynchrony
 from atoll.telemetry.compare import Comparison, comparison, markdown, sentence, table
 from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.fanout import Fanout, Memory
@@ -16,6 +17,8 @@ from atoll.telemetry.trace import write_trace
 from atoll.telemetry.units import human_bytes, human_count, human_time
 
 __all__ = [
+    "Asynchrony",
+    "AsynchronySummary",
     "Comparison",
     "ConsoleSink",
     "Fanout",
@@ -31,6 +34,7 @@ __all__ = [
     "markdown",
     "plot_comparison",
     "plot_run",
+    "read_asynchrony",
     "read_events",
     "read_progress",
     "read_summary",
