@@ -5,6 +5,7 @@ import pytest
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.optim.adam import Adam, AdamW
+from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.testing.conformance import ALGORITHM_CHECKS, check_rule
@@ -19,6 +20,11 @@ RULES = [
     Adam(lr=0.3, betas=(0.9, 0.95), eps=0.1),
     AdamW(lr=0.02),
     AdamW(lr=WSD(lr=0.02, steps=30, warmup=3, decay=10), weight_decay=0.5, decay="all"),
+    DelayedNesterov(lr=0.1, period=1),
+    DelayedNesterov(lr=0.1, period=4),
+    DelayedNesterov(lr=Cosine(lr=0.1, steps=8), period=3, activation=0.3),
+    Buffered(rule=Nesterov(lr=0.1), size=1),
+    Buffered(rule=AdamW(lr=0.02), size=1),
 ]
 
 ALGORITHMS = [

@@ -130,12 +130,22 @@ def test_the_twin_computes_in_the_buffers_it_was_handed_and_leaves_the_gradient(
     params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1))
     state = rule.init(params)
     memory, digest = [t.flat.data_ptr() for t in (params, state.mean, state.square)], gradient.digest()
-    result, new = rule.update_taking(params, gradient, state)
+    result, new = rule.update_taking(params.give(), gradient, state)
     assert [t.flat.data_ptr() for t in (result, new.mean, new.square)] == memory
     assert gradient.digest() == digest
     for tree in (params, state.mean, state.square):
         with pytest.raises(TreeGivenAway):
             _ = tree.flat
+
+
+@ids
+def test_the_twin_leaves_weights_that_it_was_not_given(rule):
+    params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1))
+    digest, state, taken_state = params.digest(), rule.init(params), rule.init(params)
+    result, _ = rule.update_taking(params, gradient, state)
+    assert params.digest() == digest
+    assert result.same_bits(rule.update_taking(params.give(), gradient, taken_state)[0])
+    assert state.mean.given
 
 
 @ids

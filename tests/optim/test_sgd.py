@@ -6,7 +6,7 @@ from atoll.chunks import CHUNK
 from atoll.errors import ConfigError, TreeGivenAway
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
-from atoll.tree import Tree
+from atoll.tree import Tree, forget_spare_buffers
 
 torch.set_num_threads(1)
 
@@ -74,33 +74,53 @@ def test_an_update_changes_none_of_its_arguments(rule):
 
 
 @ids
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("numel", [1, 100, CHUNK, 2 * CHUNK + 3])
-def test_the_twin_in_place_has_the_same_bits(rule, numel):
+def test_the_twin_in_place_has_the_same_bits(rule, numel, given):
     params, gradient = Tree.of(tensors(0, {"w": (numel,)})), Tree.of(tensors(1, {"w": (numel,)}))
     taken, state, taken_state = params.copy(), rule.init(params), rule.init(params)
     for _ in range(3):
         params, state = rule.update(params, gradient, state)
-        taken, taken_state = rule.update_taking(taken, gradient, taken_state)
-    assert taken.equal(params)
+        taken, taken_state = rule.update_taking(taken.give() if given else taken, gradient, taken_state)
+    assert taken.same_bits(params)
     assert taken_state.step == state.step
     if hasattr(state, "velocity"):
-        assert taken_state.velocity.equal(state.velocity)
+        assert taken_state.velocity.same_bits(state.velocity)
 
 
 @ids
-def test_the_twin_computes_in_the_buffers_it_was_handed_and_leaves_the_gradient(rule):
+def test_the_twin_computes_in_the_weights_it_was_given_and_leaves_the_gradient(rule):
     params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1))
-    state = rule.init(params)
-    memory, digest = params.flat.data_ptr(), gradient.digest()
-    result, _ = rule.update_taking(params, gradient, state)
+    memory, digest, state = params.flat.data_ptr(), gradient.digest(), rule.init(params)
+    result, _ = rule.update_taking(params.give(), gradient, state)
     assert result.flat.data_ptr() == memory
     assert not result.spare
     assert gradient.digest() == digest
     with pytest.raises(TreeGivenAway):
         _ = params["gain"]
+
+
+@ids
+def test_the_twin_leaves_weights_that_it_was_not_given(rule):
+    params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1))
+    digest, state = params.digest(), rule.init(params)
+    result, _ = rule.update_taking(params, gradient, state)
+    assert params.digest() == digest
+    assert result.flat.data_ptr() != params.flat.data_ptr()
     if hasattr(state, "velocity"):
         with pytest.raises(TreeGivenAway):
             _ = state.velocity["gain"]
+
+
+@ids
+def test_the_twin_puts_a_given_gradient_back_into_circulation(rule):
+    forget_spare_buffers()
+    params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1)).give()
+    memory = gradient.flat.data_ptr()
+    result, _ = rule.update_taking(params, gradient, rule.init(params))
+    assert gradient.given
+    assert result.flat.data_ptr() != memory
+    assert params.copy().flat.data_ptr() == memory
 
 
 @ids

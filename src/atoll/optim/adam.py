@@ -22,7 +22,7 @@ from atoll.errors import ConfigError
 from atoll.optim.checks import at_least_zero, below_one
 from atoll.optim.fused import Moments, fused_adamw
 from atoll.optim.schedules import Schedule, at, check_lr
-from atoll.optim.taking import check_layouts, take
+from atoll.optim.taking import check_layouts, release_given, take
 from atoll.tree import Layout, Tree
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -60,7 +60,7 @@ class Adam:
         return _adam(params, gradient, state, at(self.lr, state.step), self.betas, self.eps)
 
     def update_taking(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
-        """`update` to within rounding, by torch's fused kernel in the buffers of `params` and `state`, which are given away."""
+        """`update` to within rounding, by torch's fused kernel in the buffers of `state`, and of `params` if it was given."""
         return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=0.0).update_taking(params, gradient, state)
 
 
@@ -94,16 +94,19 @@ class AdamW:
         return _adam(shrunk, gradient, state, lr, self.betas, self.eps)
 
     def update_taking(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
-        """`update` to within rounding, by torch's fused kernel in the buffers of `params` and `state`, which are given away.
+        """`update` to within rounding, by torch's fused kernel in the buffers of `state`, and of `params` if it was given.
 
-        Its bits are its own: an engine uses it always or never. Like `update`, it does to a shard what it does to the whole.
+        The kernel knows no other place for new weights than that of the old: those that were not given are copied first. Its bits
+        are its own: an engine uses it always or never. Like `update`, it does to a shard what it does to the whole.
         """
         check_layouts(params, gradient, state.mean, state.square)
-        params, new = take(params), AdamState(state.step + 1, take(state.mean), take(state.square))
+        params = take(params) if params.spare else params.copy()
+        new = AdamState(state.step + 1, take(state.mean), take(state.square))
         buffers = Moments(params.flat, gradient.flat, new.mean.flat, new.square.flat)
         lr, decaying = at(self.lr, state.step), self.ranges(params.layout)
         for ranges, rate in ((decaying, self.weight_decay), (complement(decaying, params.numel), 0.0)):
             fused_adamw(buffers, ranges, step=new.step, lr=lr, betas=self.betas, eps=self.eps, weight_decay=rate)
+        release_given(gradient, but=params)
         return params, new
 
     def ranges(self, layout: Layout) -> Ranges:

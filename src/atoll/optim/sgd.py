@@ -12,17 +12,16 @@ momentum. Each rule has the bits of torch's plain form; `add(other, alpha)` is t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from atoll.chunks import elementwise
 from atoll.optim.checks import at_least_zero, below_one
 from atoll.optim.schedules import Schedule, at, check_lr
-from atoll.optim.taking import check_layouts, take, windows
+from atoll.optim.taking import check_layouts, old_and_new, release_given, take, windows
 from atoll.tree import Tree
-
-T = TypeVar("T", Tree, Tensor)
 
 
 class SGDState(NamedTuple):
@@ -63,12 +62,13 @@ class SGD:
         return params.add(gradient, -at(self.lr, state.step)), SGDState(state.step + 1)
 
     def update_taking(self, params: Tree, gradient: Tree, state: SGDState) -> tuple[Tree, SGDState]:
-        """The bits of `update`, computed in the buffer of `params`, which can then no longer be read."""
+        """The bits of `update`, computed in the buffer of `params` if it was given."""
         check_layouts(params, gradient)
-        params, lr = take(params), at(self.lr, state.step)
-        for w, g in windows(params, gradient):
-            w.add_(_with_decay(g, w, self.weight_decay), alpha=-lr)
-        return params, SGDState(state.step + 1)
+        (old, new), lr = old_and_new(params), at(self.lr, state.step)
+        for w, next_w, g, room in windows(old, new, gradient):
+            torch.add(w, _decayed(g, w, self.weight_decay, room), alpha=-lr, out=next_w)
+        release_given(gradient, but=new)
+        return new, SGDState(state.step + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +94,14 @@ class Momentum:
         return params.add(velocity, -at(self.lr, state.step)), MomentumState(state.step + 1, velocity)
 
     def update_taking(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
-        """The bits of `update`, computed in the buffers of `params` and `state`, which can then no longer be read."""
+        """The bits of `update`, computed in the buffers of `state`, and of `params` if it was given."""
         check_layouts(params, gradient, state.velocity)
-        params, velocity, lr = take(params), take(state.velocity), at(self.lr, state.step)
-        for w, g, m in windows(params, gradient, velocity):
-            m.mul_(self.momentum).add_(_with_decay(g, w, self.weight_decay))
-            w.add_(m, alpha=-lr)
-        return params, MomentumState(state.step + 1, velocity)
+        (old, new), velocity, lr = old_and_new(params), take(state.velocity), at(self.lr, state.step)
+        for w, next_w, g, m, room in windows(old, new, gradient, velocity):
+            m.mul_(self.momentum).add_(_decayed(g, w, self.weight_decay, room))
+            torch.add(w, m, alpha=-lr, out=next_w)
+        release_given(gradient, but=new)
+        return new, MomentumState(state.step + 1, velocity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +128,23 @@ class Nesterov:
         return params.add(ahead.give(), -at(self.lr, state.step)), MomentumState(state.step + 1, velocity)
 
     def update_taking(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
-        """The bits of `update`, computed in the buffers of `params` and `state`, which can then no longer be read."""
+        """The bits of `update`, computed in the buffers of `state`, and of `params` if it was given."""
         check_layouts(params, gradient, state.velocity)
-        params, velocity, lr = take(params), take(state.velocity), at(self.lr, state.step)
-        for w, g, m in windows(params, gradient, velocity):
-            g = _with_decay(g, w, self.weight_decay)
+        (old, new), velocity, lr = old_and_new(params), take(state.velocity), at(self.lr, state.step)
+        for w, next_w, g, m, room in windows(old, new, gradient, velocity):
+            g = _decayed(g, w, self.weight_decay, room)
             m.mul_(self.momentum).add_(g)
-            w.add_(g.add(m, alpha=self.momentum), alpha=-lr)
-        return params, MomentumState(state.step + 1, velocity)
+            ahead = torch.add(g, m, alpha=self.momentum, out=room)
+            torch.add(w, ahead, alpha=-lr, out=next_w)
+        release_given(gradient, but=new)
+        return new, MomentumState(state.step + 1, velocity)
 
 
-def _with_decay(gradient: T, params: T, weight_decay: float) -> T:
+def _with_decay(gradient: Tree, params: Tree, weight_decay: float) -> Tree:
     """The gradient of the loss plus `weight_decay / 2 * |params|**2`."""
-    return gradient.add(params, alpha=weight_decay) if weight_decay else gradient
+    return gradient.add(params, weight_decay) if weight_decay else gradient
+
+
+def _decayed(gradient: Tensor, params: Tensor, weight_decay: float, room: Tensor) -> Tensor:
+    """`_with_decay` of a window, in `room` if there is anything to add."""
+    return torch.add(gradient, params, alpha=weight_decay, out=room) if weight_decay else gradient

@@ -1,18 +1,31 @@
 """For the twins of the rules that compute in place.
 
-`update` keeps its arguments. Where nobody will read them again, `update_taking` does the same work in their buffers: the weights
-and the state that it is handed can no longer be read, the gradient can. It takes a fifth (AdamW) to a half (Nesterov) of the time
-and no further memory. Whoever wants to keep weights and state hands it copies, which for AdamW still halves the time.
+`update` keeps its arguments. Where nobody will read the state again, `update_taking` does the same work in the state's buffers,
+which can then no longer be read. Weights are another matter: a hub's workers may still hold those that they were sent off with. So
+`params` is computed in place only if it was marked by `give()`; else the new weights lie in a recycled buffer. The gradient can be
+read as before, and a twin keeps nothing of it; if it was given, it goes back into circulation.
+
+With all of them given, a twin takes a fifth (AdamW) to a half (Nesterov) of the time of `update`, and no further memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from atoll.chunks import CHUNK
-from atoll.tree import Tree
+from atoll.tree import Tree, empty
+
+
+@runtime_checkable
+class Taking(Protocol):
+    """A rule that has such a twin."""
+
+    def update_taking(self, params: Tree, gradient: Tree, state: Any, /) -> tuple[Tree, Any]:
+        """`update`, computed in the buffers of `state`, and of `params` if it was given."""
 
 
 def take(tree: Tree) -> Tree:
@@ -21,15 +34,40 @@ def take(tree: Tree) -> Tree:
     return Tree(given.layout, given.flat)
 
 
+def kept(tree: Tree) -> Tree:
+    """A Tree that goes on as it is: itself, or under a plain name if it was given (what was given is read once)."""
+    return take(tree) if tree.spare else tree
+
+
+def old_and_new(params: Tree) -> tuple[Tree, Tree]:
+    """The weights to read, and those to write: the same buffer if `params` was given, else a fresh one."""
+    if params.spare:
+        taken = take(params)
+        return taken, taken
+    flat = params.flat
+    return params, Tree(params.layout, empty(flat.numel(), flat.dtype, flat.device))
+
+
 def check_layouts(*trees: Tree) -> None:
-    """Refuse Trees that do not match. It comes before anything is taken, so that nothing is lost."""
-    if any(tree.layout != trees[0].layout for tree in trees):
+    """Refuse Trees that do not match or cannot be read. It comes before anything is taken, so that nothing is lost."""
+    layouts = [tree.layout for tree in trees if tree.flat is not None]  # reading one that was given away raises
+    if any(layout != layouts[0] for layout in layouts):
         raise ValueError(f"these Trees have different layouts: {', '.join(map(repr, trees))}. A rule needs those of one model.")
 
 
 def windows(*trees: Tree) -> Iterator[list[Tensor]]:
-    """The buffers side by side, as much of them at a time as stays in cache."""
-    numel = trees[0].numel
-    size = CHUNK if trees[0].flat.device.type == "cpu" else max(numel, 1)
-    for start in range(0, numel, size):
-        yield [tree.flat[start : start + size] for tree in trees]
+    """The buffers side by side, as much of them at a time as stays in cache; and last, as much room for what is passing."""
+    flats = [tree.flat for tree in trees]
+    numel = flats[0].numel()
+    size = min(CHUNK, numel) if flats[0].device.type == "cpu" else numel
+    room = torch.empty(size, dtype=flats[0].dtype, device=flats[0].device)
+    for start in range(0, numel, max(size, 1)):
+        parts = [flat[start : start + size] for flat in flats]
+        yield [*parts, room[: parts[0].numel()]]
+
+
+def release_given(*trees: Tree, but: Tree | None = None) -> None:
+    """Put those that were given back into circulation, unless their memory is that of `but`."""
+    for tree in trees:
+        if tree.spare and (but is None or tree.flat.data_ptr() != but.flat.data_ptr()):
+            tree.release()
