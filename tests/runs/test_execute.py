@@ -251,7 +251,7 @@ def test_text_that_changed_since_the_checkpoint_is_refused(tmp_path):
     done = execute.run(small(*settings), out=tmp_path / "run")
     (done.folder / "final.safetensors").unlink()
     (text / "7.txt").write_text("Something else entirely. " * 40)
-    with pytest.raises(CheckpointError, match=r"its text"):
+    with pytest.raises(CheckpointError, match=r"its data"):
         execute.resume(done.folder)
 
 

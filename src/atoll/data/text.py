@@ -40,6 +40,7 @@ class Text:
         partition: which example belongs to which shard.
         limit_bytes: read at most this much text, with a share for every domain; None: all.
         eval_batches: batches of held-out text to judge a model on.
+        shards: into how many shards a run deals the examples; none: one per island.
     """
 
     corpus: str = "stdlib"
@@ -50,6 +51,7 @@ class Text:
     partition: IID | ByDomain | KMeans | Dirichlet = IID()
     limit_bytes: int | None = None
     eval_batches: int = 8
+    shards: int | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -57,6 +59,10 @@ class Text:
             raise ConfigError(f"seq_len={self.seq_len}: an example predicts at least 1 token.")
         if self.eval_batches < 1:
             raise ConfigError(f"eval_batches={self.eval_batches}: a model is judged on at least 1 batch.")
+        if self.shards is not None and self.shards < 1:
+            raise ConfigError(
+                f"shards={self.shards}: there is at least 1 shard. Use a positive number, or none for one per island."
+            )
         if self.limit_bytes is not None and self.limit_bytes < 1:
             raise ConfigError(
                 f"limit_bytes={self.limit_bytes} leaves no text. Use a positive number of bytes, or None for all of it."

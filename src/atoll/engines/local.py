@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from atoll.engines.flat import Weights, weights_of
 from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
-from atoll.optim.schedules import at
+from atoll.optim.schedules import Schedule, at
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.protocols import Gradient, Work, Workload
 from atoll.tree import Tree
@@ -57,6 +57,8 @@ class LocalReplica:
         autocast: run the forward pass in bfloat16 (CUDA only).
         loss: a compiled form of `workload.loss`, shared by all replicas.
         seed: of this replica's random numbers, for modules that draw some (dropout).
+        fresh_optimizer: forget the moments at the beginning of every round, that is, of every call of `train`.
+        peak_first: take the first step of every round at the schedule's highest rate, wherever on the schedule the round lies.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class LocalReplica:
         autocast: bool = False,
         loss: Loss | None = None,
         seed: int = 0,
+        fresh_optimizer: bool = False,
+        peak_first: bool = False,
     ) -> None:
         self.weights: Weights = weights_of(workload.module().to(device))
         self.steps_taken = 0
@@ -81,6 +85,7 @@ class LocalReplica:
         self._micro_batches = micro_batches
         self.device = device
         self._autocast = autocast and device.startswith("cuda")
+        self._fresh_optimizer, self._peak_first = fresh_optimizer, peak_first
         self._random = torch.Generator().manual_seed(seed).get_state()
 
     def load(self, params: Tree) -> None:
@@ -94,6 +99,8 @@ class LocalReplica:
     def train(self, steps: int, work: Work) -> Trained:
         """Take `steps` optimizer steps on consecutive batches."""
         losses, tokens = [], 0
+        if self._fresh_optimizer:
+            self._optimizer.state.clear()
         with self._own_randomness():
             for step in range(steps):
                 batch = self._batches.batch(work.shard, work.start + step)
@@ -101,7 +108,7 @@ class LocalReplica:
                 losses.append(self._backward(batch))
                 self._clip()
                 for group in self._optimizer.param_groups:
-                    group["lr"] = at(self._rule.lr, work.schedule + step)
+                    group["lr"] = self._rate(step, work)
                 self._optimizer.step()
                 self.steps_taken += 1
         # One wait for the device at the end, not one per step.
@@ -118,6 +125,10 @@ class LocalReplica:
         if onto is not None:
             gradient = onto.sum + gradient.give()
         return Gradient(gradient, 1 + (onto.batches if onto else 0)), Trained([float(loss)], self._batches.tokens(batch))
+
+    def _rate(self, step: int, work: Work) -> float:
+        """The learning rate of a round's step, counted from 0."""
+        return peak(self._rule.lr) if self._peak_first and step == 0 else at(self._rule.lr, work.schedule + step)
 
     def _backward(self, batch: Any) -> Tensor:
         """Leaves the gradient of the mean loss over the batch in the module; returns that loss, still on the device."""
@@ -180,7 +191,8 @@ class LocalReplica:
 
     def state(self) -> dict[str, Any]:
         """Moments, random numbers and buffers: all that a checkpoint must hold besides the weights."""
-        moments = [dict(self._optimizer.state.get(p, {})) for g in self._optimizer.param_groups for p in g["params"]]
+        kept = {} if self._fresh_optimizer else self._optimizer.state  # what the next round would forget need not be kept
+        moments = [dict(kept.get(p, {})) for g in self._optimizer.param_groups for p in g["params"]]
         return {"optimizer": moments, "random": self._random, "buffers": self.buffers(), "steps": self.steps_taken}
 
     def buffers(self) -> dict[str, Tensor]:
@@ -209,6 +221,11 @@ class LocalReplica:
         moments = [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         parameters = [p for group in self.weights.groups() for p in group]
         return sum(t.nbytes for t in moments) + sum(p.nbytes + (p.grad.nbytes if p.grad is not None else 0) for p in parameters)
+
+
+def peak(lr: float | Schedule) -> float:
+    """The highest rate of a schedule."""
+    return lr.lr if isinstance(lr, Schedule) else lr
 
 
 def _torch_optimizer(rule: InnerRule, weights: Weights) -> torch.optim.Optimizer:

@@ -11,34 +11,27 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from atoll.data.partition import IID, KMeans
-from atoll.data.text import LoadedText, Text
+from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.local import Evaluator
 from atoll.engines.sim.engine import SimEngine
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.protocols import Sink, Workload
-from atoll.runs.build import (
-    WarmStart,
-    device_of,
-    engine_of,
-    fingerprint,
-    island_workload,
-    plain_workload,
-    warm_start,
-    warm_start_rate,
-)
+from atoll.runs.build import engine_of
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
 from atoll.runs.folder import RunFolder, default_path, write_text
-from atoll.runs.run import Run
+from atoll.runs.run import Run, device_of
 from atoll.runs.settings import from_json, full_name, to_json
+from atoll.runs.warm import Cache as Cache
+from atoll.runs.warm import WarmStart, load_data, warm_up
+from atoll.runs.workloads import Loaded, fingerprint, island_workload, needs_weights, plain_workload
 from atoll.telemetry.fanout import Fanout
 from atoll.telemetry.jsonl import JsonlSink, read_events
 from atoll.telemetry.summary import Summary, read_summary
@@ -48,20 +41,7 @@ from atoll.tree import Tree
 TOKENIZER = "tokenizer.json"
 """The tokenizer of the run's text; none for bytes."""
 WORKLOAD = "workload.txt"
-"""Names the workload that was trained instead of the Run's decoder and text."""
-
-
-class Cache:
-    """What several runs on the same work need make only once: texts and warm starts, by what they depend on."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
-
-    def get(self, depends_on: Sequence[Any], make: Callable[[], Any]) -> Any:
-        key = json.dumps([to_json(part) for part in depends_on], sort_keys=True)
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+"""Names the workload that was trained instead of the Run's own model and data."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +79,10 @@ def run(
     Args:
         run: what to do.
         out: the folder; by default a new one under runs/.
-        workload: what to train instead of the Run's decoder and text. A warm start then reads its first shard.
+        workload: what to train instead of the Run's model and data. A warm start then reads its first shard.
         sinks: who else takes the events.
         command: how the run was asked for, for the record.
-        cache: give several runs the same one, and they share text and warm start.
+        cache: give several runs the same one, and they share data and warm start.
     """
     cache = cache or Cache()
     _refuse_impossible(run.resolved, workload, cache)
@@ -146,7 +126,6 @@ class _Execution:
         self._given_workload = workload
         self._sinks = sinks
         self._cache = cache
-        self._warm_file = folder.warm_start
         self._buffers_file = folder.path / "final_buffers.safetensors"
         self._checkpoints = Checkpoints(folder.checkpoints, keep=given.keep.checkpoints)
         self._log: JsonlSink | None = None
@@ -163,9 +142,9 @@ class _Execution:
 
     def _keep_tokenizer(self) -> None:
         """So that the model can be used without the text it was trained on."""
-        tokenizer = self._text().tokenizer
-        if isinstance(tokenizer, BPETokenizer):
-            write_text(self._folder.path / TOKENIZER, tokenizer.text)
+        data = self._data()
+        if isinstance(data, LoadedText) and isinstance(data.tokenizer, BPETokenizer):
+            write_text(self._folder.path / TOKENIZER, data.tokenizer.text)
 
     def resume(self) -> Result:
         check_workload(self._folder, self._given_workload)
@@ -178,7 +157,7 @@ class _Execution:
     def _carry_out(self, checkpoint: Checkpoint | None) -> Result:
         with Fanout([self._open_log(checkpoint), *self._more_sinks(resuming=checkpoint is not None), *self._sinks]) as sink:
             warm = self._warm_up(sink, silent=checkpoint is not None)
-            workload = self._given_workload or island_workload(self._run, self._text(), warm.params)
+            workload = self._given_workload or island_workload(self._run, self._data(), warm.params)
             self._origin = {"run": digest_of(to_json(self._run)), "data": fingerprint(workload)}
             engine, evaluator = engine_of(self._run, workload, warm.params, sink, self._saver(sink))
             if checkpoint is not None:
@@ -207,15 +186,15 @@ class _Execution:
 
         return [TensorBoardSink(self._folder.path / "tensorboard", replay=read_events(self._folder.events) if resuming else None)]
 
-    def _text(self) -> LoadedText:
-        return _load_text(self._run, self._cache)
+    def _data(self) -> Loaded:
+        return load_data(self._run, self._cache)
 
     def _plain(self) -> Workload:
-        return self._given_workload or plain_workload(self._run, self._text())
+        return self._given_workload or plain_workload(self._run, self._data())
 
     def _check_origin(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint goes on only with the Run and the text that it comes from."""
-        for what, found in (("run", "its settings"), ("data", "its text or how that is dealt out")):
+        """A checkpoint goes on only with the Run and the data that it comes from."""
+        for what, found in (("run", "its settings"), ("data", "its data or how they are dealt out")):
             if checkpoint.metadata.get(what) != self._origin[what]:
                 raise CheckpointError(
                     f"{checkpoint.path} was saved by another run: {found} differ from what {self._folder.path} has now. Bring back "
@@ -223,33 +202,14 @@ class _Execution:
                 )
 
     def _warm_up(self, sink: Sink, *, silent: bool) -> WarmStart:
-        """The warm start: from the folder, from a run that shared it, or made now."""
         plain, steps = self._plain(), self._run.train.warm_start_steps
         if not silent:
             sink.emit(self._started(plain))
-        origin = str(fingerprint(plain))
-        saved = self._warm_file.exists() and read_tensors(self._warm_file)[1].get("data") == origin
-        warm = _read_warm_start(self._warm_file, device_of(self._run)) if saved else self._make_warm_start(sink, plain)
-        if steps and not saved:
-            save_tree(self._warm_file, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss), "data": origin})
+        shared = self._cache if self._given_workload is None else None
+        warm = warm_up(self._run, plain, file=self._folder.warm_start, cache=shared, sink=sink)
         if steps and not silent:
             sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
         return warm
-
-    def _make_warm_start(self, sink: Sink, plain: Workload) -> WarmStart:
-        def make() -> WarmStart:
-            return warm_start(self._run, plain, lambda done, total, loss: sink.emit(_warming(done, total, loss)))
-
-        if self._given_workload is not None:
-            return make()
-        warm: WarmStart = self._cache.get(self._warm_start_depends_on(), make)
-        return warm
-
-    def _warm_start_depends_on(self) -> list[Any]:
-        run = self._run
-        # A number of steps decides the schedule of what comes after the warm start, not the warm start.
-        plain = replace(run.optimizer, lr=warm_start_rate(run))
-        return [run.model, _whole(run.data), plain, replace(run.train, steps=1), run.cluster.threads_per_island, run.seed]
 
     def _started(self, workload: Workload) -> Event:
         run = self._run
@@ -316,10 +276,10 @@ def _refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> Non
     for number in range(run.rounds(run.train.steps) if run.cluster.away else 0):
         run.cluster.present(number, run.rounds(run.train.steps))
     if workload is None:
-        text = _load_text(run, cache)
-        plain = plain_workload(run, text)
-        if not isinstance(run.data.partition, KMeans):  # which looks at weights that are still to be trained
-            island_workload(run, text, Tree.of(plain.module()))
+        data = load_data(run, cache)
+        plain = plain_workload(run, data)
+        if not needs_weights(run):  # which are still to be trained
+            island_workload(run, data, Tree.of(plain.module()))
 
 
 def check_workload(folder: RunFolder, given: Workload | None) -> None:
@@ -332,30 +292,9 @@ def check_workload(folder: RunFolder, given: Workload | None) -> None:
             f"atoll.resume({str(folder.path)!r}, workload=...)."
         )
     if name is None and given is not None:
-        raise ConfigError(
-            f"{folder.path} trained its own decoder on its own text, not a {type(given).__name__}. Leave out workload."
-        )
+        raise ConfigError(f"{folder.path} trained its own model on its own data, not a {type(given).__name__}. Leave out workload.")
 
 
 def digest_of(plain: Any) -> str:
     """Of plain data."""
     return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _load_text(run: Run, cache: Cache) -> LoadedText:
-    text: LoadedText = cache.get([_whole(run.data)], run.data.load)
-    return replace(text, text=run.data)
-
-
-def _whole(data: Text) -> Text:
-    """The text before it is dealt out to islands."""
-    return replace(data, partition=IID())
-
-
-def _warming(done: int, total: int, loss: float) -> Progress:
-    return Progress(phase="warm start", done=done, total=total, note=f"loss {loss:.3f}")
-
-
-def _read_warm_start(path: Path, device: str) -> WarmStart:
-    _, metadata = read_tensors(path)
-    return WarmStart(load_tree(path).to(device), int(metadata["tokens"]), float(metadata["loss"]))

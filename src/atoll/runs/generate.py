@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from atoll.data.text import Text
 from atoll.data.tokenizer import ByteTokenizer, load_tokenizer
 from atoll.errors import ConfigError
+from atoll.models.gpt import GPT
 from atoll.runs.execute import TOKENIZER, check_workload
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
@@ -21,6 +23,11 @@ def generate(folder: Path, prompt: str, *, tokens: int, temperature: float, top_
     opened = RunFolder.open(folder)
     check_workload(opened, None)
     run: Run = from_json(opened.run_json)
+    if not isinstance(run.model, GPT) or not isinstance(run.data, Text):
+        raise ConfigError(
+            f"{folder} trained an {type(run.model).__name__} on {type(run.data).__name__}: there is no text to write. "
+            f"Give the folder of a run that trained a decoder on text."
+        )
     if not opened.final.exists():
         raise ConfigError(f"{folder} has no final weights yet: its run is not finished. Finish it: atoll run --resume {folder}")
     if not prompt:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
+
+import torch
 
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.checks import check_types
+from atoll.data.gaussians import Gaussians
 from atoll.data.text import Text
 from atoll.engines.local import InnerRule
 from atoll.engines.sim.world import Cluster
 from atoll.errors import ConfigError
 from atoll.models.gpt import GPT
+from atoll.models.mlp import MLP
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
-from atoll.protocols import Algorithm, Rule
+from atoll.protocols import Algorithm, AsyncAlgorithm, Correction, Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +29,9 @@ class Train:
     """How each island trains.
 
     Args:
-        steps: inner steps per island after the warm start; a multiple of the steps of a round.
-        batch_size: sequences per inner step and island.
+        steps: inner steps per island after the warm start; a multiple of the steps of a round. In asynchronous runs, where fast
+            islands take more of them, the mean over the islands, and any number.
+        batch_size: sequences (or points) per inner step and island.
         micro_batches: into how many pieces a batch is cut to save memory; the result is the same within rounding.
         clip_norm: gradients longer than this are shortened to it; none leaves them.
         warm_start_steps: steps of plain training, by one island, before the clock starts. 0 starts from scratch.
@@ -34,6 +39,8 @@ class Train:
         device: cpu, cuda, or auto for cuda where there is one.
         precision: fp32, or bf16 for a forward pass in bfloat16 (on CUDA).
         compile: pass the loss through torch.compile.
+        fresh_optimizer: forget the inner optimizer's moments at the beginning of every round.
+        peak_first: take the first step of every round at the schedule's highest rate.
     """
 
     steps: int
@@ -45,6 +52,8 @@ class Train:
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
+    fresh_optimizer: bool = False
+    peak_first: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -58,7 +67,7 @@ class Train:
         if self.micro_batches > self.batch_size:
             raise ConfigError(
                 f"train.micro_batches={self.micro_batches} is more than train.batch_size={self.batch_size}: "
-                f"a piece holds at least one sequence. Lower micro_batches."
+                f"a piece holds at least one example. Lower micro_batches."
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"train.clip_norm={self.clip_norm}: it is more than 0. Use none to clip nothing.")
@@ -93,8 +102,8 @@ class Run:
 
     Args:
         recipe: the name it goes by.
-        model: the decoder that is trained.
-        data: the text it reads.
+        model: what is trained: a decoder, or a perceptron.
+        data: what it reads: text for a decoder, points for a perceptron.
         algorithm: how islands work together.
         optimizer: the inner rule; gradient algorithms such as DDP use it too, unless they have one of their own.
         train: how each island trains.
@@ -104,9 +113,9 @@ class Run:
     """
 
     recipe: str
-    model: GPT
-    data: Text
-    algorithm: Algorithm[Any]
+    model: GPT | MLP
+    data: Text | Gaussians
+    algorithm: Algorithm[Any] | AsyncAlgorithm[Any]
     optimizer: InnerRule
     train: Train
     cluster: Cluster = Cluster()
@@ -119,6 +128,9 @@ class Run:
             raise ConfigError(f"seed={self.seed} is outside [0, 2**48). Use a smaller number.")
         if self.train.precision == "bf16" and self.train.device == "cpu":
             raise ConfigError("train.precision=bf16 with train.device=cpu: bfloat16 is for CUDA. Use fp32, or device=auto or cuda.")
+        self._check_pair()
+        if isinstance(self.algorithm, AsyncAlgorithm):
+            return
         per_round = self.algorithm.steps_per_round
         if self.train.steps % per_round:
             fit = max(1, round(self.train.steps / per_round)) * per_round
@@ -127,33 +139,83 @@ class Run:
                 f"be cut short. Use train.steps={fit}, or another length of a round."
             )
 
+    def _check_pair(self) -> None:
+        if isinstance(self.model, MLP) == isinstance(self.data, Gaussians):
+            return
+        fit = "data=Gaussians, or model=GPT(...)" if isinstance(self.model, MLP) else "data=Text, or model=MLP"
+        raise ConfigError(
+            f"model is {type(self.model).__name__} and data is {type(self.data).__name__}: a GPT reads Text, and an MLP reads "
+            f"Gaussians. Set {fit}."
+        )
+
+    @property
+    def shards(self) -> int:
+        """Into how many the data are cut."""
+        return self.data.shards or self.cluster.islands
+
+    @property
+    def schedule_steps(self) -> int:
+        """How long a learning-rate schedule is that was left open."""
+        if isinstance(self.algorithm, AsyncAlgorithm):  # the position follows the shard, on which all islands' steps are spread
+            return max(1, self.train.steps * self.cluster.islands // self.shards)
+        return self.train.steps
+
     @property
     def resolved(self) -> Run:
         """The run with nothing left open: schedules as long as the run, and the algorithm with the run's optimizer and clipping."""
-        optimizer = with_steps(self.optimizer, self.train.steps)
+        optimizer = with_steps(self.optimizer, self.schedule_steps)
         filled: dict[str, Any] = {}
         for field in fields(self.algorithm):  # type: ignore[arg-type]
             value = getattr(self.algorithm, field.name)
             if value is None and field.name in ("optimizer", "clip_norm"):
                 filled[field.name] = optimizer if field.name == "optimizer" else self.train.clip_norm
-            else:  # an algorithm's own rules take one step a round
-                filled[field.name] = with_steps(value, self.rounds(self.train.steps))
+            else:
+                filled[field.name] = with_steps(value, self._outer_steps())
         algorithm = replace(self.algorithm, **filled)  # type: ignore[type-var]
         return replace(self, optimizer=optimizer, algorithm=algorithm)
 
     def rounds(self, steps: int) -> int:
         """So many inner steps in rounds: at least one."""
-        return max(1, steps // self.algorithm.steps_per_round)
+        algorithm = self.algorithm
+        return max(1, steps // (algorithm.plan.steps if isinstance(algorithm, AsyncAlgorithm) else algorithm.steps_per_round))
+
+    def _outer_steps(self) -> int:
+        """How often an algorithm's own rules are asked: once a round, and in asynchronous runs once in each island's round."""
+        if isinstance(self.algorithm, AsyncAlgorithm):
+            return self.rounds(self.train.steps * self.cluster.islands)
+        return self.rounds(self.train.steps)
+
+
+def device_of(run: Run) -> str:
+    """Where the run computes."""
+    if run.train.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if run.train.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device=cuda, but torch sees no CUDA device. Use train.device=cpu, or auto.")
+    return run.train.device
 
 
 def with_steps(rule: Any, steps: int) -> Any:
-    """The rule with a schedule that is open about its length made this long."""
-    lr = getattr(rule, "lr", None)
-    return replace(rule, lr=replace(lr, steps=steps)) if isinstance(lr, Cosine | WSD) and lr.steps is None else rule
+    """The rule with a schedule that is open about its length made this long, also in a rule that it wraps."""
+    if not is_dataclass(rule) or isinstance(rule, type):
+        return rule
+    changed: dict[str, Any] = {}
+    lr, wrapped = getattr(rule, "lr", None), getattr(rule, "rule", None)
+    if isinstance(lr, Cosine | WSD) and lr.steps is None:
+        changed["lr"] = replace(lr, steps=steps)
+    if wrapped is not None:
+        changed["rule"] = with_steps(wrapped, steps)
+    return replace(rule, **changed)
+
+
+_CANDIDATES: Mapping[Any, Sequence[type]] = {
+    Algorithm: (DDP, DiLoCo),
+    AsyncAlgorithm: (),
+    Rule: (SGD, Momentum, Nesterov, Adam, AdamW),
+    Correction: (),
+}
 
 
 def candidates(protocol: Any) -> Sequence[type]:
-    """What can be named on the command line where a Run asks for an algorithm or a rule."""
-    if protocol is Algorithm:
-        return (DDP, DiLoCo)
-    return (SGD, Momentum, Nesterov, Adam, AdamW) if protocol is Rule else ()
+    """What can be named on the command line where a Run asks for an algorithm, a rule or a correction."""
+    return _CANDIDATES.get(protocol, ())

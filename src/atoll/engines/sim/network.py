@@ -25,7 +25,7 @@ class Link:
 
     Args:
         latency_s: one way, in seconds.
-        bandwidth_mbit_per_s: both ways, unless `download_mbit_per_s` is given.
+        bandwidth_mbit_per_s: both ways, unless `download_mbit_per_s` is given. Infinite, with a latency of 0, the line is free.
         download_mbit_per_s: towards the island, where the line is asymmetric.
     """
 
@@ -40,8 +40,10 @@ class Link:
             )
         for name in ("bandwidth_mbit_per_s", "download_mbit_per_s"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value}: a link carries more than 0 Mbit/s. Use a small number for a slow link, not 0.")
+            if value is not None and not value > 0:
+                raise ConfigError(
+                    f"{name}={value}: a link carries more than 0 Mbit/s. Use a small number for a slow link, inf for a free one."
+                )
 
     @property
     def up_bytes_per_s(self) -> float:

@@ -1,0 +1,58 @@
+"""One hidden layer, as wide as you like: the model of the asynchronous Local-SGD authors' toy.
+
+>>> module = MLP.small().build(inputs=512, outputs=4, seed=0)
+>>> module(torch.zeros(2, 512)).shape
+torch.Size([2, 4])
+>>> f"{MLP().num_params(512, 4) / 1e6:.1f}M"
+'33.6M'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from atoll.checks import check_types
+from atoll.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLP:
+    """The shape of a perceptron with one hidden layer.
+
+    Args:
+        hidden: units of the hidden layer; the authors' large run has 65,000.
+    """
+
+    hidden: int = 65_000
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.hidden < 1:
+            raise ConfigError(f"hidden={self.hidden}: the hidden layer has at least 1 unit. MLP.small() has 128.")
+
+    def build(self, inputs: int, outputs: int, seed: int) -> nn.Sequential:
+        """A module in float32 with torch's own initial weights. The global random numbers stay as they are.
+
+        Args:
+            inputs: numbers in an example, whatever its shape.
+            outputs: classes.
+            seed: of the initial weights.
+        """
+        if inputs < 1 or outputs < 1:
+            raise ConfigError(f"inputs={inputs}, outputs={outputs}: a perceptron has at least 1 of each.")
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which would also seed CUDA, whose state is not put back here.
+            torch.default_generator.manual_seed(seed)
+            return nn.Sequential(nn.Flatten(), nn.Linear(inputs, self.hidden), nn.ReLU(), nn.Linear(self.hidden, outputs))
+
+    def num_params(self, inputs: int, outputs: int) -> int:
+        """Trainable parameters; nothing is built."""
+        return (inputs + 1) * self.hidden + (self.hidden + 1) * outputs
+
+    @staticmethod
+    def small() -> MLP:
+        """The authors' small run: 66,180 parameters on the toy's points."""
+        return MLP(hidden=128)

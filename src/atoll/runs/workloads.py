@@ -1,0 +1,162 @@
+"""What a Run trains: a decoder on text, or a perceptron on points. One workload for each kind of data.
+
+Data are loaded once and opened as often as asked: as one shard for plain training, and in the run's shards for the islands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from atoll.data.gaussians import GaussianBatches, GaussianData, Gaussians, LabelledBatch, LoadedGaussians
+from atoll.data.partition import IID, Features, KMeans
+from atoll.data.stream import TokenBatches
+from atoll.data.text import LoadedText, Text, TextData
+from atoll.data.tokenizer import Tokenizer
+from atoll.engines.flat import weights_of
+from atoll.engines.local import torch_threads
+from atoll.models.gpt import GPT, Decoder
+from atoll.models.mlp import MLP
+from atoll.protocols import Workload
+from atoll.runs.run import Run, device_of
+from atoll.tree import Tree
+
+Loaded = LoadedText | LoadedGaussians
+_EVAL_BATCH = 256  # points that a perceptron is judged on at a time
+
+
+@dataclass(frozen=True)
+class TextWorkload:
+    """A decoder on text."""
+
+    model: GPT
+    data: TextData
+    seed: int
+
+    @property
+    def batches(self) -> TokenBatches:
+        return self.data.train
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.data.tokenizer
+
+    def module(self) -> Decoder:
+        return self.model.build(self.data.vocab_size, self.data.seq_len, self.seed)
+
+    def loss(self, module: nn.Module, batch: Tensor) -> Tensor:
+        assert isinstance(module, Decoder)
+        return module.loss(batch)
+
+    def evaluate(self, module: nn.Module) -> Mapping[str, float]:
+        """The float64 mean of the per-batch losses, in batch order."""
+        device = next(module.parameters()).device
+        return {"loss": fmean(float(self.loss(module, batch.to(device))) for batch in self.data.validation)}
+
+    def fingerprint(self) -> str:
+        """Of the text and of who reads what."""
+        return f"{self.tokenizer.digest}-{self.batches.fingerprint()}"
+
+
+@dataclass(frozen=True)
+class ToyWorkload:
+    """A perceptron that tells Gaussians apart."""
+
+    model: MLP
+    data: GaussianData
+    seed: int
+
+    @property
+    def batches(self) -> GaussianBatches:
+        return self.data.train
+
+    def module(self) -> nn.Sequential:
+        return self.model.build(self.data.dimensions, self.data.classes, self.seed)
+
+    def loss(self, module: nn.Module, batch: LabelledBatch) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(module(inputs), labels)
+
+    def evaluate(self, module: nn.Module) -> Mapping[str, float]:
+        """The mean cross-entropy over the points to judge on, and the part of them that is told right."""
+        device = next(module.parameters()).device
+        loss, right = 0.0, 0
+        for inputs, labels in zip(*(torch.split(part, _EVAL_BATCH) for part in self.data.evaluation), strict=True):
+            scores, labels = module(inputs.to(device)), labels.to(device)
+            loss += float(F.cross_entropy(scores, labels, reduction="sum"))
+            right += int((scores.argmax(dim=1) == labels).sum())
+        count = len(self.data.evaluation[1])
+        return {"loss": loss / count, "accuracy": right / count}
+
+    def fingerprint(self) -> str:
+        """Of the points and of who reads what."""
+        return self.batches.fingerprint()
+
+
+def plain_workload(run: Run, loaded: Loaded) -> TextWorkload | ToyWorkload:
+    """The run's data as one shard: what plain training reads."""
+    return _opened(run, loaded, num_shards=1, partition=IID())
+
+
+def island_workload(run: Run, loaded: Loaded, params: Tree) -> TextWorkload | ToyWorkload:
+    """The run's data in its shards. `params` are the weights whose features k-means looks at."""
+    return _opened(run, loaded, num_shards=run.shards, features=_features(run, loaded, params))
+
+
+def _opened(
+    run: Run, loaded: Loaded, *, num_shards: int, partition: IID | None = None, features: Features | None = None
+) -> TextWorkload | ToyWorkload:
+    if isinstance(loaded, LoadedGaussians):
+        assert isinstance(run.model, MLP)
+        return ToyWorkload(run.model, loaded.open(num_shards, run.train.batch_size, run.seed), run.seed)
+    assert isinstance(run.model, GPT)
+    text = loaded.open(num_shards, run.train.batch_size, run.seed, features, partition)
+    return TextWorkload(run.model, text, run.seed)
+
+
+def _features(run: Run, loaded: Loaded, params: Tree) -> Features | None:
+    """Last-layer features of the decoder with these weights, averaged over the sequence; none where nobody asks for them."""
+    if not needs_weights(run):
+        return None
+    device, module = device_of(run), plain_workload(run, loaded).module()
+    assert isinstance(module, Decoder)
+    weights_of(module.to(device)).load(params)
+
+    def features(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        with torch.no_grad(), torch_threads(run.cluster.threads_per_island):
+            hidden = module.features(torch.as_tensor(tokens, device=device))
+        return cast(NDArray[np.float32], hidden.mean(dim=1).float().cpu().numpy())
+
+    return features
+
+
+def needs_weights(run: Run) -> bool:
+    """Whether the data are dealt out by what trained weights make of them."""
+    return isinstance(run.data, Text) and isinstance(run.data.partition, KMeans)
+
+
+def whole(data: Text | Gaussians) -> Text | Gaussians:
+    """The data before they are dealt out to islands: what loading them depends on."""
+    return replace(data, shards=None, partition=IID()) if isinstance(data, Text) else replace(data, shards=None)
+
+
+def dealt(loaded: Loaded, data: Text | Gaussians) -> Loaded:
+    """The same data, to be dealt out in this way."""
+    if isinstance(loaded, LoadedText):
+        assert isinstance(data, Text)
+        return replace(loaded, text=data)
+    assert isinstance(data, Gaussians)
+    return replace(loaded, gaussians=data)
+
+
+def fingerprint(workload: Workload) -> str | None:
+    """Of the data and of who reads what: whether a run that goes on reads what it read before. None of a user's own workload."""
+    return workload.fingerprint() if isinstance(workload, TextWorkload | ToyWorkload) else None
