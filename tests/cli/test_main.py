@@ -10,6 +10,8 @@ import pytest
 
 from atoll import recipes
 from atoll.cli import main as cli
+from atoll.events import Arrived, Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
+from atoll.telemetry import JsonlSink
 from atoll.testing.small import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=6", "train.warm_start_steps=0"]
@@ -155,6 +157,47 @@ def test_report_writes_a_plot_and_a_trace(atoll, finished):
     assert code == 0, err
     assert json.loads((finished / "trace.json").read_text())["traceEvents"]
     assert (finished / "plot.png").exists()
+
+
+def test_report_tells_of_an_asynchronous_run_and_draws_it(atoll, finished, tmp_path):
+    folder = tmp_path / "hub"
+    shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("*.png", "trace.json"))
+    with JsonlSink(folder / "events.jsonl") as log:
+        for event in at_a_hub(rounds=6):
+            log.emit(event)
+    code, out, err = atoll("report", folder)
+    assert code == 0, err
+    assert "staleness  0 on average, at most 0" in out
+    assert "worker" in out
+    for name in ("plot.png", "asynchrony.png", "trace.json"):
+        assert (folder / name).exists()
+        assert str(folder / name) in out.replace("\n", "")
+    told = json.loads(atoll("report", folder, "--json")[1])["asynchrony"]
+    assert (told["arrivals"], told["windows"], told["steps_per_shard"]) == (6, 6, {"0": 12})
+    assert "asynchrony" not in json.loads(atoll("report", finished, "--json")[1])
+    assert not (finished / "asynchrony.png").exists()
+
+
+def at_a_hub(rounds):
+    """What one worker and a hub would report: two steps of a second, and half a second for each way."""
+    yield RunStarted(recipe="demo-async", algorithm="AsyncLocalSGD", islands=1, params=10, steps=2 * rounds, seed=0)
+    for number in range(rounds):
+        totals = {"steps": 2 * number, "tokens": 16 * number, "local_updates": 2 * number, "sent_bytes_per_island": 8.0 * number}
+        now_s, who = 3.0 * number, {"island": 0, "round": number, "steps": 2}
+        yield Evaluated(round=number, virtual_time_s=now_s, metrics={"loss": 3.0 - 0.1 * number}, **totals)
+        yield Dispatched(
+            version=number, shard=0, start=0, schedule=0, virtual_time_s=now_s, begin_s=now_s + 0.5, sent_bytes=8, **who
+        )
+        yield Computed(start_s=now_s + 0.5, end_s=now_s + 2.5, batches=2, tokens=16, loss=3.0, **who)
+        end = {"virtual_time_s": now_s + 3.0, "sent_bytes": 8}
+        update = {"shard": 0, "version": number + 1, "staleness": 0, "applied": True, "norm": 1.0}
+        yield Arrived(window=number, pushed_s=now_s + 2.5, **update, **end, **who)
+        after = {"steps": 2 * number + 2, "tokens": 16, "local_updates": 2, "sent_bytes_per_island": 8.0}
+        yield RoundFinished(round=number + 1, islands=1, virtual_time_s=now_s + 3.0, loss=3.0, **after)
+        yield WindowClosed(window=number, islands=[0], opened_s=now_s + 3.0, virtual_time_s=now_s + 3.0, idle_s=[0.0])
+    totals = {"steps": 2 * rounds, "tokens": 16 * rounds, "local_updates": 2 * rounds, "sent_bytes_per_island": 8.0 * rounds}
+    rest = {"warm_start_tokens": 0, "utilisation": 2 / 3, "control_bytes_per_island": 0.0, "val_loss": 2.5, "digest": ""}
+    yield RunFinished(rounds=rounds, outer_steps=rounds, virtual_time_s=3.0 * rounds, **totals, **rest)
 
 
 def test_generate_goes_on_from_the_prompt_and_is_repeatable(atoll, finished):

@@ -45,6 +45,7 @@ class Script:
     params: int = 12_345
     seed: int = 0
     final_loss: float = 2.35
+    accuracy: bool = True
     finished: bool = True
 
     def events(self) -> Iterator[Event]:
@@ -124,7 +125,7 @@ class Script:
             tokens=steps * self.tokens_per_step * self.islands,
             local_updates=steps * self.islands,
             sent_bytes_per_island=float(number * self.payload_bytes),
-            metrics={"loss": self.loss(number), "accuracy": 0.1 * number / self.rounds},
+            metrics={"loss": self.loss(number), **({"accuracy": 0.1 * number / self.rounds} if self.accuracy else {})},
         )
 
     def _finished(self) -> RunFinished:

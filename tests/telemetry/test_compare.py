@@ -15,10 +15,9 @@ from atoll.telemetry import comparison, markdown, read_summary, sentence, table
 @pytest.fixture
 def folders(tmp_path, script):
     """Data-parallel training, and DiLoCo that meets a tenth as often."""
-    ddp = script(recipe="demo-ddp", rounds=20, steps_per_round=1, payload_bytes=4_000_000)
-    diloco = script(
-        recipe="demo-diloco", algorithm="DiLoCo", rounds=2, steps_per_round=10, payload_bytes=4_000_000, final_loss=2.31
-    )
+    both = {"payload_bytes": 4_000_000, "accuracy": False}
+    ddp = script(recipe="demo-ddp", rounds=20, steps_per_round=1, **both)
+    diloco = script(recipe="demo-diloco", algorithm="DiLoCo", rounds=2, steps_per_round=10, final_loss=2.31, **both)
     return [ddp.write(tmp_path / "a"), diloco.write(tmp_path / "b")]
 
 
@@ -61,6 +60,21 @@ def test_markdown_has_a_row_per_run_and_the_sentence(folders) -> None:
     assert lines[2] == "| demo-ddp | DDP | 2.35 | 4.00 k | 80.0 MB | the most | 0:01:05 | 35 % |"
     assert len({line.count("|") for line in lines[:4]}) == 1
     assert lines[5] == sentence(both)
+
+
+def test_accuracy_has_a_column_of_its_own_as_soon_as_one_run_has_it(folders, tmp_path, script, async_script) -> None:
+    toy = async_script(recipe="toy-async", accuracy=True, rounds=30).write(tmp_path / "toy")
+    diloco = script(recipe="toy-sync", accuracy=True).write(tmp_path / "sync")
+    lines = markdown(comparison([folders[0], toy, diloco])).splitlines()
+    assert [line.split(" | ")[3] for line in lines if line.startswith("| ")] == ["accuracy", "-", "100.0 %", "10.0 %"]
+    assert "100.0 %" in printed(table(comparison([folders[0], toy])), width=100)
+    assert "accuracy" not in markdown(comparison(folders))
+
+
+def test_json_tells_an_asynchronous_run_and_leaves_a_synchronous_one_as_it_was(folders, tmp_path, async_script) -> None:
+    read = json.loads(comparison([folders[0], async_script().write(tmp_path / "c")]).to_json())
+    assert ["asynchrony" in run for run in read["runs"]] == [False, True]
+    assert read["runs"][1]["asynchrony"]["arrivals"] == 12
 
 
 def test_json_holds_the_summaries_and_the_sentence(folders) -> None:

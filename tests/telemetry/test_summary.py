@@ -10,7 +10,7 @@ import pytest
 
 from atoll.errors import AtollError, CheckpointError
 from atoll.events import RunFinished
-from atoll.telemetry import JsonlSink, read_progress, read_summary
+from atoll.telemetry import JsonlSink, read_asynchrony, read_progress, read_summary
 
 KEYS = [
     "recipe",
@@ -38,9 +38,26 @@ KEYS = [
 
 
 def test_a_summary_is_one_line_with_these_keys_in_this_order(tmp_path, script) -> None:
-    line = read_summary(script().write(tmp_path / "run")).to_json()
+    line = read_summary(script(accuracy=False).write(tmp_path / "run")).to_json()
     assert "\n" not in line
     assert list(json.loads(line)) == KEYS
+
+
+def test_accuracy_and_asynchrony_come_after_the_other_keys_where_there_are_any(tmp_path, script, async_script) -> None:
+    toy = read_summary(async_script(accuracy=True).write(tmp_path / "toy"))
+    assert list(json.loads(toy.to_json())) == [*KEYS, "val_accuracy", "asynchrony"]
+    assert toy.to_dict()["asynchrony"] == read_asynchrony(tmp_path / "toy").to_dict()
+    assert toy.val_accuracy == 1.0
+    assert list(read_summary(script().write(tmp_path / "sync")).to_dict()) == [*KEYS, "val_accuracy"]
+
+
+def test_the_accuracy_of_earlier_weights_is_not_given_for_that_of_the_last(tmp_path, script) -> None:
+    folder = script().write(tmp_path / "run")
+    log = folder / "events.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    last = max(number for number, line in enumerate(lines) if "Evaluated" in line)
+    log.write_text("".join(lines[:last] + lines[last + 1 :]))
+    assert read_summary(folder).val_accuracy is None
 
 
 def test_a_summary_says_what_the_last_event_says(tmp_path, script) -> None:

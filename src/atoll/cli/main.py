@@ -105,7 +105,7 @@ def compare(
 
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="A run's folder.")], json: Json = False) -> None:
-    """A run's figures, its plot, and the trace of its timeline (open it in Perfetto or chrome://tracing)."""
+    """A run's figures, its plots, and the trace of its timeline (open it in Perfetto or chrome://tracing)."""
     from atoll.cli.verbs import report_run
 
     report_run(folder, as_json=json)

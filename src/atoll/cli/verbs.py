@@ -26,8 +26,11 @@ from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run import Run, candidates
 from atoll.runs.settings import describe, override, to_json
 from atoll.telemetry import compare as comparing
+from atoll.telemetry.asynchrony import read_asynchrony
+from atoll.telemetry.asynchrony_text import asynchrony_section
 from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.plots import plot_comparison, plot_run
+from atoll.telemetry.plots_async import plot_asynchrony
 from atoll.telemetry.summary import read_progress, read_summary
 from atoll.telemetry.trace import write_trace
 
@@ -120,7 +123,13 @@ def report_run(folder: Path, *, as_json: bool) -> None:
         rich.print(comparing.table(comparing.comparison([folder])))
     else:
         print(f"not finished: step {progress.steps} of {progress.steps_total}. Go on: atoll run --resume {folder}")
-    print(f"plot:  {plot_run(folder, folder / 'plot.png')}\ntrace: {write_trace(folder, folder / 'trace.json')}")
+    asynchrony = read_asynchrony(folder)
+    if asynchrony is not None:
+        rich.print(asynchrony_section(asynchrony))
+    print(f"plot:  {plot_run(folder, folder / 'plot.png')}")
+    if asynchrony is not None:
+        print(f"       {plot_asynchrony(folder, folder / 'asynchrony.png')}")
+    print(f"trace: {write_trace(folder, folder / 'trace.json')}")
 
 
 def generate_text(folder: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int) -> None:

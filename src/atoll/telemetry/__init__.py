@@ -1,7 +1,8 @@
 """What is done with events: sinks that take them, and readers that make sense of a run's folder afterwards.
 
 Sinks: `JsonlSink` (the run's log), `ConsoleSink`, `TensorBoardSink`, `Memory`, and `Fanout` for several at once.
-Readers: `read_events`, `read_summary`, `read_progress`, `comparison`, `plot_comparison`, `plot_run`, `write_trace`.
+Readers: `read_events`, `read_summary`, `read_progress`, `comparison`, `plot_comparison`, `plot_run`, `write_trace`;
+`read_asynchrony` and `plot_asynchrony` for runs with a hub.
 Readers see files, never live objects. Nothing here imports torch, matplotlib or rich before it is needed.
 """
 
@@ -11,6 +12,7 @@ from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.fanout import Fanout, Memory
 from atoll.telemetry.jsonl import JsonlSink, read_events
 from atoll.telemetry.plots import plot_comparison, plot_run
+from atoll.telemetry.plots_async import plot_asynchrony
 from atoll.telemetry.summary import RunProgress, Summary, read_progress, read_summary
 from atoll.telemetry.tensorboard import TensorBoardSink
 from atoll.telemetry.trace import write_trace
@@ -32,6 +34,7 @@ __all__ = [
     "human_count",
     "human_time",
     "markdown",
+    "plot_asynchrony",
     "plot_comparison",
     "plot_run",
     "read_asynchrony",

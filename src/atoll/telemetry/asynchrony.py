@@ -198,14 +198,17 @@ class Asynchrony:
 
 def read_asynchrony(folder: str | Path) -> AsynchronySummary | None:
     """The figures of the asynchronous run in a folder, as far as it is; None for a synchronous one."""
-    log = Path(folder) / "events.jsonl"
-    # A synchronous log is skimmed, not parsed: it may have a million lines of no interest here.
-    if next(read_events(log, kinds=(Dispatched,)), None) is None:
+    if not is_asynchronous(folder):
         return None
     asynchrony = Asynchrony()
-    for event in read_events(log):
+    for event in read_events(Path(folder) / "events.jsonl"):
         asynchrony.take(event)
     return asynchrony.summary()
+
+
+def is_asynchronous(folder: str | Path) -> bool:
+    """Whether the run in a folder has a hub. The log is skimmed, not parsed: it may have a million lines of no interest here."""
+    return next(read_events(Path(folder) / "events.jsonl", kinds=(Dispatched,)), None) is not None
 
 
 @dataclass

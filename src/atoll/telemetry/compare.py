@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.errors import ConfigError
 from atoll.telemetry.labels import RunName, distinct_labels
 from atoll.telemetry.summary import read_settings, read_summary
-from atoll.telemetry.units import human_bytes, human_count, human_percent, human_time, human_times
+from atoll.telemetry.units import human_accuracy, human_bytes, human_count, human_percent, human_time, human_times
 from atoll.telemetry.verdict import Row, bytes_ratio, losses_as_text, reference, verdict
 
 if TYPE_CHECKING:
@@ -90,29 +90,35 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _headings(comparison: Comparison) -> list[str]:
-    headings = ["run", "algorithm", "val loss", "tokens", "sent per island", "virtual time", "busy"]
-    if len(comparison.rows) > 1:
-        headings.insert(5, f"against {comparison.most.label}")
-    return headings
+    against = [f"against {comparison.most.label}"] if len(comparison.rows) > 1 else []
+    accuracy = ["accuracy"] if _judged_by_accuracy(comparison) else []
+    return ["run", "algorithm", "val loss", *accuracy, "tokens", "sent per island", *against, "virtual time", "busy"]
 
 
 def _cells(comparison: Comparison) -> list[list[str]]:
     losses, rows = losses_as_text(comparison.rows), []
     for row in comparison.rows:
         summary = row.summary
-        cells = [
-            row.label,
-            summary.algorithm,
-            losses[row.label],
-            human_count(summary.tokens),
-            human_bytes(summary.sent_bytes_per_island),
-            human_time(summary.virtual_time_s) if summary.virtual_time_s is not None else "-",
-            human_percent(summary.utilisation) if summary.utilisation is not None else "-",
-        ]
-        if len(comparison.rows) > 1:
-            cells.insert(5, _times_less(row, comparison.most))
-        rows.append(cells)
+        accuracy = human_accuracy(summary.val_accuracy) if summary.val_accuracy is not None else "-"
+        rows.append(
+            [
+                row.label,
+                summary.algorithm,
+                losses[row.label],
+                *([accuracy] if _judged_by_accuracy(comparison) else []),
+                human_count(summary.tokens),
+                human_bytes(summary.sent_bytes_per_island),
+                *([_times_less(row, comparison.most)] if len(comparison.rows) > 1 else []),
+                human_time(summary.virtual_time_s) if summary.virtual_time_s is not None else "-",
+                human_percent(summary.utilisation) if summary.utilisation is not None else "-",
+            ]
+        )
     return rows
+
+
+def _judged_by_accuracy(comparison: Comparison) -> bool:
+    """Whether any run has an accuracy; then all show theirs, or that they have none."""
+    return any(row.summary.val_accuracy is not None for row in comparison.rows)
 
 
 def _times_less(row: Row, most: Row) -> str:

@@ -9,21 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import fmean
+from typing import Any
 
 from atoll.errors import AtollError, ConfigError
 from atoll.events import Compared, Evaluated, RoundFinished, RunStarted
-from atoll.extras import require
+from atoll.telemetry.asynchrony import is_asynchronous
+from atoll.telemetry.drawing import COLOURS, format_axis, new_figure, save_figure, time_unit
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.labels import RunName, distinct_labels
 from atoll.telemetry.units import human_bytes, human_count, human_loss
 
-T = TypeVar("T")
-
-_DPI = 150
-_FORMATS = (".png", ".svg", ".pdf")
-# The palette of Okabe and Ito, told apart also by readers who do not see red or green; without its yellow, too pale for lines.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _DASHES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _FEW_POINTS = 30
@@ -48,22 +44,21 @@ def plot_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
         folders: the runs' folders, in the order of the legend.
         path: where to write the figure, as .png, .svg or .pdf.
     """
-    return _save(comparison_figure, folders, path)
+    return save_figure(comparison_figure, folders, path)
 
 
 def plot_run(folder: str | Path, path: str | Path) -> Path:
     """One run's training and validation loss; and where islands were compared, the cosine and the norms of their deltas."""
-    return _save(run_figure, folder, path)
+    return save_figure(run_figure, folder, path)
 
 
 def comparison_figure(folders: Sequence[str | Path]) -> Any:
     """What plot_comparison writes, as a matplotlib Figure: for notebooks, or to change it before it is saved."""
     curves = _curves(folders)
-    figure, panels = _figure(3, share_y=True)
-    longest_s = max(curve.points[-1].virtual_time_s for curve in curves)
-    unit, unit_s = ("h", 3600.0) if longest_s >= 7200 else ("min", 60.0) if longest_s >= 120 else ("s", 1.0)
+    figure, panels = new_figure(3, share_y=True)
+    unit, unit_s = time_unit(max(curve.points[-1].virtual_time_s for curve in curves))
     _draw(panels[0], curves, lambda e: e.tokens, "tokens", human_count)
-    _draw(panels[1], curves, lambda e: e.virtual_time_s / unit_s, f"virtual time ({unit})", None)
+    _draw(panels[1], curves, lambda e: e.virtual_time_s / unit_s, f"virtual time ({unit})", "{:g}".format)
     _draw(panels[2], curves, lambda e: e.sent_bytes_per_island, "bytes sent per island", human_bytes)
     panels[0].set_ylabel("validation loss")
     handles = panels[0].get_lines()
@@ -74,16 +69,18 @@ def comparison_figure(folders: Sequence[str | Path]) -> Any:
 def run_figure(folder: str | Path) -> Any:
     """What plot_run writes, as a matplotlib Figure."""
     rounds, evaluations, compared = _read_run(Path(folder))
+    # One worker's round says little about all: each has its own shard. So a point stands for as many rounds as there are workers.
+    together = rounds[0].islands if is_asynchronous(folder) else 1
     cosines = [(steps, event) for steps, event in compared if event.cosine_mean is not None]
-    figure, panels = _figure(1 + bool(cosines) + bool(compared), share_x=True)
-    _draw_losses(panels[0], rounds, evaluations)
+    figure, panels = new_figure(1 + bool(cosines) + bool(compared), share_x=True)
+    _draw_losses(panels[0], rounds, evaluations, together)
     if cosines:
         _draw_cosines(panels[1], cosines)
     if compared:
         _draw_norms(panels[-1], compared)
     for panel in panels:
         panel.set_xlabel("inner steps")
-        _format(panel, human_count)
+        format_axis(panel, human_count)
     return figure
 
 
@@ -128,31 +125,6 @@ def _read_run(folder: Path) -> tuple[list[RoundFinished], list[Evaluated], list[
 # ---------------------------------------------------------------------------------------------------------------- drawing
 
 
-def _save(draw: Callable[[T], Any], what: T, path: str | Path) -> Path:
-    path = Path(path)
-    if path.suffix.lower() not in _FORMATS:
-        raise ConfigError(f"{path} does not end in {', '.join(_FORMATS)}: a figure is written in one of these formats. Rename it.")
-    figure = draw(what)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI)
-    return path
-
-
-def _figure(panels: int, *, share_x: bool = False, share_y: bool = False) -> tuple[Any, list[Any]]:
-    """A figure and its panels. At 1800 pixels for three panels, its letters can still be read when it is shown at 900."""
-    matplotlib_figure = require("matplotlib.figure", extra="plot", purpose="figures")
-    figure = matplotlib_figure.Figure(figsize=(5 if panels == 1 else 4 * panels, 4), layout="constrained", facecolor="white")
-    axes = list(figure.subplots(1, panels, squeeze=False, sharex=share_x, sharey=share_y)[0])
-    for panel in axes:
-        panel.grid(color="#dddddd", linewidth=0.8)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(labelsize=11)
-        panel.xaxis.label.set_size(12)
-        panel.yaxis.label.set_size(12)
-    return figure, axes
-
-
 def _draw(
     panel: Any, curves: Sequence[_Curve], x: Callable[[Evaluated], float], name: str, text: Callable[[float], str] | None
 ) -> None:
@@ -166,8 +138,8 @@ def _draw(
         panel.plot(
             *zip(*points, strict=True),
             label=f"{curve.label} ({human_loss(curve.losses[-1])})",
-            color=_COLOURS[number % len(_COLOURS)],
-            linestyle=_DASHES[number // len(_COLOURS) % len(_DASHES)],
+            color=COLOURS[number % len(COLOURS)],
+            linestyle=_DASHES[number // len(COLOURS) % len(_DASHES)],
             marker=_MARKERS[number % len(_MARKERS)],
             markevery=sorted({*range(0, len(points), max(1, len(points) // 10)), len(points) - 1}),
             markersize=4.5,
@@ -176,17 +148,18 @@ def _draw(
     if logarithmic:
         panel.set_xscale("log")
     panel.set_xlabel(name)
-    _format(panel, text, logarithmic=logarithmic)
+    format_axis(panel, text, logarithmic=logarithmic)
 
 
-def _draw_losses(panel: Any, rounds: Sequence[RoundFinished], evaluations: Sequence[Evaluated]) -> None:
-    panel.plot(
-        [event.steps for event in rounds], [event.loss for event in rounds], color=_COLOURS[4], linewidth=1.2, label="training"
-    )
+def _draw_losses(panel: Any, rounds: Sequence[RoundFinished], evaluations: Sequence[Evaluated], together: int) -> None:
+    """Each point of the training loss is the mean over so many rounds, and stands at the last of them."""
+    groups = [rounds[start : start + together] for start in range(0, len(rounds), together)]
+    losses = [fmean(event.loss for event in group) for group in groups]
+    panel.plot([group[-1].steps for group in groups], losses, color=COLOURS[4], linewidth=1.2, label="training")
     if evaluations:
         steps, losses = [event.steps for event in evaluations], [event.metrics["loss"] for event in evaluations]
         marker = "o" if len(steps) <= _FEW_POINTS else None
-        panel.plot(steps, losses, color=_COLOURS[1], linewidth=1.8, marker=marker, markersize=4.5, label="validation")
+        panel.plot(steps, losses, color=COLOURS[1], linewidth=1.8, marker=marker, markersize=4.5, label="validation")
     panel.set_ylabel("loss")
     panel.legend(frameon=False, fontsize=11)
 
@@ -197,41 +170,17 @@ def _draw_cosines(panel: Any, compared: Sequence[tuple[int, Compared]]) -> None:
     spread = [event.cosine_std or 0.0 for _, event in compared]
     low = [mean - std for mean, std in zip(means, spread, strict=True)]
     high = [mean + std for mean, std in zip(means, spread, strict=True)]
-    panel.fill_between(steps, low, high, color=_COLOURS[2], alpha=0.2, linewidth=0)
-    panel.plot(steps, means, color=_COLOURS[2], linewidth=1.8)
+    panel.fill_between(steps, low, high, color=COLOURS[2], alpha=0.2, linewidth=0)
+    panel.plot(steps, means, color=COLOURS[2], linewidth=1.8)
     panel.set_ylabel("cosine between deltas (mean ± std)")
 
 
 def _draw_norms(panel: Any, compared: Sequence[tuple[int, Compared]]) -> None:
     steps = [at for at, _ in compared]
     low, high = [min(event.norms) for _, event in compared], [max(event.norms) for _, event in compared]
-    panel.fill_between(steps, low, high, color=_COLOURS[0], alpha=0.25, linewidth=0, label="islands' deltas")
-    panel.plot(steps, [sum(event.norms) / len(event.norms) for _, event in compared], color=_COLOURS[0], linewidth=1.8)
-    panel.plot(steps, [event.mean_norm for _, event in compared], color=_COLOURS[1], linewidth=1.8, label="their mean")
+    panel.fill_between(steps, low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label="islands' deltas")
+    panel.plot(steps, [sum(event.norms) / len(event.norms) for _, event in compared], color=COLOURS[0], linewidth=1.8)
+    panel.plot(steps, [event.mean_norm for _, event in compared], color=COLOURS[1], linewidth=1.8, label="their mean")
     panel.set_ylabel("norm")
     panel.set_ylim(bottom=0)
     panel.legend(frameon=False, fontsize=11)
-
-
-def _format(panel: Any, text: Callable[[float], str] | None, *, logarithmic: bool = False) -> None:
-    """Few ticks, with letters for thousands and millions."""
-    ticker = require("matplotlib.ticker", extra="plot", purpose="figures")
-    if logarithmic:
-        low, high = panel.get_xlim()
-        # Over few decades the powers of ten alone would be too few ticks.
-        panel.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0,) if high / low > 100 else (1.0, 3.0), numticks=5))
-        panel.xaxis.set_minor_formatter(ticker.NullFormatter())
-    else:
-        panel.xaxis.set_major_locator(ticker.MaxNLocator(nbins=4))
-    if text is not None:
-        panel.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(text(value))))
-
-
-def _short(text: str) -> str:
-    """
-    >>> _short("1.00 MB"), _short("2.50 MB"), _short("100 B")
-    ('1 MB', '2.5 MB', '100 B')
-    """
-    number, _, unit = text.partition(" ")
-    number = number.rstrip("0").rstrip(".") if "." in number else number
-    return f"{number} {unit}".strip()

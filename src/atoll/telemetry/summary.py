@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from atoll.errors import AtollError, CheckpointError
-from atoll.events import RunFinished, RunStarted
+from atoll.events import Evaluated, RunFinished, RunStarted
+from atoll.telemetry.asynchrony import AsynchronySummary, read_asynchrony
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.tally import Tally
 from atoll.telemetry.wording import perplexity
@@ -30,6 +31,8 @@ class Summary:
         utilisation: time spent computing over time passed, mean over islands.
         resumed_from_round: where the process that finished the run began; 0 if it was never resumed.
         digest: of the final global weights.
+        val_accuracy: of the final global weights, in [0, 1]; None where it was not measured.
+        asynchrony: staleness, windows, workers and shards of an asynchronous run; None for a synchronous one.
     """
 
     recipe: str
@@ -53,10 +56,16 @@ class Summary:
     rounds: int
     steps: int
     digest: str
+    val_accuracy: float | None = None
+    asynchrony: AsynchronySummary | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values under the attributes' names; NaN and infinity as strings."""
-        return {key: _plain(value) for key, value in asdict(self).items()}
+        """Plain values under the attributes' names; NaN and infinity as strings. The last two keys only where they have a value."""
+        record = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        for name in ("val_accuracy", "asynchrony"):
+            if record[name] is None:
+                del record[name]
+        return record
 
     def to_json(self) -> str:
         """One line."""
@@ -90,15 +99,16 @@ def read_summary(folder: str | Path) -> Summary:
     """The summary of a finished run. A run that is not finished raises an AtollError that says how to resume it."""
     folder = Path(folder)
     log = folder / "events.jsonl"
-    started = finished = None
-    for event in read_events(log, kinds=(RunStarted, RunFinished)) if log.exists() else ():
+    started = finished = evaluated = None
+    for event in read_events(log, kinds=(RunStarted, Evaluated, RunFinished)) if log.exists() else ():
         started = event if isinstance(event, RunStarted) else started
+        evaluated = event if isinstance(event, Evaluated) else evaluated
         finished = event if isinstance(event, RunFinished) else finished
     if finished is None:
         raise AtollError(_unfinished(folder))
     if started is None:
         raise CheckpointError(f"{log} ends with RunFinished but has no RunStarted. Restore the beginning of it.")
-    return _summary(folder, started, finished)
+    return _summary(folder, started, finished, evaluated)
 
 
 def read_progress(folder: str | Path) -> RunProgress:
@@ -146,8 +156,10 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
     return run
 
 
-def _summary(folder: Path, started: RunStarted, finished: RunFinished) -> Summary:
+def _summary(folder: Path, started: RunStarted, finished: RunFinished, evaluated: Evaluated | None) -> Summary:
     wall_time_s, resumed_from_round = _timing(folder)
+    # Of the final weights, like the loss: an earlier evaluation's accuracy would be another model's.
+    last = evaluated.metrics if evaluated is not None and evaluated.local_updates == finished.local_updates else {}
     return Summary(
         recipe=started.recipe,
         algorithm=started.algorithm,
@@ -170,6 +182,8 @@ def _summary(folder: Path, started: RunStarted, finished: RunFinished) -> Summar
         rounds=finished.rounds,
         steps=finished.steps,
         digest=finished.digest,
+        val_accuracy=last.get("accuracy"),
+        asynchrony=read_asynchrony(folder),
     )
 
 
@@ -203,6 +217,8 @@ def _unfinished(folder: Path) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, AsynchronySummary):
+        return value.to_dict()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
