@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from atoll import chunks
+from atoll.engines.sim.engine import SimEngine
 from atoll.engines.sim.world import Away, Cluster, Lost
 from atoll.engines.states import trees
 from atoll.events import Exchanged, IslandJoined
@@ -45,7 +46,7 @@ def _check_purity(rule: Rule, params: Tree, gradient: Tree) -> None:
     first = rule.update(params, gradient, state)
     second = rule.update(params, gradient, state)
     assert before == [tree.digest() for tree in trees((params, gradient, state))], "update changed what it was given"
-    assert _digests(first) == _digests(second), "the same arguments gave different results"
+    assert digests(first) == digests(second), "the same arguments gave different results"
     assert first[0].layout == params.layout, "the new weights are laid out differently"
     assert not first[0].equal(params), "a gradient that is not zero moved nothing"
 
@@ -69,7 +70,7 @@ def _check_cuts(rule: Rule) -> None:
     assert Tree.join(shards).equal(whole), "updating two shards gave other bits than updating the whole"
 
 
-def _digests(value: Any) -> list[str]:
+def digests(value: Any) -> list[str]:
     return [tree.digest() for tree in trees(value)]
 
 
@@ -100,9 +101,9 @@ def check_given_state_is_unchanged(algorithm: Algorithm[Any]) -> None:
     for heard in (True, False):
         peers = ScriptedPeers(params * 0.1, heard=heard)
         state = algorithm.init(params, peers)
-        before = _digests(tuple(vars(state).values()))
+        before = digests(tuple(vars(state).values()))
         one_round(algorithm, FakeReplica(moves_by=-0.1), peers, params=params, state=state)
-        assert _digests(tuple(vars(state).values())) == before, "a round changed the State it was given"
+        assert digests(tuple(vars(state).values())) == before, "a round changed the State it was given"
 
 
 def check_learns(algorithm: Algorithm[Any]) -> None:
@@ -128,9 +129,10 @@ def check_resumes_to_the_bit(algorithm: Algorithm[Any]) -> None:
         cluster=cluster,
         inner=AdamW(lr=0.01),
         workload=Regression(hidden=4, dropout=0.2),
-        save=lambda e: saved.append((len(sink.lines()), copy.deepcopy(_detached(e.parts())))),
+        save=lambda e: saved.append((len(sink.lines()), copy.deepcopy(detached(e.parts())))),
     )
     engine.run()
+    assert isinstance(engine, SimEngine)
     assert len(saved) == engine.rounds
     for position, parts in saved[:-1]:
         again, later = simulator(
@@ -209,13 +211,13 @@ def _recorded(algorithm: Algorithm[Any], cluster: Cluster) -> list[str]:
     return sink.lines()
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
     """Parts as a file would hold them: Trees whose buffers the engine cannot reuse."""
     if isinstance(value, Tree):
         return Tree(value.layout, value.flat.clone())
     if isinstance(value, dict):
-        return {name: _detached(item) for name, item in value.items()}
+        return {name: detached(item) for name, item in value.items()}
     if isinstance(value, tuple):
-        items: Iterator[Any] = (_detached(item) for item in value)
+        items: Iterator[Any] = (detached(item) for item in value)
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value

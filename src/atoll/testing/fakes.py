@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from atoll.engines.sim.peers import weighted_mean
-from atoll.protocols import Algorithm, Gradient, Mean, Work
+from atoll.protocols import Algorithm, Gradient, Mean, Task, Work
 from atoll.tree import Tree
 
 S = TypeVar("S")
@@ -94,6 +94,20 @@ class ScriptedPeers:
         if self._newest is None or not self._heard:
             return state
         return replace(state, **self._newest)  # type: ignore[type-var]
+
+
+class ScriptedHub:
+    """A hub that sends every worker off with the same task, and keeps what it is pushed."""
+
+    def __init__(self, params: Tree, steps: int = 1) -> None:
+        self.pushed: list[Tree] = []
+        self._task = Task(params, steps, Work(shard=0, start=0, schedule=0, examples=1))
+
+    async def pull(self) -> Task:
+        return self._task
+
+    async def push(self, delta: Tree) -> None:
+        self.pushed.append(delta.copy())
 
 
 def drive(coroutine: Coroutine[Any, Any, T]) -> T:

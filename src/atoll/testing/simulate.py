@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.engines.local import Evaluator, InnerRule, LocalReplica
+from atoll.engines.sim.async_engine import AsyncSimEngine
 from atoll.engines.sim.engine import SimEngine
 from atoll.engines.sim.world import Cluster
 from atoll.events import Event, RunFinished
 from atoll.optim.sgd import SGD
-from atoll.protocols import Algorithm, Workload
+from atoll.protocols import Algorithm, AsyncAlgorithm, Workload
 from atoll.testing.workloads import Regression
 from atoll.tree import Tree
 
@@ -34,7 +35,7 @@ class Simulated:
     """What came of it."""
 
     params: Tree
-    engine: SimEngine
+    engine: SimEngine | AsyncSimEngine
     events: list[Event]
     finished: RunFinished
 
@@ -44,7 +45,7 @@ class Simulated:
 
 
 def simulator(
-    algorithm: Algorithm[Any],
+    algorithm: Algorithm[Any] | AsyncAlgorithm[Any],
     *,
     steps: int,
     workload: Workload | None = None,
@@ -52,33 +53,38 @@ def simulator(
     cluster: Cluster | None = None,
     params: Tree | None = None,
     clip_norm: float | None = None,
+    fresh_optimizer: bool = False,
     seed: int = 0,
     evaluate_every: int = 1,
-    save: Callable[[SimEngine], None] | None = None,
+    save: Callable[[Any], None] | None = None,
     sink: Recorder | None = None,
-) -> tuple[SimEngine, Recorder]:
-    """An engine ready to run, and the sink it reports to. By default: a linear model, inner SGD(0.05), four equal islands."""
+) -> tuple[SimEngine | AsyncSimEngine, Recorder]:
+    """An engine ready to run, and the sink it reports to. By default: a linear model, inner SGD(0.05), four equal islands.
+
+    Of an asynchronous algorithm, `evaluate_every` counts local updates, and every hub step is saved.
+    """
     what: Workload = workload or Regression()
     sink = sink or Recorder()
-    engine = SimEngine(
-        algorithm=algorithm,
-        cluster=cluster or Cluster(islands=4),
-        params=params or Tree.of(what.module()),
-        batches=what.batches,
-        make_replica=lambda island: LocalReplica(
-            what, optimizer=inner or SGD(lr=0.05), clip_norm=clip_norm, seed=1000 * seed + island
+    options: dict[str, Any] = {
+        "cluster": cluster or Cluster(islands=4),
+        "params": params or Tree.of(what.module()),
+        "batches": what.batches,
+        "make_replica": lambda island: LocalReplica(
+            what, optimizer=inner or SGD(lr=0.05), clip_norm=clip_norm, fresh_optimizer=fresh_optimizer, seed=1000 * seed + island
         ),
-        evaluate=Evaluator(what),
-        sink=sink,
-        steps=steps,
-        seed=seed,
-        evaluate_every=evaluate_every,
-        save=save,
-    )
-    return engine, sink
+        "evaluate": Evaluator(what),
+        "sink": sink,
+        "steps": steps,
+        "seed": seed,
+        "evaluate_every": evaluate_every,
+        "save": save,
+    }
+    if isinstance(algorithm, AsyncAlgorithm):
+        return AsyncSimEngine(algorithm=algorithm, **options), sink
+    return SimEngine(algorithm=algorithm, **options), sink
 
 
-def simulate(algorithm: Algorithm[Any], *, steps: int, **options: Any) -> Simulated:
+def simulate(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], *, steps: int, **options: Any) -> Simulated:
     """Runs `simulator(...)` to its end."""
     engine, sink = simulator(algorithm, steps=steps, **options)
     finished = engine.run()

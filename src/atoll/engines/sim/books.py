@@ -58,12 +58,22 @@ class Books:
             self.ledgers[island].sent_bytes += payload_bytes
             self.ledgers[island].control_bytes += control_bytes
 
-    def computed(self, island: int, start_s: float, end_s: float, steps: int, batches: int, trained: Trained) -> Computed:
-        """An island has computed; a loss that is not finite ends the run here."""
+    def computed(
+        self,
+        island: int,
+        start_s: float,
+        end_s: float,
+        steps: int,
+        batches: int,
+        trained: Trained,
+        round: int | None = None,
+    ) -> Computed:
+        """An island has computed, in the present round unless another is given; a loss that is not finite ends the run here."""
+        round = self.totals.round if round is None else round
         for step, loss in enumerate(trained.losses):
             if not math.isfinite(loss):
                 raise TrainingDiverged(
-                    f"the loss is {loss} on island {island} in round {self.totals.round}, at inner step "
+                    f"the loss is {loss} on island {island} in round {round}, at inner step "
                     f"{self.totals.steps + step}. The run stops; what was saved before this round stands. Lower the learning rate, "
                     f"set train.clip_norm, or look at the data there."
                 )
@@ -73,7 +83,7 @@ class Books:
         self._losses.append(loss)
         return Computed(
             island=island,
-            round=self.totals.round,
+            round=round,
             start_s=start_s,
             end_s=end_s,
             steps=steps,
@@ -84,8 +94,16 @@ class Books:
 
     def round_finished(self, steps: int, islands: int, time_s: float) -> RoundFinished:
         """A round is over, in which each island took so many steps."""
-        self.totals.round += 1
         self.totals.steps += steps
+        return self._closed(islands, time_s)
+
+    def hub_stepped(self, islands: int, time_s: float) -> RoundFinished:
+        """A worker's round is over. Steps are counted as if all islands had shared the local updates evenly."""
+        self.totals.steps = self.totals.local_updates // len(self.ledgers)
+        return self._closed(islands, time_s)
+
+    def _closed(self, islands: int, time_s: float) -> RoundFinished:
+        self.totals.round += 1
         losses, self._losses = self._losses, []
         return RoundFinished(
             round=self.totals.round,

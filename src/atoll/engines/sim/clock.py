@@ -51,6 +51,8 @@ class Task:
         wait.start(self)
 
     def close(self) -> None:
+        """Ends it where it stands; what was filed for it no longer happens."""
+        self.done = True
         self._coroutine.close()
 
 
@@ -58,7 +60,8 @@ class Loop:
     """Drives tasks until none can go on."""
 
     def __init__(self) -> None:
-        self.tasks: list[Task] = []
+        self.tasks: dict[Task, None] = {}
+        """Those that are not through, in the order in which they were spawned."""
         self._heap: list[tuple[float, int, Task, Callable[[], Any]]] = []
         self._filed = 0
 
@@ -71,7 +74,7 @@ class Loop:
     ) -> Task:
         """A task that begins at `start_s`; `on_done` is called when it is through, before anybody else goes on."""
         task = Task(self, name, coroutine, start_s, on_done)
-        self.tasks.append(task)
+        self.tasks[task] = None
         self.file(start_s, task, lambda: None)
         return task
 
@@ -79,14 +82,23 @@ class Loop:
         heapq.heappush(self._heap, (time_s, self._filed, task, value))
         self._filed += 1
 
-    def run(self) -> list[Task]:
-        """Until nothing is left to happen. Returns the tasks that still wait, for something that will not come."""
+    def run(self, stop: Callable[[], bool] = lambda: False) -> list[Task]:
+        """Until nothing is left to happen, or until `stop()` after something did. Returns the tasks that are not through."""
         try:
-            while self._heap:
+            while self._heap and not stop():
                 time_s, _, task, value = heapq.heappop(self._heap)
-                task._step(time_s, value())
+                if not task.done:
+                    task._step(time_s, value())
+                if task.done:
+                    self.tasks.pop(task, None)
             return [task for task in self.tasks if not task.done]
         except BaseException:
-            for task in self.tasks:
-                task.close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Ends all tasks where they stand."""
+        for task in self.tasks:
+            task.close()
+        self.tasks.clear()
+        self._heap.clear()

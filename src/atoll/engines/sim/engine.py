@@ -8,21 +8,18 @@ evaluates, saves, and lets islands come and go.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from atoll.engines.local import LocalReplica, Trained, torch_threads
+from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Loop, Task, Wait
+from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import Room, SimPeers, SimReplica
 from atoll.engines.sim.world import Cluster
@@ -30,7 +27,7 @@ from atoll.engines.states import agree, recycle, shared_fields, tree_bytes, tree
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, RunFinished
 from atoll.protocols import Algorithm, Batches, Owner, Sink, Work, fields_owned
-from atoll.tree import Tree, forget_spare_buffers
+from atoll.tree import Tree
 
 
 @dataclass
@@ -82,6 +79,7 @@ class SimEngine:
         save: Callable[[SimEngine], None] | None = None,
         save_every: int = 1,
     ) -> None:
+        cluster.check_synchronous()
         per_round = algorithm.steps_per_round
         if steps < 1 or steps % per_round:
             raise ConfigError(
@@ -104,7 +102,7 @@ class SimEngine:
         self._evaluate_every = evaluate_every
         self._save = save
         self._save_every = save_every
-        self._pool: ThreadPoolExecutor | None = None
+        self._computing = Computing(cluster, lambda: sink.emit(self._progress()))
         self._latest_s = 0.0
         self._shared: dict[str, Any] = {}
         """The newest shared fields, which every island that was heard holds too."""
@@ -119,9 +117,8 @@ class SimEngine:
     # -------------------------------------------------------------------------------------------------------- the whole run
 
     def run(self, warm_start_tokens: int = 0) -> RunFinished:
-        """All rounds that remain, with one CPU thread setting throughout: reductions depend on it in the last bits."""
-        threads = self.cluster.threads_per_island
-        with torch_threads(threads), _Pool(self._workers(), threads) as self._pool, _no_spare_buffers_left():
+        """All rounds that remain."""
+        with self._computing.open(next(iter(self.islands.values())).replica):
             if not self.books.totals.metrics:
                 self._judge()
             while self.round < self.rounds:
@@ -149,14 +146,6 @@ class SimEngine:
     @property
     def virtual_time_s(self) -> float:
         return max(self._latest_s, *(island.clock_s for island in self.islands.values()))
-
-    def _workers(self) -> int:
-        replica = next(iter(self.islands.values())).replica
-        if replica.draws_randomness:
-            return 1  # torch's generators are the process's: two islands at a time would draw from each other's
-        if replica.device != "cpu":
-            return 1  # one device computes for all: threads would only get into each other's way
-        return max(1, (os.cpu_count() or 1) // self.cluster.threads_per_island)
 
     # ------------------------------------------------------------------------------------------------------------- a round
 
@@ -233,8 +222,7 @@ class SimEngine:
             self._save(self)
 
     def _judge(self) -> None:
-        assert self._pool is not None
-        metrics = self._pool.submit(self._evaluate, self.params, self.buffers()).result()
+        metrics = self._computing.result(self._computing.begin(lambda: self._evaluate(self.params, self.buffers())))
         self._sink.emit(self.books.evaluated(metrics, self.virtual_time_s))
 
     # -------------------------------------------------------------------------------------------- what islands ask for (Host)
@@ -245,17 +233,14 @@ class SimEngine:
     def _start_computing(
         self, island: int, function: Callable[[], tuple[Any, Trained]], steps: int, batches: int, task: Task
     ) -> None:
-        assert self._pool is not None
         ledger = self.books.ledgers[island]
         step_s = self.cluster.step_time(island, self.seed) * self.cluster.jitter(island, ledger.stretches, batches, self.seed)
         ledger.stretches += 1
         start_s, end_s = task.now_s, task.now_s + batches * step_s
-        future = self._pool.submit(function)
+        future = self._computing.begin(function)
 
         def finish() -> Any:
-            while not wait([future], timeout=_SIGN_OF_LIFE_S).done:
-                self._sink.emit(self._progress())
-            result, trained = future.result()
+            result, trained = self._computing.result(future)
             self._sink.emit(self.books.computed(island, start_s, end_s, steps, batches, trained))
             self.islands[island].uncommitted_tokens += trained.tokens
             return result
@@ -384,24 +369,3 @@ class SimEngine:
             state = with_shared(template, {**(part["shared"] or self._shared), **part["rest"]})
             clock_s, tokens = part["clock_s"], part["uncommitted_tokens"]
             self.islands[number] = Island(number, replica, state, part["version"], clock_s, clock_s, uncommitted_tokens=tokens)
-
-
-_SIGN_OF_LIFE_S = 1.0  # between two reports while a round computes
-
-
-@contextmanager
-def _no_spare_buffers_left() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        forget_spare_buffers()
-
-
-class _Pool(ThreadPoolExecutor):
-    """Threads to compute on, each with its own number of torch threads; on an error, what has not begun is dropped."""
-
-    def __init__(self, workers: int, torch_threads: int) -> None:
-        super().__init__(workers, "island", initializer=torch.set_num_threads, initargs=(torch_threads,))
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.shutdown(wait=True, cancel_futures=kind is not None)

@@ -25,10 +25,14 @@ from atoll.tree import Tree
 S = TypeVar("S")
 
 
-class Host(Protocol):
-    """What the engine does for one island's replica and peers."""
+class Computes(Protocol):
+    """What an engine does for an island's replica."""
 
     def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: int) -> Wait: ...
+
+
+class Host(Computes, Protocol):
+    """What an engine does for an island's peers besides."""
 
     def hand_out(self, island: int, steps: int, batches: int) -> Work: ...
 
@@ -38,7 +42,7 @@ class Host(Protocol):
 class SimReplica:
     """An island's model under the virtual clock."""
 
-    def __init__(self, host: Host, island: int, replica: LocalReplica) -> None:
+    def __init__(self, host: Computes, island: int, replica: LocalReplica) -> None:
         self._host, self._island, self._replica = host, island, replica
 
     def load(self, params: Tree) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from atoll.checks import check_types
@@ -18,6 +19,9 @@ from atoll.errors import ConfigError
 _MOST_ISLANDS = 65_536
 _MOST_SIGMA = 5.0  # beyond it one batch in a hundred takes a hundred thousand times as long as another
 PoolName = Literal["constant", "doubling", "halving", "ramp_up", "ramp_down"]
+Level = Literal["none", "slight", "moderate", "very"]
+_VERY_S = (0.58, 0.75, 1.51, 3.33)  # the devices of the asynchronous paper's notebook
+_POWERS: dict[Level, float] = {"none": 0.0, "slight": 1 / 3, "moderate": 2 / 3, "very": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +42,23 @@ class Lost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Outage:
+    """An island that is gone from `start_s` on, whatever it was doing, and back at `stop_s`; virtual seconds. One that starts at 0
+    comes late, one without a `stop_s` never comes back. For asynchronous algorithms, in which rounds are each worker's own."""
+
+    island: int
+    start_s: float
+    stop_s: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Islands and the lines between them.
 
     Args:
         islands: how many there are at most.
         step_time_s: seconds of virtual time that an island needs for one batch, one figure per island. A list is cut or repeated
-            to the number of islands.
+            to the number of islands. Or how much four devices differ: none, slight, moderate, very; see `step_times`.
         step_time_spread: islands differ by a factor drawn once for each, log-normal with this sigma.
         step_time_jitter: each batch takes a factor drawn anew, log-normal with this sigma.
         link: every island's line, unless `links` gives one per island (cut or repeated).
@@ -53,12 +67,13 @@ class Cluster:
         drop_probability: with which an island is not heard in an exchange, independently each round.
         lost: exchanges in which named islands are not heard.
         pool: how many islands take part over time: a name, or a list of counts that share the run evenly.
-        away: islands that leave and come back.
+        away: islands that leave and come back, by rounds.
+        outages: islands that die and come back, by time; for asynchronous algorithms.
         threads_per_island: CPU threads that one island computes with. Results depend on it in the last bits.
     """
 
     islands: int = 4
-    step_time_s: tuple[float, ...] = (1.0,)
+    step_time_s: tuple[float, ...] | Level = (1.0,)
     step_time_spread: float = 0.0
     step_time_jitter: float = 0.0
     link: Link = Link()
@@ -68,6 +83,7 @@ class Cluster:
     lost: tuple[Lost, ...] = ()
     pool: PoolName | tuple[int, ...] = "constant"
     away: tuple[Away, ...] = ()
+    outages: tuple[Outage, ...] = ()
     threads_per_island: int = 1
 
     def __post_init__(self) -> None:
@@ -76,10 +92,9 @@ class Cluster:
             raise ConfigError(
                 f"islands={self.islands}: a cluster has at least 1 island, and at most {_MOST_ISLANDS}. Use 1 to train alone."
             )
-        if not self.step_time_s or not all(time > 0 and math.isfinite(time) for time in self.step_time_s):
-            raise ConfigError(
-                f"step_time_s={list(self.step_time_s)}: give one or more positive numbers of seconds, such as [0.5,1.2]."
-            )
+        times = step_times(self.step_time_s)
+        if not times or not all(time > 0 and math.isfinite(time) for time in times):
+            raise ConfigError(f"step_time_s={list(times)}: give one or more positive numbers of seconds, such as [0.5,1.2].")
         for name in ("step_time_spread", "step_time_jitter"):
             if not 0 <= getattr(self, name) <= _MOST_SIGMA:
                 raise ConfigError(f"{name}={getattr(self, name)}: a sigma is between 0 and {_MOST_SIGMA}. Use 0 for none.")
@@ -95,6 +110,12 @@ class Cluster:
         for away in self.away:
             if not (0 <= away.island < self.islands and 0 <= away.start < away.stop):
                 raise ConfigError(f"{away}: the island is below {self.islands} and start comes before stop; rounds count from 0.")
+        for outage in self.outages:
+            if not (0 <= outage.island < self.islands and 0 <= outage.start_s < outage.stop_s):
+                raise ConfigError(f"{outage}: the island is below {self.islands} and start_s comes before stop_s, in seconds.")
+        for one, two in pairwise(sorted(self.outages, key=lambda outage: (outage.island, outage.start_s))):
+            if one.island == two.island and two.start_s <= one.stop_s:
+                raise ConfigError(f"{one} and {two} overlap: an island that is gone cannot go again. Make one of both.")
         for lost in self.lost:
             if not (0 <= lost.island < self.islands and lost.round >= 0):
                 raise ConfigError(f"{lost}: the island is below {self.islands} and the round is 0 or more.")
@@ -109,6 +130,37 @@ class Cluster:
             raise ConfigError(f"nobody is left in round {round}: away={list(self.away)}. Leave at least one island in every round.")
         return present
 
+    def check_synchronous(self) -> None:
+        """Refuses what only asynchronous algorithms can go through."""
+        if self.outages:
+            raise ConfigError(
+                "cluster.outages strike in mid-round, and in a synchronous round nobody can go on without the one who is gone. "
+                "Use cluster.away, which counts in rounds, or an asynchronous algorithm."
+            )
+
+    def check_asynchronous(self) -> None:
+        """Refuses what only synchronous algorithms know."""
+        if self.away or self.pool != "constant":
+            raise ConfigError(
+                "cluster.away and cluster.pool count in rounds that all islands share, and an asynchronous algorithm has none. "
+                "Use cluster.outages, which counts in virtual seconds."
+            )
+        if self.drop_probability == 1:
+            raise ConfigError(
+                "cluster.drop_probability=1: nothing would ever arrive, and the run would never end. Use less than 1."
+            )
+
+    def present_at_start(self) -> list[int]:
+        """Who is there when the clock starts, as far as outages say."""
+        late = {outage.island for outage in self.outages if outage.start_s == 0}
+        return [island for island in range(self.islands) if island not in late]
+
+    def changes(self) -> list[tuple[float, int, bool]]:
+        """All comings and goings after the start, in order: when, which island, and whether it comes."""
+        gone = [(outage.start_s, outage.island, False) for outage in self.outages if outage.start_s > 0]
+        back = [(outage.stop_s, outage.island, True) for outage in self.outages if outage.stop_s < math.inf]
+        return sorted([*gone, *back], key=lambda change: (change[0], not change[2], change[1]))
+
     def heard(self, island: int, round: int, seed: int) -> bool:
         """Whether the others hear this island in this round's exchange."""
         if Lost(island=island, round=round) in self.lost:
@@ -117,8 +169,8 @@ class Cluster:
 
     def step_time(self, island: int, seed: int) -> float:
         """Seconds that one batch takes this island, before jitter."""
-        given = self.step_time_s[island % len(self.step_time_s)]
-        return given * _factor(self.step_time_spread, seed, "spread", island)
+        times = step_times(self.step_time_s)
+        return times[island % len(times)] * _factor(self.step_time_spread, seed, "spread", island)
 
     def jitter(self, island: int, stretch: int, batches: int, seed: int) -> float:
         """By which factor this island's so-manieth stretch of computing is longer: the mean over its batches."""
@@ -146,6 +198,30 @@ class Cluster:
                 return tuple(range(1, most + 1))
             case "ramp_down":
                 return tuple(range(most, 0, -1))
+
+
+def step_times(given: tuple[float, ...] | Level) -> tuple[float, ...]:
+    """Seconds per batch: a list as it is; of a level, the asynchronous paper's devices, drawn towards their geometric mean by a
+    power and then all scaled so that together they do as many batches a second as before.
+
+    >>> step_times("very")
+    (0.58, 0.75, 1.51, 3.33)
+    >>> [round(time, 3) for time in step_times("moderate")]
+    [0.667, 0.792, 1.263, 2.14]
+    >>> [round(time, 3) for time in step_times("none")]
+    [0.995, 0.995, 0.995, 0.995]
+    """
+    if isinstance(given, tuple):
+        return given
+    middle = math.prod(_VERY_S) ** (1 / len(_VERY_S))
+    drawn = [middle * (time / middle) ** _POWERS[given] for time in _VERY_S]
+    scale = sum(1 / time for time in drawn) / sum(1 / time for time in _VERY_S)
+    return _VERY_S if given == "very" else tuple(time * scale for time in drawn)
+
+
+def draw(*names: object) -> float:
+    """A number in [0, 1) that depends on these names alone."""
+    return _draw(*names).random()
 
 
 def _draw(*names: object) -> random.Random:

@@ -1,0 +1,129 @@
+"""Asynchronous Local-SGD: nobody waits for the slowest.
+
+Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135.
+
+Every worker trains for a while from the weights the hub had when it was sent off, and brings back how far it moved. The hub applies
+each delta as it comes and sends the worker off again from what it has then. Workers of different speeds are all busy, but a delta
+may be stale: the hub has moved since it was begun. DiLoCo's outer Nesterov momentum, applied at every arrival, then does harm.
+The paper mends this twice:
+
+**Delayed Nesterov** (Algorithm 3; the rule `DelayedNesterov`) takes each delta at once as a plain gradient step, and lets the
+momentum move only once in N arrivals. With N workers of one speed this is DiLoCo.
+
+**Dynamic Local Updates** (eq. 6; `pace`) gives a slow worker fewer steps, so that all rounds take about as long:
+steps = floor(speed / greatest speed * H).
+
+    paper   H             k          w.update   D_i            tau_grace   epsilon, beta, N, c
+    here    inner_steps   workers    delta      shards         grace_s     outer: lr, momentum, period, activation
+
+The paper's Algorithm 2 has two sides. The worker's is `round`. The hub's is `step` for the mathematics, `scheduler.py` for who is
+sent off when and with how many steps, and `shards.py` for what each then works on. Moments of the inner optimizer stay with the
+worker, the position on the learning-rate schedule with the shard.
+
+>>> AsyncLocalSGD(inner_steps=50, pace="given").plan.steps
+50
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from atoll.checks import check_types
+from atoll.errors import ConfigError
+from atoll.optim.delayed import DelayedNesterov
+from atoll.optim.stale import check_weight, weight_of
+from atoll.protocols import Arrival, Correction, Hub, Plan, Replica, Rule
+from atoll.tree import Tree
+
+
+@dataclass(frozen=True)
+class AsyncState:
+    """All that the hub's mathematics remembers."""
+
+    params: Tree
+    outer: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncLocalSGD:
+    """Workers that train apart and push when they are through, and a hub that applies each push as it comes.
+
+    Args:
+        inner_steps: of a round; with a `pace` other than even, of the fastest worker's.
+        outer: the rule applied to each delta. The period of DelayedNesterov is usually the number of workers.
+        weight: by which each delta is multiplied: a number, or one that follows the number of workers.
+        correction: what is done to a delta because it is stale, before the rule sees it.
+        grace_s: how long the hub waits after an arrival for others, to send them off together; 0 sends each off at once.
+        pace: Dynamic Local Updates: even (off), given (speeds are known) or measured (they are observed).
+        speeds: in steps per second, one for each worker, where `pace` is given; empty where the engine knows them.
+        shards: a worker's next shard is drawn by deficit (eq. 2) or is one with the fewest visits.
+        ties: where several shards have the same chance, the worker keeps its last one, or chance decides.
+    """
+
+    inner_steps: int
+    outer: Rule = DelayedNesterov(lr=0.7, momentum=0.9, period=4)
+    weight: float | Literal["1/k", "sqrt(k)/k"] = 1.0
+    correction: Correction | None = None
+    grace_s: float = 0.0
+    pace: Literal["even", "given", "measured"] = "even"
+    speeds: tuple[float, ...] = ()
+    shards: Literal["deficit", "visits"] = "deficit"
+    ties: Literal["last", "chance"] = "last"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_weight(self.weight)
+        if self.inner_steps < 1:
+            raise ConfigError(
+                f"inner_steps={self.inner_steps}: a round needs at least 1 inner step. Use 1 to push after every step."
+            )
+        if not self.grace_s >= 0:
+            raise ConfigError(
+                f"grace_s={self.grace_s}: a hub can wait for 0 seconds or more. Use 0 to send every worker off at once, or inf to "
+                f"wait for all of them."
+            )
+        if not all(0 < speed < math.inf for speed in self.speeds):
+            raise ConfigError(
+                f"speeds={list(self.speeds)}: each is a positive number of steps per second. Leave out a worker that does not work."
+            )
+        if self.speeds and self.pace != "given":
+            raise ConfigError(f"speeds are given, but pace={self.pace} does not look at them. Use pace=given, or leave them out.")
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(
+            steps=self.inner_steps,
+            grace_s=self.grace_s,
+            pace=self.pace,
+            speeds=self.speeds,
+            shards=self.shards,
+            ties=self.ties,
+        )
+
+    def init(self, params: Tree) -> AsyncState:
+        return AsyncState(params, self.outer.init(params))
+
+    async def round(self, replica: Replica, hub: Hub) -> None:
+        task = await hub.pull()
+        replica.load(task.params)
+        await replica.train(task.steps, task.work)
+        # Old minus new: the hub's rule subtracts it, as it would a gradient.
+        delta = task.params - replica.params().give()
+        await hub.push(delta.give())
+
+    def step(self, state: AsyncState, arrival: Arrival) -> AsyncState:
+        return self._step(state, arrival, self.outer.update)
+
+    def step_taking(self, state: AsyncState, arrival: Arrival) -> AsyncState:
+        return self._step(state, arrival, getattr(self.outer, "update_taking", self.outer.update))
+
+    def _step(self, state: AsyncState, arrival: Arrival, update: Callable[[Tree, Tree, Any], tuple[Tree, Any]]) -> AsyncState:
+        delta = arrival.delta if self.correction is None else self.correction.correct(state.params, arrival)
+        if delta is None:
+            return state
+        weight = weight_of(self.weight, arrival.workers)
+        params, outer = update(state.params, delta if weight == 1 else (weight * delta).give(), state.outer)
+        return AsyncState(params, outer)

@@ -1,0 +1,200 @@
+"""The hub: the scheduler together with the weights it hands out. What a real server would be, without its sockets and its clock.
+
+It applies an update when it is pushed, before it decides who is sent off next, and refuses what it cannot use: from a worker that
+it does not know, in a round that is over (delivered twice, or by one who was given up), of another shape, or not finite. What is
+refused changes no weight. A worker whose update was unusable is sent off again; a round that came to nothing is put back.
+
+>>> import torch
+>>> from atoll.algorithms.async_local_sgd import AsyncLocalSGD
+>>> from atoll.optim.sgd import SGD
+>>> weights = Tree.of({"w": torch.ones(2)})
+>>> hub = Hub(AsyncLocalSGD(inner_steps=3, outer=SGD(lr=1.0)), weights, examples=[10], updates=6, draw=lambda round: 0.0)
+>>> [first] = hub.join(0, now_s=0.0)
+>>> first.steps, first.work.start
+(3, 0)
+>>> applied, closing, second = hub.push(Push(0, first.round, weights * 0.5), now_s=1.5, next_s=None)
+>>> hub.params["w"], second.work.start
+(tensor([0.5000, 0.5000]), 3)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from atoll.algorithms.scheduler import Closing, Decision, Dispatch, Return, Scheduler
+from atoll.protocols import Arrival, AsyncAlgorithm, Task
+from atoll.tree import Tree
+
+
+class Push(NamedTuple):
+    """What a worker brings: how far it moved in which round, and how many seconds it computed, where that is known."""
+
+    worker: int
+    round: int
+    delta: Tree
+    seconds: float | None = None
+
+
+class Applied(NamedTuple):
+    """An update was taken. `counted` is false if the algorithm left it out, as too stale."""
+
+    dispatch: Dispatch
+    window: int
+    time_s: float
+    version: int
+    staleness: int
+    counted: bool
+    norm: float
+
+
+class Refusal(NamedTuple):
+    """An update was not taken. `known` is whether it was its worker's to bring, and the worker was sent off again."""
+
+    worker: int
+    round: int
+    time_s: float
+    reason: str
+    known: bool
+
+
+Outcome = Applied | Refusal | Dispatch | Closing | Return
+
+
+class Hub:
+    """The state machine with its weights. As the scheduler, it is told the time and returns what it decided, in order.
+
+    Args:
+        algorithm: whose hub it is.
+        params: the weights to begin with.
+        examples: of each shard.
+        updates: local updates after which it sends nobody off any more.
+        draw: for each round a number in [0, 1); see `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        algorithm: AsyncAlgorithm[Any],
+        params: Tree,
+        *,
+        examples: Sequence[int],
+        updates: int,
+        draw: Callable[[int], float],
+    ) -> None:
+        self.algorithm = algorithm
+        self.state = algorithm.init(params)
+        self.scheduler = Scheduler(algorithm.plan, examples, updates, draw)
+        self.version = 0
+        """Updates applied so far."""
+        self._sent: dict[int, Tree] = {}
+        """The weights that each worker was sent off with."""
+
+    @property
+    def params(self) -> Tree:
+        params: Tree = self.state.params
+        return params
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has its local updates."""
+        return self.scheduler.done
+
+    def task(self, dispatch: Dispatch) -> Task:
+        """What goes to a worker that is sent off."""
+        return Task(self._sent[dispatch.worker], dispatch.steps, dispatch.work)
+
+    # ------------------------------------------------------------------------------------------------------------- events
+
+    def join(self, worker: int, now_s: float, speed: float | None = None) -> list[Outcome]:
+        """A worker is there. It begins from the present weights, whether a window is open or not."""
+        return self._send(self.scheduler.join(worker, now_s, self.version, speed))
+
+    def leave(self, worker: int, now_s: float, next_s: float | None = None) -> list[Outcome]:
+        """A worker is gone, whatever it was doing."""
+        self._sent.pop(worker, None)
+        return self._send(self.scheduler.leave(worker, now_s, self.version, next_s))
+
+    def give_up(self, worker: int, now_s: float) -> list[Outcome]:
+        """What a worker sent will not come: its round is put back, and it is sent off again."""
+        return self._send(self.scheduler.send_again(worker, now_s, self.version))
+
+    def tick(self, now_s: float, next_s: float | None = None) -> list[Outcome]:
+        """Time has passed. A driver that does not know who comes next ticks when `scheduler.deadline_s` has come."""
+        return self._send(self.scheduler.tick(now_s, self.version, next_s))
+
+    def push(self, push: Push, now_s: float, next_s: float | None) -> list[Outcome]:
+        """A worker's update is there; `next_s` is when the earliest *other* worker can be."""
+        norm = push.delta.norm()
+        reason = self._why_not(push, norm)
+        dispatch = self.scheduler.out(push.worker, push.round)
+        if reason is not None or dispatch is None:
+            return self._refuse(push, now_s, reason or "", dispatch)
+        before = self.tick(now_s, now_s)  # a window that had run out sends off its workers with the weights it closed with
+        staleness = self.version - dispatch.version
+        delta = Tree(push.delta.layout, push.delta.flat)  # under a name that may be read more than once
+        arrival = Arrival(delta, self._sent.pop(push.worker), staleness, len(self.scheduler.workers))
+        old, self.state = self.state, self.algorithm.step_taking(self.state, arrival)
+        counted = self.state is not old
+        self.version += counted
+        if push.delta.spare:
+            push.delta.release()
+        window, after = self.scheduler.arrive(push.worker, now_s, self.version, next_s, push.seconds)
+        applied = Applied(dispatch, window, now_s, self.version, staleness, counted, norm)
+        sent = self._send(after)
+        self._recycle(old.params, arrival.dispatched)
+        return [*before, applied, *sent]
+
+    def _why_not(self, push: Push, norm: float) -> str | None:
+        here = self.scheduler.workers.get(push.worker)
+        if here is None:
+            return f"there is no worker {push.worker}; there are {sorted(self.scheduler.workers)}"
+        if here.out is None or here.out.round != push.round:
+            now = "waits to be sent off" if here.out is None else f"is in round {here.out.round}"
+            return f"round {push.round} is not open: worker {push.worker} {now}. It was delivered twice, or given up"
+        if push.delta.layout != self.params.layout:
+            return f"its delta is {push.delta!r}, and the hub's weights are {self.params!r}"
+        if not math.isfinite(norm):
+            return f"its delta is not finite (norm {norm})"
+        return None
+
+    def _refuse(self, push: Push, now_s: float, reason: str, dispatch: Dispatch | None) -> list[Outcome]:
+        refusal = Refusal(push.worker, push.round, now_s, reason, dispatch is not None)
+        if dispatch is None:
+            return [refusal]
+        return [refusal, *self._send(self.scheduler.send_again(push.worker, now_s, self.version))]
+
+    def _send(self, decisions: Sequence[Decision]) -> list[Outcome]:
+        """Whoever is sent off now is given the present weights."""
+        for decision in decisions:
+            if isinstance(decision, Dispatch):
+                self._sent[decision.worker] = self.params
+        return list(decisions)
+
+    def _recycle(self, *weights: Tree) -> None:
+        """Puts weights back into circulation that nobody holds any more: neither the hub nor a worker that is out."""
+        held = {tree.flat.data_ptr() for tree in (self.params, *self._sent.values())}
+        for tree in weights:
+            if not tree.given and tree.flat.data_ptr() not in held:
+                tree.release()
+
+    # ------------------------------------------------------------------------------------------------------------- saving
+
+    def to_parts(self) -> dict[str, Any]:
+        """All of its state: the algorithm's, the weights that workers are out with (each once), and plain data."""
+        versions = {id(tree): f"{number}" for number, tree in enumerate({id(t): t for t in self._sent.values()}.values())}
+        return {
+            "state": self.state,
+            "versions": {versions[id(tree)]: tree for tree in self._sent.values()},
+            "plain": {
+                "version": self.version,
+                "sent": [[worker, versions[id(tree)]] for worker, tree in self._sent.items()],
+                "scheduler": self.scheduler.to_parts(),
+            },
+        }
+
+    def from_parts(self, state: Any, versions: Mapping[str, Tree], plain: Mapping[str, Any]) -> None:
+        self.state = state
+        self.version = plain["version"]
+        self._sent = {worker: versions[name] for worker, name in plain["sent"]}
+        self.scheduler.from_parts(plain["scheduler"])

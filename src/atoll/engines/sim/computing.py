@@ -1,0 +1,82 @@
+"""Computing in the simulator: real training on a pool of threads, whose length the virtual clock decides.
+
+Work is handed to the pool at the virtual moment it begins and asked for at the moment it ends. So islands compute side by side, and
+the order in which real threads finish changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+from atoll.engines.local import LocalReplica, torch_threads
+from atoll.engines.sim.world import Cluster
+from atoll.tree import forget_spare_buffers
+
+T = TypeVar("T")
+_SIGN_OF_LIFE_S = 1.0  # between two reports while something computes
+
+
+class Computing:
+    """The pool of one run.
+
+    Args:
+        cluster: says with how many torch threads an island computes.
+        sign_of_life: called about once a second while something is waited for.
+    """
+
+    def __init__(self, cluster: Cluster, sign_of_life: Callable[[], None]) -> None:
+        self._threads = cluster.threads_per_island
+        self._sign_of_life = sign_of_life
+        self._pool: ThreadPoolExecutor | None = None
+
+    @contextmanager
+    def open(self, replica: LocalReplica) -> Iterator[None]:
+        """While this is open, work can be handed in. `replica` is one of those that will compute; all are of one kind.
+
+        One CPU thread setting holds throughout: reductions depend on it in the last bits.
+        """
+        try:
+            with torch_threads(self._threads), _Pool(self._workers(replica), self._threads) as self._pool:
+                yield
+        finally:
+            self._pool = None
+            forget_spare_buffers()
+
+    def _workers(self, replica: LocalReplica) -> int:
+        if replica.draws_randomness:
+            return 1  # torch's generators are the process's: two islands at a time would draw from each other's
+        if replica.device != "cpu":
+            return 1  # one device computes for all: threads would only get into each other's way
+        return max(1, (os.cpu_count() or 1) // self._threads)
+
+    def begin(self, function: Callable[[], T]) -> Future[T]:
+        """Start computing."""
+        assert self._pool is not None, "open() comes first"
+        return self._pool.submit(function)
+
+    def aside(self, function: Callable[[], T]) -> T:
+        """Do something now that must not happen beside work that draws random numbers."""
+        return function() if self._pool is None else self.result(self.begin(function))
+
+    def result(self, future: Future[T]) -> T:
+        """Wait for what was begun."""
+        while not wait([future], timeout=_SIGN_OF_LIFE_S).done:
+            self._sign_of_life()
+        return future.result()
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads to compute on, each with its own number of torch threads; on an error, what has not begun is dropped."""
+
+    def __init__(self, workers: int, torch_threads: int) -> None:
+        super().__init__(workers, "island", initializer=torch.set_num_threads, initargs=(torch_threads,))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.shutdown(wait=True, cancel_futures=kind is not None)
