@@ -105,6 +105,8 @@ def test_a_corpus_of_one_character_cannot_be_split(tmp_path: Path):
         ({"seq_len": 0}, ConfigError, "seq_len=0"),
         ({"eval_batches": 0}, ConfigError, "eval_batches=0"),
         ({"limit_bytes": 0}, ConfigError, "limit_bytes=0"),
+        ({"shards": 0}, ConfigError, "shards=0: there is at least 1 shard.*none for one per island"),
+        ({"shards": 1.5}, ConfigError, "shards=1.5 is not a whole number"),
         ({"validation_fraction": 0.0}, ConfigError, r"validation_fraction=0.0"),
         ({"tokenizer": "bpe:x"}, ConfigError, "bpe:32000"),
         ({"partition": "iid"}, ConfigError, "partition='iid' is none of IID"),

@@ -6,7 +6,7 @@ import torch
 from atoll.engines.local import Evaluator, LocalReplica
 from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
-from atoll.optim.schedules import Cosine
+from atoll.optim.schedules import WSD, Constant, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.protocols import Gradient, Work
 from atoll.testing.workloads import Regression
@@ -179,3 +179,49 @@ def test_a_workload_that_returns_one_module_twice_is_found_out():
     LocalReplica(Careless(), optimizer=SGD(lr=0.1))
     with pytest.raises(ConfigError, match=r"must return a new module"):
         LocalReplica(Careless(), optimizer=SGD(lr=0.1))
+
+
+# ----------------------------------------------------------------------------------------------- habits of the authors' toy
+
+
+@pytest.mark.parametrize("rule", [AdamW(lr=0.01), Adam(lr=0.01), Momentum(lr=0.05, momentum=0.9)], ids=lambda r: type(r).__name__)
+def test_a_fresh_optimizer_makes_every_round_that_of_a_new_replica(rule):
+    old = LocalReplica(WORKLOAD, optimizer=rule, fresh_optimizer=True)
+    keeping = LocalReplica(WORKLOAD, optimizer=rule)
+    for round in range(3):
+        new = LocalReplica(WORKLOAD, optimizer=rule)
+        new.load(old.params())
+        for replica in (old, new, keeping):
+            replica.train(5, work(5 * round))
+        assert old.params().equal(new.params())
+    assert not keeping.params().equal(old.params()), "moments matter here, so that forgetting them shows"
+
+
+def test_a_fresh_optimizer_has_no_moments_worth_saving_and_goes_on_to_the_bit():
+    straight, first, second = (LocalReplica(WORKLOAD, optimizer=AdamW(lr=0.01), fresh_optimizer=True) for _ in range(3))
+    straight.train(5, work())
+    straight.train(5, work(5))
+    first.train(5, work())
+    assert not any(first.state()["optimizer"])
+    second.load(first.params())
+    second.restore(first.state())
+    second.train(5, work(5))
+    assert second.params().equal(straight.params())
+
+
+def test_with_peak_first_a_round_begins_at_the_highest_rate_and_goes_on_along_the_schedule():
+    """By hand: the first step of every round of ten at 0.1, the k-th after it at the schedule's position of the round plus k."""
+    schedule = Cosine(lr=0.1, steps=30, floor=0.01)
+    rates = [0.1 if step % 10 == 0 else schedule(step) for step in range(30)]
+    assert rates[10] > schedule(10)
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=schedule), peak_first=True)
+    for start in (0, 10, 20):
+        replica.train(10, work(start))
+    assert replica.params().equal(torch_loop(lambda p: torch.optim.SGD(p, 1.0), 30, lr=lambda step: rates[step]))
+
+
+def test_the_peak_is_the_schedules_highest_rate_also_while_it_warms_up_and_a_constant_rate_is_its_own():
+    for schedule in (Cosine(lr=0.1, steps=20, warmup=10), WSD(lr=0.1, steps=20, warmup=5, decay=5), Constant(lr=0.1), 0.1):
+        one = LocalReplica(WORKLOAD, optimizer=SGD(lr=schedule), peak_first=True)
+        one.train(1, work())
+        assert one.params().equal(torch_loop(lambda p: torch.optim.SGD(p, 0.1), 1))

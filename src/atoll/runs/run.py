@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.checks import check_types
@@ -19,8 +20,10 @@ from atoll.errors import ConfigError
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.optim.adam import Adam, AdamW
+from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.optim.stale import DelayCompensation, Polynomial
 from atoll.protocols import Algorithm, AsyncAlgorithm, Correction, Rule
 
 
@@ -130,7 +133,9 @@ class Run:
             raise ConfigError("train.precision=bf16 with train.device=cpu: bfloat16 is for CUDA. Use fp32, or device=auto or cuda.")
         self._check_pair()
         if isinstance(self.algorithm, AsyncAlgorithm):
+            self.cluster.check_asynchronous()
             return
+        self.cluster.check_synchronous()
         per_round = self.algorithm.steps_per_round
         if self.train.steps % per_round:
             fit = max(1, round(self.train.steps / per_round)) * per_round
@@ -199,20 +204,26 @@ def with_steps(rule: Any, steps: int) -> Any:
     """The rule with a schedule that is open about its length made this long, also in a rule that it wraps."""
     if not is_dataclass(rule) or isinstance(rule, type):
         return rule
+    steps = max(1, steps // _arrivals_per_step(rule))
     changed: dict[str, Any] = {}
-    lr, wrapped = getattr(rule, "lr", None), getattr(rule, "rule", None)
-    if isinstance(lr, Cosine | WSD) and lr.steps is None:
-        changed["lr"] = replace(lr, steps=steps)
-    if wrapped is not None:
-        changed["rule"] = with_steps(wrapped, steps)
-    return replace(rule, **changed)
+    for name, value in ((field.name, getattr(rule, field.name)) for field in fields(rule)):
+        if name == "lr" and isinstance(value, Cosine | WSD) and value.steps is None:
+            changed[name] = replace(value, steps=steps)
+        elif name == "rule":
+            changed[name] = with_steps(value, steps)
+    return replace(rule, **changed) if changed else rule
+
+
+def _arrivals_per_step(rule: Any) -> int:
+    """Some rules go on along their schedule only once in several gradients."""
+    return rule.period if isinstance(rule, DelayedNesterov) else rule.size if isinstance(rule, Buffered) else 1
 
 
 _CANDIDATES: Mapping[Any, Sequence[type]] = {
     Algorithm: (DDP, DiLoCo),
-    AsyncAlgorithm: (),
-    Rule: (SGD, Momentum, Nesterov, Adam, AdamW),
-    Correction: (),
+    AsyncAlgorithm: (AsyncLocalSGD,),
+    Rule: (SGD, Momentum, Nesterov, Adam, AdamW, DelayedNesterov, Buffered),
+    Correction: (Polynomial, DelayCompensation),
 }
 
 

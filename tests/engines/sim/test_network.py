@@ -1,5 +1,7 @@
 """Costs by the formulas, and bytes that are exact also where sizes do not divide."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +46,21 @@ def test_all_islands_together_send_the_formulas_bytes_exactly(numel, size, item_
 
 
 @pytest.mark.parametrize("topology", ["ring", "star"])
+def test_over_free_lines_bytes_are_counted_and_no_time_passes(topology):
+    free = Link(latency_s=0.0, bandwidth_mbit_per_s=math.inf)
+    cost = all_reduce(1000, 4, [free] * 4, topology)
+    assert cost.seconds == transfer_s(1e12, free, free) == 0.0
+    assert cost.sent_bytes == all_reduce(1000, 4, [LINK] * 4, topology).sent_bytes
+
+
+def test_a_line_may_be_free_in_one_direction():
+    down = Link(latency_s=0.0, bandwidth_mbit_per_s=8, download_mbit_per_s=math.inf)
+    free = Link(latency_s=0.0, bandwidth_mbit_per_s=math.inf)
+    assert transfer_s(1e6, free, down) == 0.0
+    assert transfer_s(1e6, down, free) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("topology", ["ring", "star"])
 def test_alone_nothing_is_sent_and_no_time_passes(topology):
     assert all_reduce(1000, 4, [LINK], topology) == (0.0, [0])
 
@@ -55,6 +72,8 @@ def test_alone_nothing_is_sent_and_no_time_passes(topology):
         ({"bandwidth_mbit_per_s": 0}, r"bandwidth_mbit_per_s=0.*more than 0"),
         ({"bandwidth_mbit_per_s": -100}, r"bandwidth_mbit_per_s=-100.*more than 0"),
         ({"download_mbit_per_s": 0}, r"download_mbit_per_s=0.*more than 0"),
+        ({"bandwidth_mbit_per_s": math.nan}, r"bandwidth_mbit_per_s=nan.*inf for a free one"),
+        ({"latency_s": math.inf}, r"latency_s=inf"),
         ({"latency_s": float("nan")}, r"latency_s=nan"),
     ],
 )

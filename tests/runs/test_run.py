@@ -1,0 +1,164 @@
+"""A Run refuses what does not go together, and leaves nothing open when it is resolved."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.diloco import DiLoCo
+from atoll.data.gaussians import Gaussians
+from atoll.data.text import Text
+from atoll.engines.sim.network import Link
+from atoll.engines.sim.world import Cluster
+from atoll.errors import ConfigError
+from atoll.models.gpt import GPT
+from atoll.models.mlp import MLP
+from atoll.optim.adam import AdamW
+from atoll.optim.delayed import Buffered, DelayedNesterov
+from atoll.optim.schedules import WSD, Cosine
+from atoll.optim.sgd import SGD
+from atoll.protocols import Algorithm, AsyncAlgorithm, Plan, Rule
+from atoll.runs.run import Run, Train, candidates
+from atoll.runs.settings import from_json, override, to_json
+
+TOY = Run(
+    recipe="toy",
+    model=MLP.small(),
+    data=Gaussians.small(),
+    algorithm=DiLoCo(inner_steps=5),
+    optimizer=AdamW(lr=Cosine(lr=2e-4, floor=1e-6)),
+    train=Train(steps=20, batch_size=32, fresh_optimizer=True, peak_first=True),
+    cluster=Cluster(link=Link(latency_s=0.0, bandwidth_mbit_per_s=math.inf)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pushing:
+    """Says what a Run asks of an asynchronous algorithm, and is never carried out."""
+
+    inner_steps: int = 6
+    outer: Rule = SGD(lr=Cosine(lr=0.7))
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(steps=self.inner_steps, grace_s=0.0, pace="even", speeds=(), shards="deficit", ties="last")
+
+    def init(self, params: Any) -> Any:
+        return params
+
+    async def round(self, replica: Any, hub: Any) -> None:
+        raise AssertionError
+
+    def step(self, state: Any, arrival: Any) -> Any:
+        return state
+
+    def step_taking(self, state: Any, arrival: Any) -> Any:
+        return state
+
+
+# --------------------------------------------------------------------------------------------------------- model and data
+
+
+def test_a_perceptron_reads_points_and_a_decoder_reads_text():
+    with pytest.raises(ConfigError, match=r"model is MLP and data is Text: .*Set data=Gaussians, or model=GPT"):
+        replace(TOY, data=Text())
+    with pytest.raises(ConfigError, match=r"model is GPT and data is Gaussians: .*Set data=Text, or model=MLP"):
+        replace(TOY, model=GPT.tiny())
+    assert replace(TOY, model=GPT.tiny(), data=Text()).data == Text()
+
+
+def test_both_can_be_set_by_name_together():
+    text = replace(TOY, model=GPT.tiny(), data=Text())
+    run = override(text, ["data=Gaussians(examples=4096,clusters_per_class=1)", "model=MLP", "model.hidden=128"], candidates)
+    assert run.model == MLP.small()
+    assert run.data == Gaussians(examples=4096, clusters_per_class=1)
+    with pytest.raises(ConfigError, match=r"a GPT reads Text"):
+        override(text, ["model=MLP"], candidates)
+
+
+def test_every_setting_of_the_toy_has_a_path():
+    settings = ["model.hidden=32", "data.noise=0.1", "data.shards=2", "train.peak_first=false", "train.fresh_optimizer=no"]
+    run = override(TOY, settings, candidates)
+    assert (run.model, run.data) == (MLP(hidden=32), replace(Gaussians.small(), noise=0.1, shards=2))
+    assert run.train == Train(steps=20, batch_size=32)
+
+
+def test_a_toy_and_its_free_line_come_back_from_a_file():
+    assert from_json(json.loads(json.dumps(to_json(TOY), allow_nan=False))) == TOY
+    assert TOY.cluster.link.bandwidth_mbit_per_s == math.inf
+    free = override(TOY, ["cluster.link=Link()", "cluster.link.bandwidth_mbit_per_s=inf"], candidates)
+    assert free.cluster.link == Link(bandwidth_mbit_per_s=math.inf)
+
+
+def test_a_run_of_an_older_file_has_one_shard_per_island_and_no_odd_habits():
+    old = to_json(replace(TOY, model=GPT.tiny(), data=Text()))
+    del old["data"]["shards"], old["train"]["fresh_optimizer"], old["train"]["peak_first"]
+    run = from_json(old)
+    assert run.shards == run.cluster.islands
+    assert not run.train.fresh_optimizer
+    assert not run.train.peak_first
+
+
+@pytest.mark.parametrize("data", [Text(), Gaussians.small()], ids=["text", "gaussians"])
+def test_there_is_one_shard_per_island_unless_the_data_say_how_many(data):
+    model = GPT.tiny() if isinstance(data, Text) else MLP.small()
+    run = replace(TOY, model=model, data=data, cluster=Cluster(islands=3))
+    assert run.shards == 3
+    assert replace(run, data=replace(data, shards=7)).shards == 7
+
+
+# ------------------------------------------------------------------------------------------------------------------ lengths
+
+
+def test_a_synchronous_schedule_is_as_long_as_the_run_whatever_the_shards():
+    run = replace(TOY, data=replace(TOY.data, shards=2)).resolved
+    assert run.optimizer.lr.steps == 20
+
+
+@pytest.mark.parametrize(("shards", "steps"), [(None, 20), (4, 20), (2, 40), (8, 10), (3, 26), (100, 1)])
+def test_an_asynchronous_schedule_is_as_long_as_a_shards_share_of_all_steps(shards, steps):
+    run = replace(TOY, algorithm=Pushing(), data=replace(TOY.data, shards=shards))
+    assert run.resolved.optimizer.lr.steps == run.schedule_steps == steps
+
+
+def test_an_asynchronous_run_is_as_long_as_one_likes_and_a_synchronous_one_ends_with_a_round():
+    train = replace(TOY.train, steps=17)
+    run = replace(TOY, algorithm=Pushing(), train=train)
+    assert (run.rounds(17), run.rounds(5)) == (2, 1)
+    with pytest.raises(ConfigError, match=r"train.steps=17 is not a multiple of the 5 inner steps"):
+        replace(TOY, train=train)
+
+
+def test_an_outer_schedule_is_as_long_as_there_are_rounds_of_all_islands_together():
+    run = replace(TOY, algorithm=Pushing())
+    assert run.resolved.algorithm.outer.lr.steps == 20 * 4 // 6
+    assert replace(TOY, algorithm=DiLoCo(inner_steps=5, outer=SGD(lr=Cosine(lr=0.7)))).resolved.algorithm.outer.lr.steps == 4
+
+
+def test_a_schedule_inside_a_wrapped_rule_is_found():
+    wrapped = Buffered(rule=SGD(lr=WSD(lr=0.5, decay=1)), size=4)
+    outer = replace(TOY, algorithm=Pushing(outer=wrapped)).resolved.algorithm.outer
+    assert outer == Buffered(rule=SGD(lr=WSD(lr=0.5, steps=13, decay=1)), size=4)
+
+
+def test_what_was_not_left_open_stays_as_it_is():
+    outer = DelayedNesterov(lr=Cosine(lr=0.7, steps=99), period=4)
+    run = replace(TOY, algorithm=Pushing(outer=outer), optimizer=SGD(lr=Cosine(lr=0.1, steps=77)))
+    assert run.resolved == run
+    assert run.resolved.algorithm.outer is outer
+
+
+# --------------------------------------------------------------------------------------------------------------- candidates
+
+
+def test_algorithms_and_rules_can_be_named():
+    assert {DDP, DiLoCo} <= set(candidates(Algorithm))
+    assert {SGD, AdamW} <= set(candidates(Rule))
+    assert candidates(Run) == ()
+    assert isinstance(Pushing(), AsyncAlgorithm)
+    assert not isinstance(DiLoCo(inner_steps=5), AsyncAlgorithm)

@@ -1,0 +1,227 @@
+"""A perceptron on Gaussians goes through a whole run as a decoder on text does."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import atoll
+from atoll import recipes
+from atoll.algorithms.diloco import DiLoCo
+from atoll.data.gaussians import Gaussians
+from atoll.engines.sim.network import Link
+from atoll.engines.sim.world import Cluster
+from atoll.errors import CheckpointError, ConfigError
+from atoll.events import Computed, Evaluated, Saved
+from atoll.models.mlp import MLP
+from atoll.optim.adam import AdamW
+from atoll.optim.schedules import Cosine
+from atoll.optim.sgd import SGD
+from atoll.protocols import Work
+from atoll.runs.build import replica_of
+from atoll.runs.generate import generate
+from atoll.runs.run import Keep, Run, Train, candidates
+from atoll.runs.settings import from_json, override
+from atoll.runs.workloads import ToyWorkload, fingerprint, island_workload, plain_workload
+from atoll.telemetry.jsonl import read_events
+from atoll.testing.small import SMALL
+from atoll.testing.workloads import Regression
+from atoll.tree import Tree
+
+TOY = Run(
+    recipe="toy",
+    model=MLP.small(),
+    data=Gaussians.small(),
+    algorithm=DiLoCo(inner_steps=5, outer=SGD(lr=0.5)),
+    optimizer=AdamW(lr=Cosine(lr=2e-3, floor=1e-6), betas=(0.9, 0.999), weight_decay=1e-3, decay="all"),
+    train=Train(steps=10, batch_size=32, clip_norm=None),
+    cluster=Cluster(step_time_s=(0.58, 0.75, 1.51, 3.33), link=Link(latency_s=0.0, bandwidth_mbit_per_s=math.inf)),
+    keep=Keep(evaluate_every=5, save_every=5, checkpoints=9),
+)
+
+
+def toy(*settings):
+    return override(TOY, settings, candidates)
+
+
+def left_by(folder):
+    """What a run leaves, to the byte."""
+    return (folder / "events.jsonl").read_bytes(), (folder / "final.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def points():
+    return TOY.data.load()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The run that was never stopped."""
+    return atoll.run(TOY, out=tmp_path_factory.mktemp("straight") / "run")
+
+
+# ------------------------------------------------------------------------------------------------------------- the workload
+
+
+def test_the_loss_is_the_cross_entropy(points):
+    workload = plain_workload(TOY, points)
+    module, (inputs, labels) = workload.module(), workload.batches.batch(0, 0)
+    scores = module(inputs)
+    assert torch.equal(workload.loss(module, (inputs, labels)), F.cross_entropy(scores, labels))
+
+
+def test_a_model_is_judged_by_the_mean_over_points_and_by_how_many_it_tells_right(points):
+    """Also where the last batch is a smaller one: 1,000 points are three batches of 256 and one of 232."""
+    loaded = replace(points, gaussians=replace(points.gaussians, eval_examples=1000))
+    workload = plain_workload(TOY, loaded)
+    module, (inputs, labels) = workload.module(), workload.data.evaluation
+    with torch.no_grad():
+        measures, scores = workload.evaluate(module), module(inputs)
+    assert measures["loss"] == pytest.approx(F.cross_entropy(scores, labels).item(), rel=1e-6)
+    assert measures["accuracy"] == (scores.argmax(1) == labels).sum().item() / 1000
+
+
+def test_weights_and_order_have_the_runs_seed_and_points_their_own(points):
+    one, two = (plain_workload(replace(TOY, seed=seed), points) for seed in (0, 1))
+    assert not Tree.of(one.module()).equal(Tree.of(two.module()))
+    assert not torch.equal(one.batches.batch(0, 0)[1], two.batches.batch(0, 0)[1])
+    assert torch.equal(one.data.evaluation[0], two.data.evaluation[0])
+
+
+@pytest.mark.parametrize(("shards", "expected"), [(None, 4), (2, 2), (9, 9)])
+def test_points_are_dealt_to_as_many_shards_as_asked(shards, expected, points):
+    run = replace(TOY, data=replace(TOY.data, shards=shards))
+    assert island_workload(run, points, Tree.of({})).batches.num_shards == expected
+    assert plain_workload(run, points).batches.num_shards == 1
+
+
+@pytest.mark.parametrize(("shards", "expected"), [("none", 3), ("2", 2), ("5", 5)])
+def test_text_is_dealt_to_as_many_shards_as_asked(shards, expected):
+    settings = [*SMALL, "train.steps=20", "cluster.islands=3", f"data.shards={shards}"]
+    run = override(recipes.demo_diloco(), settings, candidates).resolved
+    assert island_workload(run, run.data.load(), Tree.of({})).batches.num_shards == expected
+
+
+def test_the_fingerprint_is_of_what_is_read_and_a_users_own_workload_has_none(points):
+    mine = fingerprint(island_workload(TOY, points, Tree.of({})))
+    assert mine == fingerprint(island_workload(TOY, TOY.data.load(), Tree.of({})))
+    assert mine != fingerprint(plain_workload(TOY, points))
+    assert fingerprint(Regression()) is None
+
+
+def test_a_runs_habits_reach_its_replicas(points):
+    """Two rounds of five steps: with both habits the second begins like one of a new replica, at the schedule's peak."""
+    run = toy("train.fresh_optimizer=true", "train.peak_first=true").resolved
+    workload = plain_workload(run, points)
+    assert isinstance(workload, ToyWorkload)
+    old, new = (replica_of(run, workload, workload.loss, island=0) for _ in range(2))
+    old.train(5, Work(shard=0, start=0, schedule=0, examples=1))
+    new.load(old.params())
+    for replica in (old, new):
+        replica.train(5, Work(shard=0, start=5, schedule=5, examples=1))
+    assert old.params().equal(new.params())
+    plain = replica_of(TOY.resolved, workload, workload.loss, island=0)
+    plain.load(Tree.of(workload.module()))
+    plain.train(5, Work(shard=0, start=0, schedule=0, examples=1))
+    plain.train(5, Work(shard=0, start=5, schedule=5, examples=1))
+    assert not plain.params().equal(old.params())
+
+
+# ---------------------------------------------------------------------------------------------------------------- whole runs
+
+
+def test_a_toy_run_learns_and_reports_accuracy(straight):
+    events = list(read_events(straight.folder / "events.jsonl", [Evaluated]))
+    assert [event.round for event in events] == [0, 1, 2]
+    assert all(set(event.metrics) == {"loss", "accuracy"} for event in events)
+    assert events[0].metrics["loss"] == pytest.approx(math.log(4), abs=0.02), "untrained, it knows nothing"
+    assert events[-1].metrics["loss"] < events[1].metrics["loss"] < events[0].metrics["loss"]
+    assert events[-1].metrics["accuracy"] > events[0].metrics["accuracy"] + 0.1
+    assert straight.summary.params == MLP.small().num_params(512, 4)
+    assert straight.summary.tokens == 10 * 4 * 32, "a toy counts its points as tokens"
+
+
+def test_over_a_free_line_a_round_takes_as_long_as_the_slowest_island_computes(straight):
+    times = [event.virtual_time_s for event in read_events(straight.folder / "events.jsonl", [Evaluated])]
+    assert times == [0.0, 5 * 3.33, pytest.approx(10 * 3.33, rel=1e-12)]
+
+
+def test_the_settings_in_the_folder_are_the_runs(straight):
+    assert from_json(json.loads((straight.folder / "run.json").read_text())) == TOY
+
+
+class Fuse:
+    """Stops a run before its second checkpoint."""
+
+    def emit(self, event):
+        if isinstance(event, Saved) and event.round == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("fresh", ["false", "true"])
+def test_stopped_after_a_round_and_resumed_a_toy_run_leaves_the_same_bytes(fresh, tmp_path):
+    run = toy(f"train.fresh_optimizer={fresh}", f"train.peak_first={fresh}")
+    whole = atoll.run(run, out=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        atoll.run(run, out=tmp_path / "stopped", sinks=[Fuse()])
+    assert atoll.resume(tmp_path / "stopped").summary.resumed_from_round == 1
+    assert left_by(tmp_path / "stopped") == left_by(whole.folder)
+
+
+def test_a_fresh_optimizer_changes_the_second_round_and_not_the_first(straight, tmp_path):
+    fresh = atoll.run(toy("train.fresh_optimizer=true"), out=tmp_path / "run")
+    one, two = (
+        [(event.round, event.loss) for event in read_events(done.folder / "events.jsonl", [Computed])] for done in (straight, fresh)
+    )
+    first = [item for item in one if item[0] == 0]
+    assert first == [item for item in two if item[0] == 0]
+    assert one != two
+    assert fresh.val_loss != straight.val_loss
+
+
+def test_a_finished_toy_run_is_reopened_with_its_weights(straight):
+    again = atoll.resume(straight.folder)
+    assert again.summary == straight.summary
+    assert Tree.of(again.module).equal(straight.params)
+
+
+def test_a_toy_run_can_have_a_warm_start_and_fewer_shards_than_islands(tmp_path):
+    done = atoll.run(toy("train.warm_start_steps=3", "data.shards=2"), out=tmp_path / "run")
+    assert done.summary.warm_start_tokens == 3 * 32
+    assert done.summary.local_updates == 40
+
+
+def test_a_checkpoint_of_other_points_is_refused(straight, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(straight.folder, folder)
+    (folder / "final.safetensors").unlink()
+    settings = json.loads((folder / "run.json").read_text())
+    settings["data"]["seed"] = 7
+    (folder / "run.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"was saved by another run"):
+        atoll.resume(folder)
+
+
+# ------------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_a_toy_run_writes_no_text(straight):
+    with pytest.raises(ConfigError, match=r"trained an MLP on Gaussians: there is no text to write"):
+        next(generate(straight.folder, "Island", tokens=5, temperature=1.0, top_k=None, seed=0))
+
+
+def test_more_islands_than_points_leave_no_folder(tmp_path):
+    with pytest.raises(ConfigError, match=r"5000 shards of 4096 examples"):
+        atoll.run(toy("cluster.islands=5000"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_its_own_workload_and_a_toy_run_are_not_taken_for_each_other(straight):
+    with pytest.raises(ConfigError, match=r"trained its own model on its own data, not a Regression"):
+        atoll.resume(straight.folder, workload=Regression())
