@@ -4,7 +4,8 @@ A **rule** turns weights and a gradient into new weights: pure mathematics over 
 An **algorithm** says what one island does in one round. It is handed a **replica** (this island's model, which can train) and
 **peers** (the other islands, with whom it can agree), and it `await`s wherever time passes or bytes move, and nowhere else.
 An **asynchronous algorithm** has no peers: its workers pull weights from a **hub** and push what they learnt, each at its own pace.
-An **engine** supplies replica, peers or hub, and owns the clock. A **workload** is what is trained; a **sink** takes what is reported.
+An **engine** supplies replica, peers or hub, and owns the clock. A **workload** is what is trained; a **sink** takes what is
+reported.
 
 Implementations are final. `atoll.testing` ships the checks that each of them must pass.
 """

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from atoll.errors import ConfigError
-from atoll.recipes.demo import demo_ddp, demo_diloco
+from atoll.recipes.demo import demo_async, demo_async_naive, demo_ddp, demo_diloco
 from atoll.recipes.papers import diloco_60m, diloco_150m, diloco_400m
 from atoll.runs.run import Run
 
-__all__ = ["ALL", "demo_ddp", "demo_diloco", "diloco_60m", "diloco_150m", "diloco_400m", "recipe"]
+__all__ = ["ALL", "demo_async", "demo_async_naive", "demo_ddp", "demo_diloco", "diloco_60m", "diloco_150m", "diloco_400m", "recipe"]
 
 ALL: Mapping[str, Callable[[], Run]] = {
-    make.__name__.replace("_", "-"): make for make in (demo_ddp, demo_diloco, diloco_60m, diloco_150m, diloco_400m)
+    make.__name__.replace("_", "-"): make
+    for make in (demo_ddp, demo_diloco, demo_async, demo_async_naive, diloco_60m, diloco_150m, diloco_400m)
 }
 
 

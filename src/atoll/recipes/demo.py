@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.data.text import Text
@@ -15,9 +16,10 @@ from atoll.engines.sim.network import Link
 from atoll.engines.sim.world import Cluster
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
+from atoll.optim.delayed import DelayedNesterov
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov
-from atoll.protocols import Algorithm
+from atoll.protocols import Algorithm, AsyncAlgorithm
 from atoll.runs.run import Keep, Run, Train
 
 
@@ -32,7 +34,19 @@ def demo_diloco() -> Run:
     return _demo("demo-diloco", DiLoCo(inner_steps=20, outer=Nesterov(lr=0.8, momentum=0.7)))
 
 
-def _demo(name: str, algorithm: Algorithm[Any]) -> Run:
+def demo_async() -> Run:
+    """Asynchronous Local-SGD with Delayed Nesterov and Dynamic Local Updates: nobody waits."""
+    outer = DelayedNesterov(lr=0.8, momentum=0.7, period=4)
+    return _demo("demo-async", AsyncLocalSGD(inner_steps=20, outer=outer, pace="given", grace_s=0.5))
+
+
+def demo_async_naive() -> Run:
+    """Asynchronous Local-SGD as one would write it first: DiLoCo's outer step at every arrival."""
+    outer = Nesterov(lr=0.7, momentum=0.9)
+    return _demo("demo-async-naive", AsyncLocalSGD(inner_steps=20, outer=outer, weight="1/k"))
+
+
+def _demo(name: str, algorithm: Algorithm[Any] | AsyncAlgorithm[Any]) -> Run:
     return Run(
         recipe=name,
         model=GPT.tiny(),
@@ -42,7 +56,7 @@ def _demo(name: str, algorithm: Algorithm[Any]) -> Run:
         train=Train(steps=900, batch_size=16, warm_start_steps=225, warm_start_lr=0.016),
         cluster=Cluster(
             islands=4,
-            step_time_s=(0.58, 0.75, 1.51, 3.33),
+            step_time_s="very",
             link=Link(latency_s=0.030, bandwidth_mbit_per_s=100.0),
             threads_per_island=1,
         ),

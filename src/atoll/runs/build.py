@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 from atoll.engines.local import Evaluator, LocalReplica, Loss
+from atoll.engines.sim.async_engine import AsyncSimEngine
+from atoll.engines.sim.books import Books
 from atoll.engines.sim.engine import SimEngine
-from atoll.errors import ConfigError
+from atoll.events import RunFinished
 from atoll.protocols import AsyncAlgorithm, Sink, Workload
 from atoll.runs.run import Run
 from atoll.runs.run import device_of as device_of
@@ -40,26 +43,47 @@ def replica_of(run: Run, workload: Workload, loss: Loss, island: int) -> LocalRe
     )
 
 
+class Engine(Protocol):
+    """What carries out a run: the simulator for rounds in step, or the one with a hub."""
+
+    steps: int
+    books: Books
+
+    @property
+    def params(self) -> Tree: ...
+
+    @property
+    def round(self) -> int: ...
+
+    def run(self, warm_start_tokens: int = 0) -> RunFinished: ...
+
+    def buffers(self) -> dict[str, torch.Tensor]: ...
+
+    def parts(self) -> dict[str, Any]: ...
+
+    def restore(self, load: Callable[[str, Any], Any]) -> None: ...
+
+
 def engine_of(
-    run: Run, workload: Workload, params: Tree, sink: Sink, save: Callable[[SimEngine], None] | None
-) -> tuple[SimEngine, Evaluator]:
+    run: Run, workload: Workload, params: Tree, sink: Sink, save: Callable[[Engine], None] | None
+) -> tuple[Engine, Evaluator]:
     """The simulator for this run, and what judges the weights."""
-    if isinstance(run.algorithm, AsyncAlgorithm):
-        raise ConfigError(f"{type(run.algorithm).__name__} has no engine here: this one runs rounds in step. Use DDP or DiLoCo.")
     loss = loss_of(run, workload)
     evaluator = Evaluator(workload, device_of(run))
-    engine = SimEngine(
-        algorithm=run.algorithm,
-        cluster=run.cluster,
-        params=params,
-        batches=workload.batches,
-        make_replica=lambda island: replica_of(run, workload, loss, island),
-        evaluate=evaluator,
-        sink=sink,
-        steps=run.train.steps,
-        seed=run.seed,
-        evaluate_every=run.rounds(run.keep.evaluate_every),
-        save=save,
-        save_every=run.rounds(run.keep.save_every),
-    )
-    return engine, evaluator
+    common: dict[str, Any] = {
+        "cluster": run.cluster,
+        "params": params,
+        "batches": workload.batches,
+        "make_replica": lambda island: replica_of(run, workload, loss, island),
+        "evaluate": evaluator,
+        "sink": sink,
+        "steps": run.train.steps,
+        "seed": run.seed,
+        "save": save,
+    }
+    every = (run.keep.evaluate_every, run.keep.save_every)
+    if isinstance(run.algorithm, AsyncAlgorithm):  # intervals are steps per island there too, and count the steps of all
+        evaluate_every, save_every = (steps * run.cluster.islands for steps in every)
+        return AsyncSimEngine(algorithm=run.algorithm, evaluate_every=evaluate_every, save_every=save_every, **common), evaluator
+    evaluate_every, save_every = (run.rounds(steps) for steps in every)
+    return SimEngine(algorithm=run.algorithm, evaluate_every=evaluate_every, save_every=save_every, **common), evaluator

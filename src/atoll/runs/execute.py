@@ -20,11 +20,10 @@ from torch import nn
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.local import Evaluator
-from atoll.engines.sim.engine import SimEngine
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.protocols import Sink, Workload
-from atoll.runs.build import engine_of
+from atoll.runs.build import Engine, engine_of
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
 from atoll.runs.folder import RunFolder, default_path, write_text
 from atoll.runs.run import Run, device_of
@@ -221,15 +220,15 @@ class _Execution:
 
     # ------------------------------------------------------------------------------------------------------------- the end
 
-    def _saver(self, sink: Sink) -> Callable[[SimEngine], None]:
-        def save(engine: SimEngine) -> None:
+    def _saver(self, sink: Sink) -> Callable[[Engine], None]:
+        def save(engine: Engine) -> None:
             assert self._log is not None
             sink.emit(Saved(round=engine.round, name=f"{engine.round:08}"))
             self._checkpoints.save(engine.round, engine.parts(), {"events_bytes": self._log.position(), **self._origin})
 
         return save
 
-    def _leave(self, engine: SimEngine, finished: RunFinished, checkpoint: Checkpoint | None) -> None:
+    def _leave(self, engine: Engine, finished: RunFinished, checkpoint: Checkpoint | None) -> None:
         self._note(
             "finished", wall_time_s=time.perf_counter() - self._began, resumed_from_round=checkpoint.round if checkpoint else 0
         )

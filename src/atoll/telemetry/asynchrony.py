@@ -23,7 +23,6 @@ from atoll.events import (
     IslandLeft,
     Refused,
     Returned,
-    RoundFinished,
     RunFinished,
     WindowClosed,
 )
@@ -164,7 +163,7 @@ class Asynchrony:
                 self._worker(event.island).left(event.virtual_time_s)
             case _:
                 pass
-        if isinstance(event, RoundFinished | Dispatched | Arrived | IslandLeft | WindowClosed | RunFinished):
+        if isinstance(event, Dispatched | Arrived | WindowClosed | Refused | Returned | IslandJoined | IslandLeft | RunFinished):
             self._now_s = max(self._now_s, event.virtual_time_s or 0.0)
 
     def summary(self) -> AsynchronySummary | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from atoll.events import Event, Progress, RoundFinished, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.telemetry.display import Clock, Display, LiveBars, Pace, PlainLines
 from atoll.telemetry.tally import Tally
-from atoll.telemetry.wording import figures, notice
+from atoll.telemetry.wording import figures, local_updates_total, notice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +47,7 @@ class ConsoleSink:
         self._clock = clock
         self._tally = Tally()
         self._text = ""
+        self._fraction: float | None = None
         self._paces: dict[type[Event], Pace] = {}
         self._withheld: dict[type[Event], int] = {}
         self._display = None if quiet else _display(title, console, clock)
@@ -62,8 +63,7 @@ class ConsoleSink:
                 self._advance(self._display, event)
             case RoundFinished():
                 self._text = figures(event, self._tally)
-                fraction = min(1.0, event.steps / self._steps) if self._steps else None
-                self._display.advance(TRAINING, fraction, self._text)
+                self._display.advance(TRAINING, self._done(event), self._text)
             case WarmStartFinished():
                 self._display.finish(WARM_START)
             case RunFinished():
@@ -89,8 +89,18 @@ class ConsoleSink:
         if phase == TRAINING and self._steps is None:
             self._steps = event.total  # a resumed run was started, and its length reported, by another process
         fraction = min(1.0, event.done / event.total) if event.total > 0 else None
+        if phase == TRAINING:
+            self._fraction = fraction
         # Between two rounds the last round's figures say more than a note that is not there.
         display.advance(phase, fraction, event.note or (self._text if phase == TRAINING else ""))
+
+    def _done(self, event: RoundFinished) -> float | None:
+        """How much of the training is done. With a hub all count who bring updates, and steps of each are a mean at best."""
+        if not self._tally.asynchronous:
+            return min(1.0, event.steps / self._steps) if self._steps else None
+        started = self._tally.started
+        # A resumed run was started elsewhere: what the engine last said stands.
+        return min(1.0, event.local_updates / local_updates_total(started)) if started is not None else self._fraction
 
     def _notice(self, display: Display, event: Event) -> None:
         line = notice(event)

@@ -46,6 +46,7 @@ class Timeline:
     _spans: dict[Row, list[Span]] = field(default_factory=dict)
     _moments: list[dict[str, Any]] = field(default_factory=list)
     _counts: list[tuple[int, int, int]] = field(default_factory=list)
+    _gauges: list[dict[str, Any]] = field(default_factory=list)
 
     def span(
         self, row: Row, start_s: float, end_s: float, name: str, category: str, args: dict[str, Any], *, filler: bool = False
@@ -62,6 +63,10 @@ class Timeline:
     def count(self, process: int, at_s: float, amount: int) -> None:
         """Adds to the process's counter of bytes sent."""
         self._counts.append((_ns(at_s), process, amount))
+
+    def gauge(self, process: int, at_s: float, name: str, value: float) -> None:
+        """The process's counter of that name stands at this value from now on."""
+        self._gauges.append({"ph": "C", "pid": process, "ts": _us(_ns(at_s)), "name": name, "args": {name: value}})
 
     @property
     def empty(self) -> bool:
@@ -91,6 +96,7 @@ class Timeline:
         for at_ns, process, amount in sorted(self._counts):
             totals[process] = totals.get(process, 0) + amount
             yield {"ph": "C", "pid": process, "ts": _us(at_ns), "name": "bytes sent", "args": {"bytes": totals[process]}}
+        yield from self._gauges
 
 
 def without_overlaps(spans: Iterable[Span]) -> list[Span]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from atoll.events import (
+    Arrived,
     Computed,
+    Dispatched,
     Evaluated,
     Event,
     IslandJoined,
     IslandLeft,
+    Returned,
     RoundFinished,
     RunFinished,
     RunStarted,
     WarmStartFinished,
 )
+
+_LAST_ARRIVALS = 20
 
 
 class Tally:
@@ -32,9 +39,13 @@ class Tally:
         self.round: RoundFinished | None = None
         self.evaluation: Evaluated | None = None
         self.finished: RunFinished | None = None
+        self.asynchronous = False
         self._computed_s: dict[int, float] = {}
         self._since_s: dict[int, float] = {}  # of the islands that are here
         self._past_s: dict[int, float] = {}  # an island that left may come back: how long it was here before
+        self._away: dict[int, Dispatched] = {}  # what workers are at, who report it when they arrive
+        self._step_s: dict[int, float] = {}
+        self._staleness: deque[int] = deque(maxlen=_LAST_ARRIVALS)
 
     def take(self, event: Event) -> None:
         match event:
@@ -49,21 +60,64 @@ class Tally:
                 self.evaluation = event
             case RunFinished():
                 self.finished = event
+            case Dispatched():
+                self._sent_off(event)
+            case Arrived():
+                self._staleness.append(event.staleness)
+                self._away.pop(event.island, None)
             case Computed():
-                self._computed_s[event.island] = self._computed_s.get(event.island, 0.0) + event.end_s - event.start_s
+                self._computed(event)
+            case Returned():
+                self._give_up(event.island, event.virtual_time_s)
             case IslandJoined():
                 self._since_s[event.island] = event.virtual_time_s
             case IslandLeft():
+                self._give_up(event.island, event.virtual_time_s)
                 here_s = event.virtual_time_s - self._since_s.pop(event.island, event.virtual_time_s)
                 self._past_s[event.island] = self._past_s.get(event.island, 0.0) + here_s
             case _:
                 pass
 
     def utilisation(self, now_s: float) -> float | None:
-        """Mean over islands of computing time over time present; None where presence or work is not known."""
+        """Mean over islands of computing time over time present; None where presence or work is not known.
+
+        A worker reports its work when it arrives. What it is at counts too, at the pace of its last round.
+        """
         present_s = dict(self._past_s)
         for island, since_s in self._since_s.items():
             present_s[island] = present_s.get(island, 0.0) + max(0.0, now_s - since_s)
+        computed_s = {island: self._computed_s.get(island, 0.0) + self._under_way_s(island, now_s) for island in present_s}
         # An asynchronous island may have reported work that ends later than now: it is busy, not more than busy.
-        shares = [min(1.0, self._computed_s.get(island, 0.0) / here_s) for island, here_s in present_s.items() if here_s > 0]
+        shares = [min(1.0, computed_s[island] / here_s) for island, here_s in present_s.items() if here_s > 0]
         return sum(shares) / len(shares) if shares and self._computed_s else None
+
+    def staleness(self) -> float | None:
+        """Mean over the last arrivals; None before the first."""
+        return sum(self._staleness) / len(self._staleness) if self._staleness else None
+
+    def _sent_off(self, event: Dispatched) -> None:
+        if not self.asynchronous:
+            # Islands that are to join later count in RunStarted but are not here yet; whoever is here is sent off.
+            self.asynchronous, self._since_s = True, {}
+        if self.started is not None:
+            self._since_s.setdefault(event.island, event.virtual_time_s)
+        self._away[event.island] = event
+
+    def _computed(self, event: Computed) -> None:
+        self._computed_s[event.island] = self._computed_s.get(event.island, 0.0) + event.end_s - event.start_s
+        if event.steps:
+            self._step_s[event.island] = (event.end_s - event.start_s) / event.steps
+        self._away.pop(event.island, None)
+
+    def _give_up(self, island: int, now_s: float) -> None:
+        """A round ends without an update: the time that went into it stays spent."""
+        self._computed_s[island] = self._computed_s.get(island, 0.0) + self._under_way_s(island, now_s)
+        self._away.pop(island, None)
+
+    def _under_way_s(self, island: int, now_s: float) -> float:
+        task = self._away.get(island)
+        if task is None:
+            return 0.0
+        spent_s = max(0.0, now_s - task.begin_s)
+        step_s = self._step_s.get(island)
+        return spent_s if step_s is None else min(spent_s, task.steps * step_s)

@@ -1,4 +1,4 @@
-"""A run in TensorBoard: losses against steps, tokens, bytes and virtual time, and how far the islands agreed.
+"""A run in TensorBoard: losses against steps, tokens, bytes and virtual time; how far the islands agreed, or how late updates came.
 
 Needs the extra `tensorboard`. TensorBoard's horizontal axis counts in whole numbers, so each measure is written once per
 quantity, under its own tag: `val_loss/by_steps`, `val_loss/by_tokens`, `val_loss/by_sent_bytes`, `val_loss/by_virtual_ms`.
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from atoll.events import Compared, Evaluated, Event, RoundFinished
+from atoll.events import Arrived, Compared, Evaluated, Event, RoundFinished, WindowClosed
 from atoll.extras import require
 from atoll.telemetry.tally import Tally
 
@@ -33,6 +33,7 @@ class TensorBoardSink:
                 stale.unlink()
         self._writer = writers.SummaryWriter(str(folder))
         self._tally = Tally()
+        self._arrivals = 0
         for event in replay or ():
             self.emit(event)
 
@@ -51,6 +52,14 @@ class TensorBoardSink:
                     self._against(f"val_{name}", value, event)
             case Compared():
                 self._compared(event)
+            case Arrived():
+                self._arrivals += 1
+                self._write("hub/staleness_by_arrival", event.staleness, self._arrivals)
+                self._write("hub/staleness_by_virtual_ms", event.staleness, round(1000 * event.virtual_time_s))
+                self._write("delta/norm_by_arrival", event.norm, self._arrivals)
+            case WindowClosed():
+                self._write("hub/arrivals_by_window", len(event.islands), event.window)
+                self._write("hub/waited_s_by_window", sum(event.idle_s), event.window)
             case _:
                 pass
 

@@ -2,6 +2,7 @@
 
 Each island is a process with two rows: `computing`, and `network` for waiting, exchanges, catching up and joining, since an
 island may talk while it computes. A further process, the cluster, has the rounds, the evaluations and a counter of bytes sent.
+What a hub and its workers do is drawn by `trace_async`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from atoll.events import (
     RoundFinished,
     RunStarted,
 )
+from atoll.telemetry.asynchrony import is_asynchronous
 from atoll.telemetry.jsonl import read_events
-from atoll.telemetry.perfetto import Row, Timeline
-
-_CLUSTER = 1
-_ROUNDS, _EVALUATIONS = Row(_CLUSTER, 1), Row(_CLUSTER, 2)
+from atoll.telemetry.perfetto import Timeline
+from atoll.telemetry.trace_async import draw_hub
+from atoll.telemetry.trace_rows import CLUSTER, EVALUATIONS, ROUNDS, computing, draw_common, network
 
 
 def write_trace(folder: str | Path, path: str | Path) -> Path:
@@ -33,11 +34,15 @@ def write_trace(folder: str | Path, path: str | Path) -> Path:
     A run that is not finished gives what it has so far. Times are microseconds of virtual time.
     """
     path = Path(path)
-    timeline = Timeline(process_names={_CLUSTER: "cluster"}, row_names={_ROUNDS: "rounds", _EVALUATIONS: "evaluations"})
-    boundary_s = 0.0
-    for event in read_events(Path(folder) / "events.jsonl"):
-        _draw(timeline, event, boundary_s)
-        boundary_s = event.virtual_time_s if isinstance(event, RoundFinished) else boundary_s
+    timeline = Timeline(process_names={CLUSTER: "cluster"}, row_names={ROUNDS: "rounds", EVALUATIONS: "evaluations"})
+    log = Path(folder) / "events.jsonl"
+    if is_asynchronous(folder):
+        draw_hub(timeline, read_events(log))
+    else:
+        boundary_s = 0.0
+        for event in read_events(log):
+            _draw(timeline, event, boundary_s)
+            boundary_s = event.virtual_time_s if isinstance(event, RoundFinished) else boundary_s
     if timeline.empty:
         raise AtollError(f"the run in {folder} has nothing on its timeline yet. Let it run on, then write the trace again.")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,23 +53,19 @@ def write_trace(folder: str | Path, path: str | Path) -> Path:
 def _draw(timeline: Timeline, event: Event, boundary_s: float) -> None:
     """Puts one event on the timeline. `boundary_s` is when the last finished round ended."""
     match event:
-        case RunStarted():
-            timeline.process_names[_CLUSTER] = f"{event.recipe} ({event.algorithm})"
+        case RunStarted() | Evaluated() | IslandLeft():
+            draw_common(timeline, event)
         case Computed():
             args = {"steps": event.steps, "batches": event.batches, "tokens": event.tokens, "loss": event.loss}
-            row = _computing(timeline, event.island)
+            row = computing(timeline, event.island)
             timeline.span(row, event.start_s, event.end_s, f"compute, round {event.round}", "computing", args)
         case Exchanged():
             _exchanged(timeline, event)
         case CaughtUp() | IslandJoined():
             _received(timeline, event, boundary_s)
-        case IslandLeft():
-            timeline.moment(_network(timeline, event.island), event.virtual_time_s, "left", {"round": event.round})
         case RoundFinished():
             counts = {"loss": event.loss, "tokens": event.tokens, "islands": event.islands}
-            timeline.span(_ROUNDS, boundary_s, event.virtual_time_s, f"round {event.round}", "round", counts)
-        case Evaluated():
-            timeline.moment(_EVALUATIONS, event.virtual_time_s, "evaluation", {"round": event.round, **event.metrics}, across=True)
+            timeline.span(ROUNDS, boundary_s, event.virtual_time_s, f"round {event.round}", "round", counts)
         case _:
             pass
 
@@ -72,14 +73,14 @@ def _draw(timeline: Timeline, event: Event, boundary_s: float) -> None:
 def _exchanged(timeline: Timeline, event: Exchanged) -> None:
     everyone = zip(event.islands, event.heard, event.arrived_s, event.sent_bytes, event.control_bytes, strict=True)
     for island, heard, arrived_s, sent_bytes, control_bytes in everyone:
-        row = _network(timeline, island)
+        row = network(timeline, island)
         why = {"round": event.round, "for": event.what}
         timeline.span(row, arrived_s, event.start_s, "wait", "waiting", why, filler=True)
         name = event.what if heard else f"{event.what} (not heard)"
         args = {"round": event.round, "bytes": sent_bytes, "control_bytes": control_bytes, "heard": heard}
         # One that comes too late to be heard is not there at the start.
         timeline.span(row, max(arrived_s, event.start_s), event.end_s, name, "talking", args)
-    timeline.count(_CLUSTER, event.end_s, sum(event.sent_bytes))
+    timeline.count(CLUSTER, event.end_s, sum(event.sent_bytes))
 
 
 def _received(timeline: Timeline, event: CaughtUp | IslandJoined, boundary_s: float) -> None:
@@ -90,21 +91,5 @@ def _received(timeline: Timeline, event: CaughtUp | IslandJoined, boundary_s: fl
         # This event has only the end. Islands are admitted between rounds, so the transfer began at the last boundary.
         name, category, start_s, end_s = "join", "joining", min(boundary_s, event.virtual_time_s), event.virtual_time_s
     args = {"round": event.round, "donor": event.donor, "bytes": event.sent_bytes}
-    timeline.span(_network(timeline, event.island), start_s, end_s, name, category, args)
-    timeline.count(_CLUSTER, end_s, event.sent_bytes)
-
-
-def _computing(timeline: Timeline, island: int) -> Row:
-    return _island(timeline, island, 1)
-
-
-def _network(timeline: Timeline, island: int) -> Row:
-    return _island(timeline, island, 2)
-
-
-def _island(timeline: Timeline, island: int, row: int) -> Row:
-    process = _CLUSTER + 1 + island
-    timeline.process_names[process] = f"island {island}"
-    timeline.row_names[Row(process, 1)] = "computing"
-    timeline.row_names[Row(process, 2)] = "network"
-    return Row(process, row)
+    timeline.span(network(timeline, event.island), start_s, end_s, name, category, args)
+    timeline.count(CLUSTER, end_s, event.sent_bytes)

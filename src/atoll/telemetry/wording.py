@@ -10,6 +10,8 @@ from atoll.events import (
     Event,
     IslandJoined,
     IslandLeft,
+    Refused,
+    Returned,
     RoundFinished,
     RunFinished,
     RunStarted,
@@ -41,6 +43,10 @@ def notice(event: Event) -> str | None:
             return f"round {event.round}: island {event.island} joined at {human_time(event.virtual_time_s)}{_given(event)}"
         case IslandLeft():
             return f"round {event.round}: island {event.island} left at {human_time(event.virtual_time_s)}"
+        case Refused():
+            return f"round {event.round}: the update of island {event.island} was refused ({event.reason})"
+        case Returned():
+            return f"round {event.round}: island {event.island} brings nothing; {event.steps} steps of shard {event.shard} are put back"
         case CaughtUp():
             return f"round {event.round}: island {event.island} caught up{_given(event)}"
         case Saved():
@@ -52,15 +58,33 @@ def notice(event: Event) -> str | None:
 
 
 def figures(event: RoundFinished, tally: Tally) -> str:
-    """What stands beside the bar: loss, validation loss, virtual time, bytes per island, utilisation, as far as known."""
+    """What stands beside the bar: loss, validation loss, virtual time, bytes per island, utilisation, as far as known.
+
+    With a hub also how many local updates are done, how late the last arrivals were, and how many workers there are.
+    """
     parts = [f"loss {event.loss:.3f}"]
     if tally.evaluation is not None and "loss" in tally.evaluation.metrics:
         parts.append(f"val {tally.evaluation.metrics['loss']:.3f}")
+    if tally.asynchronous:
+        parts += _at_the_hub(event, tally)
     parts += [f"virtual time {human_time(event.virtual_time_s)}", f"{human_bytes(event.sent_bytes_per_island)} per island"]
     utilisation = tally.utilisation(event.virtual_time_s)
     if utilisation is not None:
         parts.append(f"busy {human_percent(utilisation)}")
     return "  ".join(parts)
+
+
+def local_updates_total(started: RunStarted) -> int:
+    """Of all islands together; a run with a hub ends when they are reached, whoever made them."""
+    return started.steps * started.islands
+
+
+def _at_the_hub(event: RoundFinished, tally: Tally) -> list[str]:
+    total = f"/{human_count(local_updates_total(tally.started))}" if tally.started is not None else ""
+    staleness = tally.staleness()
+    late = [f"staleness {staleness:.1f}"] if staleness is not None else []
+    workers = f"{event.islands} workers" if event.islands != 1 else "1 worker"
+    return [f"updates {human_count(event.local_updates)}{total}", *late, workers]
 
 
 def perplexity(loss: float) -> float:
