@@ -5,12 +5,26 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import count
 
 import pytest
 from rich.console import Console
 
-from atoll.events import CaughtUp, Evaluated, Event, IslandJoined, IslandLeft, Progress, RoundFinished, RunStarted, Saved
+from atoll.events import (
+    CaughtUp,
+    Dispatched,
+    Evaluated,
+    Event,
+    IslandJoined,
+    IslandLeft,
+    Progress,
+    Refused,
+    Returned,
+    RoundFinished,
+    RunStarted,
+    Saved,
+)
 from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.units import human_bytes, human_time
 
@@ -139,3 +153,44 @@ def test_a_run_that_was_evaluated_thousands_of_times_does_not_flood_the_screen(s
     evaluation = next(event for event in script().events() if isinstance(event, Evaluated))
     text = show([evaluation] * 3000, terminal=terminal, tick_s=0.001)
     assert text.count("val loss") == 20
+
+
+# ------------------------------------------------------------------------------------------------------------- with a hub
+
+
+def test_a_run_with_a_hub_shows_updates_staleness_and_workers(async_script) -> None:
+    run = async_script(rounds=30)
+    lines = [line for line in show(run.events(), tick_s=0.001).splitlines() if "training" in line]
+    assert lines[-1].startswith("demo: training  100 %  loss 2.000  val 2.300  updates 150/150  staleness ")
+    assert re.search(r"staleness \d\.\d  3 workers  virtual time 0:01:3\d  10\.0 kB per island  busy \d\d %$", lines[-1])
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_thousands_of_arrivals_do_not_flood_the_screen(async_script, terminal: bool) -> None:
+    run = async_script(rounds=3000)
+    events = [event for event in run.events() if not isinstance(event, Evaluated)]
+    assert len(show(events, terminal=terminal, tick_s=1e-4).splitlines()) < 40
+
+
+def test_a_bar_never_goes_back_when_a_worker_leaves(async_script) -> None:
+    """Steps of each worker would: they are local updates over the workers present."""
+    started, *events = async_script(rounds=10, step_s=(1.0, 1.0)).events()
+    rounds = [event for event in events if isinstance(event, Dispatched | RoundFinished)]
+    halved = [replace(e, islands=1, steps=2 * e.steps) if isinstance(e, RoundFinished) and e.round == 3 else e for e in rounds]
+    shares = [int(share) for share in re.findall(r"training  (\d+) %", show([started, *halved], tick_s=10.0))]
+    assert shares == [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
+
+
+def test_a_resumed_run_with_a_hub_goes_by_what_the_engine_says(async_script) -> None:
+    events = [event for event in async_script(rounds=10).events() if isinstance(event, Dispatched | RoundFinished)]
+    text = show([Progress(phase="resume", done=30, total=50, note="from round 6"), *events[-4:]], tick_s=10.0)
+    assert text.splitlines()[-1].startswith("demo: training  60 %  loss 4.000  updates 50  3 workers")
+
+
+def test_updates_that_are_not_taken_are_told_with_their_reason() -> None:
+    refused = Refused(island=2, round=7, virtual_time_s=61.0, reason="it holds NaN")
+    returned = Returned(island=1, round=9, shard=4, steps=50, virtual_time_s=75.0)
+    assert show([refused, returned]).splitlines() == [
+        "round 7: the update of island 2 was refused (it holds NaN)",
+        "round 9: island 1 brings nothing, 50 steps of shard 4 are put back",
+    ]

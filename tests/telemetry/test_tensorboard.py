@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from atoll.errors import ConfigError
-from atoll.events import Compared, Evaluated, Event, RoundFinished
+from atoll.events import Arrived, Compared, Evaluated, Event, RoundFinished, WindowClosed
 from atoll.telemetry import TensorBoardSink
 
 
@@ -69,6 +69,26 @@ def test_a_resumed_run_has_the_curves_of_one_that_never_stopped(tmp_path, events
     write(tmp_path / "whole", events)
     write(tmp_path / "resumed", events[:20])
     write(tmp_path / "resumed", events[12:], replay=events[:12])
+    assert curves(tmp_path / "resumed") == curves(tmp_path / "whole")
+
+
+def test_staleness_and_windows_of_a_hub_have_curves(tmp_path, async_script) -> None:
+    events = list(async_script(rounds=20).events())
+    write(tmp_path, events)
+    read = curves(tmp_path)
+    arrivals = [event for event in events if isinstance(event, Arrived)]
+    windows = [event for event in events if isinstance(event, WindowClosed)]
+    assert read["hub/staleness_by_arrival"] == near([(number, e.staleness) for number, e in enumerate(arrivals, start=1)])
+    assert read["hub/staleness_by_virtual_ms"] == near([(1000 * e.virtual_time_s, e.staleness) for e in arrivals])
+    assert read["delta/norm_by_arrival"] == near([(number, e.norm) for number, e in enumerate(arrivals, start=1)])
+    assert read["hub/arrivals_by_window"] == near([(e.window, len(e.islands)) for e in windows])
+    assert read["hub/waited_s_by_window"] == near([(e.window, sum(e.idle_s)) for e in windows])
+
+
+def test_a_resumed_run_with_a_hub_counts_its_arrivals_on(tmp_path, async_script) -> None:
+    events = list(async_script(rounds=20).events())
+    write(tmp_path / "whole", events)
+    write(tmp_path / "resumed", events[40:], replay=events[:40])
     assert curves(tmp_path / "resumed") == curves(tmp_path / "whole")
 
 

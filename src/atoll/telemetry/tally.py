@@ -12,6 +12,7 @@ from atoll.events import (
     Event,
     IslandJoined,
     IslandLeft,
+    Refused,
     Returned,
     RoundFinished,
     RunFinished,
@@ -67,12 +68,15 @@ class Tally:
                 self._away.pop(event.island, None)
             case Computed():
                 self._computed(event)
-            case Returned():
-                self._give_up(event.island, event.virtual_time_s)
+            case Refused() | Returned():
+                # An update that is delivered a second time is refused too, but its round was over before.
+                if event.island in self._away and self._away[event.island].round == event.round:
+                    self._give_up(event.island, event.virtual_time_s)
             case IslandJoined():
                 self._since_s[event.island] = event.virtual_time_s
             case IslandLeft():
-                self._give_up(event.island, event.virtual_time_s)
+                if event.island in self._away:
+                    self._give_up(event.island, event.virtual_time_s)
                 here_s = event.virtual_time_s - self._since_s.pop(event.island, event.virtual_time_s)
                 self._past_s[event.island] = self._past_s.get(event.island, 0.0) + here_s
             case _:
@@ -112,7 +116,7 @@ class Tally:
     def _give_up(self, island: int, now_s: float) -> None:
         """A round ends without an update: the time that went into it stays spent."""
         self._computed_s[island] = self._computed_s.get(island, 0.0) + self._under_way_s(island, now_s)
-        self._away.pop(island, None)
+        del self._away[island]
 
     def _under_way_s(self, island: int, now_s: float) -> float:
         task = self._away.get(island)

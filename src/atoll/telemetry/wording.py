@@ -46,7 +46,8 @@ def notice(event: Event) -> str | None:
         case Refused():
             return f"round {event.round}: the update of island {event.island} was refused ({event.reason})"
         case Returned():
-            return f"round {event.round}: island {event.island} brings nothing; {event.steps} steps of shard {event.shard} are put back"
+            lost = f"{event.steps} steps of shard {event.shard} are put back"
+            return f"round {event.round}: island {event.island} brings nothing, {lost}"
         case CaughtUp():
             return f"round {event.round}: island {event.island} caught up{_given(event)}"
         case Saved():
