@@ -11,7 +11,7 @@ import pytest
 from atoll import recipes
 from atoll.cli import main as cli
 from atoll.events import Arrived, Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
-from atoll.telemetry import JsonlSink
+from atoll.telemetry import JsonlSink, read_progress
 from atoll.testing.small import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=6", "train.warm_start_steps=0"]
@@ -176,6 +176,25 @@ def test_report_tells_of_an_asynchronous_run_and_draws_it(atoll, finished, tmp_p
     assert (told["arrivals"], told["windows"], told["steps_per_shard"]) == (6, 6, {"0": 12})
     assert "asynchrony" not in json.loads(atoll("report", finished, "--json")[1])
     assert not (finished / "asynchrony.png").exists()
+
+
+def test_the_account_of_a_real_asynchronous_run_adds_up(atoll, tmp_path):
+    settings = sets(
+        *TINY, "train.steps=30", "train.warm_start_steps=0", "cluster.outages=[Outage(island=2,start_s=15.3,stop_s=25)]"
+    )
+    code, out, err = atoll("run", "demo-async", *settings, "--out", tmp_path / "run", "--json", "--quiet")
+    assert code == 0, err
+    summary = json.loads(out.splitlines()[-1])
+    told = summary["asynchrony"]
+    assert told["arrivals"] == sum(worker["rounds"] for worker in told["workers"]) == summary["rounds"]
+    assert sum(told["steps_per_shard"].values()) == summary["local_updates"]
+    assert told["returned"] == 1
+    for worker in told["workers"]:
+        parts = sum(worker[name] for name in ("computed_s", "talked_s", "waited_s", "unfinished_s"))
+        assert parts == pytest.approx(worker["present_s"])
+        away_s = 25 - 15.3 if worker["island"] == 2 else 0.0
+        assert worker["present_s"] == pytest.approx(summary["virtual_time_s"] - away_s)
+    assert read_progress(tmp_path / "run").utilisation == pytest.approx(summary["utilisation"])
 
 
 def at_a_hub(rounds):

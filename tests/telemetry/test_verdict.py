@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.telemetry import Summary
+from atoll.telemetry import Summary, read_summary
 from atoll.telemetry.verdict import Row, losses_as_text, reference, verdict
 
 DDP = Summary(
@@ -91,6 +91,16 @@ def test_runs_on_different_numbers_of_tokens_are_not_compared(tokens: int) -> No
     told = tell(DDP, replace(DILOCO, tokens=tokens))
     assert told.startswith("These runs are not comparable, because they trained on different numbers of tokens: ddp saw 10.0 k")
     assert "2.3" not in told
+
+
+def test_the_last_round_of_a_run_with_a_hub_may_go_past_the_end(tmp_path, async_script) -> None:
+    """Rounds of 5 steps with 100 tokens each: a run that was asked for 2500 tokens may have seen up to 3000."""
+    hub = read_summary(async_script(rounds=6).write(tmp_path / "run"))
+    assert hub.tokens == 3000
+    assert "not comparable" not in tell(replace(DDP, tokens=2500, params=hub.params), hub)
+    assert "not comparable" in tell(replace(DDP, tokens=2400, params=hub.params), hub)
+    assert "not comparable" in tell(replace(DDP, tokens=3100, params=hub.params), hub), "it never stops short of it"
+    assert "not comparable" in tell(replace(DDP, tokens=2500, params=hub.params), replace(hub, asynchrony=None))
 
 
 def test_warm_start_tokens_count_as_work() -> None:

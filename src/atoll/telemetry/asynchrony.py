@@ -58,7 +58,7 @@ class WorkerTimes:
 
     Attributes:
         rounds: that arrived at the hub; `steps` are those taken in them.
-        computed_s: on what arrived.
+        computed_s: as reported, which is what arrived.
         waited_s: to be sent off, in grace windows above all.
         talked_s: pulling weights and pushing updates.
         unfinished_s: on rounds that brought nothing: still under way at the end, refused, or lost when it left.

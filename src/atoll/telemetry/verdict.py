@@ -78,10 +78,19 @@ def _different_work(rows: Sequence[Row]) -> str:
     if len(set(params)) > 1:
         told = [f"{row.label} has {human_count(count)}" for row, count in zip(rows, params, strict=True)]
         return f"These runs are not comparable, because their models differ in parameters: {_listed(told)}."
-    if max(tokens) > (1 + _SAME_WORK) * min(tokens):
+    asked_for = [count - _past_the_end(row.summary) for row, count in zip(rows, tokens, strict=True)]
+    if max(asked_for) > (1 + _SAME_WORK) * min(tokens):
         told = [f"{row.label} saw {human_count(count)}" for row, count in zip(rows, tokens, strict=True)]
         return f"These runs are not comparable, because they trained on different numbers of tokens: {_listed(told)}."
     return ""
+
+
+def _past_the_end(summary: Summary) -> float:
+    """Tokens that a run may have seen beyond those asked for: a hub stops with the arrival that reaches them, up to a round later."""
+    if summary.asynchrony is None or not summary.local_updates:
+        return 0.0
+    longest = max((worker.steps / worker.rounds for worker in summary.asynchrony.workers if worker.rounds), default=0.0)
+    return longest * summary.tokens / summary.local_updates
 
 
 def _differing_data(rows: Sequence[Row]) -> list[str]:
