@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atoll import recipes as recipes
+    from atoll.algorithms.async_local_sgd import AsyncLocalSGD as AsyncLocalSGD
     from atoll.algorithms.ddp import DDP as DDP
     from atoll.algorithms.diloco import DiLoCo as DiLoCo
+    from atoll.data.gaussians import Gaussians as Gaussians
     from atoll.data.partition import IID as IID
     from atoll.data.partition import ByDomain as ByDomain
     from atoll.data.partition import Dirichlet as Dirichlet
@@ -27,17 +29,23 @@ if TYPE_CHECKING:
     from atoll.engines.sim.world import Away as Away
     from atoll.engines.sim.world import Cluster as Cluster
     from atoll.engines.sim.world import Lost as Lost
+    from atoll.engines.sim.world import Outage as Outage
     from atoll.errors import AtollError as AtollError
     from atoll.errors import ConfigError as ConfigError
     from atoll.models.gpt import GPT as GPT
+    from atoll.models.mlp import MLP as MLP
     from atoll.optim.adam import Adam as Adam
     from atoll.optim.adam import AdamW as AdamW
+    from atoll.optim.delayed import Buffered as Buffered
+    from atoll.optim.delayed import DelayedNesterov as DelayedNesterov
     from atoll.optim.schedules import WSD as WSD
     from atoll.optim.schedules import Constant as Constant
     from atoll.optim.schedules import Cosine as Cosine
     from atoll.optim.sgd import SGD as SGD
     from atoll.optim.sgd import Momentum as Momentum
     from atoll.optim.sgd import Nesterov as Nesterov
+    from atoll.optim.stale import DelayCompensation as DelayCompensation
+    from atoll.optim.stale import Polynomial as Polynomial
     from atoll.runs.execute import Result as Result
     from atoll.runs.execute import resume as resume
     from atoll.runs.execute import run as run
@@ -76,6 +84,14 @@ _HOME = {
     "Keep": "atoll.runs.run",
     "Run": "atoll.runs.run",
     "Train": "atoll.runs.run",
+    "AsyncLocalSGD": "atoll.algorithms.async_local_sgd",
+    "Gaussians": "atoll.data.gaussians",
+    "Outage": "atoll.engines.sim.world",
+    "MLP": "atoll.models.mlp",
+    "Buffered": "atoll.optim.delayed",
+    "DelayedNesterov": "atoll.optim.delayed",
+    "DelayCompensation": "atoll.optim.stale",
+    "Polynomial": "atoll.optim.stale",
     "Tree": "atoll.tree",
 }
 

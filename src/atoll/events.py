@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 
@@ -225,7 +225,8 @@ class RoundFinished(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
-    """The global weights on held-out data."""
+    """The global weights on held-out data. `loss` and `accuracy` are among the metrics; they stand by themselves for whoever reads
+    the log with other tools."""
 
     round: int
     steps: int
@@ -234,6 +235,12 @@ class Evaluated(Event):
     local_updates: int
     sent_bytes_per_island: float
     metrics: dict[str, float]
+    loss: float = field(init=False)
+    accuracy: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", self.metrics.get("loss", math.nan))
+        object.__setattr__(self, "accuracy", self.metrics.get("accuracy"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +285,7 @@ def from_json(line: str) -> Event:
     """The event that `to_json` wrote."""
     record = _read(json.loads(line))
     kind = _KINDS[record.pop("event")]
-    return kind(**{f.name: record[f.name] for f in fields(kind)})
+    return kind(**{f.name: record[f.name] for f in fields(kind) if f.init})
 
 
 _KINDS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}

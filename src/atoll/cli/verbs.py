@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from rich.table import Table
 from atoll import recipes
 from atoll.errors import ConfigError
 from atoll.models.gpt import GPT
+from atoll.models.mlp import MLP
 from atoll.protocols import Sink
 from atoll.runs import execute
 from atoll.runs.execute import Cache, Result
@@ -176,7 +177,14 @@ def _run_of(name: str, settings: Sequence[str], seed: int | None) -> Run:
     return run if seed is None else replace(run, seed=seed)
 
 
-PRESETS = {"tiny": GPT.tiny, "m20": GPT.m20, "m60": GPT.m60, "m150": GPT.m150, "m400": GPT.m400}
+PRESETS: Mapping[str, Callable[[], GPT | MLP]] = {
+    "tiny": GPT.tiny,
+    "m20": GPT.m20,
+    "m60": GPT.m60,
+    "m150": GPT.m150,
+    "m400": GPT.m400,
+    "small": MLP.small,
+}
 """`--set model=m60` takes the whole model."""
 
 

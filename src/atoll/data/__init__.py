@@ -2,9 +2,11 @@
 
 corpus (stdlib, files, hub) gives documents; split holds some out; tokenizer and tokens make ids of them, in memory or in files
 (shards, prepare); examples are windows on the ids; partition deals them to shards; stream gives batches; text is all of it.
+gaussians are points instead of text: the asynchronous paper's toy.
 """
 
 from atoll.data.corpus import Corpus, Document, open_corpus
+from atoll.data.gaussians import Gaussians
 from atoll.data.partition import IID, ByDomain, Dirichlet, KMeans, Partition
 from atoll.data.prepare import Prepared, open_prepared, prepare
 from atoll.data.shards import TokenFile, write_tokens
@@ -21,6 +23,7 @@ __all__ = [
     "Corpus",
     "Dirichlet",
     "Document",
+    "Gaussians",
     "KMeans",
     "LoadedText",
     "Partition",

@@ -13,8 +13,10 @@ The same rules serve inside an island (on gradients) and between islands (on del
 """
 
 from atoll.optim.adam import Adam, AdamState, AdamW
+from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Constant, Cosine, Schedule, at
 from atoll.optim.sgd import SGD, Momentum, MomentumState, Nesterov, SGDState
+from atoll.optim.stale import DelayCompensation, Polynomial
 
 __all__ = [
     "SGD",
@@ -22,11 +24,15 @@ __all__ = [
     "Adam",
     "AdamState",
     "AdamW",
+    "Buffered",
     "Constant",
     "Cosine",
+    "DelayCompensation",
+    "DelayedNesterov",
     "Momentum",
     "MomentumState",
     "Nesterov",
+    "Polynomial",
     "SGDState",
     "Schedule",
     "at",

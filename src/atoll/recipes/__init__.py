@@ -6,15 +6,28 @@ from collections.abc import Callable, Mapping
 
 from atoll.errors import ConfigError
 from atoll.recipes.demo import demo_async, demo_async_naive, demo_ddp, demo_diloco
-from atoll.recipes.papers import diloco_60m, diloco_150m, diloco_400m
+from atoll.recipes.papers import async_20m, async_60m, async_150m, diloco_60m, diloco_150m, diloco_400m
+from atoll.recipes.toy import toy_async, toy_sync
 from atoll.runs.run import Run
 
-__all__ = ["ALL", "demo_async", "demo_async_naive", "demo_ddp", "demo_diloco", "diloco_60m", "diloco_150m", "diloco_400m", "recipe"]
+_MAKERS = (
+    demo_ddp,
+    demo_diloco,
+    demo_async,
+    demo_async_naive,
+    diloco_60m,
+    diloco_150m,
+    diloco_400m,
+    async_20m,
+    async_60m,
+    async_150m,
+    toy_async,
+    toy_sync,
+)
 
-ALL: Mapping[str, Callable[[], Run]] = {
-    make.__name__.replace("_", "-"): make
-    for make in (demo_ddp, demo_diloco, demo_async, demo_async_naive, diloco_60m, diloco_150m, diloco_400m)
-}
+ALL: Mapping[str, Callable[[], Run]] = {make.__name__.replace("_", "-"): make for make in _MAKERS}
+
+__all__ = ["ALL", "recipe", *(make.__name__ for make in _MAKERS)]  # noqa: PLE0604
 
 
 def recipe(name: str) -> Run:

@@ -3,18 +3,24 @@
 DiLoCo's Tables 1 and 5: AdamW at 4e-4 with 1,000 steps of warm-up and decay 0.1, batches of 512 sequences of 1,024 tokens, shards
 by k-means, 8 islands that agree every 500 steps, 24,000 steps of plain training and then 64,000 of DiLoCo. What the paper leaves
 open: betas and clipping are OpenDiLoCo's, and that the rate goes down to 0 along a cosine.
+
+Asynchronous Local-SGD's Tables 5 and 6: 4 workers of very different speeds, rounds of 50 steps for the fastest, batches of 128
+sequences of 256 tokens, 24,000 steps of plain training and then 64,000 per worker. Its inner rate of 0.1 cannot be AdamW's:
+here it is DiLoCo's, down to the 1e-6 of the authors' notebook. The grace period is the notebook's half a second; shards are random.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.diloco import DiLoCo
 from atoll.data.partition import KMeans
 from atoll.data.text import Text
 from atoll.engines.sim.world import Cluster
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
+from atoll.optim.delayed import DelayedNesterov
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov
 from atoll.runs.run import Keep, Run, Train
@@ -33,6 +39,37 @@ def diloco_150m() -> Run:
 def diloco_400m() -> Run:
     """DiLoCo's largest model, with the paper's settings."""
     return _diloco("diloco-400m", GPT.m400())
+
+
+def async_20m() -> Run:
+    """Asynchronous Local-SGD's main model, with the paper's settings."""
+    return _async("async-20m", GPT.m20())
+
+
+def async_60m() -> Run:
+    """Asynchronous Local-SGD's middle model, with the paper's settings."""
+    return _async("async-60m", GPT.m60())
+
+
+def async_150m() -> Run:
+    """Asynchronous Local-SGD's largest model, with the paper's settings."""
+    return _async("async-150m", GPT.m150())
+
+
+def _async(name: str, model: GPT) -> Run:
+    outer = DelayedNesterov(lr=0.7, momentum=0.9, period=4)
+    return Run(
+        recipe=name,
+        model=replace(model, vocab_size=32_000),
+        data=Text(corpus="stdlib", tokenizer="bytes", seq_len=256, eval_batches=16),
+        algorithm=AsyncLocalSGD(inner_steps=50, outer=outer, pace="given", grace_s=0.5),
+        optimizer=AdamW(lr=Cosine(lr=4e-4, warmup=1_000, floor=1e-6), betas=(0.9, 0.95), weight_decay=0.1),
+        train=Train(
+            steps=64_000, batch_size=128, micro_batches=4, warm_start_steps=24_000, device="auto", precision="bf16", compile=True
+        ),
+        cluster=Cluster(islands=4, step_time_s="very"),
+        keep=Keep(evaluate_every=500, save_every=500),
+    )
 
 
 def _diloco(name: str, model: GPT) -> Run:

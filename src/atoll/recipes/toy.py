@@ -1,0 +1,55 @@
+"""The toy of the asynchronous paper's authors: a perceptron that tells mixtures of Gaussians apart, on four unequal workers.
+
+As in their notebook, odd habits included: an inner optimizer that is new in every round and takes its first step at the peak of the
+schedule, a shard among those with the fewest visits, heavy-ball momentum where the runs are called Nesterov's, and a weight of
+sqrt(k)/k = 0.5 for every arrival. Lines cost nothing. `--set model.hidden=128` makes a run quick.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from atoll.algorithms.async_local_sgd import AsyncLocalSGD
+from atoll.algorithms.diloco import DiLoCo
+from atoll.data.gaussians import Gaussians
+from atoll.engines.sim.network import Link
+from atoll.engines.sim.world import Cluster
+from atoll.models.mlp import MLP
+from atoll.optim.adam import AdamW
+from atoll.optim.schedules import Cosine
+from atoll.optim.sgd import Momentum
+from atoll.protocols import Algorithm, AsyncAlgorithm
+from atoll.runs.run import Keep, Run, Train
+
+
+def toy_async() -> Run:
+    """The authors' asynchronous toy: heavy ball at every arrival."""
+    algorithm = AsyncLocalSGD(
+        inner_steps=20,
+        outer=Momentum(lr=0.07, momentum=0.9),
+        weight="sqrt(k)/k",
+        grace_s=0.5,
+        shards="visits",
+        ties="chance",
+    )
+    return _toy("toy-async", algorithm)
+
+
+def toy_sync() -> Run:
+    """The authors' synchronous toy: heavy ball on the mean of the workers."""
+    return _toy("toy-sync", DiLoCo(inner_steps=20, outer=Momentum(lr=0.7, momentum=0.9)))
+
+
+def _toy(name: str, algorithm: Algorithm[Any] | AsyncAlgorithm[Any]) -> Run:
+    phases = 100  # of 20 steps for each worker
+    return Run(
+        recipe=name,
+        model=MLP(),
+        data=Gaussians(),
+        algorithm=algorithm,
+        optimizer=AdamW(lr=Cosine(lr=2e-4, floor=1e-6), betas=(0.9, 0.999), weight_decay=1e-3, decay="all"),
+        train=Train(steps=20 * phases, batch_size=32, clip_norm=None, fresh_optimizer=True, peak_first=True),
+        cluster=Cluster(islands=4, step_time_s="very", link=Link(latency_s=0.0, bandwidth_mbit_per_s=math.inf)),
+        keep=Keep(evaluate_every=200, save_every=1000),
+    )
