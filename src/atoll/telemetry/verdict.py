@@ -86,7 +86,7 @@ def _different_work(rows: Sequence[Row]) -> str:
 
 
 def _past_the_end(summary: Summary) -> float:
-    """Tokens that a run may have seen beyond those asked for: a hub stops with the arrival that reaches them, up to a round later."""
+    """Tokens beyond those asked for that a run may have seen: a hub stops with the arrival that reaches them."""
     if summary.asynchrony is None or not summary.local_updates:
         return 0.0
     longest = max((worker.steps / worker.rounds for worker in summary.asynchrony.workers if worker.rounds), default=0.0)
