@@ -2,12 +2,15 @@
 
 import pytest
 
+from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.optim.stale import DelayCompensation, Polynomial
+from atoll.testing.async_conformance import ASYNC_CHECKS
 from atoll.testing.conformance import ALGORITHM_CHECKS, check_rule
 
 RULES = [
@@ -38,6 +41,18 @@ ALGORITHMS = [
     DiLoCo(inner_steps=2, pruned=0.25),
 ]
 
+ASYNC_ALGORITHMS = [
+    AsyncLocalSGD(inner_steps=2),
+    AsyncLocalSGD(inner_steps=4, pace="given", grace_s=0.5),
+    AsyncLocalSGD(inner_steps=4, pace="measured"),
+    AsyncLocalSGD(inner_steps=2, outer=Nesterov(lr=0.3), weight="1/k"),
+    AsyncLocalSGD(inner_steps=2, outer=Buffered(rule=Nesterov(lr=0.7), size=4), grace_s=2.0),
+    AsyncLocalSGD(inner_steps=2, outer=Momentum(lr=0.1), weight="sqrt(k)/k", shards="visits", ties="chance"),
+    AsyncLocalSGD(inner_steps=3, outer=Adam(lr=0.05, eps=0.1)),
+    AsyncLocalSGD(inner_steps=2, outer=SGD(lr=0.7), correction=Polynomial(threshold=6)),
+    AsyncLocalSGD(inner_steps=2, outer=SGD(lr=0.5), correction=DelayCompensation(strength=0.5)),
+]
+
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_rule_keeps_its_promises(rule):
@@ -47,4 +62,10 @@ def test_rule_keeps_its_promises(rule):
 @pytest.mark.parametrize("check", ALGORITHM_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_algorithm_keeps_its_promises(algorithm, check):
+    check(algorithm)
+
+
+@pytest.mark.parametrize("check", ASYNC_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("algorithm", ASYNC_ALGORITHMS, ids=repr)
+def test_asynchronous_algorithm_keeps_its_promises(algorithm, check):
     check(algorithm)

@@ -158,11 +158,12 @@ class Scheduler:
         return self.windows, self.tick(now_s, version, next_s)
 
     def send_again(self, worker: int, now_s: float, version: int) -> list[Decision]:
-        """What the worker brought cannot be used: the round is put back, and the worker sent off anew."""
+        """What the worker brought cannot be used: the round is put back, and the worker sent off anew, unless all is done."""
         here = self.workers[worker]
         assert here.out is not None, f"worker {worker} is not out"
         returned = self._put_back(here.out, now_s)
-        return [returned, self._send_off(worker, now_s, version)]
+        here.out = None
+        return [returned] if self.done else [returned, self._send_off(worker, now_s, version)]
 
     def tick(self, now_s: float, version: int, next_s: float | None = None) -> list[Decision]:
         """Time has passed, or something is known that was not: closes the window if it is time."""

@@ -186,16 +186,21 @@ class AsyncSimEngine:
                     self._turn_down(outcome)
 
     def _send_off(self, dispatch: Dispatch) -> None:
-        worker, line = self.workers[dispatch.worker], self.cluster.line(dispatch.worker)
+        worker = self.workers[dispatch.worker]
         worker.dispatch, worker.stretches = dispatch, []
-        worker.begin_s = dispatch.time_s + line.latency_s + self.params.nbytes / line.down_bytes_per_s
-        worker.end_s = worker.begin_s + self._duration_s(worker.id, dispatch.round, dispatch.steps)
-        worker.arrival_s = worker.end_s + line.latency_s + self.params.nbytes / line.up_bytes_per_s
+        self._foresee(worker, dispatch)
         if self._save is not None:
             worker.before = copy.deepcopy(worker.replica.state())
         hub = SimHub(self, worker, dispatch, self.hub.task(dispatch))
         coroutine = self.algorithm.round(SimReplica(self, worker.id, worker.replica), hub)
         worker.task = self._loop.spawn(f"worker {worker.id}", coroutine, dispatch.time_s, partial(self._came_back, hub, worker))
+
+    def _foresee(self, worker: SimWorker, dispatch: Dispatch) -> None:
+        """When the worker will have its weights, have trained, and be there."""
+        line = self.cluster.line(worker.id)
+        worker.begin_s = dispatch.time_s + line.latency_s + self.params.nbytes / line.down_bytes_per_s
+        worker.end_s = worker.begin_s + self._duration_s(worker.id, dispatch.round, dispatch.steps)
+        worker.arrival_s = worker.end_s + line.latency_s + self.params.nbytes / line.up_bytes_per_s
 
     def _came_back(self, hub: SimHub, worker: SimWorker, task: Task) -> None:
         if not hub.pushed:
@@ -246,6 +251,7 @@ class AsyncSimEngine:
             seconds = math.fsum(stretch.end_s - stretch.start_s for stretch in worker.stretches)
             self._carry_out(self.hub.push(Push(worker.id, dispatch.round, delta, seconds or None), now_s, next_s))
         else:
+            self._count_computing(worker)
             self._carry_out(self.hub.give_up(worker.id, now_s))
         self._tick()
         if self._is_due(before, self._save_every) and self._save is not None:
@@ -394,4 +400,6 @@ class AsyncSimEngine:
             replica = fresh[island].replica if island in fresh else self._replica(island)
             replica.restore(load(f"worker-{island}", None)["replica"])
             out = self.hub.scheduler.workers[island].out
-            self.workers[island] = SimWorker(island, replica, since_s, dispatch=out, refusals=refusals)
+            worker = self.workers[island] = SimWorker(island, replica, since_s, dispatch=out, refusals=refusals)
+            if out is not None:  # a run that is over settles its books without beginning the round again
+                self._foresee(worker, out)
