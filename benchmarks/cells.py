@@ -18,7 +18,7 @@ from typing import Any
 
 from atoll import recipes
 from atoll.errors import TrainingDiverged
-from atoll.events import Event, Progress, RoundFinished
+from atoll.events import Evaluated, Event, Progress, RoundFinished
 from atoll.runs import execute
 from atoll.runs.execute import Cache
 from atoll.runs.run import Run, candidates
@@ -26,6 +26,9 @@ from atoll.runs.settings import override, to_json
 from progress import Watch
 from record import Record
 from spread import Sample
+
+Point = tuple[float, int, float]
+"""Of a curve: virtual time in seconds, local updates of all islands, validation loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +61,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a row: the summaries of the seeds that ended well, and of the others what went wrong."""
+    """What came of a row: the summaries of the seeds that ended well, and of the others what went wrong. Curves, one for each of
+    the former, are there if they were asked for."""
 
     row: Row
     summaries: tuple[dict[str, Any], ...]
     errors: tuple[str, ...] = ()
+    curves: tuple[tuple[Point, ...], ...] = ()
 
     @property
     def loss(self) -> Sample | None:
@@ -80,14 +85,23 @@ class Outcome:
         tokens, warm = self.mean("tokens"), self.mean("warm_start_tokens")
         return None if tokens is None or warm is None else tokens + warm
 
+    @property
+    def staleness(self) -> float | None:
+        """How many updates an arrival had missed, on average; None where there is no hub."""
+        values = [summary["asynchrony"]["staleness"]["mean"] for summary in self.summaries if "asynchrony" in summary]
+        return fmean(values) if values else None
+
 
 def key_of(run: Run) -> str:
     """A name for a Run that changes when anything in it does."""
     return blake2b(json.dumps(to_json(run), sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-def carry_out(rows: Sequence[Row], seeds: Sequence[int], record: Record, title: str, *, quiet: bool = False) -> dict[Row, Outcome]:
-    """Runs what the record does not hold yet. Every row is looked at before anything runs."""
+def carry_out(
+    rows: Sequence[Row], seeds: Sequence[int], record: Record, title: str, *, quiet: bool = False, curves: bool = False
+) -> dict[Row, Outcome]:
+    """Runs what the record does not hold yet, and keeps every evaluation if `curves` are wanted. Every row is looked at before
+    anything runs."""
     runs = {(row, seed): row.run(seed) for seed in seeds for row in rows}
     missing: dict[str, tuple[Row, int]] = {}
     for at, run in runs.items():
@@ -100,30 +114,32 @@ def carry_out(rows: Sequence[Row], seeds: Sequence[int], record: Record, title: 
         for key, (row, seed) in missing.items():
             name = f"{row.name or ' '.join([row.recipe, *row.settings])}, seed {seed}"
             watch.begin(name)
-            cell = _cell(runs[row, seed], cache, watch)
+            cell = _cell(runs[row, seed], cache, watch, curves=curves)
             record.add(key, {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **cell})
             watch.end(f"{name}: {_in_words(cell)}")
     return {row: _outcome(row, [record.get(key_of(runs[row, seed])) for seed in seeds]) for row in rows}
 
 
-def _cell(run: Run, cache: Cache, watch: Watch) -> dict[str, Any]:
+def _cell(run: Run, cache: Cache, watch: Watch, *, curves: bool) -> dict[str, Any]:
     """Weights and checkpoints of a cell are of no use later: its folder goes when it is done."""
+    curve = _Curve()
     with TemporaryDirectory(prefix="atoll-benchmark-") as folder:
         try:
-            result = execute.run(run, out=Path(folder) / "run", sinks=[_Steps(watch, run.train.steps)], cache=cache)
+            result = execute.run(run, out=Path(folder) / "run", sinks=[_Steps(watch, run.train.steps), curve], cache=cache)
         except TrainingDiverged as error:
             return {"error": str(error)}
         summary = result.summary.to_dict()
     del summary["run_dir"]
     if not math.isfinite(result.summary.val_loss):
         return {"error": f"the validation loss is {result.summary.val_loss}"}
-    return {"summary": summary}
+    return {"summary": summary, "curve": curve.points} if curves else {"summary": summary}
 
 
 def _outcome(row: Row, cells: Sequence[dict[str, Any] | None]) -> Outcome:
     found = [cell for cell in cells if cell is not None]
     summaries = tuple(cell["summary"] for cell in found if "summary" in cell)
-    return Outcome(row, summaries, tuple(cell["error"] for cell in found if "error" in cell))
+    curves = tuple(tuple((time_s, updates, loss) for time_s, updates, loss in cell["curve"]) for cell in found if "curve" in cell)
+    return Outcome(row, summaries, tuple(cell["error"] for cell in found if "error" in cell), curves)
 
 
 def _in_words(cell: dict[str, Any]) -> str:
@@ -143,3 +159,14 @@ class _Steps:
             self._watch.advance(event.steps / self._steps, f"step {event.steps} of {self._steps}, loss {event.loss:.3f}")
         elif isinstance(event, Progress) and event.phase.startswith("warm"):
             self._watch.advance(0.0, f"warm start, step {event.done} of {event.total}")
+
+
+class _Curve:
+    """Keeps the evaluations of a run."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Evaluated):
+            self.points.append((event.virtual_time_s, event.local_updates, event.loss))

@@ -9,7 +9,8 @@ import wording
 from atoll.errors import ConfigError
 from atoll.telemetry.units import human_times
 from cells import Outcome
-from diloco_claims import claims, judged
+from claims import judged
+from diloco_claims import claims
 from diloco_rows import DDP, DEFAULT, DILOCO, Group, Plan
 from record import markdown_table
 

@@ -76,6 +76,22 @@ def time_text(outcome: Outcome) -> str:
     return "-" if time_s is None else human_time(time_s)
 
 
+def time_ratio(outcome: Outcome, reference: Outcome) -> float | None:
+    """The virtual time as a share of the reference's."""
+    time_s, whole_s = outcome.mean("virtual_time_s"), reference.mean("virtual_time_s")
+    return None if time_s is None or not whole_s else time_s / whole_s
+
+
+def time_ratio_text(outcome: Outcome, reference: Outcome) -> str:
+    ratio = time_ratio(outcome, reference)
+    return "-" if ratio is None else f"{ratio:.3f}"
+
+
+def staleness_text(outcome: Outcome) -> str:
+    """How many updates an arrival had missed; a dash where there is no hub."""
+    return "-" if outcome.staleness is None else f"{outcome.staleness:.2f}"
+
+
 def busy_text(outcome: Outcome) -> str:
     share = outcome.mean("utilisation")
     return "-" if share is None else human_percent(share)

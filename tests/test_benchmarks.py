@@ -48,7 +48,7 @@ def outcome(b, *losses, tokens=100):
 # ------------------------------------------------------------------------------------------------------------------- spread
 
 
-@pytest.mark.parametrize("name", ["spread", "record", "wording", "diloco_claims", "demo_seeds"])
+@pytest.mark.parametrize("name", ["spread", "record", "wording", "claims", "demo_seeds"])
 def test_examples_in_docstrings_are_true(b, name):
     assert doctest.testmod(getattr(b, name)).failed == 0
 
@@ -223,14 +223,14 @@ def test_pools_that_are_said_to_train_alike_have_as_many_islands_over_the_run(b)
 
 
 def test_claims_are_judged_by_the_cells(b):
-    claim = b.diloco_claims.Claim(text="A ends below B.", terms=((1.0, "A"), (-1.0, "B")), below=0.0)
+    claim = b.claims.Claim(text="A ends below B.", terms=((1.0, "A"), (-1.0, "B")), below=0.0)
     low, high = outcome(b, 1.0, 2.0, 3.0), outcome(b, 1.2, 2.3, 3.2)
-    said = [b.diloco_claims.judged(claim, {"A": one, "B": two}) for one, two in ((low, high), (high, low), (low, low))]
+    said = [b.claims.judged(claim, {"A": one, "B": two}) for one, two in ((low, high), (high, low), (low, low))]
     assert [line.split("**")[1] for line in said] == ["holds here", "does not hold here", "holds here"]
     noisy = outcome(b, 3.0, 2.0, 1.0)
-    assert "within the spread" in b.diloco_claims.judged(claim, {"A": noisy, "B": high})
-    assert "no verdict" in b.diloco_claims.judged(claim, {"A": outcome(b, 1.0), "B": outcome(b, 2.0)})
-    assert b.diloco_claims.judged(claim, {"A": low}) is None
+    assert "within the spread" in b.claims.judged(claim, {"A": noisy, "B": high})
+    assert "no verdict" in b.claims.judged(claim, {"A": outcome(b, 1.0), "B": outcome(b, 2.0)})
+    assert b.claims.judged(claim, {"A": low}) is None
 
 
 def test_other_tokens_are_told_in_the_verdict(b):

@@ -1,0 +1,81 @@
+"""What a paper says, as inequalities between rows, and whether the cells bear it out.
+
+A claim says where a weighted sum of mean losses lies. Its 95 % interval decides: the claim "holds here" if all of the interval is
+there, it "does not hold here" if none of it is, and else the matter is "within the spread". Bounds in per cent are of perplexity,
+the exponential of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cells import Outcome
+from spread import Interval, contrast
+from wording import interval_text
+
+Terms = tuple[tuple[float, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One of the paper's claims.
+
+    Attributes:
+        text: the claim in words, with the paper's figure.
+        terms: weights and labels of rows, whose mean losses are summed.
+        above: the sum is not less than this.
+        below: the sum is not more than this.
+    """
+
+    text: str
+    terms: Terms
+    above: float = -math.inf
+    below: float = math.inf
+
+    def judge(self, found: Interval) -> str:
+        """Whether the sum lies where the claim says.
+
+        >>> claim = Claim(text="A ends below B.", terms=((1.0, "A"), (-1.0, "B")), below=0.0)
+        >>> claim.judge(Interval(-0.2, -0.3, -0.1)), claim.judge(Interval(0.0, -0.1, 0.1)), claim.judge(Interval(0.2, 0.1, 0.3))
+        ('holds here', 'within the spread', 'does not hold here')
+        """
+        if self.above <= found.low and found.high <= self.below:
+            return "holds here"
+        return "does not hold here" if found.high < self.above or found.low > self.below else "within the spread"
+
+
+def lower(text: str, one: str, two: str) -> Claim:
+    return Claim(text=text, terms=((1.0, one), (-1.0, two)), below=0.0)
+
+
+def costs(text: str, one: str, two: str, percent: float) -> Claim:
+    """The first row's perplexity is at most so many per cent above the second's."""
+    return Claim(text=text, terms=((1.0, one), (-1.0, two)), below=math.log1p(percent / 100))
+
+
+def alike(text: str, one: str, two: str, percent: float) -> Claim:
+    """The two perplexities differ by at most so many per cent."""
+    most = math.log1p(percent / 100)
+    return Claim(text=text, terms=((1.0, one), (-1.0, two)), above=-most, below=most)
+
+
+def judged(claim: Claim, outcomes: Mapping[str, Outcome]) -> str | None:
+    """One line about a claim, computed from the cells; None if a row of it was not run."""
+    if any(label not in outcomes for _, label in claim.terms):
+        return None
+    terms = []
+    for weight, label in claim.terms:
+        loss = outcomes[label].loss
+        if loss is None:
+            return f"**diverged** ({label}): {claim.text}"
+        terms.append((weight, loss))
+    found = contrast(terms)
+    if found is None:
+        return f"**one seed, no verdict**: {claim.text}"
+    summed = " ".join(
+        f"{'+' if weight > 0 else '-'} {'' if abs(weight) == 1 else f'{abs(weight):g} '}[{at}]" for weight, at in claim.terms
+    )
+    percent = f"{100 * math.expm1(found.value):+.2f} % of perplexity"
+    return f"**{claim.judge(found)}**: {claim.text} {summed.removeprefix('+ ')} = {interval_text(found)}, {percent}."
