@@ -73,10 +73,11 @@ class Computing:
 
 
 class _Pool(ThreadPoolExecutor):
-    """Threads to compute on, each with its own number of torch threads; on an error, what has not begun is dropped."""
+    """Threads to compute on, each with its own number of torch threads. What has not begun when it closes is of no use: a run that
+    is over leaves rounds behind which nobody waits for, and so does an error."""
 
     def __init__(self, workers: int, torch_threads: int) -> None:
         super().__init__(workers, "island", initializer=torch.set_num_threads, initargs=(torch_threads,))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.shutdown(wait=True, cancel_futures=kind is not None)
+        self.shutdown(wait=True, cancel_futures=True)
