@@ -8,7 +8,7 @@ the exponential of the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cells import Outcome
@@ -46,6 +46,10 @@ class Claim:
         return "does not hold here" if found.high < self.above or found.low > self.below else "within the spread"
 
 
+def higher(text: str, one: str, two: str) -> Claim:
+    return Claim(text=text, terms=((1.0, one), (-1.0, two)), above=0.0)
+
+
 def lower(text: str, one: str, two: str) -> Claim:
     return Claim(text=text, terms=((1.0, one), (-1.0, two)), below=0.0)
 
@@ -53,6 +57,11 @@ def lower(text: str, one: str, two: str) -> Claim:
 def costs(text: str, one: str, two: str, percent: float) -> Claim:
     """The first row's perplexity is at most so many per cent above the second's."""
     return Claim(text=text, terms=((1.0, one), (-1.0, two)), below=math.log1p(percent / 100))
+
+
+def gains_little(text: str, one: str, two: str, percent: float) -> Claim:
+    """The first row's perplexity is at most so many per cent below the second's."""
+    return Claim(text=text, terms=((1.0, one), (-1.0, two)), above=math.log1p(-percent / 100))
 
 
 def alike(text: str, one: str, two: str, percent: float) -> Claim:
@@ -79,3 +88,14 @@ def judged(claim: Claim, outcomes: Mapping[str, Outcome]) -> str | None:
     )
     percent = f"{100 * math.expm1(found.value):+.2f} % of perplexity"
     return f"**{claim.judge(found)}**: {claim.text} {summed.removeprefix('+ ')} = {interval_text(found)}, {percent}."
+
+
+def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome]) -> str:
+    """All claims that these rows can speak to."""
+    lines = [line for claim in claims if (line := judged(claim, outcomes)) is not None]
+    note = (
+        "In parentheses the paper's figures. A claim holds here if all of the 95 % interval is where it says, does not hold if "
+        "none of it is, and else lies within the spread. Small models on short runs need not behave as the paper's."
+    )
+    told = "\n".join(f"- {line}" for line in lines) or "None of them can be judged from these rows."
+    return f"### The paper's claims, here\n\n{note}\n\n{told}"

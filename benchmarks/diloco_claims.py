@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from claims import Claim, alike, costs, lower
-from diloco_rows import DEFAULT, Plan
+from diloco_rows import Plan
+from groups import DEFAULT
 
 
 def claims(plan: Plan) -> list[Claim]:

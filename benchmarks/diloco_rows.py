@@ -5,65 +5,38 @@ One small workload on equal islands. Every row is `atoll run RECIPE` with the se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cells import Row
+from groups import DEFAULT, Group
+from workload import Workload
 
-DEFAULT = "default"
 DILOCO, DDP = "demo-diloco", "demo-ddp"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Workload):
     """The workload, and the values that rows run through.
 
+    Its steps are a multiple of `lengths`, and of a round per island, so that pools of islands come out even. Rows that change the
+    warm start keep the sum. The baselines get as many times the batch or the updates as there are islands.
+
     Attributes:
-        steps: inner steps per island after the warm start; a multiple of `lengths`, and of a round per island, so that pools of
-            islands come out even.
-        warm_start: steps of plain training before that; rows that change it keep the sum.
-        inner_steps: between two agreements.
-        islands: how many there are; the baselines get that many times the batch or the updates.
         lengths: of rounds, in inner steps.
         counts: of islands.
         warm_starts: in steps.
         small: sizes of a smaller decoder.
-        model: sizes of the decoder of all other rows.
-        large: sizes of a larger one.
-        data: sizes of the text.
-        batch_size: sequences per step and island.
-        warmup: steps until the learning rate is at its peak.
-        more: settings that are put behind those of the base.
     """
 
-    steps: int = 400
-    warm_start: int = 140
-    inner_steps: int = 20
-    islands: int = 4
     lengths: tuple[int, ...] = (5, 10, 20, 50, 100)
     counts: tuple[int, ...] = (1, 2, 4, 8)
     warm_starts: tuple[int, ...] = (0, 140, 260)
     small: str = "layers=1,width=32,heads=2,head_size=16"
-    model: str = "layers=2,width=32,heads=2,head_size=16"
-    large: str = "layers=2,width=64,heads=4,head_size=16"
-    data: str = "seq_len=32,limit_bytes=1000000,eval_batches=64"
-    batch_size: int = 8
-    warmup: int = 20
-    more: tuple[str, ...] = ()
 
     def base(self, recipe: str) -> tuple[str, ...]:
-        """Everything that decides a figure, so that the rows mean the same whatever becomes of the recipes."""
+        """The settings that rows of a recipe share."""
         algorithm = f"DiLoCo(inner_steps={self.inner_steps},outer=Nesterov(lr=0.9,momentum=0.7))" if recipe == DILOCO else "DDP()"
-        return (
-            f"model=GPT({self.model})",
-            f"data=Text(corpus=stdlib,tokenizer=bytes,{self.data})",
-            f"algorithm={algorithm}",
-            f"optimizer=AdamW(lr=Cosine(lr=0.006,warmup={self.warmup},floor=0.0006),betas=[0.9,0.95],weight_decay=0.1)",
-            f"train=Train(steps={self.steps},batch_size={self.batch_size},warm_start_steps={self.warm_start})",
-            f"cluster=Cluster(islands={self.islands},step_time_s=[0.1],link=Link(latency_s=0.03,bandwidth_mbit_per_s=100))",
-            "keep=Keep(evaluate_every=1000000,save_every=1000000)",
-            *self.more,
-        )
+        return self.settings(algorithm, step_time_s="[0.1]")
 
     def row(self, name: str, *settings: str, recipe: str = DILOCO) -> Row:
         return Row(recipe=recipe, base=self.base(recipe), settings=settings, name=name)
@@ -84,25 +57,6 @@ QUICK = Plan(
     warmup=2,
 )
 """To see whether everything works, in less than a minute; the figures say nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """One ablation.
-
-    Attributes:
-        name: what `--only` calls it.
-        title: of its table.
-        note: what to know when reading it.
-        rows: by label; a label means the same row in every group.
-        against: the label of the row that each is compared with; those not named here are compared with the default.
-    """
-
-    name: str
-    title: str
-    note: str
-    rows: Mapping[str, Row]
-    against: Mapping[str, str] = field(default_factory=dict)
 
 
 def groups(plan: Plan) -> list[Group]:

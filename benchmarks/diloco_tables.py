@@ -1,4 +1,4 @@
-"""DiLoCo's ablations as Markdown and as a plot."""
+"""What stands before the tables of DiLoCo's ablations, and their plot."""
 
 from __future__ import annotations
 
@@ -7,21 +7,12 @@ from pathlib import Path
 
 import wording
 from atoll.errors import ConfigError
-from atoll.telemetry.units import human_times
 from cells import Outcome
-from claims import judged
-from diloco_claims import claims
-from diloco_rows import DDP, DEFAULT, DILOCO, Group, Plan
-from record import markdown_table
+from diloco_rows import DDP, Plan
+from groups import Group
 
 
-def tables(plan: Plan, groups: Sequence[Group], outcomes: Mapping[str, Outcome], seeds: Sequence[int]) -> str:
-    """The rule, the base command, a table per ablation, and the paper's claims."""
-    parts = [_introduction(plan, seeds, outcomes[DEFAULT]), *(_table(group, outcomes) for group in groups), _claims(plan, outcomes)]
-    return "\n\n".join(parts)
-
-
-def _introduction(plan: Plan, seeds: Sequence[int], default: Outcome) -> str:
+def introduction(plan: Plan, seeds: Sequence[int], default: Outcome) -> str:
     params = default.mean("params")
     size = f" of {params:,.0f} parameters" if params is not None else ""
     return (
@@ -33,46 +24,11 @@ def _introduction(plan: Plan, seeds: Sequence[int], default: Outcome) -> str:
     )
 
 
-def _table(group: Group, outcomes: Mapping[str, Outcome]) -> str:
-    headings = ["row", "settings", "val loss", "least to greatest", "compared with", "difference", "verdict"]
-    headings += ["tokens", "sent", "virtual time"]
-    rows = []
-    for label in group.rows:
-        outcome = outcomes[label]
-        costs = [wording.tokens_text(outcome, outcomes[DEFAULT]), wording.bytes_text(outcome), wording.time_text(outcome)]
-        rows.append([label, _settings(outcome), *wording.loss_text(outcome), *_compared(group, label, outcomes), *costs])
-    return f"### {group.title}\n\n{group.note}\n\n{markdown_table(headings, rows, left=2)}"
-
-
-def _settings(outcome: Outcome) -> str:
-    row = outcome.row
-    shown = ([f"recipe {row.recipe}"] if row.recipe != DILOCO else []) + [f"`{setting}`" for setting in row.settings]
-    return ", ".join(shown) or "none"
-
-
-def _compared(group: Group, label: str, outcomes: Mapping[str, Outcome]) -> tuple[str, str, str]:
-    """With what, by how much it differs, and the verdict, which tells where tokens differ too."""
-    other = group.against.get(label) if group.against else DEFAULT
-    if other is None or outcomes[other].summaries == outcomes[label].summaries:
-        return "-", "-", "-"
-    found, verdict = wording.difference_text(outcomes[label].loss, outcomes[other].loss)
-    ratio = wording.tokens_ratio(outcomes[label], outcomes[other])
-    more = f", at ×{human_times(ratio)} tokens" if ratio is not None and ratio != 1 else ""
-    return other, found, verdict + more
-
-
-def _claims(plan: Plan, outcomes: Mapping[str, Outcome]) -> str:
-    lines = [line for claim in claims(plan) if (line := judged(claim, outcomes)) is not None]
-    note = (
-        "In parentheses the paper's figures. A claim holds here if all of the 95 % interval is where it says, does not hold if "
-        "none of it is, and else lies within the spread. Small models on short runs need not behave as the paper's."
-    )
-    told = "\n".join(f"- {line}" for line in lines) or "None of them can be judged from these rows."
-    return f"### The paper's claims, here\n\n{note}\n\n{told}"
-
-
-def plot_lengths(group: Group, outcomes: Mapping[str, Outcome], path: Path) -> Path:
+def plot_lengths(groups: Sequence[Group], outcomes: Mapping[str, Outcome], path: Path) -> str | None:
     """Loss against bytes over the lengths of a round."""
+    group = next((group for group in groups if group.name == "H"), None)
+    if group is None:
+        return None
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -88,4 +44,4 @@ def plot_lengths(group: Group, outcomes: Mapping[str, Outcome], path: Path) -> P
     axes.set_ylabel("validation loss (bars: over seeds)")
     axes.margins(x=0.15)  # labels stand to the right of their points
     figure.savefig(path, dpi=150)
-    return path
+    return "loss against bytes"

@@ -8,7 +8,8 @@ from atoll.telemetry.units import human_bytes, human_count, human_fraction, huma
 from cells import Outcome
 from spread import Interval, Sample, difference, verdict
 
-_SAME_TOKENS = 0.001
+SAME_TOKENS = 0.001
+"""Shares of tokens up to which a difference is not spoken of."""
 
 RULE = (
     "Losses are means over seeds ± the sample standard deviation, with the least and the greatest. Runs of one seed begin with the "
@@ -42,20 +43,20 @@ def interval_text(found: Interval) -> str:
     return f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
 
 
-def tokens_text(outcome: Outcome, reference: Outcome) -> str:
+def tokens_text(outcome: Outcome, reference: Outcome, same: float = SAME_TOKENS) -> str:
     """Tokens with the warm start's, and by how many times they are more or fewer than the reference's, if they are."""
     if outcome.tokens is None:
         return "-"
-    ratio = tokens_ratio(outcome, reference)
+    ratio = tokens_ratio(outcome, reference, same)
     return human_count(outcome.tokens) + (f" (×{human_times(ratio)})" if ratio is not None and ratio != 1 else "")
 
 
-def tokens_ratio(outcome: Outcome, reference: Outcome) -> float | None:
-    """How many times the reference's tokens; exactly 1 where they differ by less than a thousandth."""
+def tokens_ratio(outcome: Outcome, reference: Outcome, same: float = SAME_TOKENS) -> float | None:
+    """How many times the reference's tokens; exactly 1 where they differ by no more than this share."""
     if outcome.tokens is None or not reference.tokens:
         return None
     ratio = outcome.tokens / reference.tokens
-    return 1.0 if math.isclose(ratio, 1.0, rel_tol=_SAME_TOKENS) else ratio
+    return 1.0 if math.isclose(ratio, 1.0, rel_tol=same) else ratio
 
 
 def bytes_text(outcome: Outcome) -> str:

@@ -1,0 +1,280 @@
+"""The rows of asynchronous Local-SGD's ablations: which settings are tried, on what, and against what.
+
+One small workload on workers of unequal speed. Every row is `atoll run RECIPE` with the settings of `Plan.base` and a few of its
+own, and every row of as many workers takes as many local updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cells import Row
+from groups import DEFAULT, Group
+from workload import Workload
+
+DDP, DILOCO, ASYNC = "demo-ddp", "demo-diloco", "demo-async"
+SYNC, NAIVE, DELAYED = "sync", "naive", "DN+DyLU"
+NESTEROV = "Nesterov(lr=0.9,momentum=0.7)"
+SAME_TOKENS = 0.015
+"""A hub stops with the arrival that reaches the local updates: here up to 19 of 1,740 too many, of which no verdict speaks."""
+INNER = {
+    "AdamW": "",
+    # Of the peaks 0.1, 0.3, 1, 3 and 10 the one at which synchronous training ends lowest, on seed 0.
+    "SGD": "optimizer=SGD(lr=Cosine(lr=1.0,warmup={warmup},floor=0.1))",
+}
+"""Inner rules for the pairs; AdamW is that of all rows."""
+OUTER = {
+    "SGD": ("SGD(lr=1.0)", "SGD(lr=1.0)"),
+    "Momentum": ("Momentum(lr=0.6,momentum=0.7)", "Momentum(lr=0.6,momentum=0.7)"),
+    "Nesterov": (NESTEROV, NESTEROV),
+    "Adam": ("Adam(lr=0.3,betas=[0.9,0.95],eps=0.1)", "Adam(lr=0.1,betas=[0.9,0.95],eps=0.1)"),
+}
+"""Outer rules for the pairs: synchronous, and at every arrival."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Workload):
+    """The workload, and the values that rows run through.
+
+    Attributes:
+        levels: how much the workers differ; the last is that of all other rows.
+        counts: of workers.
+        periods: arrivals per window of Delayed Nesterov.
+        activations: shares of the momentum that every arrival applies.
+        graces_s: how long the hub waits for others.
+        lengths: of the fastest worker's rounds, in inner steps.
+    """
+
+    levels: tuple[str, ...] = ("none", "slight", "moderate", "very")
+    counts: tuple[int, ...] = (4, 8, 16)
+    periods: tuple[int, ...] = (1, 2, 4, 8, 16)
+    activations: tuple[float, ...] = (0, 0.05, 0.1, 0.2, 0.25)
+    graces_s: tuple[float, ...] = (0, 0.5, 2)
+    lengths: tuple[int, ...] = (10, 20, 50)
+
+    def base(self, recipe: str) -> tuple[str, ...]:
+        """The settings that rows of a recipe share."""
+        delayed = f"DelayedNesterov(lr=0.9,momentum=0.7,period={self.islands})"
+        algorithm = {
+            DDP: "DDP()",
+            DILOCO: f"DiLoCo(inner_steps={self.inner_steps},outer={NESTEROV})",
+            ASYNC: f"AsyncLocalSGD(inner_steps={self.inner_steps},outer={delayed},pace=given,grace_s=0.5)",
+        }[recipe]
+        return self.settings(algorithm, step_time_s=self.levels[-1])
+
+    def sync(self, name: str, *settings: str) -> Row:
+        """DiLoCo."""
+        return Row(recipe=DILOCO, base=self.base(DILOCO), settings=settings, name=name)
+
+    def delayed(self, name: str, *settings: str) -> Row:
+        """Delayed Nesterov with Dynamic Local Updates."""
+        return Row(recipe=ASYNC, base=self.base(ASYNC), settings=settings, name=name)
+
+    def arriving(self, name: str, outer: str, *settings: str, weight: str = "1/k") -> Row:
+        """An outer rule at every arrival, with nothing else changed: no pace, and nobody waits."""
+        algorithm = f"algorithm=AsyncLocalSGD(inner_steps={self.inner_steps},weight={weight})"
+        return self.delayed(name, algorithm, f"algorithm.outer={outer}", *settings)
+
+    def naive(self, name: str, *settings: str) -> Row:
+        """DiLoCo's outer step at every arrival."""
+        return self.arriving(name, NESTEROV, *settings)
+
+    def large_batch(self, name: str, times: int, *settings: str) -> Row:
+        """One worker with so many times the batch."""
+        own = (*settings, "cluster.islands=1", f"algorithm.accumulation={times}")
+        return Row(recipe=DDP, base=self.base(DDP), settings=own, name=name)
+
+
+QUICK = Plan(
+    steps=6,
+    warm_start=2,
+    inner_steps=2,
+    counts=(4, 8),
+    periods=(1, 4),
+    activations=(0, 0.1),
+    graces_s=(0, 0.5),
+    lengths=(1, 2),
+    model="layers=1,width=8,heads=1,head_size=8",
+    large="layers=1,width=16,heads=2,head_size=8",
+    data="seq_len=16,limit_bytes=100000,eval_batches=2",
+    batch_size=2,
+    warmup=2,
+)
+"""To see whether everything works, in less than a minute; the figures say nothing."""
+
+
+def groups(plan: Plan) -> list[Group]:
+    """All ablations."""
+    parts = (_levels, _fixes, _counts, _sizes, _pairs, _periods, _activations, _graces, _lengths)
+    return [part(plan) for part in parts]
+
+
+def standing(plan: Plan) -> dict[str, Row]:
+    """What the others are compared with."""
+    return {DEFAULT: plan.delayed(DEFAULT), SYNC: plan.sync(SYNC)}
+
+
+def _group(
+    name: str, title: str, note: str, rows: dict[str, Row], against: dict[str, str], timed: dict[str, str] | None = None
+) -> Group:
+    """A group whose times are told as shares of the same rows that it is compared with, unless others are named."""
+    timed = against if timed is None else timed
+    return Group(name=name, title=title, note=note, rows=rows, against=against, timed=timed, same_tokens=SAME_TOKENS)
+
+
+def _to(label: str, rows: Iterable[str]) -> dict[str, str]:
+    """All rows against one."""
+    return dict.fromkeys(rows, label)
+
+
+def _levels(plan: Plan) -> Group:
+    rows, against = {}, {}
+    for level in plan.levels:
+        setting = f"cluster.step_time_s={level}"
+        mine = {
+            f"{level}, {SYNC}": plan.sync(f"{level}, {SYNC}", setting),
+            f"{level}, {NAIVE}": plan.naive(f"{level}, {NAIVE}", setting),
+            f"{level}, {DELAYED}": plan.delayed(f"{level}, {DELAYED}", setting),
+        }
+        rows |= mine
+        against |= _to(f"{level}, {SYNC}", mine)
+    batch = f"{plan.islands}x batch"
+    rows[batch] = plan.large_batch(batch, plan.islands)
+    return _group(
+        "level",
+        "How much the workers differ",
+        f"Step times of the four levels have the same total speed. Synchronous training waits for the slowest, and ends alike at "
+        f"every level; naive applies DiLoCo's outer step at every arrival, weighted 1/k. {batch}: one worker, the fastest, with "
+        f"so many times the batch.",
+        rows,
+        against | {batch: SYNC},
+    )
+
+
+def _fixes(plan: Plan) -> Group:
+    size, own = plan.islands, ("algorithm.pace=given", "algorithm.grace_s=0.5")
+    rows = {
+        SYNC: plan.sync(SYNC),
+        NAIVE: plan.naive(NAIVE),
+        f"{NAIVE}+DyLU": plan.naive(f"{NAIVE}+DyLU", *own),
+        "Polynomial": plan.naive("Polynomial", "algorithm.correction=Polynomial(power=0.5)"),
+        "Polynomial, 10": plan.naive("Polynomial, 10", "algorithm.correction=Polynomial(power=0.5,threshold=10)"),
+        "compensation": plan.naive("compensation", "algorithm.correction=DelayCompensation(strength=0.5)"),
+        "buffer": plan.arriving("buffer", f"Buffered(rule={NESTEROV},size={size})", weight="1.0"),
+        "DN": plan.delayed("DN", "algorithm.pace=even"),
+        DELAYED: plan.delayed(DELAYED),
+        f"{DELAYED}, measured": plan.delayed(f"{DELAYED}, measured", "algorithm.pace=measured"),
+    }
+    return _group(
+        "fixes",
+        "Remedies",
+        "The remedies that the paper compares, each on top of naive: a discount by staleness, also with updates left out beyond a "
+        "staleness of 10, delay compensation, and a buffer (one step on the mean of k arrivals). Then the paper's own: Delayed "
+        "Nesterov (DN), with Dynamic Local Updates (DyLU) by given or by measured speeds.",
+        rows,
+        _to(SYNC, rows),
+    )
+
+
+def _counts(plan: Plan) -> Group:
+    rows, against = {}, {}
+    for count in plan.counts:
+        setting, label = f"cluster.islands={count}", f"k={count}"
+        mine = {
+            f"{label}, {SYNC}": plan.sync(f"{label}, {SYNC}", setting),
+            f"{label}, {NAIVE}": plan.naive(f"{label}, {NAIVE}", setting),
+            f"{label}, {DELAYED}": plan.delayed(f"{label}, {DELAYED}", setting, f"algorithm.outer.period={count}"),
+            f"{label}, {count}x batch": plan.large_batch(f"{label}, {count}x batch", count),
+        }
+        rows |= mine
+        against |= _to(f"{label}, {SYNC}", mine)
+    note = "The same steps per worker, so tokens grow with k. The four step times are repeated, and the period is k."
+    return _group("k", "Workers (k)", note, rows, against)
+
+
+def _sizes(plan: Plan) -> Group:
+    rows, against = {}, {}
+    for name, model in (("small", plan.model), ("large", plan.large)):
+        setting = f"model=GPT({model})"
+        mine = {
+            f"{name}, {SYNC}": plan.sync(f"{name}, {SYNC}", setting),
+            f"{name}, {NAIVE}": plan.naive(f"{name}, {NAIVE}", setting),
+            f"{name}, {DELAYED}": plan.delayed(f"{name}, {DELAYED}", setting),
+            f"{name}, batch": plan.large_batch(f"{name}, batch", plan.islands, setting),
+        }
+        rows |= mine
+        against |= _to(f"{name}, {SYNC}", mine)
+    return _group("size", "Model size", "Small is the model of all other tables. Step times do not follow the size.", rows, against)
+
+
+def _pairs(plan: Plan) -> Group:
+    rows, against, timed = {}, {}, {}
+    for inner, setting in INNER.items():
+        more = (setting.format(warmup=plan.warmup),) if setting else ()
+        for outer, (together, apart) in OUTER.items():
+            sync, arriving = pair(inner, outer)
+            weight = "1.0" if outer == "Adam" else "1/k"
+            rows[sync] = plan.sync(sync, f"algorithm.outer={together}", *more)
+            rows[arriving] = plan.arriving(arriving, apart, *more, weight=weight)
+            against |= {sync: pair(inner, "Nesterov")[0], arriving: sync}
+            timed |= {sync: sync, arriving: sync}
+    return _group(
+        "pairs",
+        "Pairs of inner and outer rule",
+        "Inner rule + outer rule; synchronous, and at every arrival with a weight of 1/k. Adam divides by the size of what it is "
+        "given, so that a weight would do little: it has a smaller rate instead. An arrival's row is compared with its synchronous "
+        "one, and that with Nesterov outside. The inner rule also trains the warm start, so rows with SGD inside start higher.",
+        rows,
+        against,
+        timed,
+    )
+
+
+def pair(inner: str, outer: str) -> tuple[str, str]:
+    """The labels of a pair: synchronous, and at every arrival.
+
+    >>> pair("AdamW", "SGD")
+    ('AdamW+SGD, sync', 'AdamW+SGD, async')
+    """
+    return f"{inner}+{outer}, sync", f"{inner}+{outer}, async"
+
+
+def _periods(plan: Plan) -> Group:
+    rows = {f"N={period}": plan.delayed(f"N={period}", f"algorithm.outer.period={period}") for period in plan.periods}
+    note = (
+        f"Arrivals between two refreshments of the momentum; k is {plan.islands}. The rate is that of a whole window, so N=1 takes "
+        f"a full step at every arrival, and N=16 a sixteenth of one."
+    )
+    return _group("N", "The period of Delayed Nesterov (N)", note, rows, _to(DEFAULT, rows), _to(SYNC, rows))
+
+
+def _activations(plan: Plan) -> Group:
+    rows = {f"c={share}": plan.delayed(f"c={share}", f"algorithm.outer.activation={share}") for share in plan.activations}
+    note = f"The share of the momentum that each arrival but the last applies, at N={plan.islands}; 1/N spreads it evenly."
+    return _group("c", "The activation of Delayed Nesterov (c)", note, rows, _to(DEFAULT, rows), _to(SYNC, rows))
+
+
+def _graces(plan: Plan) -> Group:
+    rows = {f"grace {grace_s} s": plan.delayed(f"grace {grace_s} s", f"algorithm.grace_s={grace_s}") for grace_s in plan.graces_s}
+    against = _to(DEFAULT, rows)
+    buffered = f"Buffered(rule={NESTEROV},size={plan.islands})"
+    rows["buffer, grace inf"] = plan.arriving("buffer, grace inf", buffered, "algorithm.grace_s=inf", weight="1.0")
+    note = (
+        "How long the hub waits after an arrival, to send workers off together. A buffer of all workers that waits for ever is "
+        "synchronous training, over a hub instead of a ring, and is compared with it."
+    )
+    return _group("grace", "The grace period", note, rows, against | {"buffer, grace inf": SYNC}, _to(SYNC, rows))
+
+
+def _lengths(plan: Plan) -> Group:
+    rows, against = {}, {}
+    for steps in plan.lengths:
+        label, setting = f"H={steps}", f"algorithm.inner_steps={steps}"
+        mine = {
+            f"{label}, {SYNC}": plan.sync(f"{label}, {SYNC}", setting),
+            f"{label}, {DELAYED}": plan.delayed(f"{label}, {DELAYED}", setting),
+        }
+        rows |= mine
+        against |= _to(f"{label}, {SYNC}", mine)
+    return _group("H", "Steps of a round (H)", "With Dynamic Local Updates, of the fastest worker's round.", rows, against)
