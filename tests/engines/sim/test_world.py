@@ -1,11 +1,12 @@
 """The cluster as a value: lists that fit any number, draws that need no position, and nonsense refused."""
 
+import math
 from statistics import fmean, pstdev
 
 import pytest
 
 from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Away, Cluster, Lost
+from atoll.engines.sim.world import Away, Cluster, Lost, Outage, step_times
 from atoll.errors import ConfigError
 
 
@@ -96,3 +97,74 @@ def test_nobody_left_is_an_error_that_names_the_round():
 def test_impossible_clusters_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Cluster(**settings)
+
+
+# ------------------------------------------------------------------------------------------------------------- outages
+
+
+def test_comings_and_goings_are_in_order_and_at_one_time_comings_come_first():
+    cluster = Cluster(
+        islands=4,
+        outages=(
+            Outage(island=3, start_s=5.0, stop_s=9.0),
+            Outage(island=0, start_s=9.0),
+            Outage(island=1, start_s=0.0, stop_s=5.0),
+            Outage(island=2, start_s=5.0, stop_s=7.0),
+        ),
+    )
+    assert cluster.present_at_start() == [0, 2, 3]
+    assert cluster.changes() == [(5.0, 1, True), (5.0, 2, False), (5.0, 3, False), (7.0, 2, True), (9.0, 3, True), (9.0, 0, False)]
+
+
+def test_an_island_may_be_gone_several_times():
+    outages = (Outage(island=0, start_s=5.0, stop_s=6.0), Outage(island=0, start_s=1.0, stop_s=2.0))
+    assert Cluster(islands=1, outages=outages).changes() == [(1.0, 0, False), (2.0, 0, True), (5.0, 0, False), (6.0, 0, True)]
+
+
+@pytest.mark.parametrize(
+    ("outages", "message"),
+    [
+        ((Outage(island=4, start_s=1.0),), r"island=4.*the island is below 4"),
+        ((Outage(island=-1, start_s=1.0),), r"island=-1"),
+        ((Outage(island=0, start_s=-1.0),), r"start_s comes before stop_s"),
+        ((Outage(island=0, start_s=3.0, stop_s=3.0),), r"start_s comes before stop_s"),
+        ((Outage(island=0, start_s=math.nan),), r"start_s comes before stop_s"),
+        ((Outage(island=0, start_s=1.0), Outage(island=0, start_s=5.0)), r"overlap.*Make one of both"),
+        ((Outage(island=0, start_s=1.0, stop_s=5.0), Outage(island=0, start_s=5.0, stop_s=6.0)), r"overlap"),
+    ],
+)
+def test_impossible_outages_are_refused(outages, message):
+    with pytest.raises(ConfigError, match=message):
+        Cluster(islands=4, outages=outages)
+
+
+def test_outages_are_for_asynchronous_algorithms_and_rounds_for_synchronous_ones():
+    outages = Cluster(outages=(Outage(island=0, start_s=1.0),))
+    outages.check_asynchronous()
+    with pytest.raises(ConfigError, match=r"Use cluster.away.*or an asynchronous algorithm"):
+        outages.check_synchronous()
+    for cluster in (Cluster(away=(Away(island=0, start=1, stop=2),)), Cluster(pool=(1, 4)), Cluster(pool="ramp_up")):
+        cluster.check_synchronous()
+        with pytest.raises(ConfigError, match=r"Use cluster.outages, which counts in virtual seconds"):
+            cluster.check_asynchronous()
+
+
+# ------------------------------------------------------------------------------------------------------- heterogeneity
+
+
+@pytest.mark.parametrize(("level", "power"), [("none", 0), ("slight", 1 / 3), ("moderate", 2 / 3), ("very", 1)])
+def test_a_level_draws_the_devices_together_and_keeps_their_total_speed(level, power):
+    very, times = (0.58, 0.75, 1.51, 3.33), step_times(level)
+    assert sum(1 / time for time in times) == pytest.approx(sum(1 / time for time in very))
+    for time, far in zip(times, very, strict=True):
+        assert time / times[0] == pytest.approx((far / very[0]) ** power)
+
+
+def test_a_level_is_repeated_to_the_number_of_islands():
+    cluster = Cluster(islands=6, step_time_s="very")
+    assert [cluster.step_time(island, seed=0) for island in range(6)] == [0.58, 0.75, 1.51, 3.33, 0.58, 0.75]
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(ConfigError, match="step_time_s"):
+        Cluster(step_time_s="extreme")

@@ -114,21 +114,23 @@ class AsyncSimEngine:
             if not self.books.totals.metrics:
                 self._judge()
             if not self.hub.done:
-                self._file_changes()
-                if begun:
-                    self._begin_again()
-                else:
-                    self._begin()
-                self._play()
+                self._play(begun)
         for worker in self.workers.values():
             self._settle(worker)
         finished = self.books.finished(self._now_s, warm_start_tokens, self.params.digest())
         self._sink.emit(finished)
         return finished
 
-    def _play(self) -> None:
-        self._loop.run(stop=lambda: self.hub.done)
-        self._loop.close()
+    def _play(self, begun: bool) -> None:
+        try:
+            self._file_changes()
+            if begun:
+                self._begin_again()
+            else:
+                self._begin()
+            self._loop.run(stop=lambda: self.hub.done)
+        finally:
+            self._loop.close()
         if not self.hub.done:
             scheduler = self.hub.scheduler
             raise ExchangeFailed(

@@ -1,0 +1,76 @@
+"""Computing on a pool: results when they are asked for, errors that come out, and settings that are put back."""
+
+import threading
+
+import pytest
+import torch
+
+from atoll.engines.local import LocalReplica
+from atoll.engines.sim.computing import Computing
+from atoll.engines.sim.world import Cluster
+from atoll.optim.sgd import SGD
+from atoll.testing.workloads import Regression
+
+
+def computing(threads=1):
+    return Computing(Cluster(threads_per_island=threads), sign_of_life=lambda: None)
+
+
+def replica(dropout=0.0):
+    return LocalReplica(Regression(hidden=3, dropout=dropout), optimizer=SGD(lr=0.1))
+
+
+def test_what_was_begun_is_there_when_it_is_asked_for_in_any_order():
+    pool = computing()
+    with pool.open(replica()):
+        futures = [pool.begin(lambda number=number: number * number) for number in range(20)]
+        assert [pool.result(future) for future in reversed(futures)] == [number * number for number in reversed(range(20))]
+
+
+def test_an_error_in_a_computation_comes_out_where_its_result_is_asked_for():
+    pool = computing()
+    with pool.open(replica()):
+        future = pool.begin(lambda: 1 / 0)
+        assert pool.result(pool.begin(lambda: "others go on")) == "others go on"
+        with pytest.raises(ZeroDivisionError):
+            pool.result(future)
+
+
+def test_nothing_can_be_begun_before_it_is_open_or_after():
+    pool = computing()
+    with pool.open(replica()):
+        pass
+    with pytest.raises(AssertionError, match="comes first"):
+        pool.begin(lambda: None)
+
+
+def test_something_aside_is_done_at_once_also_without_a_pool():
+    pool = computing()
+    here = threading.current_thread()
+    assert pool.aside(threading.current_thread) is here
+    with pool.open(replica()):
+        assert pool.aside(threading.current_thread) is not here
+
+
+def test_work_that_draws_random_numbers_is_done_one_after_the_other_and_something_aside_waits_its_turn():
+    """Torch's generators are the process's: a thread of their own is the only one that may draw from them."""
+    pool = computing()
+    with pool.open(replica(dropout=0.5)):
+        threads = {pool.result(pool.begin(threading.get_ident)) for _ in range(20)}
+        assert threads == {pool.aside(threading.get_ident)}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_computation_has_the_clusters_number_of_torch_threads_and_the_callers_is_put_back(threads):
+    pool = computing(threads)
+    with pool.open(replica()):
+        assert pool.result(pool.begin(torch.get_num_threads)) == threads
+        assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 1
+
+
+def test_the_number_of_torch_threads_is_put_back_also_after_an_error():
+    pool = computing(2)
+    with pytest.raises(ZeroDivisionError), pool.open(replica()):
+        pool.result(pool.begin(lambda: 1 / 0))
+    assert torch.get_num_threads() == 1
