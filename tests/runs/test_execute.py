@@ -13,7 +13,7 @@ import torch
 from atoll import recipes
 from atoll.algorithms.diloco import DiLoCo
 from atoll.errors import AtollError, CheckpointError, ConfigError
-from atoll.events import Evaluated, Exchanged, RoundFinished, Saved, WarmStartFinished
+from atoll.events import Arrived, Evaluated, Exchanged, RoundFinished, Saved, WarmStartFinished
 from atoll.protocols import sharded, shared
 from atoll.runs import execute
 from atoll.runs.checkpoint import Checkpoints
@@ -136,9 +136,15 @@ class Bomb:
         if self.count == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-folder, kind, count, *settings = sys.argv[1:]
-atoll.run(override(atoll.recipes.demo_diloco(), settings, candidates), out=folder, sinks=[Bomb(kind, count)])
+recipe, folder, kind, count, *settings = sys.argv[1:]
+atoll.run(override(atoll.recipes.recipe(recipe), settings, candidates), out=folder, sinks=[Bomb(kind, count)])
 """
+
+
+def killed(recipe, folder, event, count, settings):
+    """A run in a process of its own, which is killed without warning at this event."""
+    command = [sys.executable, "-c", KILLED, recipe, str(folder), event, str(count), *settings]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -150,12 +156,47 @@ def test_killed_at_any_moment_and_resumed_a_run_leaves_the_bytes_of_one_that_was
 ):
     """A process of its own, which is killed without warning in the warm start, in a round, before a save, or at the very end."""
     folder = tmp_path / "run"
-    command = [sys.executable, "-c", KILLED, str(folder), event, str(count), *DILOCO]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    killed("demo-diloco", folder, event, count, DILOCO)
     resumed = execute.resume(folder)
     assert left_by(folder) == left_by(straight.folder)
     assert resumed.summary.resumed_from_round == resumes_from
     assert Tree.of(resumed.module).equal(straight.params)
+
+
+ASYNC = [
+    *SMALL,
+    "algorithm.inner_steps=4",
+    "algorithm.pace=measured",
+    "algorithm.grace_s=1.0",
+    "cluster.step_time_jitter=0.1",
+    "cluster.outages=[Outage(island=1,start_s=2.5,stop_s=7.0)]",
+]
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory):
+    return execute.run(override(recipes.demo_async(), ASYNC, candidates), out=tmp_path_factory.mktemp("async") / "run")
+
+
+@pytest.mark.parametrize(("event", "count"), [("Computed", 1), ("Arrived", 7), ("Saved", 3)])
+def test_killed_with_workers_out_and_resumed_an_asynchronous_run_leaves_the_same_bytes(event, count, never_stopped, tmp_path):
+    """Rounds that were under way begin again from what they were sent off with, at their old time."""
+    killed("demo-async", tmp_path / "run", event, count, ASYNC)
+    resumed = execute.resume(tmp_path / "run")
+    assert left_by(tmp_path / "run") == left_by(never_stopped.folder)
+    assert (resumed.summary.resumed_from_round > 0) == (event != "Computed")
+    assert Tree.of(resumed.module).equal(never_stopped.params)
+
+
+def test_an_asynchronous_run_is_summarised_like_any_other(never_stopped):
+    summary = never_stopped.summary
+    assert summary.algorithm == "AsyncLocalSGD"
+    assert 12 * 4 <= summary.local_updates < 12 * 4 + 4
+    assert summary.outer_steps == summary.rounds
+    assert summary.tokens == summary.local_updates * 4 * 16
+    pushes = [event.sent_bytes for event in read_events(never_stopped.folder / "events.jsonl", [Arrived])]
+    assert pushes == [summary.params * 4] * summary.rounds
+    assert summary.sent_bytes_per_island == sum(pushes) / 4
 
 
 def test_every_checkpoint_leads_to_the_same_end(straight, tmp_path):
