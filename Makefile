@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/atoll compare demo-ddp demo-diloco
+	$(BIN)/atoll compare demo-ddp demo-diloco demo-async
 
 test: $(STAMP) lint types
 	$(BIN)/python -m pytest

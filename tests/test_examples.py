@@ -34,6 +34,16 @@ def test_quickstart_trains_and_leaves_a_folder(shown, tmp_path):
     assert (tmp_path / folder / "final.safetensors").exists()
 
 
+def test_nobody_waits_and_a_dead_workers_round_is_taken_on(shown):
+    out = shown("nobody_waits")
+    assert re.search(r"25\.0 s: worker 0 dies\n +25\.0 s: its \d+ steps on shard (\d) are put back", out)
+    assert re.search(r"worker [123] goes on with shard \d, for \d+ steps", out)
+    in_step, hub = re.findall(r"loss ([\d.]+) after (\d+) updates in (\d+) s", out)
+    assert int(hub[1]) >= int(in_step[1])
+    assert int(hub[2]) < 0.5 * int(in_step[2])
+    assert float(hub[0]) < float(in_step[0]) + 0.2
+
+
 def test_own_module_learns_together_what_one_island_cannot_know(shown):
     alone, together = (int(percent) for percent in re.findall(r"(\d+)% of held-out points right", shown("own_module")))
     assert alone < 75
