@@ -1,7 +1,7 @@
 """Unequal machines, one of which dies and comes back: in step everybody waits for the slowest, with a hub nobody does.
 
-The same model on the same four workers, of which the fastest is six times as fast as the slowest, with as many local updates. A sink
-tells of the worker that dies in mid-round: what it was doing is given to somebody else.
+The same model on the same four workers, of which the fastest is six times as fast as the slowest, with as many local updates. A
+sink tells of the worker that dies in mid-round: what it was doing is given to somebody else.
 """
 
 from dataclasses import replace
