@@ -90,6 +90,7 @@ QUICK = Plan(
     steps=6,
     warm_start=2,
     inner_steps=2,
+    levels=("none", "very"),
     counts=(4, 8),
     periods=(1, 4),
     activations=(0, 0.1),
@@ -144,7 +145,7 @@ def _levels(plan: Plan) -> Group:
     return _group(
         "level",
         "How much the workers differ",
-        f"Step times of the four levels have the same total speed. Synchronous training waits for the slowest, and ends alike at "
+        f"Step times of all levels have the same total speed. Synchronous training waits for the slowest, and ends alike at "
         f"every level; naive applies DiLoCo's outer step at every arrival, weighted 1/k. {batch}: one worker, the fastest, with "
         f"so many times the batch.",
         rows,

@@ -48,7 +48,7 @@ def outcome(b, *losses, tokens=100):
 # ------------------------------------------------------------------------------------------------------------------- spread
 
 
-@pytest.mark.parametrize("name", ["spread", "record", "wording", "claims", "demo_seeds"])
+@pytest.mark.parametrize("name", ["spread", "record", "wording", "claims", "demo_seeds", "async_rows", "async_claims"])
 def test_examples_in_docstrings_are_true(b, name):
     assert doctest.testmod(getattr(b, name)).failed == 0
 
@@ -189,25 +189,31 @@ def test_ablations_fill_record_plot_and_page(b, tmp_path, capsys):
     assert "atoll run demo-diloco" in capsys.readouterr().out
 
 
-def test_every_row_of_every_ablation_is_a_run(b):
-    for plan in (b.diloco_rows.Plan(), b.diloco_rows.QUICK):
-        for group in b.diloco_rows.groups(plan):
-            for label, row in group.rows.items():
-                assert row.run(0).recipe in ("demo-diloco", "demo-ddp"), label
+@pytest.mark.parametrize("name", ["diloco_ablations", "async_ablations"])
+def test_every_row_of_every_ablation_is_a_run(b, name):
+    study = getattr(b, name).STUDY
+    for plan in (study.plan, study.quick):
+        for label, row in study.all_rows(plan, study.groups(plan)).items():
+            assert row.run(0).recipe in ("demo-diloco", "demo-ddp", "demo-async"), label
 
 
-def test_a_label_means_one_row_and_claims_know_their_rows(b):
-    rows = b.diloco_rows
-    plan = rows.Plan()
-    named = {(label, row) for group in rows.groups(plan) for label, row in group.rows.items()} | {
-        ("default", rows.default_row(plan))
-    }
+@pytest.mark.parametrize("name", ["diloco_ablations", "async_ablations"])
+def test_a_label_means_one_row_and_claims_know_their_rows(b, name):
+    study = getattr(b, name).STUDY
+    plan = study.plan
+    named = {(label, row) for group in study.groups(plan) for label, row in group.rows.items()} | set(study.standing(plan).items())
     assert max(Counter(label for label, _ in named).values()) == 1
     labels = {label for label, _ in named}
-    for claim in b.diloco_claims.claims(plan):
+    for claim in study.claims(plan):
         assert {label for _, label in claim.terms} <= labels, claim.text
-    for group in rows.groups(plan):
-        assert set(group.against) | set(group.against.values()) <= labels
+
+
+@pytest.mark.parametrize("name", ["diloco_ablations", "async_ablations"])
+def test_an_ablation_alone_has_all_that_its_rows_are_compared_with(b, name):
+    study = getattr(b, name).STUDY
+    for group in study.groups(study.plan):
+        there = set(study.all_rows(study.plan, [group]))
+        assert set(group.against) | set(group.against.values()) | set(group.timed) | set(group.timed.values()) <= there, group.name
 
 
 def test_pools_that_are_said_to_train_alike_have_as_many_islands_over_the_run(b):
@@ -234,10 +240,123 @@ def test_claims_are_judged_by_the_cells(b):
 
 
 def test_other_tokens_are_told_in_the_verdict(b):
-    group = b.diloco_rows.Group(name="x", title="x", note="x", rows={})
+    group = b.groups.Group(name="x", title="x", note="x", rows={})
     outcomes = {"default": outcome(b, 1.0, 1.1), "same": outcome(b, 2.0, 2.1), "more": outcome(b, 2.0, 2.1, tokens=200)}
-    told = {label: b.diloco_tables._compared(group, label, outcomes)[2] for label in outcomes}
+    told = {label: b.groups.compared(group, label, outcomes)[2] for label in outcomes}
     assert told == {"default": "-", "same": "higher", "more": "higher, at ×2 tokens"}
+
+
+# ---------------------------------------------------------------------------------------------------------- async_ablations
+
+
+def test_asynchronous_ablations_fill_record_plot_and_page_and_go_on_from_there(b, tmp_path, capsys):
+    page, record = tmp_path / "page.md", tmp_path / "record"
+    page.write_text("<!-- ablations:begin -->\n<!-- ablations:end -->\n")
+    options = ["--quick", "--only", "level", "--only", "grace", "--seeds", "0", "1", "--quiet"]
+    for _ in range(2):
+        b.async_ablations.main([*options, "--record", str(record), "--docs", str(page)])
+        assert len(lines_of(record)) == 2 * (2 * 3 + 1 + 2)  # levels by methods, the batch, and two rows that are new in grace
+    text = page.read_text()
+    assert "| of sync's |" in text
+    assert text.count("### ") == 3  # two ablations and the claims
+    assert "[very, naive] - [very, sync] = " in text
+    assert (record / "plot.png").stat().st_size > 1000
+    assert "atoll run demo-async" in capsys.readouterr().out
+
+
+def test_rows_that_must_equal_synchronous_training_do(b, tmp_path):
+    rows = b.async_rows
+    plan = rows.QUICK
+    named = {label: row for group in rows.groups(plan) for label, row in group.rows.items()}
+    labels = ["none, sync", "none, DN+DyLU", "buffer, grace inf"]
+    found = b.cells.carry_out([named[label] for label in labels], [0], b.record.Record(tmp_path), "", quiet=True)
+    losses = [found[named[label]].loss.mean for label in labels]
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-6)
+
+
+def test_all_rows_of_as_many_workers_take_as_many_local_updates(b):
+    plan = b.async_rows.Plan()
+    for group in b.async_rows.groups(plan):
+        for label, row in group.rows.items():
+            run = row.run(0)
+            batches = run.train.steps * run.cluster.islands * getattr(run.algorithm, "accumulation", 1)
+            workers = int(label.split(",")[0].removeprefix("k=")) if label.startswith("k=") else plan.islands
+            assert batches == plan.steps * workers, label
+
+
+# --------------------------------------------------------------------------------------------------------------- async_demo
+
+
+def test_the_asynchronous_demo_leaves_a_record_and_goes_on_from_it(b, tmp_path, capsys):
+    small = [*SMALL, "keep.evaluate_every=20", "algorithm.inner_steps=10"]
+    arguments = ["--seeds", "0", "1", "--rates", "0.1", "0.7", "--record", str(tmp_path), "--quiet"]
+    arguments += [part for each in small for part in ("--set", each)]
+    b.async_demo.main(arguments)
+    cells, out = lines_of(tmp_path), capsys.readouterr().out
+    assert len(cells) == 2 * (3 + 1)  # three recipes, and one rate besides the naive one's own
+    assert "demo-async ends " in out
+    assert "(the best rate)" in out
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    for cell in map(json.loads, cells):
+        times, updates, losses = zip(*cell["curve"], strict=True)
+        assert list(times) == sorted(times)
+        assert (updates[0], updates[-1]) == (0, cell["summary"]["local_updates"])
+        assert losses[-1] == cell["summary"]["val_loss"]
+    b.async_demo.main(arguments)
+    assert lines_of(tmp_path) == cells
+    assert capsys.readouterr().out == out
+
+
+def test_the_best_rate_is_that_of_the_lowest_mean_and_a_diverged_one_is_none(b):
+    rows = b.async_demo.all_rows((), b.async_demo.RATES)
+    assert list(rows) == ["demo-diloco", "demo-async", "demo-async-naive", *(f"demo-async-naive at {r}" for r in (0.03, 0.1, 0.3))]
+    losses = dict(zip(rows, [(1.0, 1.0), (0.5, 0.5), (3.0, 3.0), (2.0, 1.0), (1.6, 1.6), ()], strict=True))
+    outcomes = {
+        label: b.cells.Outcome(rows[label], tuple({"val_loss": loss} for loss in losses[label]), () if losses[label] else ("NaN",))
+        for label in rows
+    }
+    assert b.async_demo.best_naive(outcomes) == "demo-async-naive at 0.03"
+    assert b.async_demo.naive_rates(outcomes)["demo-async-naive"] == 0.7
+
+
+def test_the_time_that_is_asked_for_is_judged(b):
+    def told(mine_s):
+        rows = {"demo-diloco": 100.0, "demo-async": mine_s}
+        return b.async_demo.time_line(
+            {name: b.cells.Outcome(b.cells.Row(recipe=name), ({"virtual_time_s": time_s},)) for name, time_s in rows.items()}
+        )
+
+    assert [told(mine_s).split("**")[1] for mine_s in (40.0, 40.1)] == ["holds here", "does not hold here"]
+
+
+# ------------------------------------------------------------------------------------------------------------------ the hub
+
+
+def test_hub_steps_are_measured_in_miniature_and_not_twice(b, tmp_path, capsys):
+    for _ in range(2):
+        b.hub_step.main(["--quick", "--record", str(tmp_path), "--quiet"])
+        assert len(lines_of(tmp_path)) == 12  # three rules in two forms, twice
+    assert "The dearest fused step" in capsys.readouterr().out
+
+
+def test_scheduling_is_measured_in_miniature_and_not_twice(b, tmp_path, capsys):
+    for _ in range(2):
+        b.hub_schedule.main(["--quick", "--record", str(tmp_path), "--quiet"])
+        assert len(lines_of(tmp_path)) == 4
+    for cell in map(json.loads, lines_of(tmp_path)):
+        assert sum(cell["shares"].values()) == pytest.approx(1)
+    assert "500 arrivals from 20 workers" in capsys.readouterr().out
+
+
+def test_a_clock_around_its_parts_does_not_change_what_is_scheduled(b):
+    schedule = b.hub_schedule
+    size = schedule.Size(arrivals=300, workers=7)
+    for setting in schedule.settings():
+        plain, timed = schedule.scheduler_of(setting, size), schedule.TimedScheduler(setting, size, schedule.Clock())
+        for one in (plain, timed):
+            schedule.drive(one, size)
+        assert plain.to_parts() == timed.to_parts()
+        assert plain.local_updates > 0
 
 
 # ------------------------------------------------------------------------------------------------------------- sim_overhead
