@@ -38,7 +38,7 @@ def toy_async() -> Run:
 
 def toy_sync() -> Run:
     """The authors' synchronous toy: heavy ball on the mean of the workers."""
-    return _toy("toy-sync", DiLoCo(inner_steps=20, outer=Momentum(lr=0.7, momentum=0.9)))
+    return _toy("toy-sync", DiLoCo(inner_steps=20, outer=Momentum(lr=0.5, momentum=0.9)))
 
 
 def _toy(name: str, algorithm: Algorithm[Any] | AsyncAlgorithm[Any]) -> Run:
