@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import wording
 from atoll.telemetry.drawing import COLOURS, new_figure, save_figure, time_unit
@@ -55,7 +56,17 @@ def all_rows(base: tuple[str, ...], rates: Sequence[float]) -> dict[str, Row]:
 
 def naive_rates(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
     """The outer rates of the naive rows, by label."""
-    return {label: one.row.run(0).algorithm.outer.lr for label, one in outcomes.items() if one.row.recipe == NAIVE}
+    return {label: outer_rate(one.row) for label, one in outcomes.items() if one.row.recipe == NAIVE}
+
+
+def outer_rate(row: Row) -> float:
+    """
+    >>> outer_rate(Row(recipe="demo-async-naive"))
+    0.7
+    """
+    algorithm: Any = row.run(0).algorithm
+    rate: float = algorithm.outer.lr
+    return rate
 
 
 def best_naive(outcomes: Mapping[str, Outcome]) -> str | None:
@@ -149,7 +160,7 @@ def _drawn(outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
     return {label: outcomes[label] for label in labels if outcomes[label].curves}
 
 
-def curves_figure(outcomes: Mapping[str, Outcome]) -> object:
+def curves_figure(outcomes: Mapping[str, Outcome]) -> Any:
     """Loss against virtual time, a line per seed."""
     longest_s = max((point[0] for outcome in outcomes.values() for curve in outcome.curves for point in curve), default=1.0)
     unit, unit_s = time_unit(longest_s)

@@ -130,7 +130,8 @@ def _to(label: str, rows: Iterable[str]) -> dict[str, str]:
 
 
 def _levels(plan: Plan) -> Group:
-    rows, against = {}, {}
+    rows: dict[str, Row] = {}
+    against: dict[str, str] = {}
     for level in plan.levels:
         setting = f"cluster.step_time_s={level}"
         mine = {
@@ -179,7 +180,8 @@ def _fixes(plan: Plan) -> Group:
 
 
 def _counts(plan: Plan) -> Group:
-    rows, against = {}, {}
+    rows: dict[str, Row] = {}
+    against: dict[str, str] = {}
     for count in plan.counts:
         setting, label = f"cluster.islands={count}", f"k={count}"
         mine = {
@@ -195,7 +197,8 @@ def _counts(plan: Plan) -> Group:
 
 
 def _sizes(plan: Plan) -> Group:
-    rows, against = {}, {}
+    rows: dict[str, Row] = {}
+    against: dict[str, str] = {}
     for name, model in (("small", plan.model), ("large", plan.large)):
         setting = f"model=GPT({model})"
         mine = {
@@ -210,7 +213,9 @@ def _sizes(plan: Plan) -> Group:
 
 
 def _pairs(plan: Plan) -> Group:
-    rows, against, timed = {}, {}, {}
+    rows: dict[str, Row] = {}
+    against: dict[str, str] = {}
+    timed: dict[str, str] = {}
     for inner, setting in INNER.items():
         more = (setting.format(warmup=plan.warmup),) if setting else ()
         for outer, (together, apart) in OUTER.items():
@@ -269,7 +274,8 @@ def _graces(plan: Plan) -> Group:
 
 
 def _lengths(plan: Plan) -> Group:
-    rows, against = {}, {}
+    rows: dict[str, Row] = {}
+    against: dict[str, str] = {}
     for steps in plan.lengths:
         label, setting = f"H={steps}", f"algorithm.inner_steps={steps}"
         mine = {

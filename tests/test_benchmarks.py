@@ -48,7 +48,9 @@ def outcome(b, *losses, tokens=100):
 # ------------------------------------------------------------------------------------------------------------------- spread
 
 
-@pytest.mark.parametrize("name", ["spread", "record", "wording", "claims", "demo_seeds", "async_rows", "async_claims"])
+@pytest.mark.parametrize(
+    "name", ["spread", "record", "wording", "claims", "demo_seeds", "async_demo", "async_rows", "async_claims"]
+)
 def test_examples_in_docstrings_are_true(b, name):
     assert doctest.testmod(getattr(b, name)).failed == 0
 
