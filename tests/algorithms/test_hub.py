@@ -160,6 +160,7 @@ def test_an_arrival_after_the_window_first_sends_off_the_others_with_the_weights
     [first] = push(hub, 0, 1.0, now_s=10.0)
     closing, dispatch, second = push(hub, 1, 3.0, now_s=13.0)  # nobody ticked at 12
     assert (first.window, closing.window, second.window) == (0, 0, 1)
+    assert (first.staleness, second.staleness) == (0, 1)
     assert (closing.workers, closing.time_s, closing.idle_s) == ((0,), 13.0, (3.0,))
     assert (dispatch.worker, dispatch.version) == (0, 1)
     assert float(hub.task(dispatch).params["w"]) == 9.0

@@ -53,11 +53,14 @@ def test_something_aside_is_done_at_once_also_without_a_pool():
 
 
 def test_work_that_draws_random_numbers_is_done_one_after_the_other_and_something_aside_waits_its_turn():
-    """Torch's generators are the process's: a thread of their own is the only one that may draw from them."""
-    pool = computing()
+    """Torch's generators are the process's. Two that wait for each other to begin therefore wait in vain."""
+    pool, meeting = computing(), threading.Barrier(2, timeout=0.05)
     with pool.open(replica(dropout=0.5)):
-        threads = {pool.result(pool.begin(threading.get_ident)) for _ in range(20)}
-        assert threads == {pool.aside(threading.get_ident)}
+        first = pool.begin(meeting.wait)
+        with pytest.raises(threading.BrokenBarrierError):
+            pool.aside(meeting.wait)
+        with pytest.raises(threading.BrokenBarrierError):
+            pool.result(first)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -252,7 +252,7 @@ class AsyncSimEngine:
         if self.cluster.heard(worker.id, dispatch.round, self.seed):
             seconds = math.fsum(stretch.end_s - stretch.start_s for stretch in worker.stretches)
             self._carry_out(self.hub.push(Push(worker.id, dispatch.round, delta, seconds or None), now_s, next_s))
-        else:
+        elif self.hub.scheduler.out(worker.id, dispatch.round) is not None:  # not a second delivery of what was taken
             self._count_computing(worker)
             self._carry_out(self.hub.give_up(worker.id, now_s))
         self._tick()
