@@ -505,3 +505,13 @@ def test_bits_are_the_same_also_where_they_are_not_numbers():
     assert one.same_bits(one.copy())
     assert not one.equal(one.copy())
     assert not one.same_bits(Tree.of({"w": torch.tensor([math.nan, 2.0])}))
+
+
+def test_rough_norm_is_the_norm_to_six_digits_and_sees_what_is_not_finite():
+    generator = torch.Generator().manual_seed(0)
+    tree = Tree.of({"w": torch.randn(700, 500, generator=generator), "b": torch.randn(3, generator=generator)})
+    assert tree.rough_norm() == pytest.approx(tree.norm(), rel=1e-5)
+    assert Tree.of({"w": torch.full((4,), 1e30)}).rough_norm() == pytest.approx(2e30)  # whose squares overflow
+    assert math.isnan(Tree.of({"w": torch.tensor([1.0, math.nan])}).rough_norm())
+    assert math.isinf(Tree.of({"w": torch.tensor([1.0, math.inf])}).rough_norm())
+    assert Tree.of({"w": torch.zeros(3)}).rough_norm() == 0.0

@@ -416,3 +416,8 @@ def test_any_text_in_quotes_is_that_text_and_no_text_breaks_the_parser(text: str
             changed(f"{path}={text}")
         except ConfigError:
             continue
+
+
+def test_a_list_in_a_call_in_a_call_is_read():
+    run = changed("algorithm=DiLoCo(inner_steps=2,outer=Adam(lr=Cosine(lr=0.1,steps=4),betas=[0.8,0.95]))")
+    assert run.algorithm == DiLoCo(inner_steps=2, outer=Adam(lr=Cosine(lr=0.1, steps=4), betas=(0.8, 0.95)))

@@ -125,7 +125,7 @@ class Hub:
 
     def push(self, push: Push, now_s: float, next_s: float | None) -> list[Outcome]:
         """A worker's update is there; `next_s` is when the earliest *other* worker can be."""
-        norm = push.delta.norm()
+        norm = push.delta.rough_norm()
         reason = self._why_not(push, norm)
         dispatch = self.scheduler.out(push.worker, push.round)
         if reason is not None or dispatch is None:
@@ -148,7 +148,7 @@ class Hub:
     def _why_not(self, push: Push, norm: float) -> str | None:
         here = self.scheduler.workers.get(push.worker)
         if here is None:
-            return f"there is no worker {push.worker}; there are {sorted(self.scheduler.workers)}"
+            return f"there is no worker {push.worker} among the {len(self.scheduler.workers)} that are here"
         if here.out is None or here.out.round != push.round:
             now = "waits to be sent off" if here.out is None else f"is in round {here.out.round}"
             return f"round {push.round} is not open: worker {push.worker} {now}. It was delivered twice, or given up"

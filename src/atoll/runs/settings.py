@@ -242,10 +242,12 @@ def override(run: R, assignments: Sequence[str], candidates: Candidates = no_can
 
 
 class _Expr(NamedTuple):
-    """A value as it was written, and its syntax if it has the form of an expression. Nothing is evaluated."""
+    """A value as it was written, and its syntax if it has the form of an expression, with all of the text that its positions count
+    in. Nothing is evaluated."""
 
     text: str
     node: ast.expr | None
+    whole: str
 
     def items(self) -> list[_Expr] | None:
         """The items of `[a, b]`, `(a, b)` or `a, b`; none of anything else."""
@@ -256,7 +258,7 @@ class _Expr(NamedTuple):
         return {argument.arg: self._part(argument.value) for argument in found if argument.arg}
 
     def _part(self, node: ast.expr) -> _Expr:
-        return _Expr(ast.get_source_segment(self.text, node) or "", node)
+        return _Expr(ast.get_source_segment(self.whole, node) or "", node, self.whole)
 
     def called(self) -> str | None:
         """`Name` of `Name` or of `Name(field=value)`; else none."""
@@ -309,9 +311,9 @@ def _parse(text: str) -> _Expr:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd escapes in text that may not be meant as Python at all
-            return _Expr(text, ast.parse(text, mode="eval").body)
+            return _Expr(text, ast.parse(text, mode="eval").body, text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return _Expr(text, None)  # bare text, such as a file's name
+        return _Expr(text, None, text)  # bare text, such as a file's name
 
 
 @contextmanager
