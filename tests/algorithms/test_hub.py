@@ -282,7 +282,7 @@ def test_an_update_that_cannot_be_used_changes_nothing_and_its_worker_is_sent_of
 @pytest.mark.parametrize(
     ("worker", "round", "reason"),
     [
-        (9, 0, r"there is no worker 9; there are \[0, 1, 3\]"),
+        (9, 0, r"there is no worker 9 among the 3 that are here"),
         (2, 2, r"there is no worker 2"),  # it left
         (0, 0, r"round 0 is not open: worker 0 is in round 4. It was delivered twice, or given up"),
         (0, 77, r"round 77 is not open"),

@@ -171,10 +171,15 @@ def _eventful(algorithm: AsyncAlgorithm[Any], saved: list[tuple[int, dict[str, A
         inner=AdamW(lr=0.01),
         workload=Regression(hidden=4, dropout=0.2),
         sink=sink,
-        save=None if saved is None else lambda e: saved.append((len(sink.lines()), copy.deepcopy(detached(e.parts())))),
+        save=None if saved is None else lambda e: saved.append((_recorded(sink), copy.deepcopy(detached(e.parts())))),
     )
     assert isinstance(engine, AsyncSimEngine)
     return engine, sink
+
+
+def _recorded(sink: Recorder) -> int:
+    """How many lines the log has so far."""
+    return sum(event.recorded for event in sink.events)
 
 
 def _eventful_run(
