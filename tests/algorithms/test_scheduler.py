@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.algorithms.scheduler import Closing, Dispatch, Return, Scheduler
@@ -254,6 +254,7 @@ def test_a_worker_of_a_thousandth_of_the_speed_takes_a_step_all_the_same():
     assert [hub.steps_of(worker) for worker in range(2)] == [50, 1]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 40), st.floats(1e-3, 1e3))
 def test_a_worker_of_exactly_one_nth_of_the_speed_loses_no_step_to_rounding(parts, steps, time_s):
     hub = scheduler(2, steps=parts * steps, pace="given", speeds=(1 / time_s, 1 / (parts * time_s)))
@@ -348,6 +349,7 @@ def test_when_the_fastest_slows_down_another_becomes_the_reference():
     assert [hub.steps_of(worker) for worker in (0, 1)] == [60, 15]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.1, 10.0)), min_size=4, max_size=30))
 def test_the_fastest_that_is_remembered_is_the_fastest_that_is_there(seen):
     hub = scheduler(4, steps=50, pace="measured")

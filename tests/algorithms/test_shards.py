@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.algorithms.shards import Shards
@@ -102,6 +102,7 @@ def exact(examples, steps, draw):
     return next(shard for shard, total in enumerate(sums) if draw * sums[-1] < total)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 2**40), st.integers(1, 2**45)), min_size=1, max_size=5),
     st.sampled_from([Fraction(n, 8) for n in range(8)]),
@@ -166,6 +167,7 @@ def test_a_stretch_that_is_too_short_waits_for_a_round_that_fits():
     assert [account.hand_out(0, steps).start for steps in (4, 3)] == [13, 0]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.booleans(), st.integers(0, 99)), max_size=60))
 def test_no_batch_is_out_twice_and_the_counts_add_up_whatever_comes_back(moves):
     account, out = shards([5, 50, 10]), []
