@@ -59,7 +59,7 @@ class Plan(Workload):
         algorithm = {
             DDP: "DDP()",
             DILOCO: f"DiLoCo(inner_steps={self.inner_steps},outer={NESTEROV})",
-            ASYNC: f"AsyncLocalSGD(inner_steps={self.inner_steps},outer={delayed},pace=given,grace_s=0.5)",
+            ASYNC: f"AsyncLocalSGD(inner_steps={self.inner_steps},outer={delayed},pace=given,grace_s=2.0)",
         }[recipe]
         return self.settings(algorithm, step_time_s=self.levels[-1])
 
@@ -155,7 +155,7 @@ def _levels(plan: Plan) -> Group:
 
 
 def _fixes(plan: Plan) -> Group:
-    size, own = plan.islands, ("algorithm.pace=given", "algorithm.grace_s=0.5")
+    size, own = plan.islands, ("algorithm.pace=given", "algorithm.grace_s=2.0")
     rows = {
         SYNC: plan.sync(SYNC),
         NAIVE: plan.naive(NAIVE),
@@ -230,7 +230,7 @@ def _pairs(plan: Plan) -> Group:
         "Pairs of inner and outer rule",
         "Inner rule + outer rule; synchronous, and at every arrival with a weight of 1/k. Adam divides by the size of what it is "
         "given, so that a weight would do little: it has a smaller rate instead. An arrival's row is compared with its synchronous "
-        "one, and that with Nesterov outside. The inner rule also trains the warm start, so rows with SGD inside start higher.",
+        "one, and that with Nesterov outside. The inner rule also trains the warm start, so rows with SGD inside start from other weights.",
         rows,
         against,
         timed,

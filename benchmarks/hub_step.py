@@ -5,13 +5,15 @@
 
 A copy of a buffer into one that is there is what memory can do. A step is measured against one copy of each buffer that it touches:
 weights, gradient, sum and, where it is refreshed, momentum. The readable form is `update`; the fused form is `update_taking`, with
-weights that are not given, since workers may still hold them. Rules take turns, window by window, each next to its own copies; the
+weights that are not given, since workers may still hold them. A whole push is all that the hub does besides: it refuses an update
+that is not finite, and sends the worker off again. Rules take turns, window by window, each next to its own copies; the
 median of the ratios counts. Leave the machine alone meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from atoll.algorithms.async_local_sgd import AsyncLocalSGD
+from atoll.algorithms.hub import Hub, Push
+from atoll.algorithms.scheduler import Dispatch
 from atoll.engines.states import recycle
 from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.sgd import Nesterov
@@ -36,7 +41,7 @@ ARRIVALS = 4
 """Of a window."""
 ALLOWED = 1.5
 """What the fused form is allowed to cost, as a ratio."""
-FUSED, READABLE = "fused", "readable"
+FUSED, READABLE, WHOLE = "fused", "readable", "fused, whole push"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,7 @@ class Way:
         name: for the table.
         rule: the hub's.
         touched: how many buffers each arrival of a window reads or writes.
-        form: readable or fused.
+        form: readable or fused; or all that a hub does with a push, fused: it looks at the update, steps, and sends the worker off.
     """
 
     name: str
@@ -71,7 +76,7 @@ def ways() -> list[Way]:
     return [
         Way(name=name, rule=rule, touched=touched, form=form)
         for name, (rule, touched) in rules.items()
-        for form in (READABLE, FUSED)
+        for form in (READABLE, FUSED, WHOLE)
     ]
 
 
@@ -92,25 +97,49 @@ class Bench:
     def seconds(self, way: Way) -> dict[str, Any]:
         """One copy, and each step of one window after another that only warms up; on one thread."""
         with _one_thread():
-            hub = (self._start.copy(), way.rule.init(self._start))
-            hub, _ = self._window(way, hub)
+            window = self._pushes(way) if way.form == WHOLE else self._steps(way)
+            next(window)
             copy_s, _ = _timed(self._copies)
-            hub, steps_s = self._window(way, hub)
-        recycle([hub], [])
+            steps_s = next(window)
+            window.close()
         return {"copy_s": copy_s / len(self._sources), "steps_s": steps_s}
 
     def _copies(self) -> None:
         for room, tree in zip(self._room, self._sources, strict=True):
             room.copy_(tree.flat)
 
-    def _window(self, way: Way, hub: tuple[Tree, Any]) -> tuple[tuple[Tree, Any], list[float]]:
-        update, steps_s = way.rule.update_taking if way.form == FUSED else way.rule.update, []
-        for arrival in range(ARRIVALS):
-            gradient, before = self._gradients[arrival % len(self._gradients)], hub
-            taken_s, hub = _timed(lambda before=before, gradient=gradient: update(before[0], gradient, before[1]))
-            recycle([before], [hub])  # as an engine does with what neither the hub nor a worker holds any more
-            steps_s.append(taken_s)
-        return hub, steps_s
+    def _steps(self, way: Way) -> Iterator[list[float]]:
+        """Windows of the rule alone."""
+        update = way.rule.update_taking if way.form == FUSED else way.rule.update
+        hub = (self._start.copy(), way.rule.init(self._start))
+        try:
+            while True:
+                steps_s = []
+                for gradient in self._arriving():
+                    before = hub
+                    taken_s, hub = _timed(lambda before=before, gradient=gradient: update(before[0], gradient, before[1]))
+                    recycle([before], [hub])  # as an engine does with what neither the hub nor a worker holds any more
+                    steps_s.append(taken_s)
+                yield steps_s
+        finally:
+            recycle([hub], [])
+
+    def _pushes(self, way: Way) -> Iterator[list[float]]:
+        """Windows of a hub with as many workers, each of which comes once in a window."""
+        algorithm = AsyncLocalSGD(inner_steps=1, outer=way.rule)
+        hub = Hub(algorithm, self._start.copy(), examples=[1], updates=10**9, draw=lambda round: 0.0)
+        rounds = {worker: worker for worker in range(ARRIVALS) if hub.join(worker, 0.0)}
+        for now_s in itertools.count(1):
+            steps_s = []
+            for worker, gradient in enumerate(self._arriving()):
+                push = Push(worker, rounds[worker], gradient.copy().give())
+                taken_s, outcomes = _timed(lambda push=push, now_s=now_s: hub.push(push, float(now_s), None))
+                rounds |= {outcome.worker: outcome.round for outcome in outcomes if isinstance(outcome, Dispatch)}
+                steps_s.append(taken_s)
+            yield steps_s
+
+    def _arriving(self) -> Iterator[Tree]:
+        return (self._gradients[arrival % len(self._gradients)] for arrival in range(ARRIVALS))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -155,8 +184,8 @@ def outcome(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[str, str]
         step_s, copy_s = median(fmean(cell["steps_s"]) for cell in mine), median(cell["copy_s"] for cell in mine)
         figures = [f"{1000 * step_s:.1f} ms", f"{1000 * copy_s:.1f} ms", f"{fmean(way.touched):g}", f"{mean:.2f}", f"{last:.2f}"]
         rows.append([way.name, way.form, *figures])
-        if way.form == FUSED:
-            fused[way.name] = max(mean, last)
+        if way.form != READABLE:
+            fused[f"{way.name}, {way.form}"] = max(mean, last)
     dearest = max(fused, key=lambda name: fused[name])
     verdict = "within" if fused[dearest] <= ALLOWED else "beyond"
     sentence = (

@@ -67,7 +67,7 @@ class Hub:
 
     Args:
         algorithm: whose hub it is.
-        params: the weights to begin with.
+        params: the weights to begin with. The hub takes them: their buffer goes back into circulation when nobody is out with them.
         examples: of each shard.
         updates: local updates after which it sends nobody off any more.
         draw: for each round a number in [0, 1); see `Scheduler`.
