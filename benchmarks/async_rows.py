@@ -94,7 +94,7 @@ QUICK = Plan(
     counts=(4, 8),
     periods=(1, 4),
     activations=(0, 0.1),
-    graces_s=(0, 0.5),
+    graces_s=(0, 2),
     lengths=(1, 2),
     model="layers=1,width=8,heads=1,head_size=8",
     large="layers=1,width=16,heads=2,head_size=8",
@@ -230,7 +230,8 @@ def _pairs(plan: Plan) -> Group:
         "Pairs of inner and outer rule",
         "Inner rule + outer rule; synchronous, and at every arrival with a weight of 1/k. Adam divides by the size of what it is "
         "given, so that a weight would do little: it has a smaller rate instead. An arrival's row is compared with its synchronous "
-        "one, and that with Nesterov outside. The inner rule also trains the warm start, so rows with SGD inside start from other weights.",
+        "one, and that with Nesterov outside. The inner rule also trains the warm start, so rows with SGD inside start from "
+        "other weights.",
         rows,
         against,
         timed,
