@@ -229,11 +229,11 @@ class Plan:
     """
 
     steps: int
-    grace_s: float
-    pace: Literal["even", "given", "measured"]
-    speeds: tuple[float, ...]
-    shards: Literal["deficit", "visits"]
-    ties: Literal["last", "chance"]
+    grace_s: float = 0.0
+    pace: Literal["even", "given", "measured"] = "even"
+    speeds: tuple[float, ...] = ()
+    shards: Literal["deficit", "visits"] = "deficit"
+    ties: Literal["last", "chance"] = "last"
 
 
 @runtime_checkable
