@@ -12,6 +12,7 @@ Implementations are final. `atoll.testing` ships the checks that each of them mu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -19,6 +20,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 import torch
 
+from atoll.checks import check_types
+from atoll.errors import ConfigError
 from atoll.events import Event
 from atoll.tree import Tree
 
@@ -212,7 +215,7 @@ class Correction(Protocol):
     """What a hub does to an update because it is late, before its rule sees it. Pure."""
 
     def correct(self, params: Tree, arrival: Arrival) -> Tree | None:
-        """The delta to apply to `params`, the hub's present weights; none to leave it out."""
+        """The delta to apply to `params`, the hub's present weights: the arrival's own, or a new one; none to leave it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +238,23 @@ class Plan:
     shards: Literal["deficit", "visits"] = "deficit"
     ties: Literal["last", "chance"] = "last"
 
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.steps < 1:
+            raise ConfigError(f"steps={self.steps}: a round needs at least 1 inner step. Use 1 to push after every step.")
+        if not self.grace_s >= 0:
+            raise ConfigError(
+                f"grace_s={self.grace_s}: a hub can wait for 0 seconds or more. Use 0 to send every worker off at once, or inf to "
+                f"wait for all of them."
+            )
+        if not all(0 < speed < math.inf for speed in self.speeds):
+            raise ConfigError(
+                f"speeds={list(self.speeds)}: each is a positive number of steps per second. Give a worker that hardly works a "
+                f"small one."
+            )
+        if self.speeds and self.pace != "given":
+            raise ConfigError(f"speeds are given, but pace={self.pace} does not look at them. Use pace=given, or leave them out.")
+
 
 @runtime_checkable
 class AsyncAlgorithm(Protocol[S]):
@@ -255,9 +275,13 @@ class AsyncAlgorithm(Protocol[S]):
     def step(self, state: S, arrival: Arrival) -> S:
         """The hub's step for one arrival: pure. The same State means that the update was left out."""
 
+
+class StepsTaking(Protocol[S]):
+    """What an asynchronous algorithm may have besides: a twin of `step` that spares memory."""
+
     def step_taking(self, state: S, arrival: Arrival) -> S:
-        """`step` in the buffers of the State's momenta, which can then no longer be read; weights that workers were sent off with
-        stay as they are."""
+        """`step` in the buffers of the State's momenta, which can then no longer be read, and of the delta if it was given. Weights
+        that workers were sent off with stay as they are."""
 
 
 # ------------------------------------------------------------------------------------------------- what is trained, and how

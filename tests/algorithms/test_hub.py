@@ -96,7 +96,8 @@ def test_four_equal_updates_in_turn_move_naive_nesterov_six_times_as_far_as_one_
 def test_a_weight_of_one_over_k_follows_the_workers_that_are_there():
     hub = hub_of(AsyncLocalSGD(inner_steps=1, outer=SGD(lr=1.0), weight="1/k"), params=scalar(10.0))
     assert after_each(hub, [1.0]) == [9.75]
-    hub.leave(3, 1.0), hub.leave(2, 1.0)
+    now_s = hub.scheduler.to_parts()["latest_s"]
+    hub.leave(3, now_s), hub.leave(2, now_s)
     assert after_each(hub, [1.0]) == [9.25]
 
 
@@ -348,11 +349,94 @@ def test_a_stranger_who_leaves_or_a_worker_who_joins_twice_is_refused_and_change
     assert isinstance(push(hub, 0, 0.5, 6.0)[0], Applied)
 
 
-def test_a_worker_that_brings_nonsense_after_the_end_is_not_sent_off_again():
+def test_what_comes_after_the_end_changes_nothing_and_nobody_is_sent_off_again():
     hub = hub_of(AsyncLocalSGD(inner_steps=3), workers=2, updates=3)
     push(hub, 0, 0.5, 1.0)
     assert hub.done
-    assert [type(o) for o in push(hub, 1, math.nan, 2.0)] == [Refusal, Return]
+    before = account(hub)
+    for value in (math.nan, 0.25):
+        [refusal] = push(hub, 1, value, 2.0)
+        assert (refusal.reason, refusal.known) == ("the run has its local updates", False)
+    assert account(hub) == before
+
+
+# ------------------------------------------------------------------------------------------------- buffers that others hold
+
+
+@dataclass(frozen=True)
+class MeanOfLastTwo:
+    """A rule that keeps a gradient. It is pure, and has no twin."""
+
+    def init(self, params):
+        return (params.zeros(),)
+
+    def update(self, params, gradient, state):
+        return params - 0.5 * gradient - 0.5 * state[0], (gradient,)
+
+
+@dataclass(frozen=True)
+class Anchored:
+    """A rule that keeps the weights it began with, and reads its gradient twice."""
+
+    def init(self, params):
+        return (params,)
+
+    def update(self, params, gradient, state):
+        return 0.5 * params + 0.5 * state[0] - 0.5 * gradient - 0.5 * gradient, state
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+@pytest.mark.parametrize("rule", [MeanOfLastTwo(), Anchored()], ids=lambda rule: type(rule).__name__)
+def test_a_rule_may_keep_what_it_was_given(rule, weight):
+    """Through the hub, whose buffers circulate, it does what it does by hand."""
+    hub = hub_of(AsyncLocalSGD(inner_steps=1, outer=rule, weight=weight))
+    params, state = scalar(1.0), rule.init(scalar(1.0))
+    for number, value in enumerate((0.1, -0.2, 0.3, 0.05, 0.7, -0.4)):
+        push(hub, number % 4, scalar(value).give(), now_s=float(number))
+        params, state = rule.update(params, weight * scalar(value), state)
+        assert hub.params["w"].item() == pytest.approx(params["w"].item(), abs=1e-12)
+
+
+def test_a_given_delta_that_comes_twice_is_refused_like_any_other():
+    hub = hub_of(AsyncLocalSGD(inner_steps=2))
+    given = Push(0, 0, scalar(0.5).give())
+    assert isinstance(hub.push(given, 1.0, None)[0], Applied)
+    before = account(hub)
+    [refusal] = hub.push(given, 2.0, None)
+    assert "delivered twice" in refusal.reason
+    [refusal] = hub.push(given._replace(worker=9), 3.0, None)
+    assert "no worker 9" in refusal.reason
+    assert account(hub) == before
+
+
+def test_an_algorithm_without_a_twin_is_driven_by_its_step():
+    @dataclass(frozen=True)
+    class Plain:
+        inner: AsyncLocalSGD
+
+        @property
+        def plan(self):
+            return self.inner.plan
+
+        def init(self, params):
+            return self.inner.init(params)
+
+        async def round(self, replica, hub):
+            await self.inner.round(replica, hub)
+
+        def step(self, state, arrival):
+            return self.inner.step(state, arrival)
+
+    inner = AsyncLocalSGD(inner_steps=1, outer=DelayedNesterov(period=4), weight=0.5)
+    one, two = hub_of(inner), hub_of(Plain(inner))
+    values = [float(value) for value in GOLDEN]
+    assert after_each(one, values) == pytest.approx(after_each(two, values), abs=1e-12)
+
+
+def test_an_update_that_is_only_noted_moves_nothing():
+    hub = hub_of(AsyncLocalSGD(inner_steps=1, outer=Buffered(rule=SGD(lr=1.0), size=3)))
+    applied = [push(hub, worker % 4, 0.5, float(worker))[0] for worker in range(6)]
+    assert [(one.counted, one.moved) for one in applied] == [(True, False), (True, False), (True, True)] * 2
 
 
 # --------------------------------------------------------------------------------------------------------------- saving

@@ -149,13 +149,68 @@ def test_a_worker_that_waits_may_leave_and_what_it_brought_stays_counted():
     assert (closing.workers, closing.opened_s) == ((1, 2), 10.0)
 
 
-def test_a_window_that_everybody_has_left_is_no_window():
+def test_a_window_that_everybody_has_left_is_over_and_its_number_is_used_up():
     hub = scheduler(2, grace_s=5.0)
-    hub.arrive(0, 10.0, 1, next_s=14.0)
-    assert hub.leave(0, 11.0, 1, next_s=14.0) == []
+    assert hub.arrive(0, 10.0, 1, next_s=14.0) == (0, [])
+    assert hub.leave(0, 11.0, 1, next_s=14.0) == [Closing(0, (), 10.0, 11.0, ())]
     assert hub.deadline_s is None
     assert hub.tick(100.0, 1) == []
-    assert hub.arrive(1, 101.0, 2, next_s=None)[0] == 0  # the first that will close
+    assert hub.arrive(1, 101.0, 2, next_s=None)[0] == 1
+
+
+def test_an_estimate_that_has_proved_wrong_counts_as_unknown():
+    """Whoever should have come at 12 is late: at its deadline the window closes, whatever was expected."""
+    hub = scheduler(2, grace_s=5.0)
+    hub.arrive(0, 10.0, 1, next_s=12.0)
+    assert hub.tick(14.0, 1, next_s=12.0) == []
+    assert isinstance(hub.tick(15.0, 1, next_s=12.0)[0], Closing)
+
+
+@pytest.mark.parametrize("now_s", [9.0, math.nan, math.inf])
+def test_time_is_finite_and_does_not_go_back(now_s):
+    hub = scheduler(2, grace_s=5.0)
+    hub.arrive(0, 10.0, 1, next_s=14.0)
+    before = hub.to_parts()
+    for event in (lambda: hub.tick(now_s, 1), lambda: hub.arrive(1, now_s, 2, None), lambda: hub.leave(1, now_s, 1)):
+        with pytest.raises(ConfigError, match=r"the time is .* and the last event was at 10.0 s"):
+            event()
+    assert hub.to_parts() == before
+
+
+def test_workers_that_come_together_are_measured_against_the_fastest_of_all():
+    hub = scheduler(steps=20, pace="given")
+    speeds = {worker: 1 / time_s for worker, time_s in enumerate(reversed(VERY_S))}
+    assert [dispatch.steps for dispatch in hub.join_all(speeds, 0.0, 0)] == [3, 7, 15, 20]
+
+
+def test_workers_one_of_whom_has_no_speed_do_not_join_at_all():
+    hub = scheduler(steps=20, pace="given")
+    before = hub.to_parts()
+    for speeds in ({0: 1.0, 1: None}, {0: 1.0, 1: 0.0}, {0: 1.0, -1: 1.0}):
+        with pytest.raises(ConfigError):
+            hub.join_all(speeds, 0.0, 0)
+    assert hub.to_parts() == before
+
+
+def test_a_worker_that_was_measured_and_comes_back_has_the_speed_it_had():
+    hub = scheduler(2, steps=20, pace="measured")
+    rounds_at(hub, 0, 1.0, 2)
+    rounds_at(hub, 1, 2.0, 2)
+    assert hub.steps_of(1) == 10
+    now_s = hub.to_parts()["latest_s"]
+    hub.leave(1, now_s, 0)
+    [again] = hub.join(1, now_s, 0)
+    assert again.steps == 10
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e-320, 0.0, -1.0, math.nan])
+def test_a_time_that_gives_no_speed_is_passed_over(seconds):
+    hub = scheduler(2, steps=20, pace="measured")
+    rounds_at(hub, 0, 1.0, 1)
+    rounds_at(hub, 1, 2.0, 1)
+    dispatch, now_s = hub.workers[1].out, hub.to_parts()["latest_s"]
+    hub.arrive(1, now_s + 1, 0, None, seconds)
+    assert (dispatch.steps, hub.steps_of(1)) == (10, 10)
 
 
 def test_the_round_of_a_worker_that_dies_is_put_back_and_given_to_the_next():
@@ -190,7 +245,7 @@ def test_nobody_can_come_twice_or_leave_without_being_there():
     before = hub.to_parts()
     with pytest.raises(ConfigError, match=r"worker 1 joins, but it is here already"):
         hub.join(1, 1.0, 0)
-    with pytest.raises(ConfigError, match=r"worker 5 leaves, but it is not here. There are: \[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"worker 5 leaves, but it is not here. There are 2"):
         hub.leave(5, 1.0, 0)
     assert hub.to_parts() == before
 
@@ -323,7 +378,7 @@ def rounds_at(hub, worker, time_s, count):
     steps = []
     for _ in range(count):
         dispatch = hub.workers[worker].out
-        now_s = dispatch.time_s + dispatch.steps * time_s
+        now_s = max(hub.to_parts()["latest_s"], dispatch.time_s + dispatch.steps * time_s)
         decisions = hub.arrive(worker, now_s, 0, next_s=math.inf, seconds=dispatch.steps * time_s)[1]
         steps.append(next(d.steps for d in decisions if isinstance(d, Dispatch) and d.worker == worker))
     return steps
@@ -355,7 +410,7 @@ def test_the_fastest_that_is_remembered_is_the_fastest_that_is_there(seen):
     hub = scheduler(4, steps=50, pace="measured")
     for worker, time_s in seen:
         rounds_at(hub, worker, time_s, 1)
-        speeds = [hub.workers[w].speed for w in range(4)]
+        speeds = [speed for _, speed in hub.pace.to_parts()["here"]]
         fastest = max(speed for speed in speeds if speed is not None)
         expected = [50 if s is None else max(1, math.floor(s / fastest * 50 + 1e-9)) for s in speeds]
         assert [hub.steps_of(w) for w in range(4)] == expected

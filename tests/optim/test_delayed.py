@@ -8,8 +8,8 @@ from torch import Tensor
 
 from atoll.chunks import CHUNK
 from atoll.engines.sim.peers import weighted_mean
-from atoll.engines.states import trees
 from atoll.errors import ConfigError, TreeGivenAway
+from atoll.leaves import trees
 from atoll.optim.adam import AdamW
 from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.schedules import Cosine

@@ -116,3 +116,25 @@ def test_a_device_that_is_not_there_is_refused_and_auto_falls_back():
     assert device_of(small("train.device=auto")) == "cpu"
     with pytest.raises(ConfigError, match=r"sees no CUDA device"):
         device_of(small("train.device=cuda"))
+
+
+def test_an_open_outer_schedule_is_as_long_as_the_arrivals_that_are_to_come():
+    """Slow workers with few steps come as often as fast ones: 3,600 updates in rounds of 20, 15, 7 and 3 steps are 331 arrivals."""
+    run = override(recipes.demo_async(), ["algorithm.outer.lr=Cosine(lr=0.8)"], candidates)
+    assert run.resolved.algorithm.outer.lr.steps == 331 // 4
+    even = override(run, ["algorithm.pace=even"], candidates)
+    assert even.resolved.algorithm.outer.lr.steps == 3600 // 20 // 4
+    buffered = override(run, ["algorithm.outer=Buffered(rule=SGD(lr=Cosine(lr=0.8)),size=3)"], candidates)
+    assert buffered.resolved.algorithm.outer.rule.lr.steps == 331 // 3
+
+
+def test_a_schedule_that_does_not_fit_says_whose_it_is_and_how_long_the_run_makes_it():
+    run = override(recipes.demo_async(), ["data.shards=400"], candidates)
+    with pytest.raises(ConfigError, match=r"optimizer: .*train.steps \* islands / shards = 9.*warmup=20"):
+        assert run.resolved
+
+
+def test_speeds_are_one_per_island():
+    for speeds in ("[1,2]", "[1,2,3,4,5]"):
+        with pytest.raises(ConfigError, match=r"algorithm.speeds has \d figures for cluster.islands=4"):
+            override(recipes.demo_async(), [f"algorithm.speeds={speeds}"], candidates)

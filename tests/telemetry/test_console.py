@@ -191,6 +191,6 @@ def test_updates_that_are_not_taken_are_told_with_their_reason() -> None:
     refused = Refused(island=2, round=7, virtual_time_s=61.0, reason="it holds NaN")
     returned = Returned(island=1, round=9, shard=4, steps=50, virtual_time_s=75.0)
     assert show([refused, returned]).splitlines() == [
-        "round 7: the update of island 2 was refused (it holds NaN)",
-        "round 9: island 1 brings nothing, 50 steps of shard 4 are put back",
+        "the update of island 2 from its round no. 7 was refused at 0:01:01 (it holds NaN)",
+        "island 1 brings nothing from its round no. 9: 50 steps of shard 4 are put back",
     ]

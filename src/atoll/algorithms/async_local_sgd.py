@@ -26,8 +26,6 @@ worker, the position on the learning-rate schedule with the shard.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +33,7 @@ from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.optim.delayed import DelayedNesterov
 from atoll.optim.stale import check_weight, weight_of
+from atoll.optim.taking import Taking
 from atoll.protocols import Arrival, Correction, Hub, Plan, Replica, Rule
 from atoll.tree import Tree
 
@@ -80,17 +79,13 @@ class AsyncLocalSGD:
             raise ConfigError(
                 f"inner_steps={self.inner_steps}: a round needs at least 1 inner step. Use 1 to push after every step."
             )
-        if not self.grace_s >= 0:
-            raise ConfigError(
-                f"grace_s={self.grace_s}: a hub can wait for 0 seconds or more. Use 0 to send every worker off at once, or inf to "
-                f"wait for all of them."
-            )
-        if not all(0 < speed < math.inf for speed in self.speeds):
-            raise ConfigError(
-                f"speeds={list(self.speeds)}: each is a positive number of steps per second. Leave out a worker that does not work."
-            )
-        if self.speeds and self.pace != "given":
-            raise ConfigError(f"speeds are given, but pace={self.pace} does not look at them. Use pace=given, or leave them out.")
+        for name, method in (("outer", "update"), ("correction", "correct")):
+            value = getattr(self, name)
+            if value is not None and not hasattr(value, method):
+                raise ConfigError(
+                    f"{name}={value!r} has no `{method}`. Give one such as DelayedNesterov(period=4) or Polynomial()."
+                )
+        assert self.plan, "a plan refuses what it cannot be"
 
     @property
     def plan(self) -> Plan:
@@ -115,15 +110,24 @@ class AsyncLocalSGD:
         await hub.push(delta.give())
 
     def step(self, state: AsyncState, arrival: Arrival) -> AsyncState:
-        return self._step(state, arrival, self.outer.update)
-
-    def step_taking(self, state: AsyncState, arrival: Arrival) -> AsyncState:
-        return self._step(state, arrival, getattr(self.outer, "update_taking", self.outer.update))
-
-    def _step(self, state: AsyncState, arrival: Arrival, update: Callable[[Tree, Tree, Any], tuple[Tree, Any]]) -> AsyncState:
-        delta = arrival.delta if self.correction is None else self.correction.correct(state.params, arrival)
+        delta = self._delta(state.params, arrival)
         if delta is None:
             return state
+        return AsyncState(*self.outer.update(state.params, delta, state.outer))
+
+    def step_taking(self, state: AsyncState, arrival: Arrival) -> AsyncState:
+        if not isinstance(self.outer, Taking):  # such a rule may keep what it is given, and read it more than once
+            return self.step(state, arrival._replace(delta=Tree(arrival.delta.layout, arrival.delta.flat)))
+        delta = self._delta(state.params, arrival)
+        if delta is None:
+            return state
+        mine = delta is not arrival.delta  # made here, and nobody else's: the rule puts it back into circulation
+        return AsyncState(*self.outer.update_taking(state.params, delta.give() if mine else delta, state.outer))
+
+    def _delta(self, params: Tree, arrival: Arrival) -> Tree | None:
+        """What the rule is given: the delta, corrected for being late and weighted; none if it is left out."""
+        delta = arrival.delta if self.correction is None else self.correction.correct(params, arrival)
         weight = weight_of(self.weight, arrival.workers)
-        params, outer = update(state.params, delta if weight == 1 else (weight * delta).give(), state.outer)
-        return AsyncState(params, outer)
+        if delta is None or weight == 1:
+            return delta
+        return weight * (delta if delta is arrival.delta else delta.give())

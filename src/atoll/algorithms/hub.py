@@ -20,10 +20,12 @@ refused changes no weight. A worker whose update was unusable is sent off again;
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atoll.algorithms.scheduler import Closing, Decision, Dispatch, Return, Scheduler
+from atoll.leaves import memories, memory_of
 from atoll.protocols import Arrival, AsyncAlgorithm, Task
 from atoll.tree import Tree
 
@@ -38,7 +40,8 @@ class Push(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """An update was taken. `counted` is false if the algorithm left it out, as too stale."""
+    """An update was taken. `counted` is false if the algorithm left it out, as too stale; `moved` is whether the weights changed,
+    which they need not if the algorithm only takes note of it for now."""
 
     dispatch: Dispatch
     window: int
@@ -46,11 +49,12 @@ class Applied(NamedTuple):
     version: int
     staleness: int
     counted: bool
+    moved: bool
     norm: float
 
 
 class Refusal(NamedTuple):
-    """An update was not taken. `known` is whether it was its worker's to bring, and the worker was sent off again."""
+    """An update was not taken. `known` is whether it was its worker's to bring, so that the worker was sent off again."""
 
     worker: int
     round: int
@@ -89,6 +93,8 @@ class Hub:
         """Updates applied so far."""
         self._sent: dict[int, Tree] = {}
         """The weights that each worker was sent off with."""
+        self._holders: Counter[int] = Counter()
+        """How many workers are out with weights that lie there in memory."""
 
     @property
     def params(self) -> Tree:
@@ -108,12 +114,17 @@ class Hub:
 
     def join(self, worker: int, now_s: float, speed: float | None = None) -> list[Outcome]:
         """A worker is there. It begins from the present weights, whether a window is open or not."""
-        return self._send(self.scheduler.join(worker, now_s, self.version, speed))
+        return self.join_all({worker: speed}, now_s)
+
+    def join_all(self, speeds: Mapping[int, float | None], now_s: float) -> list[Outcome]:
+        """Several workers are there, with their speeds in steps per second where the driver knows them."""
+        return self._send(self.scheduler.join_all(speeds, now_s, self.version))
 
     def leave(self, worker: int, now_s: float, next_s: float | None = None) -> list[Outcome]:
         """A worker is gone, whatever it was doing."""
-        self._sent.pop(worker, None)
-        return self._send(self.scheduler.leave(worker, now_s, self.version, next_s))
+        decisions = self.scheduler.leave(worker, now_s, self.version, next_s)
+        self._forget(worker)
+        return self._send(decisions)
 
     def give_up(self, worker: int, now_s: float) -> list[Outcome]:
         """What a worker sent will not come: its round is put back, and it is sent off again."""
@@ -124,58 +135,78 @@ class Hub:
         return self._send(self.scheduler.tick(now_s, self.version, next_s))
 
     def push(self, push: Push, now_s: float, next_s: float | None) -> list[Outcome]:
-        """A worker's update is there; `next_s` is when the earliest *other* worker can be."""
-        norm = push.delta.rough_norm()
-        reason = self._why_not(push, norm)
+        """A worker's update is there; `next_s` is when the earliest *other* worker can be.
+
+        A delta that was given (`give()`) is the hub's: its buffer goes back into circulation.
+        """
         dispatch = self.scheduler.out(push.worker, push.round)
+        reason, norm = self._look_at(push, dispatch)
         if reason is not None or dispatch is None:
             return self._refuse(push, now_s, reason or "", dispatch)
         before = self.tick(now_s, now_s)  # a window that had run out sends off its workers with the weights it closed with
         staleness = self.version - dispatch.version
-        delta = Tree(push.delta.layout, push.delta.flat)  # under a name that may be read more than once
-        arrival = Arrival(delta, self._sent.pop(push.worker), staleness, len(self.scheduler.workers))
-        old, self.state = self.state, self.algorithm.step_taking(self.state, arrival)
-        counted = self.state is not old
+        old, self.state = (
+            self.state,
+            self._step(Arrival(push.delta, self._sent[push.worker], staleness, len(self.scheduler.workers))),
+        )
+        counted, moved = self.state is not old, self.state.params is not old.params
         self.version += counted
-        if push.delta.spare:
-            push.delta.release()
+        self._recycle(old.params, *([push.delta] if push.delta.spare else []))
         window, after = self.scheduler.arrive(push.worker, now_s, self.version, next_s, push.seconds)
-        applied = Applied(dispatch, window, now_s, self.version, staleness, counted, norm)
-        sent = self._send(after)
-        self._recycle(old.params, arrival.dispatched)
-        return [*before, applied, *sent]
+        self._forget(push.worker)
+        applied = Applied(dispatch, window, now_s, self.version, staleness, counted, moved, norm)
+        return [*before, applied, *self._send(after)]
 
-    def _why_not(self, push: Push, norm: float) -> str | None:
+    def _step(self, arrival: Arrival) -> Any:
+        if hasattr(self.algorithm, "step_taking"):
+            return self.algorithm.step_taking(self.state, arrival)
+        plain = Tree(arrival.delta.layout, arrival.delta.flat)  # a pure step may read it more than once
+        return self.algorithm.step(self.state, arrival._replace(delta=plain))
+
+    def _look_at(self, push: Push, dispatch: Dispatch | None) -> tuple[str | None, float]:
+        """Why an update cannot be taken, if it cannot, and the norm of its delta, if that could be looked at."""
+        if self.done:
+            return "the run has its local updates", math.nan
         here = self.scheduler.workers.get(push.worker)
         if here is None:
-            return f"there is no worker {push.worker} among the {len(self.scheduler.workers)} that are here"
-        if here.out is None or here.out.round != push.round:
+            return f"there is no worker {push.worker} among the {len(self.scheduler.workers)} that are here", math.nan
+        if dispatch is None:
             now = "waits to be sent off" if here.out is None else f"is in round {here.out.round}"
-            return f"round {push.round} is not open: worker {push.worker} {now}. It was delivered twice, or given up"
+            return f"round {push.round} is not open: worker {push.worker} {now}. It was delivered twice, or given up", math.nan
         if push.delta.layout != self.params.layout:
-            return f"its delta is {push.delta!r}, and the hub's weights are {self.params!r}"
-        if not math.isfinite(norm):
-            return f"its delta is not finite (norm {norm})"
-        return None
+            return f"its delta is {push.delta!r}, and the hub's weights are {self.params!r}", math.nan
+        norm = push.delta.rough_norm()
+        return (None if math.isfinite(norm) else f"its delta is not finite (norm {norm})"), norm
 
     def _refuse(self, push: Push, now_s: float, reason: str, dispatch: Dispatch | None) -> list[Outcome]:
-        refusal = Refusal(push.worker, push.round, now_s, reason, dispatch is not None)
-        if dispatch is None:
-            return [refusal]
-        return [refusal, *self._send(self.scheduler.send_again(push.worker, now_s, self.version))]
+        """It changes nothing; whose round it was is sent off again, unless there is nothing left to do."""
+        again = dispatch is not None and not self.done
+        refusal = Refusal(push.worker, push.round, now_s, reason, again)
+        return [refusal, *(self.give_up(push.worker, now_s) if again else [])]
 
     def _send(self, decisions: Sequence[Decision]) -> list[Outcome]:
         """Whoever is sent off now is given the present weights."""
         for decision in decisions:
             if isinstance(decision, Dispatch):
+                self._forget(decision.worker)
                 self._sent[decision.worker] = self.params
+                self._holders[self.params.flat.data_ptr()] += 1
         return list(decisions)
 
-    def _recycle(self, *weights: Tree) -> None:
-        """Puts weights back into circulation that nobody holds any more: neither the hub nor a worker that is out."""
-        held = {tree.flat.data_ptr() for tree in (self.params, *self._sent.values())}
-        for tree in weights:
-            if not tree.given and tree.flat.data_ptr() not in held:
+    def _forget(self, worker: int) -> None:
+        """A worker no longer holds what it was sent off with."""
+        held = self._sent.pop(worker, None)
+        if held is not None:
+            self._holders[held.flat.data_ptr()] -= 1
+            self._recycle(held)
+
+    def _recycle(self, *trees: Tree) -> None:
+        """Puts buffers back into circulation that nobody holds any more: neither the hub's State nor a worker that is out."""
+        used = memories(self.state)
+        for tree in trees:
+            memory = memory_of(tree)
+            if memory is not None and memory not in used and not self._holders[memory]:
+                del self._holders[memory]
                 tree.release()
 
     # ------------------------------------------------------------------------------------------------------------- saving
@@ -197,4 +228,5 @@ class Hub:
         self.state = state
         self.version = plain["version"]
         self._sent = {worker: versions[name] for worker, name in plain["sent"]}
+        self._holders = Counter(tree.flat.data_ptr() for tree in self._sent.values())
         self.scheduler.from_parts(plain["scheduler"])

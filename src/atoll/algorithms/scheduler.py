@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from atoll.algorithms.pace import Pace
 from atoll.algorithms.shards import Shards
 from atoll.errors import ConfigError
 from atoll.protocols import Plan, Work
@@ -65,12 +66,10 @@ class Worker:
 
     Attributes:
         shard: the one it worked on last; at first the one of its number.
-        speed: in steps per second, as far as it is known.
         out: with what it was sent off; none while it waits in a window.
     """
 
     shard: int
-    speed: float | None
     out: Dispatch | None = None
 
 
@@ -87,6 +86,7 @@ class Scheduler:
     def __init__(self, plan: Plan, examples: Sequence[int], updates: int, draw: Callable[[int], float]) -> None:
         self.plan = plan
         self.shards = Shards(examples, plan.shards, plan.ties)
+        self.pace = Pace(plan)
         self.workers: dict[int, Worker] = {}
         self.updates = updates
         self.local_updates = 0
@@ -94,13 +94,13 @@ class Scheduler:
         self.rounds = 0
         """Rounds that were begun."""
         self.windows = 0
-        """Windows that are closed."""
+        """Windows that are over."""
         self._draw = draw
         self._opened_s: float | None = None
         self._arrived_s: dict[int, float] = {}
         """When those who wait in the window came, in order."""
-        self._fastest: float | None = None
-        """The greatest of all speeds; none if it must be looked for."""
+        self._latest_s = -math.inf
+        """The time of the last event."""
 
     # ---------------------------------------------------------------------------------------------------- what may be asked
 
@@ -122,22 +122,30 @@ class Scheduler:
 
     def join(self, worker: int, now_s: float, version: int, speed: float | None = None) -> list[Decision]:
         """A worker is there, and is sent off at once. `speed` is in steps per second, where the driver knows it."""
-        if worker in self.workers:
-            raise ConfigError(f"worker {worker} joins, but it is here already. Let it leave first, or give it another number.")
-        self.workers[worker] = Worker(worker % len(self.shards), self._given_speed(worker, speed))
-        self._fastest = None
-        return [] if self.done else [self._send_off(worker, now_s, version)]
+        return self.join_all({worker: speed}, now_s, version)
+
+    def join_all(self, speeds: Mapping[int, float | None], now_s: float, version: int) -> list[Decision]:
+        """Several workers are there, with their speeds where the driver knows them. All are known before the first is sent off, so
+        that each takes its steps in proportion to the fastest of all."""
+        for worker in speeds:
+            if worker in self.workers or worker < 0:
+                why = "it is here already. Let it leave first" if worker in self.workers else "numbers begin at 0"
+                raise ConfigError(f"worker {worker} joins, but {why}, or give it another number.")
+        self._check_time(now_s, note=False)
+        self.pace.join(speeds)
+        self._latest_s = now_s
+        self.workers |= {worker: Worker(worker % len(self.shards)) for worker in speeds}
+        return [] if self.done else [self._send_off(worker, now_s, version) for worker in speeds]
 
     def leave(self, worker: int, now_s: float, version: int, next_s: float | None = None) -> list[Decision]:
-        """A worker is gone: what it was out with is put back, and nobody waits for it."""
-        gone = self.workers.pop(worker, None)
-        if gone is None:
-            raise ConfigError(f"worker {worker} leaves, but it is not here. There are: {sorted(self.workers)}.")
-        self._fastest = None
-        self._arrived_s.pop(worker, None)
-        returned = [self._put_back(gone.out, now_s)] if gone.out is not None else []
-        if not self._arrived_s:
-            self._opened_s = None
+        """A worker is gone: what it was out with is put back, and nobody waits for it. A window in which only it waited is over."""
+        gone = self._worker(worker, "leaves")
+        self._check_time(now_s)
+        del self.workers[worker]
+        self.pace.leave(worker)
+        returned: list[Decision] = [self._put_back(gone.out, now_s)] if gone.out is not None else []
+        if self._arrived_s.pop(worker, None) is not None and not self._arrived_s:
+            return [*returned, self._close(now_s)]
         return [*returned, *self.tick(now_s, version, next_s)]
 
     def arrive(
@@ -148,9 +156,10 @@ class Scheduler:
         The driver ticks before it applies the update, in case the window before had run out. `seconds` is how long the
         worker computed, where it is known; else the time since it was sent off counts.
         """
-        here = self.workers[worker]
+        here = self._worker(worker, "arrives")
+        self._check_time(now_s)
         assert here.out is not None, f"worker {worker} is not out"
-        self._measure(worker, here.out.steps, now_s - here.out.time_s if seconds is None else seconds)
+        self.pace.measure(worker, here.out.steps, now_s - here.out.time_s if seconds is None else seconds)
         self.local_updates += here.out.steps
         here.out = None
         self._arrived_s[worker] = now_s
@@ -159,29 +168,52 @@ class Scheduler:
 
     def send_again(self, worker: int, now_s: float, version: int) -> list[Decision]:
         """What the worker brought cannot be used: the round is put back, and the worker sent off anew, unless all is done."""
-        here = self.workers[worker]
-        assert here.out is not None, f"worker {worker} is not out"
+        here = self._worker(worker, "is sent off again")
+        self._check_time(now_s)
+        if here.out is None:
+            raise ConfigError(f"worker {worker} is sent off again, but it is not out: it waits in a window. Tick instead.")
         returned = self._put_back(here.out, now_s)
         here.out = None
         return [returned] if self.done else [returned, self._send_off(worker, now_s, version)]
 
     def tick(self, now_s: float, version: int, next_s: float | None = None) -> list[Decision]:
         """Time has passed, or something is known that was not: closes the window if it is time."""
+        self._check_time(now_s)
         if self._opened_s is None or self.done or not self._is_over(now_s, next_s):
             return []
-        workers = tuple(self._arrived_s)
+        closing = self._close(now_s)
+        return [closing, *(self._send_off(worker, now_s, version) for worker in closing.workers)]
+
+    def _close(self, now_s: float) -> Closing:
+        assert self._opened_s is not None
         idle_s = tuple(now_s - arrived_s for arrived_s in self._arrived_s.values())
-        closing = Closing(self.windows, workers, self._opened_s, now_s, idle_s)
+        closing = Closing(self.windows, tuple(self._arrived_s), self._opened_s, now_s, idle_s)
         self.windows += 1
         self._opened_s, self._arrived_s = None, {}
-        return [closing, *(self._send_off(worker, now_s, version) for worker in workers)]
+        return closing
 
     def _is_over(self, now_s: float, next_s: float | None) -> bool:
         deadline_s = self.deadline_s
         assert deadline_s is not None
         if now_s > deadline_s or len(self._arrived_s) == len(self.workers):  # nobody is out
             return True
-        return now_s >= deadline_s if next_s is None else next_s > deadline_s
+        if next_s is None or next_s < now_s:  # unknown, or an estimate that has proved wrong
+            return now_s >= deadline_s
+        return next_s > deadline_s
+
+    def _check_time(self, now_s: float, *, note: bool = True) -> None:
+        if not self._latest_s <= now_s < math.inf:
+            raise ConfigError(
+                f"the time is {now_s} s, and the last event was at {self._latest_s} s: time is finite and does not go back. Give "
+                f"events in order, by one clock."
+            )
+        if note:
+            self._latest_s = now_s
+
+    def _worker(self, worker: int, what: str) -> Worker:
+        if worker not in self.workers:
+            raise ConfigError(f"worker {worker} {what}, but it is not here. There are {len(self.workers)}: let it join first.")
+        return self.workers[worker]
 
     # --------------------------------------------------------------------------------------------------------- sending off
 
@@ -197,43 +229,9 @@ class Scheduler:
         self.shards.put_back(dispatch.work, dispatch.steps)
         return Return(dispatch, now_s)
 
-    # --------------------------------------------------------------------------------------------------------------- pace
-
     def steps_of(self, worker: int) -> int:
-        """How many steps a round of this worker has (eq. 6). One whose speed is not known yet takes those of the fastest."""
-        speed = self.workers[worker].speed
-        if self.plan.pace == "even" or speed is None:
-            return self.plan.steps
-        if self._fastest is None:
-            self._fastest = max(other.speed for other in self.workers.values() if other.speed is not None)
-        # A hair more, so that a worker of exactly half the speed does not lose a step to rounding.
-        return max(1, math.floor(speed / self._fastest * self.plan.steps + 1e-9))
-
-    def _given_speed(self, worker: int, known: float | None) -> float | None:
-        if self.plan.pace != "given":
-            return None
-        if self.plan.speeds:
-            known = self.plan.speeds[worker] if worker < len(self.plan.speeds) else None
-        if known is None or not 0 < known < math.inf:
-            what = "no speed is given" if known is None else f"the speed is {known} steps per second"
-            raise ConfigError(
-                f"worker {worker}: {what}, and pace=given needs a positive one for every worker. Give `speeds` one figure per "
-                f"worker, or use pace=measured."
-            )
-        return known
-
-    def _measure(self, worker: int, steps: int, seconds: float) -> None:
-        """Half of what is known is replaced by what was just seen: a worker that slows down or recovers is known in a few rounds,
-        and a single hiccup does not count for the whole."""
-        here = self.workers[worker]
-        if self.plan.pace != "measured" or not seconds > 0:
-            return
-        seen, before = steps / seconds, here.speed
-        here.speed = seen if before is None else (before + seen) / 2
-        if self._fastest is not None and here.speed >= self._fastest:
-            self._fastest = here.speed
-        elif before is None or before == self._fastest:
-            self._fastest = None
+        """How many steps this worker's next round has."""
+        return self.pace.steps(worker)
 
     # ------------------------------------------------------------------------------------------------------------- saving
 
@@ -241,21 +239,22 @@ class Scheduler:
         """All of its state, as plain data."""
         return {
             "shards": self.shards.to_parts(),
-            "workers": [[i, w.shard, w.speed, None if w.out is None else _plain(w.out)] for i, w in self.workers.items()],
+            "pace": self.pace.to_parts(),
+            "workers": [[i, w.shard, None if w.out is None else _plain(w.out)] for i, w in self.workers.items()],
             "counts": [self.local_updates, self.rounds, self.windows],
             "opened_s": self._opened_s,
+            "latest_s": self._latest_s if math.isfinite(self._latest_s) else None,
             "arrived_s": [list(item) for item in self._arrived_s.items()],
         }
 
     def from_parts(self, parts: Mapping[str, Any]) -> None:
         self.shards.from_parts(parts["shards"])
-        self.workers = {
-            i: Worker(shard, speed, None if out is None else _dispatch(out)) for i, shard, speed, out in parts["workers"]
-        }
+        self.pace.from_parts(parts["pace"])
+        self.workers = {i: Worker(shard, None if out is None else _dispatch(out)) for i, shard, out in parts["workers"]}
         self.local_updates, self.rounds, self.windows = parts["counts"]
         self._opened_s = parts["opened_s"]
+        self._latest_s = -math.inf if parts["latest_s"] is None else parts["latest_s"]
         self._arrived_s = {int(worker): float(arrived_s) for worker, arrived_s in parts["arrived_s"]}
-        self._fastest = None
 
 
 def _plain(dispatch: Dispatch) -> list[Any]:

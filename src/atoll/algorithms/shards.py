@@ -62,7 +62,7 @@ class Shards:
 
     def choose(self, last: int, draw: Callable[[], float]) -> int:
         """A worker's next shard, if it worked on shard `last`. `draw` gives a number in [0, 1) where chance decides."""
-        chances = self._deficits() if self._policy == "deficit" else (self.visits == self.visits.min()).astype(np.int64)
+        chances = self._deficits() if self._policy == "deficit" else self._least_visited()
         greatest = chances.max()
         if self._ties == "last" and chances[last] == greatest and bool(((chances == 0) | (chances == greatest)).all()):
             return last
@@ -76,6 +76,11 @@ class Shards:
         sizes, steps = (self._sizes, self.steps) if fits else (self._sizes.astype(object), self.steps.astype(object))
         deficits = np.maximum(sizes * self._total_steps - steps * self._size, 0)
         return deficits if deficits.any() else self._sizes
+
+    def _least_visited(self) -> NDArray[np.int64]:
+        something = self._sizes > 0
+        least: NDArray[np.bool_] = (self.visits == self.visits[something].min()) & something
+        return least.astype(np.int64)
 
     def hand_out(self, shard: int, steps: int) -> Work:
         """The next so many batches of a shard: a stretch that came back, if one is long enough, else what follows."""

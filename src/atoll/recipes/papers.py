@@ -6,7 +6,8 @@ open: betas and clipping are OpenDiLoCo's, and that the rate goes down to 0 alon
 
 Asynchronous Local-SGD's Tables 5 and 6: 4 workers of very different speeds, rounds of 50 steps for the fastest, batches of 128
 sequences of 256 tokens, 24,000 steps of plain training and then 64,000 per worker. Its inner rate of 0.1 cannot be AdamW's:
-here it is DiLoCo's, down to the 1e-6 of the authors' notebook. The grace period is the notebook's half a second; shards are random.
+here it is DiLoCo's, down to the 1e-6 of the authors' notebook. It gives no grace period: rounds of 50, 38, 19 and 8 steps take
+26.6 to 29 s, so that within 3 s all workers are sent off together. Shards are random.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _async(name: str, model: GPT) -> Run:
         recipe=name,
         model=replace(model, vocab_size=32_000),
         data=Text(corpus="stdlib", tokenizer="bytes", seq_len=256, eval_batches=16),
-        algorithm=AsyncLocalSGD(inner_steps=50, outer=outer, pace="given", grace_s=0.5),
+        algorithm=AsyncLocalSGD(inner_steps=50, outer=outer, pace="given", grace_s=3.0),
         optimizer=AdamW(lr=Cosine(lr=4e-4, warmup=1_000, floor=1e-6), betas=(0.9, 0.95), weight_decay=0.1),
         train=Train(
             steps=64_000, batch_size=128, micro_batches=4, warm_start_steps=24_000, device="auto", precision="bf16", compile=True

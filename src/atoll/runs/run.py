@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import torch
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.pace import dynamic_steps
 from atoll.checks import check_types
 from atoll.data.gaussians import Gaussians
 from atoll.data.text import Text
@@ -78,7 +80,8 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """What is kept of a run while it goes on. Intervals are in inner steps and rounded to whole rounds.
+    """What is kept of a run while it goes on. Intervals are in inner steps per island: rounded to whole rounds, or, with a hub,
+    up to the arrival that completes them.
 
     Args:
         evaluate_every: inner steps between evaluations; the first and the last weights are always evaluated.
@@ -134,6 +137,12 @@ class Run:
         self._check_pair()
         if isinstance(self.algorithm, AsyncAlgorithm):
             self.cluster.check_asynchronous()
+            speeds = self.algorithm.plan.speeds
+            if speeds and len(speeds) != self.cluster.islands:
+                raise ConfigError(
+                    f"algorithm.speeds has {len(speeds)} figures for cluster.islands={self.cluster.islands}: give one per island, "
+                    f"or leave it empty to take the cluster's."
+                )
             return
         self.cluster.check_synchronous()
         per_round = self.algorithm.steps_per_round
@@ -154,6 +163,10 @@ class Run:
         )
 
     @property
+    def _asynchronous(self) -> bool:
+        return isinstance(self.algorithm, AsyncAlgorithm)
+
+    @property
     def shards(self) -> int:
         """Into how many the data are cut."""
         return self.data.shards or self.cluster.islands
@@ -168,14 +181,18 @@ class Run:
     @property
     def resolved(self) -> Run:
         """The run with nothing left open: schedules as long as the run, and the algorithm with the run's optimizer and clipping."""
-        optimizer = with_steps(self.optimizer, self.schedule_steps)
+        with _named(
+            "optimizer", f"train.steps * islands / shards = {self.schedule_steps}" if self._asynchronous else "train.steps"
+        ):
+            optimizer = with_steps(self.optimizer, self.schedule_steps)
         filled: dict[str, Any] = {}
         for field in fields(self.algorithm):  # type: ignore[arg-type]
             value = getattr(self.algorithm, field.name)
             if value is None and field.name in ("optimizer", "clip_norm"):
                 filled[field.name] = optimizer if field.name == "optimizer" else self.train.clip_norm
             else:
-                filled[field.name] = with_steps(value, self._outer_steps())
+                with _named(f"algorithm.{field.name}", f"{self._outer_steps()} {'arrivals' if self._asynchronous else 'rounds'}"):
+                    filled[field.name] = with_steps(value, self._outer_steps())
         algorithm = replace(self.algorithm, **filled)  # type: ignore[type-var]
         return replace(self, optimizer=optimizer, algorithm=algorithm)
 
@@ -185,10 +202,16 @@ class Run:
         return max(1, steps // (algorithm.plan.steps if isinstance(algorithm, AsyncAlgorithm) else algorithm.steps_per_round))
 
     def _outer_steps(self) -> int:
-        """How often an algorithm's own rules are asked: once a round, and in asynchronous runs once in each island's round."""
-        if isinstance(self.algorithm, AsyncAlgorithm):
-            return self.rounds(self.train.steps * self.cluster.islands)
-        return self.rounds(self.train.steps)
+        """How often an algorithm's own rules are asked: once a round, and in asynchronous runs at every arrival, of which there are
+        the more the fewer steps slow islands take."""
+        if not isinstance(self.algorithm, AsyncAlgorithm):
+            return self.rounds(self.train.steps)
+        plan, islands = self.algorithm.plan, range(self.cluster.islands)
+        speeds = [1 / self.cluster.step_time(island, self.seed) for island in islands]
+        pace = speeds if plan.pace == "measured" or not plan.speeds else plan.speeds
+        steps = [plan.steps if plan.pace == "even" else dynamic_steps(v, max(pace), plan.steps) for v in pace]
+        arrivals_per_update = sum(v / n for v, n in zip(speeds, steps, strict=True)) / sum(speeds)
+        return max(1, round(self.train.steps * self.cluster.islands * arrivals_per_update))
 
 
 def device_of(run: Run) -> str:
@@ -198,6 +221,15 @@ def device_of(run: Run) -> str:
     if run.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device=cuda, but torch sees no CUDA device. Use train.device=cpu, or auto.")
     return run.train.device
+
+
+@contextmanager
+def _named(at: str, steps: str) -> Iterator[None]:
+    """Says whose schedule does not fit, and how long the run makes it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{at}: its schedule is as long as the run ({steps}). {error}") from error
 
 
 def with_steps(rule: Any, steps: int) -> Any:

@@ -82,7 +82,10 @@ def markdown(comparison: Comparison) -> str:
 def _data(folder: str | Path) -> dict[str, Any]:
     """What was read and judged on. How it was dealt out to islands is what runs are compared for, so it is left out."""
     data = read_settings(folder).get("data")
-    return {key: value for key, value in data.items() if key != "partition"} if isinstance(data, dict) else {}
+    if not isinstance(data, dict):
+        return {}
+    kept = {key: value for key, value in data.items() if key not in ("partition", "shards")}
+    return kept | {"type": str(kept["type"]).rpartition(".")[2]} if "type" in kept else kept
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

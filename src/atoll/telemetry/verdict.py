@@ -129,7 +129,10 @@ def _bytes(row: Row, against: Row) -> str:
     ratio = bytes_ratio(row, against)
     if not ratio:
         return "with nothing sent"
-    return "with the same bytes" if abs(ratio - 1) < _SAME else f"with {human_fraction(ratio)} of the bytes"
+    share = "the same bytes" if abs(ratio - 1) < _SAME else f"{human_fraction(ratio)} of the bytes"
+    if (row.summary.asynchrony is None) != (against.summary.asynchrony is None):
+        return f"sending {share} (what a hub sends is not counted)"
+    return f"with {share}"
 
 
 def _time(row: Row, against: Row) -> str:

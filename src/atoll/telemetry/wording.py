@@ -44,10 +44,11 @@ def notice(event: Event) -> str | None:
         case IslandLeft():
             return f"round {event.round}: island {event.island} left at {human_time(event.virtual_time_s)}"
         case Refused():
-            return f"round {event.round}: the update of island {event.island} was refused ({event.reason})"
+            at = human_time(event.virtual_time_s)
+            return f"the update of island {event.island} from its round no. {event.round} was refused at {at} ({event.reason})"
         case Returned():
             lost = f"{event.steps} steps of shard {event.shard} are put back"
-            return f"round {event.round}: island {event.island} brings nothing, {lost}"
+            return f"island {event.island} brings nothing from its round no. {event.round}: {lost}"
         case CaughtUp():
             return f"round {event.round}: island {event.island} caught up{_given(event)}"
         case Saved():

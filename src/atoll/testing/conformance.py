@@ -17,8 +17,8 @@ import torch
 from atoll import chunks
 from atoll.engines.sim.engine import SimEngine
 from atoll.engines.sim.world import Away, Cluster, Lost
-from atoll.engines.states import trees
 from atoll.events import Exchanged, IslandJoined
+from atoll.leaves import trees
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.protocols import Algorithm, Owner, Rule, fields_owned

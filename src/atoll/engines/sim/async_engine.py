@@ -97,6 +97,8 @@ class AsyncSimEngine:
         self._loop = Loop()
         self._now_s = 0.0
         self._changes_done = 0
+        self._watched_s = math.nan
+        """The end of the window that the loop will come back to."""
         self._draws_randomness: bool | None = None
         for island in cluster.present_at_start():
             self._admit(island, 0.0)
@@ -135,12 +137,12 @@ class AsyncSimEngine:
             scheduler = self.hub.scheduler
             raise ExchangeFailed(
                 f"at {self._now_s:.2f} s nobody is left and nobody will come back, after {scheduler.local_updates} of "
-                f"{scheduler.updates} local updates. What was saved stands. Give cluster.outages a stop_s."
+                f"{scheduler.updates} local updates. What was saved stands, but cannot go on. Start a new run in which "
+                f"cluster.outages have a stop_s."
             )
 
     def _begin(self) -> None:
-        for worker in list(self.workers.values()):
-            self._carry_out(self.hub.join(worker.id, 0.0, self._speed(worker.id)))
+        self._carry_out(self.hub.join_all({island: self._speed(island) for island in self.workers}, 0.0))
 
     def _begin_again(self) -> None:
         """Rounds that a checkpoint interrupted, in the order in which they were begun."""
@@ -148,6 +150,7 @@ class AsyncSimEngine:
         for worker in sorted(out, key=lambda w: w.dispatch.round):  # type: ignore[union-attr]
             assert worker.dispatch is not None
             self._send_off(worker.dispatch)
+        self._watch_window()
 
     @property
     def params(self) -> Tree:
@@ -168,7 +171,10 @@ class AsyncSimEngine:
         return self._now_s
 
     def _progress(self) -> Progress:
-        return Progress(phase="training", done=min(self.books.totals.steps, self.steps), total=self.steps)
+        """What arrived, and how far those who are out have come."""
+        out = sum(w.replica.steps_taken - w.steps_before for w in self.workers.values() if w.dispatch is not None)
+        done = (self.books.totals.local_updates + out) // self.cluster.islands
+        return Progress(phase="training", done=min(done, self.steps), total=self.steps)
 
     # -------------------------------------------------------------------------------------------------- what the hub decides
 
@@ -189,7 +195,7 @@ class AsyncSimEngine:
 
     def _send_off(self, dispatch: Dispatch) -> None:
         worker = self.workers[dispatch.worker]
-        worker.dispatch, worker.stretches = dispatch, []
+        worker.dispatch, worker.stretches, worker.steps_before = dispatch, [], worker.replica.steps_taken
         self._foresee(worker, dispatch)
         if self._save is not None:
             worker.before = copy.deepcopy(worker.replica.state())
@@ -211,8 +217,10 @@ class AsyncSimEngine:
                 f"Every round of {type(self.algorithm).__name__} must end with `await hub.push(...)`."
             )
 
-    def _duration_s(self, island: int, round: int, batches: int) -> float:
-        return batches * (self.cluster.step_time(island, self.seed) * self.cluster.jitter(island, round, batches, self.seed))
+    def _duration_s(self, island: int, round: int, batches: int, stretch: int = 0) -> float:
+        """Of a round's so-manieth stretch of computing."""
+        jitter = self.cluster.jitter(island, f"{round}.{stretch}" if stretch else round, batches, self.seed)
+        return batches * (self.cluster.step_time(island, self.seed) * jitter)
 
     def _speed(self, island: int) -> float:
         return 1 / self.cluster.step_time(island, self.seed)
@@ -227,7 +235,7 @@ class AsyncSimEngine:
     ) -> None:
         assert worker.dispatch is not None
         start_s = task.now_s
-        end_s = start_s + self._duration_s(worker.id, worker.dispatch.round, batches)
+        end_s = start_s + self._duration_s(worker.id, worker.dispatch.round, batches, len(worker.stretches))
         future = self._computing.begin(function)
 
         def finish() -> Any:
@@ -260,11 +268,25 @@ class AsyncSimEngine:
             self._save(self)
 
     def _tick(self) -> None:
-        """What was just decided may have told when the next one comes, and so that a window is over."""
+        """What was just decided may have told when the next one comes, and so that a window is over. If one stays open, the hub is
+        asked again when it runs out: a round that trains more than once comes later than was foreseen."""
         self._carry_out(self.hub.tick(self._now_s, self._next_arrival_s()))
+        self._watch_window()
+
+    def _watch_window(self) -> None:
+        deadline_s = self.hub.scheduler.deadline_s
+        if deadline_s is not None and deadline_s < math.inf and deadline_s != self._watched_s:
+            self._watched_s = deadline_s
+            self._loop.spawn("the end of a window", self._run_out(deadline_s), deadline_s)
+
+    async def _run_out(self, deadline_s: float) -> None:
+        if self.hub.scheduler.deadline_s == deadline_s and not self.hub.done:
+            outcomes = self.hub.tick(deadline_s, self._next_arrival_s())
+            self._now_s = deadline_s if outcomes else self._now_s
+            self._carry_out(outcomes)
 
     def _next_arrival_s(self, but: int | None = None) -> float:
-        """When the next of those who are out will be there. Exact: nothing that a round takes is left to chance."""
+        """When the next of those who are out will be there. Exact for a round that pulls, trains once and pushes."""
         return min((w.arrival_s for w in self.workers.values() if w.dispatch is not None and w.id != but), default=math.inf)
 
     def _is_due(self, before: int, every: int) -> bool:
@@ -279,8 +301,9 @@ class AsyncSimEngine:
         worker.dispatch, worker.refusals = None, 0
         for stretch in worker.stretches:
             self._sink.emit(self.books.computed(worker.id, *stretch, round=dispatch.round))
-            totals.tokens += stretch.trained.tokens * applied.counted
-        totals.outer_steps = totals.version = applied.version
+            totals.tokens += stretch.trained.tokens
+        totals.version = applied.version
+        totals.outer_steps += applied.moved
         self._buffers = copy.deepcopy(worker.replica.buffers())
         pushed_s = worker.stretches[-1].end_s if worker.stretches else worker.begin_s
         self._sink.emit(reports.arrived(applied, pushed_s, self.params.nbytes))

@@ -23,9 +23,10 @@ from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import Room, SimPeers, SimReplica
 from atoll.engines.sim.world import Cluster
-from atoll.engines.states import agree, recycle, shared_fields, tree_bytes, trees, with_shared
+from atoll.engines.states import agree, shared_fields, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, RunFinished
+from atoll.leaves import recycle, tree_bytes, trees
 from atoll.protocols import Algorithm, Batches, Owner, Sink, Work, fields_owned
 from atoll.tree import Tree
 

@@ -40,6 +40,8 @@ class SimWorker:
     """When it will have trained."""
     arrival_s: float = math.inf
     """When what it brings will be there."""
+    steps_before: int = 0
+    """Those that its replica had taken by then."""
     before: dict[str, Any] | None = None
     """Its inner optimizer and randomness when it was sent off; none where nothing is saved."""
     task: Task | None = None

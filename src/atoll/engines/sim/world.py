@@ -172,7 +172,7 @@ class Cluster:
         times = step_times(self.step_time_s)
         return times[island % len(times)] * _factor(self.step_time_spread, seed, "spread", island)
 
-    def jitter(self, island: int, stretch: int, batches: int, seed: int) -> float:
+    def jitter(self, island: int, stretch: int | str, batches: int, seed: int) -> float:
         """By which factor this island's so-manieth stretch of computing is longer: the mean over its batches."""
         if not self.step_time_jitter:
             return 1.0
