@@ -27,7 +27,7 @@ from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.network import CONTROL_BYTES
 from atoll.engines.sim.peers import SimReplica
-from atoll.engines.sim.workers import SimHub, SimWorker, Stretch
+from atoll.engines.sim.workers import Crew, SimHub, SimWorker, Stretch
 from atoll.engines.sim.world import Cluster, draw
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import IslandJoined, IslandLeft, Progress, RunFinished
@@ -86,23 +86,21 @@ class AsyncSimEngine:
             updates=steps * cluster.islands,
             draw=lambda round: draw(seed, "shard", round),
         )
-        self.workers: dict[int, SimWorker] = {}
-        self._make_replica = make_replica
         self._evaluate = evaluate
         self._sink = sink
         self._evaluate_every = evaluate_every
         self._save = save
         self._save_every = save_every
         self._computing = Computing(cluster, lambda: sink.emit(self._progress()))
+        self.crew = Crew(cluster, seed, self.books, lambda island: self._computing.aside(lambda: make_replica(island)))
         self._loop = Loop()
         self._now_s = 0.0
         self._changes_done = 0
         self._watched_s = math.nan
         """The end of the window that the loop will come back to."""
-        self._draws_randomness: bool | None = None
         for island in cluster.present_at_start():
-            self._admit(island, 0.0)
-        first = next((worker.replica for worker in self.workers.values()), None) or self._replica(0)
+            self.crew.admit(island, 0.0)
+        first = next((worker.replica for worker in self.workers.values()), None) or self.crew.replica(0)
         self._kind = first
         """A replica, of the kind of all others."""
         self._buffers = copy.deepcopy(first.buffers())
@@ -118,7 +116,7 @@ class AsyncSimEngine:
             if not self.hub.done:
                 self._play(begun)
         for worker in self.workers.values():
-            self._settle(worker)
+            self.crew.settle(worker, self._now_s)
         finished = self.books.finished(self._now_s, warm_start_tokens, self.params.digest())
         self._sink.emit(finished)
         return finished
@@ -142,7 +140,7 @@ class AsyncSimEngine:
             )
 
     def _begin(self) -> None:
-        self._carry_out(self.hub.join_all({island: self._speed(island) for island in self.workers}, 0.0))
+        self._carry_out(self.hub.join_all({island: self.crew.speed(island) for island in self.workers}, 0.0))
 
     def _begin_again(self) -> None:
         """Rounds that a checkpoint interrupted, in the order in which they were begun."""
@@ -151,6 +149,11 @@ class AsyncSimEngine:
             assert worker.dispatch is not None
             self._send_off(worker.dispatch)
         self._watch_window()
+
+    @property
+    def workers(self) -> dict[int, SimWorker]:
+        """Those who are there."""
+        return self.crew.workers
 
     @property
     def params(self) -> Tree:
@@ -196,19 +199,12 @@ class AsyncSimEngine:
     def _send_off(self, dispatch: Dispatch) -> None:
         worker = self.workers[dispatch.worker]
         worker.dispatch, worker.stretches, worker.steps_before = dispatch, [], worker.replica.steps_taken
-        self._foresee(worker, dispatch)
+        self.crew.foresee(worker, dispatch, self.params.nbytes)
         if self._save is not None:
             worker.before = copy.deepcopy(worker.replica.state())
         hub = SimHub(self, worker, dispatch, self.hub.task(dispatch))
         coroutine = self.algorithm.round(SimReplica(self, worker.id, worker.replica), hub)
         worker.task = self._loop.spawn(f"worker {worker.id}", coroutine, dispatch.time_s, partial(self._came_back, hub, worker))
-
-    def _foresee(self, worker: SimWorker, dispatch: Dispatch) -> None:
-        """When the worker will have its weights, have trained, and be there."""
-        line = self.cluster.line(worker.id)
-        worker.begin_s = dispatch.time_s + line.latency_s + self.params.nbytes / line.down_bytes_per_s
-        worker.end_s = worker.begin_s + self._duration_s(worker.id, dispatch.round, dispatch.steps)
-        worker.arrival_s = worker.end_s + line.latency_s + self.params.nbytes / line.up_bytes_per_s
 
     def _came_back(self, hub: SimHub, worker: SimWorker, task: Task) -> None:
         if not hub.pushed:
@@ -216,14 +212,6 @@ class AsyncSimEngine:
                 f"the round of worker {worker.id} ended without a push, so the hub would wait for it for ever. "
                 f"Every round of {type(self.algorithm).__name__} must end with `await hub.push(...)`."
             )
-
-    def _duration_s(self, island: int, round: int, batches: int, stretch: int = 0) -> float:
-        """Of a round's so-manieth stretch of computing."""
-        jitter = self.cluster.jitter(island, f"{round}.{stretch}" if stretch else round, batches, self.seed)
-        return batches * (self.cluster.step_time(island, self.seed) * jitter)
-
-    def _speed(self, island: int) -> float:
-        return 1 / self.cluster.step_time(island, self.seed)
 
     # ------------------------------------------------------------------------------------------------- what workers ask for
 
@@ -235,7 +223,7 @@ class AsyncSimEngine:
     ) -> None:
         assert worker.dispatch is not None
         start_s = task.now_s
-        end_s = start_s + self._duration_s(worker.id, worker.dispatch.round, batches, len(worker.stretches))
+        end_s = start_s + self.crew.duration_s(worker.id, worker.dispatch.round, batches, len(worker.stretches))
         future = self._computing.begin(function)
 
         def finish() -> Any:
@@ -255,13 +243,13 @@ class AsyncSimEngine:
     def _arrive(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, now_s: float) -> None:
         """What the worker brought is there, unless it was lost on the way: then it is sent off again."""
         self._now_s, before = now_s, self.books.totals.local_updates
-        next_s = self._next_arrival_s(but=worker.id)
+        next_s = self.crew.next_arrival_s(but=worker.id)
         self.books.sent([worker.id], [delta.nbytes], [CONTROL_BYTES])
         if self.cluster.heard(worker.id, dispatch.round, self.seed):
             seconds = math.fsum(stretch.end_s - stretch.start_s for stretch in worker.stretches)
             self._carry_out(self.hub.push(Push(worker.id, dispatch.round, delta, seconds or None), now_s, next_s))
         elif self.hub.scheduler.out(worker.id, dispatch.round) is not None:  # not a second delivery of what was taken
-            self._count_computing(worker)
+            self.crew.count_computing(worker, self._now_s)
             self._carry_out(self.hub.give_up(worker.id, now_s))
         self._tick()
         if self._is_due(before, self._save_every) and self._save is not None:
@@ -270,7 +258,7 @@ class AsyncSimEngine:
     def _tick(self) -> None:
         """What was just decided may have told when the next one comes, and so that a window is over. If one stays open, the hub is
         asked again when it runs out: a round that trains more than once comes later than was foreseen."""
-        self._carry_out(self.hub.tick(self._now_s, self._next_arrival_s()))
+        self._carry_out(self.hub.tick(self._now_s, self.crew.next_arrival_s()))
         self._watch_window()
 
     def _watch_window(self) -> None:
@@ -281,13 +269,9 @@ class AsyncSimEngine:
 
     async def _run_out(self, deadline_s: float) -> None:
         if self.hub.scheduler.deadline_s == deadline_s and not self.hub.done:
-            outcomes = self.hub.tick(deadline_s, self._next_arrival_s())
+            outcomes = self.hub.tick(deadline_s, self.crew.next_arrival_s())
             self._now_s = deadline_s if outcomes else self._now_s
             self._carry_out(outcomes)
-
-    def _next_arrival_s(self, but: int | None = None) -> float:
-        """When the next of those who are out will be there. Exact for a round that pulls, trains once and pushes."""
-        return min((w.arrival_s for w in self.workers.values() if w.dispatch is not None and w.id != but), default=math.inf)
 
     def _is_due(self, before: int, every: int) -> bool:
         """Whether the local updates have passed a multiple of this; at the end, always."""
@@ -308,7 +292,7 @@ class AsyncSimEngine:
         pushed_s = worker.stretches[-1].end_s if worker.stretches else worker.begin_s
         self._sink.emit(reports.arrived(applied, pushed_s, self.params.nbytes))
         for other in self.workers.values():
-            self._note_presence(other)
+            self.crew.note_presence(other, applied.time_s)
         self._sink.emit(self.books.hub_stepped(len(self.workers), applied.time_s))
         if self._is_due(before, self._evaluate_every):
             self._judge()
@@ -324,8 +308,8 @@ class AsyncSimEngine:
                 f"worker {worker.id} has brought {worker.refusals} unusable updates in a row: {refusal.reason}. The run stops; "
                 f"what was saved stands. Lower the learning rate, or set train.clip_norm."
             )
-        self._count_computing(worker)
-        worker.replica = self._replica(worker.id)  # its moments are as unusable as what it brought
+        self.crew.count_computing(worker, self._now_s)
+        worker.replica = self.crew.replica(worker.id)  # its moments are as unusable as what it brought
 
     def _judge(self) -> None:
         if not self.params.is_finite():
@@ -348,41 +332,17 @@ class AsyncSimEngine:
         self._now_s = time_s
         self._changes_done += 1
         if comes:
-            self._admit(island, time_s)
+            self.crew.admit(island, time_s)
             self._sink.emit(IslandJoined(island=island, round=self.round, virtual_time_s=time_s, donor=None, sent_bytes=0))
-            self._carry_out(self.hub.join(island, time_s, self._speed(island)))
+            self._carry_out(self.hub.join(island, time_s, self.crew.speed(island)))
         else:
             gone = self.workers.pop(island)
             if gone.task is not None:
                 gone.task.close()
-            self._settle(gone)
+            self.crew.settle(gone, time_s)
             self._sink.emit(IslandLeft(island=island, round=self.round, virtual_time_s=time_s))
-            self._carry_out(self.hub.leave(island, time_s, self._next_arrival_s()))
+            self._carry_out(self.hub.leave(island, time_s, self.crew.next_arrival_s()))
         self._tick()
-
-    def _admit(self, island: int, now_s: float) -> None:
-        self.workers[island] = SimWorker(island, self._replica(island), now_s)
-
-    def _replica(self, island: int) -> LocalReplica:
-        # Not beside others that train: making a module may draw from the generators that they draw from.
-        replica = self._computing.aside(lambda: self._make_replica(island))
-        if self._draws_randomness is None:  # all are of one kind: find out once
-            self._draws_randomness = replica.draws_randomness
-        replica.draws_randomness = self._draws_randomness
-        return replica
-
-    def _settle(self, worker: SimWorker) -> None:
-        """The worker goes, or the run is over: how long it was there, and how long it computed in a round that brought nothing."""
-        self._note_presence(worker)
-        self._count_computing(worker)
-
-    def _note_presence(self, worker: SimWorker) -> None:
-        self.books.ledgers[worker.id].present_s += self._now_s - worker.since_s
-        worker.since_s = self._now_s
-
-    def _count_computing(self, worker: SimWorker) -> None:
-        if worker.dispatch is not None:
-            self.books.ledgers[worker.id].computed_s += max(0.0, min(self._now_s, worker.end_s) - worker.begin_s)
 
     # -------------------------------------------------------------------------------------------------------------- saving
 
@@ -401,15 +361,8 @@ class AsyncSimEngine:
             "hub": {"state": hub["state"]},
             "buffers": {"buffers": self._buffers},
             **{f"version-{name}": {"params": tree} for name, tree in hub["versions"].items()},
-            **{f"worker-{worker.id}": {"replica": self._resumable(worker)} for worker in self.workers.values()},
+            **{f"worker-{worker.id}": {"replica": worker.resumable()} for worker in self.workers.values()},
         }
-
-    def _resumable(self, worker: SimWorker) -> dict[str, Any]:
-        """The inner optimizer as it was when the worker was sent off; of one that waits, as it is."""
-        if worker.dispatch is None:
-            return worker.replica.state()
-        assert worker.before is not None, "an engine that saves notes what a round begins with"
-        return worker.before
 
     def restore(self, load: Callable[[str, Any], Any]) -> None:
         """Go on from a checkpoint. `load(part, like)` gives a part back, with the types of `like`."""
@@ -420,11 +373,11 @@ class AsyncSimEngine:
         state = load("hub", {"state": self.hub.state})["state"]
         self.hub.from_parts(state, versions, engine["hub"])
         self._buffers = load("buffers", None)["buffers"]
-        fresh, self.workers = self.workers, {}
+        fresh, self.crew.workers = self.workers, {}
         for island, since_s, refusals in engine["workers"]:
-            replica = fresh[island].replica if island in fresh else self._replica(island)
+            replica = fresh[island].replica if island in fresh else self.crew.replica(island)
             replica.restore(load(f"worker-{island}", None)["replica"])
             out = self.hub.scheduler.workers[island].out
             worker = self.workers[island] = SimWorker(island, replica, since_s, dispatch=out, refusals=refusals)
             if out is not None:  # a run that is over settles its books without beginning the round again
-                self._foresee(worker, out)
+                self.crew.foresee(worker, out, self.params.nbytes)

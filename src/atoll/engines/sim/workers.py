@@ -1,15 +1,18 @@
-"""A simulated worker, and what it is handed in a round: its hub."""
+"""Simulated workers: each one, what it is handed in a round (its hub), and all of them together."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from atoll.algorithms.scheduler import Dispatch
 from atoll.engines.local import LocalReplica, Trained
+from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Task, Wait
+from atoll.engines.sim.world import Cluster
 from atoll.protocols import Task as Sent
 from atoll.tree import Tree
 
@@ -50,6 +53,13 @@ class SimWorker:
     refusals: int = 0
     """In a row."""
 
+    def resumable(self) -> dict[str, Any]:
+        """What a checkpoint holds of its replica: as it was when it was sent off; of one that waits, as it is."""
+        if self.dispatch is None:
+            return self.replica.state()
+        assert self.before is not None, "an engine that saves notes what a round begins with"
+        return self.before
+
 
 class TakesPushes(Protocol):
     """What an engine does for a worker's hub."""
@@ -71,3 +81,67 @@ class SimHub:
     async def push(self, delta: Tree) -> None:
         self.pushed = True
         await Wait(partial(self._engine.start_pushing, self._worker, self._dispatch, delta))
+
+
+class Crew:
+    """All workers that are there: when each will come, and how long it was here and computed.
+
+    Args:
+        cluster: how fast they are, and over what lines they talk.
+        seed: of what the cluster draws.
+        books: take presence and computing.
+        make_replica: makes a worker's replica, with a fresh optimizer.
+    """
+
+    def __init__(self, cluster: Cluster, seed: int, books: Books, make_replica: Callable[[int], LocalReplica]) -> None:
+        self.workers: dict[int, SimWorker] = {}
+        self._cluster, self._seed, self._books, self._make_replica = cluster, seed, books, make_replica
+        self._draws_randomness: bool | None = None
+
+    def admit(self, island: int, now_s: float) -> None:
+        self.workers[island] = SimWorker(island, self.replica(island), now_s)
+
+    def replica(self, island: int) -> LocalReplica:
+        """A new one. It is made aside from others that train: making a module may draw from the generators that they draw from."""
+        replica = self._make_replica(island)
+        if self._draws_randomness is None:  # all are of one kind: find out once
+            self._draws_randomness = replica.draws_randomness
+        replica.draws_randomness = self._draws_randomness
+        return replica
+
+    # ------------------------------------------------------------------------------------------------- what can be foreseen
+
+    def speed(self, island: int) -> float:
+        """In steps per second."""
+        return 1 / self._cluster.step_time(island, self._seed)
+
+    def duration_s(self, island: int, round: int, batches: int, stretch: int = 0) -> float:
+        """Of a round's so-manieth stretch of computing."""
+        jitter = self._cluster.jitter(island, f"{round}.{stretch}" if stretch else round, batches, self._seed)
+        return batches * (self._cluster.step_time(island, self._seed) * jitter)
+
+    def foresee(self, worker: SimWorker, dispatch: Dispatch, num_bytes: int) -> None:
+        """When the worker will have its weights, have trained, and be there."""
+        line = self._cluster.line(worker.id)
+        worker.begin_s = dispatch.time_s + line.latency_s + num_bytes / line.down_bytes_per_s
+        worker.end_s = worker.begin_s + self.duration_s(worker.id, dispatch.round, dispatch.steps)
+        worker.arrival_s = worker.end_s + line.latency_s + num_bytes / line.up_bytes_per_s
+
+    def next_arrival_s(self, but: int | None = None) -> float:
+        """When the next of those who are out will be there. Exact for a round that pulls, trains once and pushes."""
+        return min((w.arrival_s for w in self.workers.values() if w.dispatch is not None and w.id != but), default=math.inf)
+
+    # ------------------------------------------------------------------------------------------------------------ the books
+
+    def settle(self, worker: SimWorker, now_s: float) -> None:
+        """The worker goes, or the run is over: how long it was there, and how long it computed in a round that brought nothing."""
+        self.note_presence(worker, now_s)
+        self.count_computing(worker, now_s)
+
+    def note_presence(self, worker: SimWorker, now_s: float) -> None:
+        self._books.ledgers[worker.id].present_s += now_s - worker.since_s
+        worker.since_s = now_s
+
+    def count_computing(self, worker: SimWorker, now_s: float) -> None:
+        if worker.dispatch is not None:
+            self._books.ledgers[worker.id].computed_s += max(0.0, min(now_s, worker.end_s) - worker.begin_s)
