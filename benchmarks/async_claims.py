@@ -73,7 +73,9 @@ def _remedies() -> list[Claim]:
         gains_little(f"A threshold adds nothing to it (bound {_BOUND} %).", "Polynomial, 10", "Polynomial", _BOUND),
         gains_little(f"Delay compensation does not help naive (bound {_BOUND} %).", "compensation", NAIVE, _BOUND),
         *(lower(f"A buffer is the best known remedy: better than {name}.", "buffer", label) for label, name in known.items()),
-        lower(f"{DELAYED} is better than a buffer.", DELAYED, "buffer"),
+        lower("Delayed Nesterov alone is better than a buffer, without DyLU or a window for either.", "DN", "buffer"),
+        lower(f"{DELAYED} is better than a buffer with DyLU and the same window.", DELAYED, "buffer+DyLU+window"),
+        lower(f"{DELAYED} is better than outer SGD with DyLU and the same window.", DELAYED, "outer SGD+DyLU+window"),
     ]
 
 

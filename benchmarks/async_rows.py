@@ -156,24 +156,32 @@ def _levels(plan: Plan) -> Group:
 
 def _fixes(plan: Plan) -> Group:
     size, own = plan.islands, ("algorithm.pace=given", "algorithm.grace_s=2.0")
+    buffer = f"Buffered(rule={NESTEROV},size={size})"
     rows = {
         SYNC: plan.sync(SYNC),
         NAIVE: plan.naive(NAIVE),
-        f"{NAIVE}+DyLU": plan.naive(f"{NAIVE}+DyLU", *own),
         "Polynomial": plan.naive("Polynomial", "algorithm.correction=Polynomial(power=0.5)"),
         "Polynomial, 10": plan.naive("Polynomial, 10", "algorithm.correction=Polynomial(power=0.5,threshold=10)"),
         "compensation": plan.naive("compensation", "algorithm.correction=DelayCompensation(strength=0.5)"),
-        "buffer": plan.arriving("buffer", f"Buffered(rule={NESTEROV},size={size})", weight="1.0"),
-        "DN": plan.delayed("DN", "algorithm.pace=even"),
+        "buffer": plan.arriving("buffer", buffer, weight="1.0"),
+        "outer SGD": plan.arriving("outer SGD", OUTER["SGD"][1]),
+        "DN": plan.delayed("DN", "algorithm.pace=even", "algorithm.grace_s=0"),
+        "DN+DyLU, no window": plan.delayed("DN+DyLU, no window", "algorithm.grace_s=0"),
+        f"{NAIVE}+DyLU+window": plan.naive(f"{NAIVE}+DyLU+window", *own),
+        "buffer+DyLU+window": plan.arriving("buffer+DyLU+window", buffer, *own, weight="1.0"),
+        "outer SGD+DyLU+window": plan.arriving("outer SGD+DyLU+window", OUTER["SGD"][1], *own),
+        "DN+window": plan.delayed("DN+window", "algorithm.pace=even"),
         DELAYED: plan.delayed(DELAYED),
         f"{DELAYED}, measured": plan.delayed(f"{DELAYED}, measured", "algorithm.pace=measured"),
     }
     return _group(
         "fixes",
-        "Remedies",
+        "Remedies, with and without the window",
         "The remedies that the paper compares, each on top of naive: a discount by staleness, also with updates left out beyond a "
-        "staleness of 10, delay compensation, and a buffer (one step on the mean of k arrivals). Then the paper's own: Delayed "
-        "Nesterov (DN), with Dynamic Local Updates (DyLU) by given or by measured speeds.",
+        "staleness of 10, delay compensation, and a buffer (one step on the mean of k arrivals); besides, outer SGD, which has no "
+        "momentum to mend. Then the paper's own: Delayed Nesterov (DN), with Dynamic Local Updates (DyLU). Rows up to here have no "
+        f"grace window; those with one, and {DELAYED} everywhere in these tables, wait 2 s, in which with DyLU all workers come. So "
+        "the lower rows tell what the window and DyLU do for each rule.",
         rows,
         _to(SYNC, rows),
     )

@@ -27,7 +27,7 @@ import torch
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.hub import Hub, Push
 from atoll.algorithms.scheduler import Dispatch
-from atoll.engines.states import recycle
+from atoll.leaves import recycle
 from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.sgd import Nesterov
 from atoll.telemetry.units import human_count

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from atoll.engines.sim.peers import weighted_mean
-from atoll.engines.states import recycle
+from atoll.leaves import recycle
 from atoll.models.gpt import GPT
 from atoll.optim.sgd import Nesterov
 from atoll.tree import Tree
