@@ -180,8 +180,8 @@ def _fixes(plan: Plan) -> Group:
         "The remedies that the paper compares, each on top of naive: a discount by staleness, also with updates left out beyond a "
         "staleness of 10, delay compensation, and a buffer (one step on the mean of k arrivals); besides, outer SGD, which has no "
         "momentum to mend. Then the paper's own: Delayed Nesterov (DN), with Dynamic Local Updates (DyLU). Rows up to here have no "
-        f"grace window; those with one, and {DELAYED} everywhere in these tables, wait 2 s, in which with DyLU all workers come. So "
-        "the lower rows tell what the window and DyLU do for each rule.",
+        f"grace window; those with one, and {DELAYED} everywhere in these tables, wait 2 s, in which with DyLU all workers come. "
+        "So the lower rows tell what the window and DyLU do for each rule.",
         rows,
         _to(SYNC, rows),
     )
