@@ -207,3 +207,16 @@ def test_the_account_survives_a_file_and_goes_on_alike():
 def test_shards_with_nothing_in_them_are_refused(examples):
     with pytest.raises(ConfigError, match="at least one shard, and something in it"):
         Shards(examples, "deficit", "last")
+
+
+def test_equal_workers_keep_their_shards_though_one_is_an_example_short():
+    """Text rarely divides evenly. Whoever is sent off first in a round, nothing is left to chance."""
+    account = shards([7686, 7686, 7686, 7685], ties="last")
+    for round in range(200):
+        for worker in [(round + number) % 4 for number in range(4)]:
+            assert account.choose(worker, lambda: pytest.fail("nothing was to be drawn")) == worker
+            account.hand_out(worker, 20)
+
+
+def test_shards_that_differ_more_are_drawn_by_their_sizes_at_first():
+    assert drawn(shards([300, 100, 100, 100], ties="last"), draws=600) == [0.5, 1 / 6, 1 / 6, 1 / 6]

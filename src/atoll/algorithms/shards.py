@@ -7,8 +7,9 @@ if nothing comes of it.
     paper   D_i        n_i            t in eq. (3)
     here    examples   steps          steps
 
-Eq. (2) gives shard i the chance max(|D_i| / sum |D| - n_i / sum n, 0). It leaves open what to do before the first round and when
-every shard has exactly its share: then the chances are the sizes.
+Eq. (2) gives shard i the chance max(|D_i| / sum |D| - n_i / sum n, 0). The paper leaves open what to do before the first round and
+when every shard has exactly its share: then the chances are the sizes. Where all that may be drawn lag alike, to within a step, a
+worker keeps the shard it has: shards of 7,686 and 7,685 examples are alike, and equal workers stay on their own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ Policy = Literal["deficit", "visits"]
 Ties = Literal["last", "chance"]
 _MOST = 2**62
 """Products up to here fit into 64 bits; beyond it, Python's own numbers are used."""
+_ALIKE = 0.01
+"""Shards whose sizes differ by less than this share are of one size to a worker that has to choose for the first time."""
 
 
 class Shards:
@@ -35,8 +38,7 @@ class Shards:
     Args:
         examples: of each shard.
         policy: the next shard is drawn by deficit (eq. 2), or among those with the fewest visits (the authors' notebook).
-        ties: where all that may be drawn have the same chance, the worker keeps its last shard if that is one of them, or chance
-            decides.
+        ties: where all that may be drawn lag alike, the worker keeps its last shard if that is one of them, or chance decides.
     """
 
     def __init__(self, examples: Sequence[int], policy: Policy, ties: Ties) -> None:
@@ -62,20 +64,26 @@ class Shards:
 
     def choose(self, last: int, draw: Callable[[], float]) -> int:
         """A worker's next shard, if it worked on shard `last`. `draw` gives a number in [0, 1) where chance decides."""
-        chances = self._deficits() if self._policy == "deficit" else self._least_visited()
+        behind, alike = self._behind() if self._policy == "deficit" else (self._least_visited(), 1)
+        chances = np.maximum(behind, 0)
         greatest = chances.max()
-        if self._ties == "last" and chances[last] == greatest and bool(((chances == 0) | (chances == greatest)).all()):
+        if self._ties == "last" and greatest - behind[last] < alike and greatest - chances[chances > 0].min() < alike:
             return last
         sums = np.cumsum(chances)
         drawn = int(np.searchsorted(sums, draw() * float(sums[-1]), side="right"))
         return min(drawn, int(np.flatnonzero(chances)[-1]))  # rounding may take a draw to the very end
 
-    def _deficits(self) -> NDArray[Any]:
-        """Eq. (2) times both sums: whole numbers, so that a tie is one."""
+    def _behind(self) -> tuple[NDArray[Any], float]:
+        """How far each shard lags behind its share, which is its chance if it does, and below what difference two lag alike.
+
+        Eq. (2) times both of its sums: whole numbers, in which a step is as much as all examples.
+        """
         fits = self._size * self._total_steps < _MOST
         sizes, steps = (self._sizes, self.steps) if fits else (self._sizes.astype(object), self.steps.astype(object))
-        deficits = np.maximum(sizes * self._total_steps - steps * self._size, 0)
-        return deficits if deficits.any() else self._sizes
+        behind = sizes * self._total_steps - steps * self._size
+        if (behind > 0).any():
+            return behind, self._size
+        return self._sizes, _ALIKE * int(self._sizes.max())
 
     def _least_visited(self) -> NDArray[np.int64]:
         something = self._sizes > 0
