@@ -74,7 +74,7 @@ def _different_work(rows: Sequence[Row]) -> str:
         told = [f"{row.label} has {', '.join(f'{key}={row.data[key]}' for key in differing)}" for row in rows]
         return f"These runs are not comparable, because their data differ: {_listed(told)}."
     params = [row.summary.params for row in rows]
-    tokens = [row.summary.tokens + row.summary.warm_start_tokens for row in rows]
+    tokens = [_seen(row.summary) + row.summary.warm_start_tokens for row in rows]
     if len(set(params)) > 1:
         told = [f"{row.label} has {human_count(count)}" for row, count in zip(rows, params, strict=True)]
         return f"These runs are not comparable, because their models differ in parameters: {_listed(told)}."
@@ -83,6 +83,12 @@ def _different_work(rows: Sequence[Row]) -> str:
         told = [f"{row.label} saw {human_count(count)}" for row, count in zip(rows, tokens, strict=True)]
         return f"These runs are not comparable, because they trained on different numbers of tokens: {_listed(told)}."
     return ""
+
+
+def _seen(summary: Summary) -> float:
+    """Tokens that were trained on, also in updates that a hub left out for being late: choosing to is the algorithm's doing."""
+    hub = summary.asynchrony
+    return summary.tokens if hub is None or not hub.applied else summary.tokens * hub.arrivals / hub.applied
 
 
 def _past_the_end(summary: Summary) -> float:

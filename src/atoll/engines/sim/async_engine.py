@@ -285,7 +285,7 @@ class AsyncSimEngine:
         worker.dispatch, worker.refusals = None, 0
         for stretch in worker.stretches:
             self._sink.emit(self.books.computed(worker.id, *stretch, round=dispatch.round))
-            totals.tokens += stretch.trained.tokens
+            totals.tokens += stretch.trained.tokens * applied.counted
         totals.version = applied.version
         totals.outer_steps += applied.moved
         self._buffers = copy.deepcopy(worker.replica.buffers())
