@@ -194,3 +194,19 @@ def test_updates_that_are_not_taken_are_told_with_their_reason() -> None:
         "the update of island 2 from its round no. 7 was refused at 0:01:01 (it holds NaN)",
         "island 1 brings nothing from its round no. 9: 50 steps of shard 4 are put back",
     ]
+
+
+def test_what_is_recalled_is_not_shown_but_figures_go_on_from_it() -> None:
+    started = RunStarted(recipe="demo", algorithm="DiLoCo", islands=2, params=10, steps=8, seed=0)
+    judged = Evaluated(
+        round=1, steps=2, virtual_time_s=2.0, tokens=8, local_updates=4, sent_bytes_per_island=8.0, metrics={"loss": 2.5}
+    )
+    later = RoundFinished(
+        round=2, islands=2, steps=4, virtual_time_s=4.0, tokens=16, local_updates=8, loss=2.25, sent_bytes_per_island=16.0
+    )
+    file = io.StringIO()
+    with ConsoleSink("demo", console=Console(file=file, width=100, color_system=None), clock=lambda: 0.0) as sink:
+        sink.recall([started, judged])
+        assert file.getvalue() == ""
+        sink.emit(later)
+    assert file.getvalue().startswith("demo: training  50 %  loss 2.250  val 2.500")

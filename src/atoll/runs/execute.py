@@ -31,7 +31,7 @@ from atoll.runs.settings import from_json, full_name, to_json
 from atoll.runs.warm import Cache as Cache
 from atoll.runs.warm import WarmStart, load_data, warm_up
 from atoll.runs.workloads import Loaded, fingerprint, island_workload, needs_weights, plain_workload
-from atoll.telemetry.fanout import Fanout
+from atoll.telemetry.fanout import Fanout, Recalls
 from atoll.telemetry.jsonl import JsonlSink, read_events
 from atoll.telemetry.summary import Summary, read_summary
 from atoll.tensorfile import load_tree, read_tensors, save_tree, write_tensors
@@ -176,6 +176,9 @@ class _Execution:
 
     def _open_log(self, checkpoint: Checkpoint | None) -> JsonlSink:
         self._log = JsonlSink(self._folder.events, append_at=checkpoint.metadata["events_bytes"] if checkpoint else None)
+        for sink in self._sinks if checkpoint else ():
+            if isinstance(sink, Recalls):
+                sink.recall(read_events(self._folder.events))
         return self._log
 
     def _more_sinks(self, *, resuming: bool) -> list[Sink]:

@@ -8,6 +8,7 @@ two lines grows with the run, so that a week fills a few pages and not a disk.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,13 @@ class ConsoleSink:
                 pass
         self._notice(self._display, event)
 
+    def recall(self, events: Iterable[Event]) -> None:
+        """What happened before, in another process: nothing is shown, but figures go on from there."""
+        for event in events:
+            self._tally.take(event)
+            if isinstance(event, RunStarted):
+                self._steps = event.steps
+
     def close(self) -> None:
         """Leaves the bars as they are and gives the terminal back. Closing twice is fine."""
         if self._display is not None:
@@ -99,7 +107,7 @@ class ConsoleSink:
         if not self._tally.asynchronous:
             return min(1.0, event.steps / self._steps) if self._steps else None
         started = self._tally.started
-        # A resumed run was started elsewhere: what the engine last said stands.
+        # Of a run whose beginning is not known, what the engine last said stands.
         return min(1.0, event.local_updates / local_updates_total(started)) if started is not None else self._fraction
 
     def _notice(self, display: Display, event: Event) -> None:

@@ -22,6 +22,13 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Recalls(Protocol):
+    """A sink whose figures go on from what happened before, when a run is resumed."""
+
+    def recall(self, events: Iterable[Event]) -> None: ...
+
+
 class Fanout:
     """Hands every event to each sink, in the order given.
 
