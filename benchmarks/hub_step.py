@@ -29,7 +29,8 @@ from atoll.algorithms.hub import Hub, Push
 from atoll.algorithms.scheduler import Dispatch
 from atoll.leaves import recycle
 from atoll.optim.delayed import Buffered, DelayedNesterov
-from atoll.optim.sgd import Nesterov
+from atoll.optim.sgd import SGD, Nesterov
+from atoll.optim.stale import DelayCompensation, Polynomial
 from atoll.telemetry.units import human_count
 from atoll.tree import Tree, forget_spare_buffers
 from progress import Watch
@@ -50,7 +51,7 @@ class Way:
 
     Attributes:
         name: for the table.
-        rule: the hub's.
+        rule: the hub's; or an algorithm that does more with an update than its rule does.
         touched: how many buffers each arrival of a window reads or writes.
         form: readable or fused; or all that a hub does with a push, fused: it looks at the update, steps, and sends the worker off.
     """
@@ -73,10 +74,23 @@ def ways() -> list[Way]:
         f"DelayedNesterov({ARRIVALS})": (DelayedNesterov(lr=0.7, momentum=0.9, period=ARRIVALS), (3,) * (ARRIVALS - 1) + (4,)),
         f"Buffered(Nesterov, {ARRIVALS})": (Buffered(rule=nesterov, size=ARRIVALS), (2,) * (ARRIVALS - 1) + (4,)),
     }
+    weighted = {
+        "SGD at 1/k": AsyncLocalSGD(inner_steps=1, outer=SGD(lr=0.7), weight="1/k"),
+        "Nesterov at 1/k": AsyncLocalSGD(inner_steps=1, outer=nesterov, weight="1/k"),
+        "Nesterov at 1/k, Polynomial": AsyncLocalSGD(inner_steps=1, outer=nesterov, weight="1/k", correction=Polynomial()),
+        "Nesterov, DelayCompensation": AsyncLocalSGD(inner_steps=1, outer=nesterov, correction=DelayCompensation(strength=0.5)),
+    }
+    touched = (2, 3, 3, 4)  # the last also reads the weights that the worker was sent off with
     return [
-        Way(name=name, rule=rule, touched=touched, form=form)
-        for name, (rule, touched) in rules.items()
-        for form in (READABLE, FUSED, WHOLE)
+        *(
+            Way(name=name, rule=rule, touched=touched, form=form)
+            for name, (rule, touched) in rules.items()
+            for form in (READABLE, FUSED, WHOLE)
+        ),
+        *(
+            Way(name=name, rule=algorithm, touched=(count,) * ARRIVALS, form=WHOLE)
+            for (name, algorithm), count in zip(weighted.items(), touched, strict=True)
+        ),
     ]
 
 
@@ -126,7 +140,7 @@ class Bench:
 
     def _pushes(self, way: Way) -> Iterator[list[float]]:
         """Windows of a hub with as many workers, each of which comes once in a window."""
-        algorithm = AsyncLocalSGD(inner_steps=1, outer=way.rule)
+        algorithm = way.rule if isinstance(way.rule, AsyncLocalSGD) else AsyncLocalSGD(inner_steps=1, outer=way.rule)
         hub = Hub(algorithm, self._start.copy(), examples=[1], updates=10**9, draw=lambda round: 0.0)
         rounds = {worker: worker for worker in range(ARRIVALS) if hub.join(worker, 0.0)}
         for now_s in itertools.count(1):

@@ -214,8 +214,9 @@ class Hub(Protocol):
 class Correction(Protocol):
     """What a hub does to an update because it is late, before its rule sees it. Pure."""
 
-    def correct(self, params: Tree, arrival: Arrival) -> Tree | None:
-        """The delta to apply to `params`, the hub's present weights: the arrival's own, or a new one; none to leave it out."""
+    def correct(self, params: Tree, arrival: Arrival, weight: float = 1.0) -> Tree | None:
+        """The delta to apply to `params`, the hub's present weights, times `weight`: the arrival's own Tree or a new one; none to
+        leave it out."""
 
 
 @dataclass(frozen=True, kw_only=True)

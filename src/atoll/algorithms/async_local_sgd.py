@@ -126,8 +126,7 @@ class AsyncLocalSGD:
 
     def _delta(self, params: Tree, arrival: Arrival) -> Tree | None:
         """What the rule is given: the delta, corrected for being late and weighted; none if it is left out."""
-        delta = arrival.delta if self.correction is None else self.correction.correct(params, arrival)
         weight = weight_of(self.weight, arrival.workers)
-        if delta is None or weight == 1:
-            return delta
-        return weight * (delta if delta is arrival.delta else delta.give())
+        if self.correction is not None:
+            return self.correction.correct(params, arrival, weight)
+        return arrival.delta if weight == 1 else weight * arrival.delta

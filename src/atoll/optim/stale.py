@@ -19,10 +19,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
+from torch import Tensor
+
 from atoll.checks import check_types
-from atoll.chunks import elementwise
 from atoll.errors import ConfigError
 from atoll.optim.checks import at_least_zero
+from atoll.optim.taking import old_and_new, windows
 from atoll.protocols import Arrival
 from atoll.tree import Tree
 
@@ -57,11 +60,11 @@ class Polynomial:
         """What a delta of this staleness is multiplied by."""
         return float((1 + staleness) ** -self.power)
 
-    def correct(self, params: Tree, arrival: Arrival) -> Tree | None:
+    def correct(self, params: Tree, arrival: Arrival, weight: float = 1.0) -> Tree | None:
         """The smaller delta (the delta itself, if it is not late); none beyond the threshold."""
         if self.threshold is not None and arrival.staleness > self.threshold:
             return None
-        factor = self.factor(arrival.staleness)
+        factor = weight * self.factor(arrival.staleness)
         return arrival.delta if factor == 1.0 else arrival.delta * factor
 
 
@@ -78,13 +81,18 @@ class DelayCompensation:
     def __post_init__(self) -> None:
         at_least_zero("strength", self.strength)
 
-    def correct(self, params: Tree, arrival: Arrival) -> Tree | None:
-        """The delta, moved along with the weights."""
-        return self._moved(arrival.delta, params, arrival.dispatched)
-
-    @elementwise
-    def _moved(self, delta: Tree, params: Tree, dispatched: Tree) -> Tree:
-        return delta.addcmul((delta * delta).give(), (params - dispatched).give(), self.strength)
+    def correct(self, params: Tree, arrival: Arrival, weight: float = 1.0) -> Tree | None:
+        """The delta, moved along with the weights; in its own buffer, if it was given."""
+        delta, moved = old_and_new(arrival.delta)
+        square: Tensor | None = None
+        for g, now, then, out, drift in windows(delta, params, arrival.dispatched, moved):
+            square = torch.empty_like(drift) if square is None else square[: len(drift)]
+            torch.sub(now, then, out=drift)
+            torch.mul(g, g, out=square)
+            torch.addcmul(g, square, drift, value=self.strength, out=out)
+            if weight != 1:
+                out.mul_(weight)
+        return moved
 
 
 def weight_of(weight: Weight, workers: int) -> float:
