@@ -315,7 +315,9 @@ def _commit() -> str:
     # Only our own checkout counts: an installed copy may lie in the virtual environment of somebody else's repository.
     if package != root / "src" / "atoll" or not (root / ".git").exists():
         return "not from a checkout"
-    commit, status = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain")
+    # What a benchmark found, and pages that tell of it, change no figure.
+    made_with = (".", ":(exclude)benchmarks/records", ":(exclude)docs", ":(exclude)*.md")
+    commit, status = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "--", *made_with)
     if commit is None or status is None:
         return "unknown (git did not answer)"
     return f"{commit} (with changes that are not committed)" if status else f"{commit} (clean)"
