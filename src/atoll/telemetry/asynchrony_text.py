@@ -82,7 +82,7 @@ def _workers(workers: tuple[WorkerTimes, ...]) -> Table:
     from rich.table import Table
 
     result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("worker", "rounds", "steps", "present", "computing", "waiting", "talking", "unfinished"):
+    for heading in ("worker", "rounds", "steps", "present", "computing", "waiting", "talking", "no result"):
         result.add_column(heading, justify="right", no_wrap=True)
     for worker in workers[:_LISTED]:
         result.add_row(*_cells(worker))

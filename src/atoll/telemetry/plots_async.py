@@ -1,4 +1,4 @@
-"""One asynchronous run as a figure: staleness over virtual time, arrivals per window, and steps per shard.
+"""One asynchronous run as a figure: staleness over virtual time, arrivals per window, steps per shard, and each worker's time.
 
 Needs the extra `plot`. Runs that are not finished can be drawn too.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from atoll.errors import AtollError
 from atoll.events import Arrived
 from atoll.extras import require
-from atoll.telemetry.asynchrony import AsynchronySummary, read_asynchrony
+from atoll.telemetry.asynchrony import AsynchronySummary, WorkerTimes, read_asynchrony
 from atoll.telemetry.drawing import COLOURS, new_figure, save_figure, short, time_unit
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.units import human_count
@@ -24,7 +24,7 @@ _BARS_NAMED = 16
 
 
 def plot_asynchrony(folder: str | Path, path: str | Path) -> Path:
-    """Staleness over time, arrivals per window and steps per shard of one asynchronous run, as .png, .svg or .pdf."""
+    """Staleness, arrivals per window, steps per shard and workers' time of one asynchronous run, as .png, .svg or .pdf."""
     return save_figure(asynchrony_figure, folder, path)
 
 
@@ -39,10 +39,11 @@ def asynchrony_figure(folder: str | Path) -> Any:
         for event in read_events(Path(folder) / "events.jsonl", kinds=(Arrived,))
         if isinstance(event, Arrived)
     ]
-    figure, (staleness, windows, shards) = new_figure(3)
+    figure, (staleness, windows, shards, workers) = new_figure(4)
     _draw_staleness(staleness, points, summary)
     _draw_bars(windows, summary.arrivals_per_window.counts, "arrivals in a window", "windows")
     _draw_bars(shards, summary.steps_per_shard, "shard", "inner steps that arrived")
+    _draw_times(workers, summary.workers)
     return figure
 
 
@@ -95,6 +96,23 @@ def _draw_bars(panel: Any, heights: Mapping[int, int], name: str, height_name: s
     panel.set_xlabel(name)
     panel.set_ylabel(height_name)
     panel.grid(visible=False, axis="x")
+
+
+def _draw_times(panel: Any, workers: Sequence[WorkerTimes]) -> None:
+    """Where each worker's time went: a stack of shares."""
+    here = [worker for worker in workers if worker.present_s > 0]
+    islands, below = [worker.island for worker in here], [0.0] * len(here)
+    parts = {"computing": "computed_s", "waiting": "waited_s", "talking": "talked_s", "without result": "unfinished_s"}
+    for number, (name, field) in enumerate(parts.items()):
+        shares = [100 * getattr(worker, field) / worker.present_s for worker in here]
+        if any(shares):
+            panel.bar(islands, shares, bottom=below, color=COLOURS[number], width=0.8, label=name)
+        below = [one + two for one, two in zip(below, shares, strict=True)]
+    panel.xaxis.set_major_locator(_whole_numbers())
+    panel.set_xlabel("worker")
+    panel.set_ylabel("its time (%)")
+    panel.grid(visible=False, axis="x")
+    panel.legend(frameon=False, fontsize=11, loc="lower right")
 
 
 def _whole_numbers() -> Any:

@@ -53,7 +53,7 @@ class SimEngine:
         algorithm: what each island does.
         cluster: the islands and their lines.
         params: the weights to begin with.
-        batches: the data; one shard per island.
+        batches: the data; island i reads shard i, or i modulo the number of shards where there are fewer.
         make_replica: makes island i's replica, with a fresh optimizer.
         evaluate: judges the global weights, with the buffers of the first island present.
         sink: takes events.
