@@ -14,7 +14,7 @@ from atoll.telemetry.plots_async import asynchrony_figure, in_bins
 def test_the_panels_show_every_arrival_every_window_and_every_shard(tmp_path, async_script) -> None:
     run = async_script(rounds=20)
     folder = run.write(tmp_path / "run")
-    staleness, windows, shards = asynchrony_figure(folder).axes
+    staleness, windows, shards, workers = asynchrony_figure(folder).axes
     arrivals = [event for event in run.events() if isinstance(event, Arrived)]
     dots = staleness.get_lines()[0]
     assert list(zip(dots.get_xdata(), dots.get_ydata(), strict=True)) == [(e.virtual_time_s, e.staleness) for e in arrivals]
@@ -22,6 +22,11 @@ def test_the_panels_show_every_arrival_every_window_and_every_shard(tmp_path, as
     assert [bar.get_height() for bar in windows.patches] == list(summary.arrivals_per_window.counts.values())
     assert [bar.get_height() for bar in shards.patches] == list(summary.steps_per_shard.values())
     assert f"({summary.staleness.mean:.3g})" in staleness.get_legend().get_texts()[-1].get_text()
+    stacked = {}
+    for bar in workers.patches:
+        at = round(bar.get_x() + bar.get_width() / 2)
+        stacked[at] = stacked.get(at, 0.0) + bar.get_height()
+    assert stacked == pytest.approx({worker.island: 100.0 for worker in summary.workers})
 
 
 def test_many_arrivals_are_drawn_as_a_band_around_their_mean(tmp_path, async_script) -> None:

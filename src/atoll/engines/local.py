@@ -8,6 +8,7 @@ moments and the state of its random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -77,6 +78,8 @@ class LocalReplica:
     ) -> None:
         self.weights: Weights = weights_of(workload.module().to(device))
         self.steps_taken = 0
+        self.stopped: Callable[[], bool] = lambda: False
+        """Asked before each step of `train`: whether to give up."""
         self._batches = workload.batches
         self._loss = loss or workload.loss
         self._rule = optimizer
@@ -103,6 +106,8 @@ class LocalReplica:
             self._optimizer.state.clear()
         with self._own_randomness():
             for step in range(steps):
+                if self.stopped():
+                    raise CancelledError("nobody waits for these steps any more")
                 batch = self._batches.batch(work.shard, work.start + step)
                 tokens += self._batches.tokens(batch)
                 losses.append(self._backward(batch))

@@ -1,6 +1,8 @@
 """Computing on a pool: results when they are asked for, errors that come out, and settings that are put back."""
 
 import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from atoll.engines.local import LocalReplica
 from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.world import Cluster
 from atoll.optim.sgd import SGD
+from atoll.protocols import Work
 from atoll.testing.workloads import Regression
 
 
@@ -77,3 +80,35 @@ def test_the_number_of_torch_threads_is_put_back_also_after_an_error():
     with pytest.raises(ZeroDivisionError), pool.open(replica()):
         pool.result(pool.begin(lambda: 1 / 0))
     assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_nobody_waits_for_a_round_that_nobody_asks_for(error):
+    """Whether the run is over or was interrupted, a replica gives up at its next step: a million would take minutes."""
+    pool, mine, begun = computing(), replica(), threading.Event()
+    mine.stopped = lambda: begun.set() or pool.closing()
+    with pytest.raises(error) if error else nullcontext(), pool.open(mine):
+        future = pool.begin(lambda: mine.train(10**6, Work(shard=0, start=0, schedule=0, examples=1)))
+        assert begun.wait(timeout=60)
+        if error:
+            raise error
+    with pytest.raises(CancelledError):
+        future.result()
+    assert mine.steps_taken < 10**6
+
+
+def test_a_second_interrupt_does_not_leave_threads_behind(monkeypatch):
+    """A process that ends beside a thread which computes is aborted: whoever is impatient waits for the end of a step."""
+    pool, calls = computing(), []
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def impatient(self, wait=True, *, cancel_futures=False):
+        calls.append(wait)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        shutdown(self, wait, cancel_futures=cancel_futures)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", impatient)
+    with pool.open(replica()):
+        assert pool.result(pool.begin(lambda: 3)) == 3
+    assert calls == [True, True]

@@ -92,7 +92,7 @@ class AsyncSimEngine:
         self._save = save
         self._save_every = save_every
         self._computing = Computing(cluster, lambda: sink.emit(self._progress()))
-        self.crew = Crew(cluster, seed, self.books, lambda island: self._computing.aside(lambda: make_replica(island)))
+        self.crew = Crew(cluster, seed, self.books, self._computing, make_replica)
         self._loop = Loop()
         self._now_s = 0.0
         self._changes_done = 0

@@ -35,6 +35,7 @@ class Computing:
         self._threads = cluster.threads_per_island
         self._sign_of_life = sign_of_life
         self._pool: ThreadPoolExecutor | None = None
+        self._closing = False
 
     @contextmanager
     def open(self, replica: LocalReplica) -> Iterator[None]:
@@ -42,12 +43,21 @@ class Computing:
 
         One CPU thread setting holds throughout: reductions depend on it in the last bits.
         """
+        self._closing = False
         try:
             with torch_threads(self._threads), _Pool(self._workers(replica), self._threads) as self._pool:
-                yield
+                try:
+                    yield
+                finally:
+                    self._closing = True  # before the pool waits for its threads
         finally:
             self._pool = None
             forget_spare_buffers()
+
+    def closing(self) -> bool:
+        """Whether nobody will ask for what is being computed. Replicas look at it between two steps: a run that is over, or was
+        interrupted, does not wait for the end of a round."""
+        return self._closing
 
     def _workers(self, replica: LocalReplica) -> int:
         if replica.draws_randomness:
@@ -80,4 +90,9 @@ class _Pool(ThreadPoolExecutor):
         super().__init__(workers, "island", initializer=torch.set_num_threads, initargs=(torch_threads,))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.shutdown(wait=True, cancel_futures=True)
+        while True:
+            try:
+                self.shutdown(wait=True, cancel_futures=True)
+                return
+            except KeyboardInterrupt:
+                continue  # a process that ends beside threads that compute is aborted; they end with the step they are in

@@ -324,6 +324,7 @@ class SimEngine:
 
     def _admit(self, island: int, state: Any, begin_s: float) -> None:
         replica = self._make_replica(island)
+        replica.stopped = self._computing.closing
         if self.islands:  # all are of one kind: find out once
             replica.draws_randomness = next(iter(self.islands.values())).replica.draws_randomness
         self.islands[island] = Island(island, replica, state, self.books.totals.version, clock_s=begin_s, uplink_free_s=begin_s)
@@ -366,6 +367,7 @@ class SimEngine:
             rest = {**fields_owned(template, Owner.OWN), **fields_owned(template, Owner.SHARDED)}
             part = load(f"island-{number}", {"shared": self._shared, "rest": rest})
             replica = fresh[number].replica if number in fresh else self._make_replica(number)
+            replica.stopped = self._computing.closing
             replica.restore(part["replica"])
             state = with_shared(template, {**(part["shared"] or self._shared), **part["rest"]})
             clock_s, tokens = part["clock_s"], part["uncommitted_tokens"]

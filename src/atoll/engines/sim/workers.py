@@ -12,6 +12,7 @@ from atoll.algorithms.scheduler import Dispatch
 from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Task, Wait
+from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.world import Cluster
 from atoll.protocols import Task as Sent
 from atoll.tree import Tree
@@ -90,12 +91,16 @@ class Crew:
         cluster: how fast they are, and over what lines they talk.
         seed: of what the cluster draws.
         books: take presence and computing.
+        computing: where they compute.
         make_replica: makes a worker's replica, with a fresh optimizer.
     """
 
-    def __init__(self, cluster: Cluster, seed: int, books: Books, make_replica: Callable[[int], LocalReplica]) -> None:
+    def __init__(
+        self, cluster: Cluster, seed: int, books: Books, computing: Computing, make_replica: Callable[[int], LocalReplica]
+    ) -> None:
         self.workers: dict[int, SimWorker] = {}
-        self._cluster, self._seed, self._books, self._make_replica = cluster, seed, books, make_replica
+        self._cluster, self._seed, self._books, self._computing = cluster, seed, books, computing
+        self._make_replica = make_replica
         self._draws_randomness: bool | None = None
 
     def admit(self, island: int, now_s: float) -> None:
@@ -103,7 +108,8 @@ class Crew:
 
     def replica(self, island: int) -> LocalReplica:
         """A new one. It is made aside from others that train: making a module may draw from the generators that they draw from."""
-        replica = self._make_replica(island)
+        replica = self._computing.aside(lambda: self._make_replica(island))
+        replica.stopped = self._computing.closing
         if self._draws_randomness is None:  # all are of one kind: find out once
             self._draws_randomness = replica.draws_randomness
         replica.draws_randomness = self._draws_randomness
