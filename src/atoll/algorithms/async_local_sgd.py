@@ -82,9 +82,8 @@ class AsyncLocalSGD:
         for name, method in (("outer", "update"), ("correction", "correct")):
             value = getattr(self, name)
             if value is not None and not hasattr(value, method):
-                raise ConfigError(
-                    f"{name}={value!r} has no `{method}`. Give one such as DelayedNesterov(period=4) or Polynomial()."
-                )
+                example = "DelayedNesterov(period=4)" if name == "outer" else "Polynomial()"
+                raise ConfigError(f"{name}={value!r} has no `{method}`. Give a value such as {example}.")
         assert self.plan, "a plan refuses what it cannot be"
 
     @property

@@ -93,7 +93,7 @@ class Hub:
         """Updates applied so far."""
         self._sent: dict[int, Tree] = {}
         """The weights that each worker was sent off with."""
-        self._holders: Counter[int] = Counter()
+        self._holders: Counter[int | None] = Counter()
         """How many workers are out with weights that lie there in memory."""
 
     @property
@@ -145,10 +145,8 @@ class Hub:
             return self._refuse(push, now_s, reason or "", dispatch)
         before = self.tick(now_s, now_s)  # a window that had run out sends off its workers with the weights it closed with
         staleness = self.version - dispatch.version
-        old, self.state = (
-            self.state,
-            self._step(Arrival(push.delta, self._sent[push.worker], staleness, len(self.scheduler.workers))),
-        )
+        arrival = Arrival(push.delta, self._sent[push.worker], staleness, len(self.scheduler.workers))
+        old, self.state = self.state, self._step(arrival)
         counted, moved = self.state is not old, self.state.params is not old.params
         self.version += counted
         self._recycle(old.params, *([push.delta] if push.delta.spare else []))
@@ -190,14 +188,14 @@ class Hub:
             if isinstance(decision, Dispatch):
                 self._forget(decision.worker)
                 self._sent[decision.worker] = self.params
-                self._holders[self.params.flat.data_ptr()] += 1
+                self._holders[memory_of(self.params)] += 1
         return list(decisions)
 
     def _forget(self, worker: int) -> None:
         """A worker no longer holds what it was sent off with."""
         held = self._sent.pop(worker, None)
         if held is not None:
-            self._holders[held.flat.data_ptr()] -= 1
+            self._holders[memory_of(held)] -= 1
             self._recycle(held)
 
     def _recycle(self, *trees: Tree) -> None:
@@ -228,5 +226,5 @@ class Hub:
         self.state = state
         self.version = plain["version"]
         self._sent = {worker: versions[name] for worker, name in plain["sent"]}
-        self._holders = Counter(tree.flat.data_ptr() for tree in self._sent.values())
+        self._holders = Counter(memory_of(tree) for tree in self._sent.values())
         self.scheduler.from_parts(plain["scheduler"])
