@@ -142,7 +142,7 @@ def test_only_a_few_epochs_are_kept_in_memory():
     batches = batches_of(5)
     for position in range(100):
         batches.batch(0, position)
-    assert len(batches._orders[0]) <= 3
+    assert len(batches._epochs._orders[0]) <= 3
 
 
 def test_the_order_is_pinned():

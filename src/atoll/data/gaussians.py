@@ -17,13 +17,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from threading import Lock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from atoll.checks import check_types
+from atoll.data.epochs import Epochs
 from atoll.data.examples import Indices
 from atoll.data.seeding import draws
 from atoll.errors import ConfigError
@@ -32,7 +32,6 @@ from atoll.tree import shard_range
 LabelledBatch = tuple[Tensor, Tensor]
 """Inputs (batch_size, dimensions), float32, and labels (batch_size,), int64."""
 
-_EPOCHS_KEPT = 3  # per shard: readers of one shard are seldom further apart
 _SAMPLE_ROWS = 128
 
 
@@ -171,59 +170,30 @@ class GaussianBatches:
     """
 
     def __init__(self, inputs: Tensor, labels: Tensor, shards: Sequence[Indices], *, batch_size: int, seed: int) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
         self.batch_size = batch_size
         self._inputs, self._labels, self._seed = inputs, labels, seed
-        self._shards = [torch.from_numpy(np.array(shard, dtype=np.int64)) for shard in shards]
-        self._names = [blake2b(shard.numpy().tobytes(), digest_size=16).hexdigest() for shard in self._shards]
-        self._orders: list[dict[int, Tensor]] = [{} for _ in self._shards]
-        self._lock = Lock()
+        self._epochs = Epochs([np.asarray(shard, dtype=np.int64) for shard in shards], batch_size=batch_size, seed=seed)
 
     @property
     def num_shards(self) -> int:
-        return len(self._shards)
+        return self._epochs.num_shards
 
     def examples(self, shard: int) -> int:
         """How many points the shard holds."""
-        if not 0 <= shard < self.num_shards:
-            raise ConfigError(f"shard={shard}: there are {self.num_shards} shards, counted from 0.")
-        return len(self._shards[shard])
+        return self._epochs.examples(shard)
 
     def fingerprint(self) -> str:
         """Of the points, by sample, of which each shard holds, and of their order: whether two readers read the same."""
         sample = self._inputs[:: max(1, len(self._inputs) // _SAMPLE_ROWS)].contiguous()
         what = f"{tuple(self._inputs.shape)}/{self.batch_size}/{self._seed}"
-        parts = [what.encode(), sample.numpy().tobytes(), self._labels.numpy().tobytes(), *map(str.encode, self._names)]
+        parts = [what.encode(), sample.numpy().tobytes(), self._labels.numpy().tobytes(), *map(str.encode, self._epochs.names)]
         return blake2b(b"".join(parts), digest_size=16).hexdigest()
 
     def batch(self, shard: int, position: int) -> LabelledBatch:
         """Inputs and labels; the same for the same shard and position, whoever asks and when."""
-        size = self.examples(shard)
-        if position < 0:
-            raise ConfigError(f"position={position}: positions are counted from 0.")
-        epoch, at = divmod(position * self.batch_size, size)
-        chosen = self._order(shard, epoch)[at : at + self.batch_size]
-        while len(chosen) < self.batch_size:  # the batch goes on into the next epoch, or several if the shard is that small
-            epoch += 1
-            chosen = torch.cat((chosen, self._order(shard, epoch)[: self.batch_size - len(chosen)]))
+        chosen = torch.from_numpy(self._epochs.batch(shard, position))
         return self._inputs[chosen], self._labels[chosen]
 
     def tokens(self, batch: LabelledBatch) -> int:
         """How many points the batch has."""
         return len(batch[1])
-
-    def _order(self, shard: int, epoch: int) -> Tensor:
-        """The shard's points in the order of this epoch."""
-        kept = self._orders[shard]
-        with self._lock:
-            order = kept.get(epoch)
-        if order is None:
-            # Outside the lock: other readers go on, and two that compute the same order get the same.
-            mine = self._shards[shard]
-            order = mine[torch.from_numpy(draws("order", self._seed, self._names[shard], epoch).permutation(len(mine)))]
-            with self._lock:
-                kept[epoch] = order
-                while len(kept) > _EPOCHS_KEPT:
-                    del kept[next(iter(kept))]
-        return order

@@ -9,21 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from threading import Lock
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from atoll.data.epochs import Epochs
 from atoll.data.examples import Examples, Indices
-from atoll.data.seeding import draws
 from atoll.data.tokens import Tokens
-from atoll.errors import ConfigError, DataError
-
-_EPOCHS_KEPT = 3  # per shard: readers of one shard are seldom further apart
-
+from atoll.errors import DataError
 
 _SAMPLE_TOKENS = 1 << 16
 
@@ -39,24 +33,19 @@ class TokenBatches:
     """
 
     def __init__(self, examples: Examples, shards: Sequence[Indices], *, batch_size: int, seed: int) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
         self.batch_size, self.seq_len = batch_size, examples.seq_len
         self._examples, self._seed = examples, seed
         # Half the memory, where that is enough; sorted, so that the order does not depend on how the partition listed them.
         dtype = np.uint32 if examples.count <= 1 << 32 else np.int64
-        self._shards = [np.sort(shard).astype(dtype) for shard in shards]
-        self._names = [blake2b(shard.astype("<i8").tobytes(), digest_size=16).hexdigest() for shard in self._shards]
-        self._orders: dict[int, dict[int, NDArray[Any]]] = {shard: {} for shard in range(len(self._shards))}
-        self._lock = Lock()
+        self._epochs = Epochs([np.sort(shard).astype(dtype) for shard in shards], batch_size=batch_size, seed=seed)
 
     @property
     def num_shards(self) -> int:
-        return len(self._shards)
+        return self._epochs.num_shards
 
     def examples(self, shard: int) -> int:
         """How many examples the shard holds."""
-        return len(self._shards[self._known(shard)])
+        return self._epochs.examples(shard)
 
     def fingerprint(self) -> str:
         """Of the text, by sample, and of which examples each shard holds: whether two readers read the same."""
@@ -65,45 +54,17 @@ class TokenBatches:
         parts = [
             f"{len(ids)}/{self.seq_len}/{self.batch_size}/{self._seed}".encode(),
             sample.tobytes(),
-            *map(str.encode, self._names),
+            *map(str.encode, self._epochs.names),
         ]
         return blake2b(b"".join(parts), digest_size=16).hexdigest()
 
     def batch(self, shard: int, position: int) -> Tensor:
         """Tokens (batch_size, seq_len + 1), int64."""
-        size = self.examples(shard)
-        if position < 0:
-            raise ConfigError(f"position={position}: positions are counted from 0.")
-        epoch, at = divmod(position * self.batch_size, size)
-        chosen = self._order(shard, epoch)[at : at + self.batch_size]
-        while len(chosen) < self.batch_size:  # the batch goes on into the next epoch, or several if the shard is that small
-            epoch += 1
-            chosen = np.concatenate((chosen, self._order(shard, epoch)[: self.batch_size - len(chosen)]))
-        return torch.from_numpy(self._examples.read(chosen))
+        return torch.from_numpy(self._examples.read(self._epochs.batch(shard, position)))
 
     def tokens(self, batch: Tensor) -> int:
         """How many tokens of the batch are predicted."""
         return batch.shape[0] * (batch.shape[1] - 1)
-
-    def _known(self, shard: int) -> int:
-        if not 0 <= shard < self.num_shards:
-            raise ConfigError(f"shard={shard}: there are {self.num_shards} shards, counted from 0.")
-        return shard
-
-    def _order(self, shard: int, epoch: int) -> NDArray[Any]:
-        """The shard's examples in the order of this epoch."""
-        kept = self._orders[shard]
-        with self._lock:
-            order = kept.get(epoch)
-        if order is None:
-            # Outside the lock: other readers go on, and two that compute the same order get the same.
-            mine = self._shards[shard]
-            order = mine[draws("order", self._seed, self._names[shard], epoch).permutation(len(mine))]
-            with self._lock:
-                kept[epoch] = order
-                while len(kept) > _EPOCHS_KEPT:
-                    del kept[next(iter(kept))]
-        return order
 
 
 def validation_batches(tokens: Tokens, *, seq_len: int, batch_size: int, count: int) -> list[Tensor]:
