@@ -178,6 +178,18 @@ def test_report_tells_of_an_asynchronous_run_and_draws_it(atoll, finished, tmp_p
     assert not (finished / "asynchrony.png").exists()
 
 
+def test_a_run_that_everybody_left_before_the_first_arrival_is_reported(atoll, tmp_path):
+    gone = ",".join(f"Outage(island={island},start_s=1.0)" for island in range(4))
+    settings = sets(*TINY, "train.steps=30", "train.warm_start_steps=0", f"cluster.outages=[{gone}]")
+    code, _, err = atoll("run", "demo-async", *settings, "--out", tmp_path / "run")
+    assert code == 2
+    assert "nobody is left and nobody will come back, after 0 of 120 local updates" in err
+    assert "Start a new run" in err
+    _, out, err = atoll("report", tmp_path / "run")
+    assert "no update has arrived at the hub yet" in out
+    assert "has not finished a round yet, so there is nothing to draw" in err
+
+
 def test_the_account_of_a_real_asynchronous_run_adds_up(atoll, tmp_path):
     settings = sets(
         *TINY, "train.steps=30", "train.warm_start_steps=0", "cluster.outages=[Outage(island=2,start_s=15.3,stop_s=25)]"

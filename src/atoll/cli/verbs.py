@@ -125,10 +125,11 @@ def report_run(folder: Path, *, as_json: bool) -> None:
     else:
         print(f"not finished: step {progress.steps} of {progress.steps_total}. Go on: atoll run --resume {folder}")
     asynchrony = read_asynchrony(folder)
+    arrived = asynchrony is not None and asynchrony.arrivals > 0
     if asynchrony is not None:
-        rich.print(asynchrony_section(asynchrony))
+        rich.print(asynchrony_section(asynchrony) if arrived else "no update has arrived at the hub yet")
     print(f"plot:  {plot_run(folder, folder / 'plot.png')}")
-    if asynchrony is not None:
+    if arrived:
         print(f"       {plot_asynchrony(folder, folder / 'asynchrony.png')}")
     print(f"trace: {write_trace(folder, folder / 'trace.json')}")
 
