@@ -5,6 +5,7 @@ import pytest
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.zero1 import ZeRO1
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
@@ -33,6 +34,8 @@ RULES = [
 ALGORITHMS = [
     DDP(optimizer=AdamW(lr=0.1)),
     DDP(optimizer=SGD(lr=0.05), accumulation=3, clip_norm=1.0),
+    ZeRO1(optimizer=AdamW(lr=0.1)),
+    ZeRO1(optimizer=SGD(lr=0.05), accumulation=3, clip_norm=1.0),
     DiLoCo(inner_steps=1),
     DiLoCo(inner_steps=3),
     DiLoCo(inner_steps=3, outer=SGD(lr=1.0), weighting="examples"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from atoll.algorithms.async_local_sgd import AsyncLocalSGD as AsyncLocalSGD
     from atoll.algorithms.ddp import DDP as DDP
     from atoll.algorithms.diloco import DiLoCo as DiLoCo
+    from atoll.algorithms.zero1 import ZeRO1 as ZeRO1
     from atoll.data.gaussians import Gaussians as Gaussians
     from atoll.data.partition import IID as IID
     from atoll.data.partition import ByDomain as ByDomain
@@ -92,6 +93,7 @@ _HOME = {
     "DelayedNesterov": "atoll.optim.delayed",
     "DelayCompensation": "atoll.optim.stale",
     "Polynomial": "atoll.optim.stale",
+    "ZeRO1": "atoll.algorithms.zero1",
     "Tree": "atoll.tree",
 }
 

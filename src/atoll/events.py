@@ -69,7 +69,7 @@ class Exchanged(Event):
 
     round: int
     what: str
-    """mean, reduce_scatter or all_gather."""
+    """mean, reduce_scatter, all_gather or total."""
     islands: list[int]
     heard: list[bool]
     arrived_s: list[float]
@@ -205,6 +205,29 @@ class Returned(Event):
     shard: int
     steps: int
     virtual_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFailed(Event):
+    """An exchange that needs everybody did without somebody: the round is void for all, and the weights before it stand."""
+
+    round: int
+    what: str
+    """reduce_scatter, all_gather or total."""
+    islands: list[int]
+    """Those that were not heard."""
+    virtual_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recut(Event):
+    """Islands came or went, and what each holds a slice of was cut anew. Lists run over the islands in `islands`."""
+
+    round: int
+    islands: list[int]
+    start_s: float
+    end_s: float
+    sent_bytes: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)

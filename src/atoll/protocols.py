@@ -131,6 +131,13 @@ class Mean(NamedTuple):
     heard: bool
 
 
+class Scattered(NamedTuple):
+    """What a reduce-scatter brought: this rank's slice of the sum, and the sum of the weights."""
+
+    value: Tree
+    weight: float
+
+
 class Peers(Protocol):
     """The islands of this round, as equals. Calls match across islands in program order, and sums are in rank order."""
 
@@ -146,11 +153,15 @@ class Peers(Protocol):
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
         """The weighted mean of everybody's tree. `compare` has the engine report norms and cosines of the contributions."""
 
-    async def reduce_scatter(self, tree: Tree) -> Tree:
-        """This rank's shard of the sum of everybody's tree."""
+    async def reduce_scatter(self, tree: Tree, weight: float = 1.0) -> Scattered:
+        """This rank's slice of the sum of everybody's tree, and the sum of everybody's weight, such as a number of batches. Trees
+        are added as they are: the weight is told, not multiplied."""
 
     async def all_gather(self, shard: Tree) -> Tree:
         """The whole tree of which everybody holds a shard."""
+
+    async def total(self, number: float) -> float:
+        """The sum of everybody's number, such as the square of a norm of which each holds a part."""
 
     async def catch_up(self, state: S) -> S:
         """Bring the shared fields up to date, if this island missed an exchange and can be reached now; else `state` itself."""

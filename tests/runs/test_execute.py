@@ -338,7 +338,8 @@ class Sharded:
     async def round(self, state, replica, peers):
         replica.load(state.params)
         await replica.train(3, peers.work(3))
-        mean = await peers.all_gather(await peers.reduce_scatter((state.params - replica.params()) / peers.size))
+        summed = await peers.reduce_scatter(state.params - replica.params())
+        mean = await peers.all_gather(summed.value / summed.weight)
         params = state.params.add(mean, -1.0)
         return ShardedState(params, params.shard(peers.rank, peers.size) * 1.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from atoll.errors import ConfigError
-from atoll.recipes.demo import demo_async, demo_async_naive, demo_ddp, demo_diloco
+from atoll.recipes.demo import demo_async, demo_async_naive, demo_ddp, demo_diloco, demo_zero1
 from atoll.recipes.papers import async_20m, async_60m, async_150m, diloco_60m, diloco_150m, diloco_400m
 from atoll.recipes.toy import toy_async, toy_sync
 from atoll.runs.run import Run
@@ -15,6 +15,7 @@ _MAKERS = (
     demo_diloco,
     demo_async,
     demo_async_naive,
+    demo_zero1,
     diloco_60m,
     diloco_150m,
     diloco_400m,

@@ -11,6 +11,7 @@ from typing import Any
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.zero1 import ZeRO1
 from atoll.data.text import Text
 from atoll.engines.sim.network import Link
 from atoll.engines.sim.world import Cluster
@@ -26,6 +27,11 @@ from atoll.runs.run import Keep, Run, Train
 def demo_ddp() -> Run:
     """Data-parallel training: islands agree on every gradient."""
     return _demo("demo-ddp", DDP())
+
+
+def demo_zero1() -> Run:
+    """ZeRO-1: data-parallel training at a k-th of the optimizer's memory."""
+    return _demo("demo-zero1", ZeRO1())
 
 
 def demo_diloco() -> Run:

@@ -13,6 +13,7 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.pace import dynamic_steps
+from atoll.algorithms.zero1 import ZeRO1
 from atoll.checks import check_types
 from atoll.data.gaussians import Gaussians
 from atoll.data.text import Text
@@ -252,7 +253,7 @@ def _arrivals_per_step(rule: Any) -> int:
 
 
 _CANDIDATES: Mapping[Any, Sequence[type]] = {
-    Algorithm: (DDP, DiLoCo),
+    Algorithm: (DDP, ZeRO1, DiLoCo),
     AsyncAlgorithm: (AsyncLocalSGD,),
     Rule: (SGD, Momentum, Nesterov, Adam, AdamW, DelayedNesterov, Buffered),
     Correction: (Polynomial, DelayCompensation),

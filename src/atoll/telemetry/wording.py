@@ -12,6 +12,7 @@ from atoll.events import (
     IslandLeft,
     Refused,
     Returned,
+    RoundFailed,
     RoundFinished,
     RunFinished,
     RunStarted,
@@ -49,6 +50,9 @@ def notice(event: Event) -> str | None:
         case Returned():
             lost = f"{event.steps} steps of shard {event.shard} are put back"
             return f"island {event.island} brings nothing from its round no. {event.round}: {lost}"
+        case RoundFailed():
+            silent = ", ".join(map(str, event.islands))
+            return f"round {event.round}: void, since {event.what} needs everybody and did not hear of: {silent}"
         case CaughtUp():
             return f"round {event.round}: island {event.island} caught up{_given(event)}"
         case Saved():

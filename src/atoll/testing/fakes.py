@@ -14,8 +14,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from atoll.engines.sim.peers import weighted_mean
-from atoll.protocols import Algorithm, Gradient, Mean, Task, Work
+from atoll.engines.sim.peers import ordered_sum, weighted_mean
+from atoll.protocols import Algorithm, Gradient, Mean, Scattered, Task, Work
 from atoll.tree import Tree
 
 S = TypeVar("S")
@@ -84,11 +84,16 @@ class ScriptedPeers:
         total = sum(weights)
         return Mean(weighted_mean(trees, weights) if total else tree.zeros(), total, self._heard)
 
-    async def reduce_scatter(self, tree: Tree) -> Tree:
-        return weighted_mean([tree, *self._others], [1.0] * self.size).shard(self.rank, self.size) * self.size
+    async def reduce_scatter(self, tree: Tree, weight: float = 1.0) -> Scattered:
+        total = ordered_sum([tree, *self._others], [1.0] * self.size)
+        return Scattered(total.shard(self.rank, self.size), weight + sum(self._their_weights))
+
+    async def total(self, number: float) -> float:
+        return number
 
     async def all_gather(self, shard: Tree) -> Tree:
-        return Tree.join([shard, *self._others])
+        rest = [other.shard(rank, self.size) for rank, other in enumerate(self._others, 1)]
+        return Tree.join([shard, *rest])
 
     async def catch_up(self, state: S) -> S:
         if self._newest is None or not self._heard:

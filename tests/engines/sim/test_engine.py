@@ -176,8 +176,8 @@ class Gathering(DiLoCo):
         replica.load(state.params)
         await replica.train(self.inner_steps, peers.work(self.inner_steps))
         delta = state.params - replica.params()
-        shard = await peers.reduce_scatter(delta)
-        mean = await peers.all_gather(shard / peers.size)
+        summed = await peers.reduce_scatter(delta)
+        mean = await peers.all_gather(summed.value / summed.weight)
         params, outer = self.outer.update(state.params, mean, state.outer)
         return DiLoCoState(params, outer)
 

@@ -21,14 +21,14 @@ from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.network import transfer_s
-from atoll.engines.sim.peers import Room, SimPeers, SimReplica
+from atoll.engines.sim.peers import Room, RoundVoid, SimPeers, SimReplica
 from atoll.engines.sim.world import Cluster
-from atoll.engines.states import agree, shared_fields, with_shared
+from atoll.engines.states import agree, recut, shared_fields, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
-from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, RunFinished
+from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, Recut, RoundFailed, RunFinished
 from atoll.leaves import recycle, tree_bytes, trees
 from atoll.protocols import Algorithm, Batches, Owner, Sink, Work, fields_owned
-from atoll.tree import Tree
+from atoll.tree import Tree, shard_range
 
 
 @dataclass
@@ -160,13 +160,25 @@ class SimEngine:
         for rank, island in enumerate(present):
             coroutine = self.algorithm.round(island.state, SimReplica(self, island.id, island.replica), SimPeers(self, room, rank))
             loop.spawn(f"island {island.id}", coroutine, island.clock_s, partial(self._leave_round, island, room, rank))
-        if loop.run():
+        try:
+            stuck = loop.run()
+        except RoundVoid as void:
+            self._abandon(present, void)
+            return
+        if stuck:
             raise ExchangeFailed(
                 f"round {self.round} cannot end: {', '.join(room.waiting())}; the others have left the round. "
                 f"All islands must make the same calls in the same order."
             )
         self._commit([island for rank, island in enumerate(present) if rank not in room.left_out])
         recycle([*before, *room.results], [self._shared, *(island.state for island in present)])
+
+    def _abandon(self, present: Sequence[Island], void: RoundVoid) -> None:
+        """The round is void: everybody goes on from what it had before, and what was computed is lost."""
+        for island in present:
+            self.books.ledgers[island.id].present_s += void.time_s - island.clock_s
+            island.clock_s, island.uncommitted_tokens = void.time_s, 0
+        self._sink.emit(RoundFailed(round=self.round, what=void.what, islands=void.silent, virtual_time_s=void.time_s))
 
     def _heard(self, island: int, islands: Sequence[int]) -> bool:
         """Whether the others hear this island in this round; alone, there is nobody whom a message could fail to reach."""
@@ -305,11 +317,7 @@ class SimEngine:
         now_s = self.virtual_time_s
         for island in self.islands.values():
             island.uplink_free_s = island.clock_s  # what it sent in the last round is through
-        if present != list(self.islands) and fields_owned(next(iter(self.islands.values())).state, Owner.SHARDED):
-            raise ConfigError(
-                f"{type(self.algorithm).__name__} keeps sharded state, which the simulator does not cut anew when islands come "
-                f"and go: keep cluster.pool constant and cluster.away empty."
-            )
+        before = {island.id: fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()}
         self._latest_s = now_s  # the cluster's clock does not go back when the island that is furthest ahead leaves
         for gone in [island for island in self.islands if island not in present]:
             del self.islands[gone]
@@ -321,6 +329,36 @@ class SimEngine:
             fresh = self.algorithm.init(self.params, SimPeers(self, self._room(present), present.index(new)))
             self._admit(new, with_shared(fresh, self._shared), begin_s)
         self.islands = {island: self.islands[island] for island in present}
+        if list(before) != present and any(before.values()):
+            self._recut(before)
+
+    def _recut(self, before: Mapping[int, dict[str, Any]]) -> None:
+        """What each island holds a slice of is cut for the islands that are there now. Each sends what others lack; the slices of
+        those who left are at hand, but nobody's line carries them."""
+        new = list(self.islands)
+        sent = self._missing_bytes(before, new)
+        start_s = max(island.clock_s for island in self.islands.values())
+        lines = {island: self.cluster.line(island) for island in new}
+        end_s = start_s + max(lines[i].latency_s + sent[i] / lines[i].up_bytes_per_s if sent[i] else 0.0 for i in new)
+        for (island, mine), slices in zip(self.islands.items(), recut(list(before.values()), len(new)), strict=True):
+            mine.state = with_shared(mine.state, slices)
+            self.books.ledgers[island].sent_bytes += sent[island]
+            self.books.ledgers[island].present_s += end_s - mine.clock_s
+            mine.clock_s = mine.uplink_free_s = end_s
+        self._sink.emit(Recut(round=self.round, islands=new, start_s=start_s, end_s=end_s, sent_bytes=list(sent.values())))
+
+    def _missing_bytes(self, before: Mapping[int, dict[str, Any]], new: Sequence[int]) -> dict[int, int]:
+        """How many bytes each of the new islands sends, so that all have the slices they lack."""
+        sent = dict.fromkeys(new, 0)
+        for slices in zip(*(trees(held) for held in before.values()), strict=True):  # of one tree, by old rank
+            numel, item_bytes = sum(tree.numel for tree in slices), slices[0].flat.element_size()
+            for rank, island in enumerate(new):
+                start, stop = shard_range(numel, rank, len(new))
+                for other_rank, other in enumerate(before):
+                    low, high = shard_range(numel, other_rank, len(before))
+                    if other in sent and other != island:
+                        sent[other] += max(0, min(stop, high) - max(start, low)) * item_bytes
+        return sent
 
     def _admit(self, island: int, state: Any, begin_s: float) -> None:
         replica = self._make_replica(island)

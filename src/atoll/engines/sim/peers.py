@@ -19,7 +19,7 @@ from atoll.engines.sim.clock import Task, Wait
 from atoll.engines.sim.network import CONTROL_BYTES, Cost, Link, Topology
 from atoll.errors import ExchangeFailed
 from atoll.events import Compared, Exchanged
-from atoll.protocols import Gradient, Mean, Sink, Work
+from atoll.protocols import Gradient, Mean, Scattered, Sink, Work
 from atoll.tree import Tree
 
 S = TypeVar("S")
@@ -83,13 +83,17 @@ class SimPeers:
         mean: Mean = await self._meet("mean", tree, weight, compare)
         return mean
 
-    async def reduce_scatter(self, tree: Tree) -> Tree:
-        shard: Tree = await self._meet("reduce_scatter", tree)
-        return shard
+    async def reduce_scatter(self, tree: Tree, weight: float = 1.0) -> Scattered:
+        scattered: Scattered = await self._meet("reduce_scatter", tree, weight)
+        return scattered
 
     async def all_gather(self, shard: Tree) -> Tree:
         whole: Tree = await self._meet("all_gather", shard)
         return whole
+
+    async def total(self, number: float) -> float:
+        total: float = await self._meet("total", _NOTHING, number)
+        return total
 
     async def catch_up(self, state: S) -> S:
         wait = self._host.catch_up(self._room.islands[self._rank], state)
@@ -98,6 +102,17 @@ class SimPeers:
     def _meet(self, what: str, tree: Tree, weight: float = 1.0, compare: bool = False) -> Wait:
         call = next(self._calls)
         return Wait(lambda task: self._room.arrive(call, what, Arrival(self._rank, task, task.now_s, tree, weight), compare))
+
+
+_NOTHING = Tree.of({})
+
+
+class RoundVoid(Exception):
+    """An exchange that needs everybody did without somebody. The engine ends the round there, for all."""
+
+    def __init__(self, what: str, silent: list[int], time_s: float) -> None:
+        super().__init__(f"{what} without islands {silent}")
+        self.what, self.silent, self.time_s = what, silent, time_s
 
 
 class Arrival(NamedTuple):
@@ -141,7 +156,7 @@ class Room:
     _subjects: dict[int, str] = field(default_factory=dict)
 
     def arrive(self, call: int, what: str, arrival: Arrival, compare: bool) -> None:
-        if not (math.isfinite(arrival.weight) and arrival.weight >= 0):
+        if what != "total" and not (math.isfinite(arrival.weight) and arrival.weight >= 0):
             raise ExchangeFailed(
                 f"island {self.islands[arrival.rank]} comes to a {what} with a weight of {arrival.weight}. "
                 f"Give it a finite weight of 0 or more."
@@ -168,12 +183,14 @@ class Room:
 
     def _hold(self, what: str, arrivals: list[Arrival], compare: bool) -> None:
         """The last one has come: compute the outcome, and let everybody go on when it is over."""
-        # Scatter and gather leave nobody out: without every shard there is no whole.
-        heard = [a for a in arrivals if self.heard[a.rank] or what != "mean"]
+        heard = [a for a in arrivals if self.heard[a.rank]]
         start_s = max(arrival.time_s for arrival in arrivals)
+        if what != "mean" and len(heard) < len(arrivals):  # without every slice there is no whole
+            silent = [self.islands[a.rank] for a in arrivals if a not in heard]
+            raise RoundVoid(what, silent, start_s + max(link.latency_s for link in self.links))
         cost = self._cost(what, heard)
-        weight = float(sum(a.weight for a in heard)) if what == "mean" else float(len(heard))
-        self.committed = self.committed or weight > 0
+        weight = float(len(heard)) if what == "all_gather" else float(sum(a.weight for a in heard))
+        self.committed = self.committed or (weight > 0 and what != "total")
         ranks = [a.rank for a in heard]
         self.left_out |= {a.rank for a in arrivals} - set(ranks)
         sent = [cost.sent_bytes[ranks.index(a.rank)] if a.rank in ranks else 0 for a in arrivals]
@@ -209,6 +226,9 @@ class Room:
         links, item_bytes = [self.links[a.rank] for a in heard], heard[0].tree.flat.element_size()
         if what == "mean":
             return network.all_reduce(heard[0].tree.numel, item_bytes, links, self.topology)
+        if what == "total":  # a few bytes around the ring, which are control bytes
+            cost = network.all_reduce(len(heard), CONTROL_BYTES, links, self.topology)
+            return Cost(cost.seconds, [0] * len(heard))
         if what == "reduce_scatter":
             return network.reduce_scatter(heard[0].tree.numel, item_bytes, links)
         return network.all_gather(sum(a.tree.numel for a in heard), item_bytes, links)
@@ -222,9 +242,14 @@ class Room:
             self.results.append(value)
             ranks = {a.rank for a in heard}
             return {a.rank: Mean(value, weight, a.rank in ranks) for a in arrivals}
+        total = float(sum(a.weight for a in heard))
+        if what == "total":
+            return {a.rank: total for a in arrivals}
         whole = Tree.join(trees) if what == "all_gather" else ordered_sum(trees, [1.0] * len(trees))
         self.results.append(whole)
-        return {a.rank: whole if what == "all_gather" else whole.shard(a.rank, len(arrivals)) for a in arrivals}
+        if what == "all_gather":
+            return {a.rank: whole for a in arrivals}
+        return {a.rank: Scattered(whole.shard(a.rank, len(arrivals)), total) for a in arrivals}
 
     def _compare(self, contributions: Sequence[Tree], mean: Tree) -> None:
         norms = [tree.norm() for tree in contributions]
