@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.hub import Hub, Push
 from atoll.algorithms.scheduler import Dispatch
+from atoll.engines.local import torch_threads
 from atoll.leaves import recycle
 from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.sgd import SGD, Nesterov
@@ -35,8 +34,7 @@ from atoll.telemetry.units import human_count
 from atoll.tree import Tree, forget_spare_buffers
 from progress import Watch
 from record import Record, default_path, markdown_table, script
-
-T = TypeVar("T")
+from timing import timed
 
 ARRIVALS = 4
 """Of a window."""
@@ -110,10 +108,10 @@ class Bench:
 
     def seconds(self, way: Way) -> dict[str, Any]:
         """One copy, and each step of one window after another that only warms up; on one thread."""
-        with _one_thread():
+        with torch_threads(1):
             window = self._pushes(way) if way.form == WHOLE else self._steps(way)
             next(window)
-            copy_s, _ = _timed(self._copies)
+            copy_s, _ = timed(self._copies)
             steps_s = next(window)
             window.close()
         return {"copy_s": copy_s / len(self._sources), "steps_s": steps_s}
@@ -131,7 +129,7 @@ class Bench:
                 steps_s = []
                 for gradient in self._arriving():
                     before = hub
-                    taken_s, hub = _timed(lambda before=before, gradient=gradient: update(before[0], gradient, before[1]))
+                    taken_s, hub = timed(lambda before=before, gradient=gradient: update(before[0], gradient, before[1]))
                     recycle([before], [hub])  # as an engine does with what neither the hub nor a worker holds any more
                     steps_s.append(taken_s)
                 yield steps_s
@@ -147,7 +145,7 @@ class Bench:
             steps_s = []
             for worker, gradient in enumerate(self._arriving()):
                 push = Push(worker, rounds[worker], gradient.copy().give())
-                taken_s, outcomes = _timed(lambda push=push, now_s=now_s: hub.push(push, float(now_s), None))
+                taken_s, outcomes = timed(lambda push=push, now_s=now_s: hub.push(push, float(now_s), None))
                 rounds |= {outcome.worker: outcome.round for outcome in outcomes if isinstance(outcome, Dispatch)}
                 steps_s.append(taken_s)
             yield steps_s
@@ -208,22 +206,6 @@ def outcome(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[str, str]
     )
     headings = ["rule", "form", "a step", "a copy", "copies", "ratio", "ratio at the last arrival"]
     return sentence, markdown_table(headings, rows, left=2)
-
-
-def _timed(do: Callable[[], T]) -> tuple[float, T]:
-    start = time.perf_counter()
-    result = do()
-    return time.perf_counter() - start, result
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,20 +6,15 @@ very operations that a round of DiLoCo makes.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
-
 import torch
 
+from atoll.engines.local import torch_threads
 from atoll.engines.sim.peers import weighted_mean
 from atoll.leaves import recycle
 from atoll.models.gpt import GPT
 from atoll.optim.sgd import Nesterov
 from atoll.tree import Tree
-
-T = TypeVar("T")
+from timing import timed
 
 COPY, DELTA, MEAN, UPDATE = "copy", "delta", "mean", "update"
 
@@ -43,30 +38,13 @@ class OuterStep:
 
     def seconds(self) -> dict[str, float]:
         """One measurement of each part, on one thread: the deltas of all islands, their mean, one update."""
-        with _one_thread():
-            taken, _ = _timed(lambda: self._buffer.copy_(self.params.flat))
+        with torch_threads(1):
+            taken, _ = timed(lambda: self._buffer.copy_(self.params.flat))
             times = {COPY: taken}
-            times[DELTA], deltas = _timed(lambda: [self.params - weights.copy().give() for weights in self._weights])
-            times[MEAN], mean = _timed(lambda: weighted_mean(deltas, [1.0] * self.islands))
-            times[UPDATE], after = _timed(lambda: self._rule.update(self.params, mean, self._state))
+            times[DELTA], deltas = timed(lambda: [self.params - weights.copy().give() for weights in self._weights])
+            times[MEAN], mean = timed(lambda: weighted_mean(deltas, [1.0] * self.islands))
+            times[UPDATE], after = timed(lambda: self._rule.update(self.params, mean, self._state))
         # As an engine does between two rounds: what nobody holds any more is used again.
         recycle([deltas, mean, self.params, self._state], [after])
         self.params, self._state = after
         return times
-
-
-def _timed(do: Callable[[], T]) -> tuple[float, T]:
-    start = time.perf_counter()
-    result = do()
-    return time.perf_counter() - start, result
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """As islands compute in the simulator."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -8,7 +8,7 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.engines.sim.network import Link
 from atoll.engines.sim.world import Away, Cluster, Lost
-from atoll.engines.states import recut
+from atoll.engines.slices import recut
 from atoll.errors import ConfigError
 from atoll.events import Exchanged, Recut, RoundFailed
 from atoll.optim.adam import AdamW

@@ -12,7 +12,7 @@ from typing import Any
 from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.optim.adam import AdamW
-from atoll.protocols import Gradient, Peers, Replica, Rule, shared
+from atoll.protocols import Gradient, Peers, Replica, Rule, Work, shared
 from atoll.tree import Tree
 
 
@@ -57,15 +57,21 @@ class DDP:
     async def round(self, state: DDPState, replica: Replica, peers: Peers) -> DDPState:
         state = await peers.catch_up(state)
         work = peers.work(1, batches=self.accumulation)
-        total: Gradient | None = None
-        for batch in range(self.accumulation):
-            total = await replica.gradient(at=state.params, work=replace(work, start=work.start + batch), onto=total)
-        assert total is not None
+        total = await accumulated(replica, state.params, work, self.accumulation)
         mean = await peers.mean(total.sum.give() / total.batches)
         if not mean.heard:
             return state
         params, optimizer = self.rule.update(state.params, clip(mean.value, self.clip_norm), state.optimizer)
         return DDPState(params, optimizer)
+
+
+async def accumulated(replica: Replica, at: Tree, work: Work, batches: int) -> Gradient:
+    """The gradients of so many batches at these weights, added up."""
+    total: Gradient | None = None
+    for batch in range(batches):
+        total = await replica.gradient(at, replace(work, start=work.start + batch), onto=total)
+    assert total is not None
+    return total
 
 
 def clip(gradient: Tree, norm: float | None) -> Tree:

@@ -16,13 +16,14 @@ again. The bytes are those of an all-reduce, and so is the outcome, within round
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from atoll.algorithms.ddp import accumulated
 from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.optim.adam import AdamW
-from atoll.protocols import Gradient, Peers, Replica, Rule, sharded, shared
+from atoll.protocols import Peers, Replica, Rule, sharded, shared
 from atoll.tree import Tree
 
 
@@ -69,10 +70,7 @@ class ZeRO1:
 
     async def round(self, state: ZeRO1State, replica: Replica, peers: Peers) -> ZeRO1State:
         work = peers.work(1, batches=self.accumulation)
-        total: Gradient | None = None
-        for batch in range(self.accumulation):
-            total = await replica.gradient(at=state.params, work=replace(work, start=work.start + batch), onto=total)
-        assert total is not None
+        total = await accumulated(replica, state.params, work, self.accumulation)
         summed = await peers.reduce_scatter(total.sum.give(), weight=total.batches)
         gradient = await clip_slice(summed.value / summed.weight, self.clip_norm, peers)
         mine, optimizer = self.rule.update(state.slice, gradient, state.optimizer)

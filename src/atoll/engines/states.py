@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,23 +44,3 @@ def _same(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, Tensor):
         return isinstance(theirs, Tensor) and torch.equal(mine, theirs)
     return bool(mine == theirs)
-
-
-def recut(slices: Sequence[Any], size: int) -> list[Any]:
-    """What every rank holds a slice of, cut anew for another number of ranks. `slices` are in the order of the old ranks; what is
-    no Tree in them is the same everywhere."""
-    return [_recut(slices, rank, size) for rank in range(size)]
-
-
-def _recut(slices: Sequence[Any], rank: int, size: int) -> Any:
-    first = slices[0]
-    if isinstance(first, Tree):
-        return Tree.join(list(slices)).shard(rank, size).copy()
-    if is_dataclass(first) and not isinstance(first, type):
-        return replace(first, **{f.name: _recut([getattr(s, f.name) for s in slices], rank, size) for f in fields(first)})
-    if isinstance(first, Mapping):
-        return {name: _recut([s[name] for s in slices], rank, size) for name in first}
-    if isinstance(first, tuple):
-        items = [_recut(items, rank, size) for items in zip(*slices, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
-    return first

@@ -23,12 +23,13 @@ from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import Room, RoundVoid, SimPeers, SimReplica
 from atoll.engines.sim.world import Cluster
-from atoll.engines.states import agree, recut, shared_fields, with_shared
+from atoll.engines.slices import missing_bytes, recut
+from atoll.engines.states import agree, shared_fields, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, Recut, RoundFailed, RunFinished
 from atoll.leaves import recycle, tree_bytes, trees
 from atoll.protocols import Algorithm, Batches, Owner, Sink, Work, fields_owned
-from atoll.tree import Tree, shard_range
+from atoll.tree import Tree
 
 
 @dataclass
@@ -336,7 +337,7 @@ class SimEngine:
         """What each island holds a slice of is cut for the islands that are there now. Each sends what others lack; the slices of
         those who left are at hand, but nobody's line carries them."""
         new = list(self.islands)
-        sent = self._missing_bytes(before, new)
+        sent = missing_bytes(before, new)
         start_s = max(island.clock_s for island in self.islands.values())
         lines = {island: self.cluster.line(island) for island in new}
         end_s = start_s + max(lines[i].latency_s + sent[i] / lines[i].up_bytes_per_s if sent[i] else 0.0 for i in new)
@@ -346,19 +347,6 @@ class SimEngine:
             self.books.ledgers[island].present_s += end_s - mine.clock_s
             mine.clock_s = mine.uplink_free_s = end_s
         self._sink.emit(Recut(round=self.round, islands=new, start_s=start_s, end_s=end_s, sent_bytes=list(sent.values())))
-
-    def _missing_bytes(self, before: Mapping[int, dict[str, Any]], new: Sequence[int]) -> dict[int, int]:
-        """How many bytes each of the new islands sends, so that all have the slices they lack."""
-        sent = dict.fromkeys(new, 0)
-        for slices in zip(*(trees(held) for held in before.values()), strict=True):  # of one tree, by old rank
-            numel, item_bytes = sum(tree.numel for tree in slices), slices[0].flat.element_size()
-            for rank, island in enumerate(new):
-                start, stop = shard_range(numel, rank, len(new))
-                for other_rank, other in enumerate(before):
-                    low, high = shard_range(numel, other_rank, len(before))
-                    if other in sent and other != island:
-                        sent[other] += max(0, min(stop, high) - max(start, low)) * item_bytes
-        return sent
 
     def _admit(self, island: int, state: Any, begin_s: float) -> None:
         replica = self._make_replica(island)
