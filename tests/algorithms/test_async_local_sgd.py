@@ -248,7 +248,7 @@ def test_nonsense_is_refused_with_advice(settings, message):
         ({"period": 4, "activation": 0.26}, r"activation=0.26 is outside \[0, 1/period\] = \[0, 0.25\]"),
         ({"period": 4, "activation": -0.01}, r"activation=-0.01 is outside"),
         ({"period": 4, "activation": math.nan}, r"activation=nan is outside"),
-        ({"period": 0}, r"period=0: a window has at least 1 arrival"),
+        ({"period": 0}, r"period=0: a period has at least 1 arrival"),
         ({"period": -4}, r"period=-4"),
     ],
 )

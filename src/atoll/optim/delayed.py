@@ -2,12 +2,12 @@
 
 With momentum at every arrival, k deltas in turn move the weights much further than one step on their mean: four equal ones 12.1
 times their length instead of 1.9 (Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, eq. 5).
-Both rules refresh the momentum once for `period` or `size` arrivals, which make a window.
+Both rules refresh the momentum once for `period` or `size` arrivals, which make a period.
 
 **Delayed Nesterov** (Algorithm 3) moves at every arrival, by the gradient alone or with a share of the old momentum:
 
     total <- total + g
-    last arrival of a window:  m <- momentum * m + total / period
+    last arrival of a period:  m <- momentum * m + total / period
                                w <- w - lr / period * (g + period * (1 - (period - 1) * activation) * momentum * m)
                                total <- 0
     every other arrival:       w <- w - lr / period * (g + period * activation * momentum * m)
@@ -15,11 +15,11 @@ Both rules refresh the momentum once for `period` or `size` arrivals, which make
     paper   ε    β          N        c            Δ       t
     here    lr   momentum   period   activation   total   step
 
-The paper writes `w - ε (c β m + g / N)`. Here `1 / N` is drawn out: it saves a pass over the gradient, and in windows of one
-arrival the operations are those of Nesterov. Without activation, the weights at a window's end are those of one Nesterov step on
-the window's mean.
+The paper writes `w - ε (c β m + g / N)`. Here `1 / N` is drawn out: it saves a pass over the gradient, and in periods of one
+arrival the operations are those of Nesterov. Without activation, the weights at a period's end are those of one Nesterov step on
+the period's mean.
 
-**Buffered** (the paper's Async Buffer, after FedBuff, Nguyen et al., arXiv 2106.06639) moves only at a window's end, by one step of
+**Buffered** (the paper's Async Buffer, after FedBuff, Nguyen et al., arXiv 2106.06639) moves only at a period's end, by one step of
 any rule on the mean.
 
 Both hold one sum, never the gradients themselves.
@@ -47,8 +47,8 @@ from atoll.tree import Tree
 class DelayedState(NamedTuple):
     """Attributes:
     step: arrivals so far.
-    velocity: the decaying sum of the windows' means.
-    total: the sum of the gradients of the window so far; zero at its start.
+    velocity: the decaying sum of the periods' means.
+    total: the sum of the gradients of the period so far; zero at its start.
     """
 
     step: int
@@ -58,13 +58,13 @@ class DelayedState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedNesterov:
-    """Nesterov momentum that is refreshed once per window of arrivals, while every arrival moves the weights.
+    """Nesterov momentum that is refreshed once per period of arrivals, while every arrival moves the weights.
 
     Attributes:
-        lr: of a whole window, as in synchronous training. The position on a schedule is the number of whole windows so far, so
-            that all arrivals of a window have one rate.
-        momentum: how much of it is kept from window to window.
-        period: arrivals per window; as many as there are workers, or some multiple.
+        lr: of a whole period, as in synchronous training. The position on a schedule is the number of whole periods so far, so
+            that all arrivals of a period have one rate.
+        momentum: how much of it is kept from period to period.
+        period: arrivals from one refreshment of the momentum to the next; as many as there are workers, or some multiple.
         activation: the share of the old momentum that each arrival but the last applies; the last applies the rest of the new.
     """
 
@@ -79,14 +79,14 @@ class DelayedNesterov:
         below_one("momentum", self.momentum)
         if self.period < 1:
             raise ConfigError(
-                f"period={self.period}: a window has at least 1 arrival. "
+                f"period={self.period}: a period has at least 1 arrival. "
                 f"Use the number of workers, or 1 to refresh the momentum at every arrival."
             )
         if not 0 <= self.activation <= 1 / self.period:
             raise ConfigError(
                 f"activation={self.activation} is outside [0, 1/period] = [0, {1 / self.period:g}]: "
-                f"the momentum spread over {self.period} arrivals would exceed the whole of it. "
-                f"Lower activation, or use the paper's default of 0."
+                f"what {self.period} arrivals apply of the momentum must come to the whole of it, and nothing of it be negative. "
+                f"Use a value in between, such as the paper's default of 0."
             )
 
     def init(self, params: Tree) -> DelayedState:
@@ -115,7 +115,7 @@ class DelayedNesterov:
         return params.add(ahead, -rate), _added(total, gradient, number)
 
     def _share(self, number: int) -> float:
-        """How much of the momentum an arrival applies, in shares of a window's gradient. Over a window it is `period`."""
+        """How much of the momentum an arrival applies, in shares of a period's gradient. Over a period it is `period`."""
         last = number == self.period - 1
         return self.period * (1 - (self.period - 1) * self.activation if last else self.activation)
 
@@ -160,7 +160,7 @@ class Buffered:
     """Adds up `size` gradients, then takes one step of `rule` on their mean. The weights stay where they are in between.
 
     The mean has the bits of the mean that synchronous islands agree on, if they arrive in the order of their ranks. A schedule of
-    `rule` counts its own steps, one per window.
+    `rule` counts its own steps, one per period.
     """
 
     rule: Rule
@@ -191,7 +191,7 @@ class Buffered:
 
     @elementwise
     def _mean(self, gradient: Tree, total: Tree, number: int) -> tuple[Tree, Tree]:
-        """The window's mean, and an empty sum."""
+        """The period's mean, and an empty sum."""
         return _added(total, gradient, number).give() / self.size, total.zeros()
 
     def update_taking(self, params: Tree, gradient: Tree, state: BufferedState) -> tuple[Tree, BufferedState]:
@@ -220,5 +220,5 @@ class Buffered:
 
 
 def _added(total: Tree, gradient: Tree, number: int) -> Tree:
-    """The sum with this gradient. The first of a window is copied: added to zero, a -0.0 would lose its sign."""
+    """The sum with this gradient. The first of a period is copied: added to zero, a -0.0 would lose its sign."""
     return total + gradient if number else gradient.copy()
