@@ -60,7 +60,16 @@ def understood(monkeypatch, capsys):
         signature = inspect.signature(getattr(verbs, name))
         return lambda *given, **named: calls.append((name, signature.bind(*given, **named).arguments))
 
-    for name in ("list_recipes", "show_recipe", "carry_out", "compare_runs", "report_run", "generate_text", "prepare_data"):
+    for name in (
+        "list_recipes",
+        "show_recipe",
+        "carry_out",
+        "compare_runs",
+        "report_run",
+        "generate_text",
+        "export_model",
+        "prepare_data",
+    ):
         monkeypatch.setattr(verbs, name, stand_in(name))
 
     def read(words):
@@ -221,6 +230,22 @@ def test_the_page_about_runs_reads_curves_and_lists_every_file_of_a_folder(execu
     assert names["curve"](result.folder)[-1] == (9, result.val_loss)
     listed = {name.removesuffix("/") for name in first_column(DOCS / "runs.md", "file")}
     assert {path.name for path in result.folder.iterdir()} <= listed
+
+
+def test_the_page_about_finetuning_does_what_it_says(executed, tmp_path, monkeypatch, capsys):
+    page = DOCS / "finetuning.md"
+    names, _ = executed(page)
+    assert (tmp_path / "models/tuned/config.json").exists()
+    assert names["result"].module.lm_head.weight is names["result"].module.transformer.wte.weight
+    tried = [line for line in shell_lines(page) if "sums" in line]
+    assert [shlex.split(line)[1] for line in tried] == ["run", "generate", "export"]
+    for line in tried:
+        monkeypatch.setattr(sys, "argv", shlex.split(line))
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code, capsys.readouterr().err
+    assert "2+3=" in capsys.readouterr().out
+    assert (tmp_path / "models/sums/tokenizer.json").exists()
 
 
 def test_the_page_about_runs_has_every_key_of_the_summary_in_order():

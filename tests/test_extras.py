@@ -11,11 +11,13 @@ import pytest
 
 from atoll.data.corpus import open_corpus
 from atoll.data.documents import Document
+from atoll.data.encoded import model_tokenizer
 from atoll.data.partition import KMeans
 from atoll.data.text import Text
 from atoll.data.tokenizer import train_bpe
 from atoll.errors import ConfigError
 from atoll.extras import require
+from atoll.models.pretrained import Pretrained
 
 
 def read_zst(folder: Path) -> None:
@@ -35,9 +37,21 @@ def cluster(folder: Path) -> None:
     Text(partition=KMeans(), limit_bytes=50_000).open(2, 2, 0, features=lambda tokens: np.ones((len(tokens), 1)))
 
 
+def load_model(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    Pretrained(path=str(folder)).build()
+
+
+def load_tokenizer(folder: Path) -> None:
+    model_tokenizer(str(folder))
+
+
 @pytest.mark.parametrize(
     ("module", "extra", "use"),
     [
+        ("transformers", "hf", load_model),
+        ("transformers", "hf", load_tokenizer),
         ("zstandard", "zstd", read_zst),
         ("datasets", "hf", read_hub),
         ("tokenizers", "hf", train),

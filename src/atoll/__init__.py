@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from atoll.algorithms.diloco import DiLoCo as DiLoCo
     from atoll.algorithms.zero1 import ZeRO1 as ZeRO1
     from atoll.data.gaussians import Gaussians as Gaussians
+    from atoll.data.instructions import Instructions as Instructions
     from atoll.data.partition import IID as IID
     from atoll.data.partition import ByDomain as ByDomain
     from atoll.data.partition import Dirichlet as Dirichlet
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from atoll.errors import ConfigError as ConfigError
     from atoll.models.gpt import GPT as GPT
     from atoll.models.mlp import MLP as MLP
+    from atoll.models.pretrained import Pretrained as Pretrained
     from atoll.optim.adam import Adam as Adam
     from atoll.optim.adam import AdamW as AdamW
     from atoll.optim.delayed import Buffered as Buffered
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from atoll.runs.execute import Result as Result
     from atoll.runs.execute import resume as resume
     from atoll.runs.execute import run as run
+    from atoll.runs.export import export as export
+    from atoll.runs.export import load_exported as load_exported
     from atoll.runs.run import Keep as Keep
     from atoll.runs.run import Run as Run
     from atoll.runs.run import Train as Train
@@ -95,6 +99,10 @@ _HOME = {
     "Polynomial": "atoll.optim.stale",
     "ZeRO1": "atoll.algorithms.zero1",
     "Tree": "atoll.tree",
+    "Instructions": "atoll.data.instructions",
+    "Pretrained": "atoll.models.pretrained",
+    "export": "atoll.runs.export",
+    "load_exported": "atoll.runs.export",
 }
 
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604

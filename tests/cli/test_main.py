@@ -11,7 +11,9 @@ import pytest
 from atoll import recipes
 from atoll.cli import main as cli
 from atoll.events import Arrived, Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
+from atoll.runs.export import load_exported
 from atoll.telemetry import JsonlSink, read_progress
+from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 from atoll.testing.small import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=6", "train.warm_start_steps=0"]
@@ -238,6 +240,26 @@ def test_generate_goes_on_from_the_prompt_and_is_repeatable(atoll, finished):
     assert first[1].startswith("def ")
 
 
+def test_a_pretrained_model_is_finetuned_reported_asked_and_exported(atoll, tmp_path):
+    model, data = save_tiny_model(tmp_path / "model"), write_jsonl(tmp_path / "sums.jsonl", SUMS)
+    given = sets(f"model.path={model}", f"data.path={data}", "train.steps=2", "cluster.islands=2")
+    code, out, err = atoll("run", "finetune", *given, "--out", tmp_path / "run")
+    assert code == 0
+    assert "folder:" in out
+    assert "Loading weights" not in err, "the library's own bars stay away"
+    assert atoll("report", tmp_path / "run")[0] == 0
+    assert atoll("generate", tmp_path / "run", "--prompt", "2+2=", "--tokens", 3)[1].startswith("2+2=")
+    code, out, _ = atoll("export", tmp_path / "run", "--out", tmp_path / "tuned")
+    assert (code, "AutoModelForCausalLM.from_pretrained" in out) == (0, True)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "tuned").iterdir()}
+
+
+def test_a_decoder_is_exported_and_can_be_loaded(atoll, finished, tmp_path):
+    code, out, _ = atoll("export", finished, "--out", tmp_path / "decoder")
+    assert (code, "atoll.load_exported" in out) == (0, True)
+    assert load_exported(tmp_path / "decoder").config.width == 16
+
+
 def test_prepared_text_can_be_trained_on(atoll, tmp_path):
     (tmp_path / "text").mkdir()
     for number in range(30):
@@ -278,6 +300,9 @@ def test_prepared_text_can_be_trained_on(atoll, tmp_path):
         (["report", "/nowhere/at/all"], "/nowhere/at/all", ""),
         (["generate", "/nowhere/at/all"], "/nowhere/at/all", ""),
         (["show", "nothing"], "nothing", "demo-diloco"),
+        (["run", "finetune"], "model.path and data.path", "atoll run finetune --set model.path="),
+        (["run", "finetune", *sets("model.path=/nowhere/at/all", "data.path=x.jsonl")], "/nowhere/at/all", "Give the folder"),
+        (["export", "/nowhere/at/all", "--out", "model"], "/nowhere/at/all", "--out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -126,6 +126,17 @@ def generate(
     generate_text(folder, prompt, tokens, temperature, top_k, seed)
 
 
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    out: Annotated[Path, typer.Option(help="A new folder for the model.")],
+) -> None:
+    """Write a run's trained model for use elsewhere: a pretrained one as a Hugging Face folder, else weights and config."""
+    from atoll.cli.verbs import export_model
+
+    export_model(folder, out)
+
+
 @data.command()
 def prepare(
     corpus: Annotated[str, typer.Argument(help="stdlib, files:PATH[#field], or hf:NAME[:split][#field].")],

@@ -25,7 +25,7 @@ from atoll.runs import execute
 from atoll.runs.execute import Cache, Result
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run import Run, candidates
-from atoll.runs.settings import describe, override, to_json
+from atoll.runs.settings import describe, from_json, override, to_json
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.asynchrony import read_asynchrony
 from atoll.telemetry.asynchrony_text import asynchrony_section
@@ -140,6 +140,16 @@ def generate_text(folder: Path, prompt: str, tokens: int, temperature: float, to
     for piece in generate(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed):
         print(piece, end="", flush=True)
     print()
+
+
+def export_model(folder: Path, out: Path) -> None:
+    from atoll.models.pretrained import Pretrained
+    from atoll.runs.export import export
+
+    run = from_json(RunFolder.open(folder).run_json)
+    place = export(folder, out)
+    loader = "AutoModelForCausalLM.from_pretrained" if isinstance(run.model, Pretrained) else "atoll.load_exported"
+    print(f"{place}\nload it with: {loader}({str(place)!r})")
 
 
 def prepare_data(

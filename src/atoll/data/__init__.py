@@ -2,11 +2,13 @@
 
 corpus (stdlib, files, hub) gives documents; split holds some out; tokenizer and tokens make ids of them, in memory or in files
 (shards, prepare); examples are windows on the ids; partition deals them to shards; stream gives batches; text is all of it.
-gaussians are points instead of text: the asynchronous paper's toy.
+gaussians are points instead of text: the asynchronous paper's toy. instructions are prompts and answers of different lengths, to
+fine-tune a pretrained model on (records, encoded): its own tokenizer makes ids of them, and batches are padded.
 """
 
 from atoll.data.corpus import Corpus, Document, open_corpus
 from atoll.data.gaussians import Gaussians
+from atoll.data.instructions import Instructions
 from atoll.data.partition import IID, ByDomain, Dirichlet, KMeans, Partition
 from atoll.data.prepare import Prepared, open_prepared, prepare
 from atoll.data.shards import TokenFile, write_tokens
@@ -24,6 +26,7 @@ __all__ = [
     "Dirichlet",
     "Document",
     "Gaussians",
+    "Instructions",
     "KMeans",
     "LoadedText",
     "Partition",

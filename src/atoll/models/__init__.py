@@ -1,6 +1,7 @@
-"""Models that atoll builds: one readable decoder, with the papers' sizes as presets, and a perceptron for the toy."""
+"""Models: one readable decoder, with the papers' sizes as presets, a perceptron for the toy, and models of others from disk."""
 
 from atoll.models.gpt import GPT, Decoder
 from atoll.models.mlp import MLP
+from atoll.models.pretrained import Pretrained
 
-__all__ = ["GPT", "MLP", "Decoder"]
+__all__ = ["GPT", "MLP", "Decoder", "Pretrained"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from atoll.errors import ConfigError
 from atoll.recipes.demo import demo_async, demo_async_naive, demo_ddp, demo_diloco, demo_zero1
+from atoll.recipes.finetune import finetune
 from atoll.recipes.papers import async_20m, async_60m, async_150m, diloco_60m, diloco_150m, diloco_400m
 from atoll.recipes.toy import toy_async, toy_sync
 from atoll.runs.run import Run
@@ -24,6 +25,7 @@ _MAKERS = (
     async_150m,
     toy_async,
     toy_sync,
+    finetune,
 )
 
 ALL: Mapping[str, Callable[[], Run]] = {make.__name__.replace("_", "-"): make for make in _MAKERS}

@@ -25,6 +25,7 @@ from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmSt
 from atoll.protocols import Sink, Workload
 from atoll.runs.build import Engine, engine_of
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
+from atoll.runs.finetuning import check_given
 from atoll.runs.folder import RunFolder, default_path, write_text
 from atoll.runs.run import Run, device_of
 from atoll.runs.settings import from_json, full_name, to_json
@@ -278,6 +279,7 @@ def _refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> Non
     for number in range(run.rounds(run.train.steps) if run.cluster.away else 0):
         run.cluster.present(number, run.rounds(run.train.steps))
     if workload is None:
+        check_given(run)
         data = load_data(run, cache)
         plain = plain_workload(run, data)
         if not needs_weights(run):  # which are still to be trained

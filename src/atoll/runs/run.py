@@ -16,12 +16,14 @@ from atoll.algorithms.pace import dynamic_steps
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.checks import check_types
 from atoll.data.gaussians import Gaussians
+from atoll.data.instructions import Instructions
 from atoll.data.text import Text
 from atoll.engines.local import InnerRule
 from atoll.engines.sim.world import Cluster
 from atoll.errors import ConfigError
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
+from atoll.models.pretrained import Pretrained
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
@@ -109,8 +111,8 @@ class Run:
 
     Args:
         recipe: the name it goes by.
-        model: what is trained: a decoder, or a perceptron.
-        data: what it reads: text for a decoder, points for a perceptron.
+        model: what is trained: a decoder, a perceptron, or a pretrained model.
+        data: what it reads: text for a decoder, points for a perceptron, instructions for a pretrained model.
         algorithm: how islands work together.
         optimizer: the inner rule; gradient algorithms such as DDP use it too, unless they have one of their own.
         train: how each island trains.
@@ -120,8 +122,8 @@ class Run:
     """
 
     recipe: str
-    model: GPT | MLP
-    data: Text | Gaussians
+    model: GPT | MLP | Pretrained
+    data: Text | Gaussians | Instructions
     algorithm: Algorithm[Any] | AsyncAlgorithm[Any]
     optimizer: InnerRule
     train: Train
@@ -155,12 +157,14 @@ class Run:
             )
 
     def _check_pair(self) -> None:
-        if isinstance(self.model, MLP) == isinstance(self.data, Gaussians):
+        pairs = ((GPT, Text), (MLP, Gaussians), (Pretrained, Instructions))
+        if any(isinstance(self.model, model) and isinstance(self.data, data) for model, data in pairs):
             return
-        fit = "data=Gaussians, or model=GPT(...)" if isinstance(self.model, MLP) else "data=Text, or model=MLP"
+        fit = [f"data={data.__name__}" for model, data in pairs if isinstance(self.model, model)]
+        fit += [f"model={model.__name__}(...)" for model, data in pairs if isinstance(self.data, data)]
         raise ConfigError(
-            f"model is {type(self.model).__name__} and data is {type(self.data).__name__}: a GPT reads Text, and an MLP reads "
-            f"Gaussians. Set {fit}."
+            f"model is {type(self.model).__name__} and data is {type(self.data).__name__}: a GPT reads Text, an MLP reads "
+            f"Gaussians, and a Pretrained reads Instructions. Set {', or '.join(fit)}."
         )
 
     @property
@@ -195,7 +199,13 @@ class Run:
                 with _named(f"algorithm.{field.name}", f"{self._outer_steps()} {'arrivals' if self._asynchronous else 'rounds'}"):
                     filled[field.name] = with_steps(value, self._outer_steps())
         algorithm = replace(self.algorithm, **filled)  # type: ignore[type-var]
-        return replace(self, optimizer=optimizer, algorithm=algorithm)
+        return replace(self, data=self._resolved_data(), optimizer=optimizer, algorithm=algorithm)
+
+    def _resolved_data(self) -> Text | Gaussians | Instructions:
+        """A pretrained model brings its own tokenizer, unless there is another."""
+        if isinstance(self.model, Pretrained) and isinstance(self.data, Instructions) and self.data.tokenizer is None:
+            return replace(self.data, tokenizer=self.model.path)
+        return self.data
 
     def rounds(self, steps: int) -> int:
         """So many inner steps in rounds: at least one."""

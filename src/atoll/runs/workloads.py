@@ -1,4 +1,5 @@
-"""What a Run trains: a decoder on text, or a perceptron on points. One workload for each kind of data.
+"""What a Run trains: a decoder on text, a perceptron on points, or a pretrained model on instructions. One workload for each kind
+of data.
 
 Data are loaded once and opened as often as asked: as one shard for plain training, and in the run's shards for the islands.
 """
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll.data.gaussians import GaussianBatches, GaussianData, Gaussians, LabelledBatch, LoadedGaussians
+from atoll.data.instructions import Instructions, LoadedInstructions
 from atoll.data.partition import IID, Features, KMeans
 from atoll.data.stream import TokenBatches
 from atoll.data.text import LoadedText, Text, TextData
@@ -25,11 +27,13 @@ from atoll.engines.flat import weights_of
 from atoll.engines.local import torch_threads
 from atoll.models.gpt import GPT, Decoder
 from atoll.models.mlp import MLP
+from atoll.models.pretrained import Pretrained
 from atoll.protocols import Workload
+from atoll.runs.finetuning import FinetuningWorkload
 from atoll.runs.run import Run, device_of
 from atoll.tree import Tree
 
-Loaded = LoadedText | LoadedGaussians
+Loaded = LoadedText | LoadedGaussians | LoadedInstructions
 _EVAL_BATCH = 256  # points that a perceptron is judged on at a time
 
 
@@ -101,22 +105,28 @@ class ToyWorkload:
         return self.batches.fingerprint()
 
 
-def plain_workload(run: Run, loaded: Loaded) -> TextWorkload | ToyWorkload:
+BuiltWorkload = TextWorkload | ToyWorkload | FinetuningWorkload
+
+
+def plain_workload(run: Run, loaded: Loaded) -> BuiltWorkload:
     """The run's data as one shard: what plain training reads."""
     return _opened(run, loaded, num_shards=1, partition=IID())
 
 
-def island_workload(run: Run, loaded: Loaded, params: Tree) -> TextWorkload | ToyWorkload:
+def island_workload(run: Run, loaded: Loaded, params: Tree) -> BuiltWorkload:
     """The run's data in its shards. `params` are the weights whose features k-means looks at."""
     return _opened(run, loaded, num_shards=run.shards, features=_features(run, loaded, params))
 
 
 def _opened(
     run: Run, loaded: Loaded, *, num_shards: int, partition: IID | None = None, features: Features | None = None
-) -> TextWorkload | ToyWorkload:
+) -> BuiltWorkload:
     if isinstance(loaded, LoadedGaussians):
         assert isinstance(run.model, MLP)
         return ToyWorkload(run.model, loaded.open(num_shards, run.train.batch_size, run.seed), run.seed)
+    if isinstance(loaded, LoadedInstructions):
+        assert isinstance(run.model, Pretrained)
+        return FinetuningWorkload(run.model, loaded.open(num_shards, run.train.batch_size, run.seed))
     assert isinstance(run.model, GPT)
     text = loaded.open(num_shards, run.train.batch_size, run.seed, features, partition)
     return TextWorkload(run.model, text, run.seed)
@@ -143,20 +153,23 @@ def needs_weights(run: Run) -> bool:
     return isinstance(run.data, Text) and isinstance(run.data.partition, KMeans)
 
 
-def whole(data: Text | Gaussians) -> Text | Gaussians:
+def whole(data: Text | Gaussians | Instructions) -> Text | Gaussians | Instructions:
     """The data before they are dealt out to islands: what loading them depends on."""
     return replace(data, shards=None, partition=IID()) if isinstance(data, Text) else replace(data, shards=None)
 
 
-def dealt(loaded: Loaded, data: Text | Gaussians) -> Loaded:
+def dealt(loaded: Loaded, data: Text | Gaussians | Instructions) -> Loaded:
     """The same data, to be dealt out in this way."""
     if isinstance(loaded, LoadedText):
         assert isinstance(data, Text)
         return replace(loaded, text=data)
+    if isinstance(loaded, LoadedInstructions):
+        assert isinstance(data, Instructions)
+        return replace(loaded, instructions=data)
     assert isinstance(data, Gaussians)
     return replace(loaded, gaussians=data)
 
 
 def fingerprint(workload: Workload) -> str | None:
     """Of the data and of who reads what: whether a run that goes on reads what it read before. None of a user's own workload."""
-    return workload.fingerprint() if isinstance(workload, TextWorkload | ToyWorkload) else None
+    return workload.fingerprint() if isinstance(workload, BuiltWorkload) else None

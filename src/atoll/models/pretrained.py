@@ -1,0 +1,153 @@
+"""A causal language model of the Hugging Face library, from a folder on disk.
+
+The folder is one that `save_pretrained` wrote, or a copy of a model's repository: `config.json` and weights. Nothing is asked of
+the network. Weights are loaded in float32, whatever they were saved in; tied weights stay tied; dropout is what the config says.
+
+>>> Pretrained(path="models/gpt-neo-125m", frozen=("transformer.wte.*", "transformer.wpe.*"))
+Pretrained(path='models/gpt-neo-125m', frozen=('transformer.wte.*', 'transformer.wpe.*'))
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from hashlib import blake2b
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from atoll.checks import check_types
+from atoll.errors import ConfigError
+from atoll.extras import require
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file of weights, to tell it from another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A model to go on from.
+
+    Args:
+        path: its folder.
+        frozen: patterns of the names of parameters that stay as they are, such as `transformer.wte.*`; `*` stands for anything,
+            also for dots. A tied parameter may be called by any of its names.
+    """
+
+    path: str = ""
+    frozen: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if isinstance(self.frozen, str):
+            raise ConfigError(f"frozen={self.frozen!r} is not a list. Give one, such as [{self.frozen!r}].")
+
+    @property
+    def folder(self) -> Path:
+        """Where the model lies.
+
+        Raises:
+            ConfigError: there is no such folder, or it holds no model.
+        """
+        if not self.path:
+            raise ConfigError("path is not given: it is the folder of a Hugging Face model. Say which: --set model.path=FOLDER.")
+        folder = Path(self.path).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"path={self.path!r} is not a folder (it is taken from {Path.cwd()}). Give the folder of a model on this disk, as "
+                f"`save_pretrained` or `hf download NAME --local-dir FOLDER` writes it."
+            )
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} has no config.json, so it holds no model. Give the folder that does.")
+        if not _weight_files(folder):
+            raise ConfigError(
+                f"{folder} has a config.json but no weights ({' or '.join(_WEIGHTS)}). Copy them there, or save the model with "
+                f"`save_pretrained`."
+            )
+        return folder
+
+    def build(self) -> nn.Module:
+        """A new module in float32 with the folder's weights, in training mode. The global random numbers stay as they are.
+
+        Raises:
+            ConfigError: the folder's files make no whole model, or nothing of it is left to train.
+        """
+        module = _load(self.folder).float().train()
+        self._freeze(module)
+        return module
+
+    def fingerprint(self) -> str:
+        """Of the config and, by sample, of the weights: whether two folders hold the same model."""
+        folder, state = self.folder, blake2b(digest_size=16)
+        state.update((folder / "config.json").read_bytes())
+        for path in _weight_files(folder):
+            size = path.stat().st_size
+            state.update(f"{path.name}/{size}".encode())
+            with open(path, "rb") as file:
+                for sample in range(_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                    state.update(file.read(_SAMPLE_BYTES))
+        return state.hexdigest()
+
+    def _freeze(self, module: nn.Module) -> None:
+        named = list(module.named_parameters(remove_duplicate=False))
+        for pattern in self.frozen:
+            matches = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
+            if not matches:
+                names = [name for name, _ in named]
+                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+                raise ConfigError(
+                    f"frozen: {pattern!r} is the name of no parameter of {self.path}. There are {len(names)}; near it: "
+                    f"{', '.join(near)}. A * stands for anything."
+                )
+            for parameter in matches:
+                parameter.requires_grad_(False)
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise ConfigError(
+                f"frozen={list(self.frozen)} leaves no parameter of {self.path} to train. Freeze fewer: leave out a pattern."
+            )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+
+
+def _load(folder: Path) -> nn.Module:
+    transformers = require("transformers", extra="hf", purpose="pretrained models")
+    with torch.random.fork_rng(devices=[]), quiet():
+        try:
+            module, told = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, output_loading_info=True
+            )
+        except Exception as error:  # the library raises errors of many kinds, for damaged files too
+            raise ConfigError(
+                f"{folder} could not be loaded as a causal language model ({type(error).__name__}: {error}). "
+                f"Check that its files are whole and that it is a decoder."
+            ) from error
+    if missing := sorted(told["missing_keys"]):
+        # The library would draw them at random: other weights at every call.
+        raise ConfigError(
+            f"{folder} lacks the weights of {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}: it is cut "
+            f"short, or another kind of model. Copy it again from its source."
+        )
+    return cast(nn.Module, module)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No bars and no reports of the library for a while: a run loads the same folder once for each island."""
+    logging = require("transformers", extra="hf", purpose="pretrained models").utils.logging
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,136 @@
+"""What comes out of a run can be loaded elsewhere, with the same logits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import atoll
+from atoll import recipes
+from atoll.errors import CheckpointError, ConfigError, DataError
+from atoll.recipes import toy_sync
+from atoll.runs.export import export, load_exported, trained
+from atoll.runs.run import candidates
+from atoll.runs.settings import override
+from atoll.tensorfile import read_tensors
+from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
+from atoll.testing.small import SMALL
+from atoll.testing.workloads import Regression
+
+TOKENS = torch.arange(40).view(4, 10)
+
+
+def finetuned(folder, *settings):
+    model, data = save_tiny_model(folder / "model"), write_jsonl(folder / "sums.jsonl", SUMS)
+    given = [f"model.path={model}", f"data.path={data}", "train.steps=2", "cluster.islands=2", "optimizer.lr.lr=0.01"]
+    return override(recipes.finetune(), [*given, "train.device=cpu", "train.precision=fp32", *settings], candidates)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tuned")
+    return atoll.run(finetuned(folder, 'model.frozen=["transformer.wpe.*"]'), out=folder / "run")
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    settings = [*SMALL, "train.steps=20", "train.warm_start_steps=0", "data.tokenizer=bpe:300"]
+    return atoll.run(override(recipes.demo_diloco(), settings, candidates), out=tmp_path_factory.mktemp("decoder") / "run")
+
+
+def test_an_exported_pretrained_model_has_the_logits_of_the_trained_one(tuned, tmp_path):
+    out = export(tuned.folder, tmp_path / "out")
+    again, told = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(told.values())
+    before = AutoModelForCausalLM.from_pretrained(atoll.Pretrained(path=str(tuned.folder.parent / "model")).path)
+    with torch.no_grad():
+        logits = tuned.module.eval()(TOKENS).logits
+        assert torch.equal(again(TOKENS).logits, logits)
+        assert not torch.equal(before(TOKENS).logits, logits)
+    assert again.lm_head.weight is again.transformer.wte.weight
+    assert "lm_head.weight" not in read_tensors(out / "model.safetensors")[0], "tied weights are written once"
+
+
+def test_the_tokenizer_goes_with_the_model_as_it_was(tuned, tmp_path):
+    out = export(tuned.folder, tmp_path / "out")
+    one, two = (AutoTokenizer.from_pretrained(folder) for folder in (out, tuned.folder.parent / "model"))
+    assert one("2+2=4")["input_ids"] == two("2+2=4")["input_ids"]
+    assert (one.eos_token, one.model_max_length) == (two.eos_token, two.model_max_length)
+
+
+def test_an_exported_model_can_be_finetuned_again(tuned, tmp_path):
+    out = export(tuned.folder, tmp_path / "out")
+    again = finetuned(tmp_path, f"model.path={out}")
+    assert atoll.run(again, out=tmp_path / "run").val_loss < tuned.val_loss
+
+
+def test_an_exported_decoder_has_the_logits_of_the_trained_one(decoder, tmp_path):
+    out = export(decoder.folder, tmp_path / "out")
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json", "tokenizer.json"}
+    with torch.no_grad():
+        assert torch.equal(load_exported(out)(TOKENS), decoder.module.eval()(TOKENS))
+    config = json.loads((out / "config.json").read_text())
+    assert config["sizes"] == {"vocab_size": 300, "seq_len": 16}
+    assert config["atoll"]["width"] == 16
+
+
+def test_an_exported_perceptron_has_the_scores_of_the_trained_one(tmp_path):
+    small = ["model.hidden=8", "data.examples=64", "data.clusters_per_class=1", "data.dimensions=16", "train.steps=20"]
+    done = atoll.run(override(toy_sync(), small, candidates), out=tmp_path / "run")
+    again = load_exported(export(done.folder, tmp_path / "out"))
+    with torch.no_grad():
+        assert torch.equal(again(torch.ones(2, 16)), done.module(torch.ones(2, 16)))
+
+
+def test_an_empty_folder_is_filled_and_another_is_left_alone(decoder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    export(decoder.folder, tmp_path / "empty")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"empty is there already, and an export would overwrite it"):
+        export(decoder.folder, tmp_path / "empty")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_failed_export_leaves_nothing(tmp_path):
+    done = atoll.run(finetuned(tmp_path), out=tmp_path / "run")
+    for path in (tmp_path / "model").glob("tokenizer*"):
+        path.unlink()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(DataError, match=r"holds no tokenizer: what is there makes nothing of a text"):
+        export(done.folder, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_place_that_cannot_be_written_is_named(decoder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write to .*out: Not a directory"):
+        export(decoder.folder, tmp_path / "file" / "out")
+
+
+def test_only_a_finished_run_of_its_own_model_is_exported(decoder, tmp_path):
+    own = atoll.run(
+        override(recipes.demo_ddp(), [*SMALL, "train.steps=2", "train.warm_start_steps=0"], candidates),
+        out=tmp_path / "own",
+        workload=Regression(),
+    )
+    with pytest.raises(ConfigError, match=r"trained a workload of its own"):
+        export(own.folder, tmp_path / "out")
+    (decoder.folder / "final.safetensors").rename(tmp_path / "final.safetensors")
+    with pytest.raises(ConfigError, match=r"has no final weights yet.*atoll run --resume"):
+        export(decoder.folder, tmp_path / "out")
+    (tmp_path / "final.safetensors").rename(decoder.folder / "final.safetensors")
+
+
+def test_weights_of_a_model_that_has_changed_since_are_refused(tmp_path):
+    done = atoll.run(finetuned(tmp_path), out=tmp_path / "run")
+    save_tiny_model(tmp_path / "model", positions=32)
+    with pytest.raises(CheckpointError, match=r"are not those of the model .*have changed since"):
+        trained(done.folder)
+
+
+def test_a_folder_that_atoll_did_not_export_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no model that atoll exported .*AutoModelForCausalLM"):
+        load_exported(save_tiny_model(tmp_path / "model"))
