@@ -2,9 +2,12 @@
 
 import pytest
 
+from atoll.algorithms.acco import ACCO
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
+from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.delayed import Buffered, DelayedNesterov
@@ -36,6 +39,15 @@ ALGORITHMS = [
     DDP(optimizer=SGD(lr=0.05), accumulation=3, clip_norm=1.0),
     ZeRO1(optimizer=AdamW(lr=0.1)),
     ZeRO1(optimizer=SGD(lr=0.05), accumulation=3, clip_norm=1.0),
+    ZeRO1(optimizer=AdamW(lr=0.1), wire="bf16", weigh="tokens"),
+    ACCO(optimizer=AdamW(lr=0.1)),
+    ACCO(optimizer=SGD(lr=0.05), accumulation=2, clip_norm=1.0, warmup=2),
+    ACCO(optimizer=AdamW(lr=0.1), batch="free", clock="samples"),
+    ACCO(optimizer=AdamW(lr=0.1), batch="free", wire="bf16", sums="fp32", weigh="tokens"),
+    DPU(optimizer=AdamW(lr=0.1), warmup=2),
+    DPU(optimizer=SGD(lr=0.02), accumulation=2, clip_norm=1.0, warmup=0),
+    WP(optimizer=AdamW(lr=0.1)),
+    WP(optimizer=SGD(lr=0.02), wire="bf16", clip_norm=1.0, warmup=2),
     DiLoCo(inner_steps=1),
     DiLoCo(inner_steps=3),
     DiLoCo(inner_steps=3, outer=SGD(lr=1.0), weighting="examples"),

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atoll import recipes as recipes
+    from atoll.algorithms.acco import ACCO as ACCO
     from atoll.algorithms.async_local_sgd import AsyncLocalSGD as AsyncLocalSGD
     from atoll.algorithms.ddp import DDP as DDP
+    from atoll.algorithms.delayed_update import DPU as DPU
     from atoll.algorithms.diloco import DiLoCo as DiLoCo
+    from atoll.algorithms.weight_prediction import WP as WP
     from atoll.algorithms.zero1 import ZeRO1 as ZeRO1
     from atoll.data.gaussians import Gaussians as Gaussians
     from atoll.data.instructions import Instructions as Instructions
@@ -98,6 +101,9 @@ _HOME = {
     "DelayCompensation": "atoll.optim.stale",
     "Polynomial": "atoll.optim.stale",
     "ZeRO1": "atoll.algorithms.zero1",
+    "ACCO": "atoll.algorithms.acco",
+    "DPU": "atoll.algorithms.delayed_update",
+    "WP": "atoll.algorithms.weight_prediction",
     "Tree": "atoll.tree",
     "Instructions": "atoll.data.instructions",
     "Pretrained": "atoll.models.pretrained",

@@ -30,16 +30,16 @@ def elementwise(method: F) -> F:
     @wraps(method)
     def chunked(self: Any, first: Tree, *rest: Any) -> Any:
         arguments = (first, *rest)
-        trees = list(_trees(arguments))
+        trees = list(trees_in(arguments))
         if first.flat.device.type != "cpu" or first.numel <= CHUNK:
             # Under a plain name each: a rule may read an argument twice, and a spare Tree is read once.
-            result = method(self, *_with_trees(arguments, (Tree(tree.layout, tree.flat) for tree in trees)))
+            result = method(self, *with_trees(arguments, (Tree(tree.layout, tree.flat) for tree in trees)))
         else:
             parts = (
-                method(self, *_with_trees(arguments, iter(part))) for part in zip(*(t.windows(CHUNK) for t in trees), strict=True)
+                method(self, *with_trees(arguments, iter(part))) for part in zip(*(t.windows(CHUNK) for t in trees), strict=True)
             )
             result = _joined(first, parts)
-        kept = {tree.flat.data_ptr() for tree in _trees(result)}
+        kept = {tree.flat.data_ptr() for tree in trees_in(result)}
         for tree in trees:
             if tree.spare and tree.flat.data_ptr() not in kept:
                 tree.release()
@@ -51,27 +51,28 @@ def elementwise(method: F) -> F:
 def _joined(model: Tree, parts: Iterator[Any]) -> Any:
     """The results of all chunks as one: Trees laid end to end, and everything else as the last chunk has it."""
     part = next(parts)
-    wholes = [Tree(model.layout, empty(model.numel, tree.flat.dtype, tree.flat.device)) for tree in _trees(part)]
+    wholes = [Tree(model.layout, empty(model.numel, tree.flat.dtype, tree.flat.device)) for tree in trees_in(part)]
     for windows in zip(*(torch.split(whole.flat, CHUNK) for whole in wholes), strict=True):
-        for window, tree in zip(windows, _trees(part), strict=True):
+        for window, tree in zip(windows, trees_in(part), strict=True):
             window.copy_(tree.flat)
         part = next(parts, part)
-    return _with_trees(part, iter(wholes))
+    return with_trees(part, iter(wholes))
 
 
-def _with_trees(value: Any, trees: Iterator[Tree]) -> Any:
+def with_trees(value: Any, trees: Iterator[Tree]) -> Any:
     """The same value with the Trees in it replaced, one after the other."""
     if type(value) is Tree:
         return next(trees)
     if not isinstance(value, tuple):
         return value
-    items = [_with_trees(item, trees) for item in value]
+    items = [with_trees(item, trees) for item in value]
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
-def _trees(value: Any) -> Iterator[Tree]:
+def trees_in(value: Any) -> Iterator[Tree]:
+    """The Trees in a Tree or in nested tuples, in order."""
     if type(value) is Tree:
         yield value
     elif isinstance(value, tuple):
         for item in value:
-            yield from _trees(item)
+            yield from trees_in(item)

@@ -58,7 +58,8 @@ class Computed(Event):
     start_s: float
     end_s: float
     steps: int
-    batches: int
+    batches: float
+    """Not a whole number where batches are cut into pieces."""
     tokens: int
     loss: float
 
@@ -78,6 +79,8 @@ class Exchanged(Event):
     sent_bytes: list[int]
     control_bytes: list[int]
     weight: float
+    background: bool = False
+    """Whether islands computed meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +223,16 @@ class RoundFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpdateSkipped(Event):
+    """Somebody's gradients were not finite: all islands leave out the update, and their weights stay as they are."""
+
+    round: int
+    islands: list[int]
+    """Whose gradients they were."""
+    virtual_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recut(Event):
     """Islands came or went, and what each holds a slice of was cut anew. Lists run over the islands in `islands`."""
 
@@ -308,7 +321,7 @@ def from_json(line: str) -> Event:
     """The event that `to_json` wrote."""
     record = _read(json.loads(line))
     kind = _KINDS[record.pop("event")]
-    return kind(**{f.name: record[f.name] for f in fields(kind) if f.init})
+    return kind(**{f.name: record[f.name] for f in fields(kind) if f.init and f.name in record})
 
 
 _KINDS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}

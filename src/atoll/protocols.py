@@ -13,7 +13,7 @@ Implementations are final. `atoll.testing` ships the checks that each of them mu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Coroutine, Generator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -26,6 +26,8 @@ from atoll.events import Event
 from atoll.tree import Tree
 
 S = TypeVar("S")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules
@@ -58,14 +60,18 @@ def shared() -> Any:
     return field(metadata={"owner": Owner.SHARED})
 
 
-def sharded() -> Any:
-    """Declares a State field that holds this rank's slice of something."""
-    return field(metadata={"owner": Owner.SHARDED})
+def sharded(*, taken: bool = False) -> Any:
+    """Declares a State field that holds this rank's slice of something. `taken`: a round may compute in its buffers, see `own`."""
+    return field(metadata={"owner": Owner.SHARDED, "taken": taken})
 
 
-def own(default: Any = None) -> Any:
-    """Declares a State field that belongs to this island alone; a joiner starts with `default`."""
-    return field(default=default, metadata={"owner": Owner.OWN})
+def own(default: Any = None, *, taken: bool = False) -> Any:
+    """Declares a State field that belongs to this island alone; a joiner starts with `default`.
+
+    An engine that will never have to repeat a round gives away the Trees of fields that are `taken`, so that the round can compute
+    in their buffers. It hands them over marked by `give()`; where it may have to repeat the round, it hands them over as they are.
+    """
+    return field(default=default, metadata={"owner": Owner.OWN, "taken": taken})
 
 
 def fields_owned(state: Any, owner: Owner) -> dict[str, Any]:
@@ -82,22 +88,38 @@ class Work:
 
     Attributes:
         shard: which shard of the data to read.
-        start: position in the shard, in batches.
+        start: position in the shard, in batches, or in pieces where batches are cut.
         schedule: position on the learning-rate schedule, in inner steps.
         examples: how many examples the shard holds in all; the weight of a delta where islands differ in data.
+        pieces: into how many each batch is cut; `start` counts these.
     """
 
     shard: int
     start: int
     schedule: int
     examples: int
+    pieces: int = 1
 
 
 class Gradient(NamedTuple):
-    """Gradients of one or more batches, summed; divide by `batches` for the mean."""
+    """Gradients added up; divide by `weight` for the mean.
+
+    Attributes:
+        sum: each batch's mean gradient times its weight.
+        weight: of all of them: how many batches (or pieces of batches) they are, or how many tokens these have.
+        tokens: that were read for it.
+    """
 
     sum: Tree
-    batches: int
+    weight: float
+    tokens: int
+
+    def give(self) -> Gradient:
+        """Hand the buffer on; see `Tree.give`."""
+        return self._replace(sum=self.sum.give())
+
+
+Weigh = Literal["batches", "tokens"]
 
 
 class Replica(Protocol):
@@ -112,8 +134,24 @@ class Replica(Protocol):
     async def train(self, steps: int, work: Work) -> None:
         """Take that many optimizer steps on consecutive batches of `work`."""
 
-    async def gradient(self, at: Tree, work: Work, onto: Gradient | None = None) -> Gradient:
-        """The gradient of one batch at these weights, added onto another. The weights are loaded; no optimizer is involved."""
+    async def gradient(
+        self,
+        work: Work,
+        *,
+        at: Tree | None = None,
+        onto: Gradient | None = None,
+        weigh: Weigh = "batches",
+        wide: bool = False,
+    ) -> Gradient:
+        """The gradient of the batch, or piece of one, that `work` begins with. No optimizer is involved.
+
+        Args:
+            work: what to read.
+            at: weights to load first; none: those that the replica holds.
+            onto: gradients to add it to, in their buffer if they were given.
+            weigh: whether each batch weighs the same, or each token.
+            wide: add up in single precision where the model has half.
+        """
 
 
 class Mean(NamedTuple):
@@ -132,10 +170,26 @@ class Mean(NamedTuple):
 
 
 class Scattered(NamedTuple):
-    """What a reduce-scatter brought: this rank's slice of the sum, and the sum of the weights."""
+    """What a reduce-scatter brought.
+
+    Attributes:
+        value: this rank's slice of the sum. It is a window on the buffer that was exchanged, and this rank's to overwrite.
+        weight: the sum of the weights.
+        finite: whether everybody's tree was. If not, no island may use its slice: others' may look sound.
+    """
 
     value: Tree
     weight: float
+    finite: bool
+
+
+class Flight(Protocol[T_co]):
+    """A coroutine that goes on in the background. Await it for its result."""
+
+    def done(self) -> bool:
+        """Whether it is over by now."""
+
+    def __await__(self) -> Generator[Any, Any, T_co]: ...
 
 
 class Peers(Protocol):
@@ -147,21 +201,27 @@ class Peers(Protocol):
     @property
     def size(self) -> int: ...
 
-    def work(self, steps: int, batches: int | None = None) -> Work:
-        """The next piece of work for this island: `steps` positions of the schedule and `batches` (else `steps`) of the data."""
+    def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
+        """The next piece of work for this island: `steps` positions of the schedule and `batches` (else `steps`) of the data. Where
+        batches are cut into pieces, `batches` counts these."""
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
         """The weighted mean of everybody's tree. `compare` has the engine report norms and cosines of the contributions."""
 
-    async def reduce_scatter(self, tree: Tree, weight: float = 1.0) -> Scattered:
+    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
         """This rank's slice of the sum of everybody's tree, and the sum of everybody's weight, such as a number of batches. Trees
-        are added as they are: the weight is told, not multiplied."""
+        are added as they are: the weight is told, not multiplied. `wide` sums in single precision what travels in half. A tree
+        that was given is the communication buffer: the slice lies in it, and so does what an all-gather makes of it next."""
 
     async def all_gather(self, shard: Tree) -> Tree:
-        """The whole tree of which everybody holds a shard."""
+        """The whole tree of which everybody holds a shard. Everybody may have the same object: read it, and do not give it away."""
 
     async def total(self, number: float) -> float:
         """The sum of everybody's number, such as the square of a norm of which each holds a part."""
+
+    def background(self, coroutine: Coroutine[Any, Any, T], /) -> Flight[T]:
+        """Go on with a coroutine that exchanges, while this island computes. It runs up to its first exchange at once. One flight
+        at a time: whoever has one open exchanges nothing else."""
 
     async def catch_up(self, state: S) -> S:
         """Bring the shared fields up to date, if this island missed an exchange and can be reached now; else `state` itself."""
@@ -169,7 +229,10 @@ class Peers(Protocol):
 
 class Algorithm(Protocol[S]):
     """What one island does. All that it remembers between rounds is in its State, a frozen dataclass whose fields are
-    declared `shared()`, `sharded()` or `own()` and which has a shared field `params`, the global weights.
+    declared `shared()`, `sharded()` or `own()` and which has a field `params`, the global weights: shared, or sharded.
+
+    If the State has a shared field `steps`, that is how far the run has come: it ends when this reaches the steps it was given.
+    Without one, every round counts `steps_per_round`.
 
     An algorithm is a frozen dataclass. Fields called `optimizer` and `clip_norm` that are None are filled in from the Run, and
     schedules that were left open are made as long as it."""
@@ -183,6 +246,24 @@ class Algorithm(Protocol[S]):
 
     async def round(self, state: S, replica: Replica, peers: Peers) -> S:
         """One round. `state` is not changed."""
+
+
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """What an algorithm with sharded weights has besides: its replicas keep the whole of them from one round to the next, so that
+    they need not be gathered anew. Each round leaves them there; an engine puts them there for a newcomer, after a round that
+    failed, and when a run is resumed."""
+
+    def held(self, state: Any) -> Tree:
+        """This rank's slice of the weights that the replica holds between two rounds."""
+
+
+@runtime_checkable
+class Rebases(Protocol[S]):
+    """What an algorithm has besides that can train the devices of one island."""
+
+    def rebase(self, state: S, params: Tree, peers: Peers) -> S:
+        """Go on from these weights, which the islands agreed on. Moments stay."""
 
 
 # ---------------------------------------------------------------------------------------------- asynchronous algorithms

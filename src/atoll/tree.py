@@ -335,6 +335,20 @@ class Tree(Mapping[str, Tensor]):
         flat = self.flat
         return Tree(self._layout, empty(flat.numel(), flat.dtype, flat.device).copy_(flat))
 
+    def cast(self, dtype: torch.dtype) -> Tree:
+        """The same pieces over a buffer of this dtype: itself if it has it already, which hands on a Tree that was given."""
+        flat = self.flat
+        if flat.dtype == dtype:
+            return self
+        other = Tree(self._layout, empty(flat.numel(), dtype, flat.device).copy_(flat))
+        if self._spare:
+            self.release()
+        return other
+
+    def wide(self) -> Tree:
+        """In single precision at least: what sums and master weights need."""
+        return self.cast(torch.promote_types(self.flat.dtype, torch.float32))
+
     def to(self, device: torch.device | str) -> Tree:
         """On that device; itself if it is there already."""
         return self if self.flat.device == torch.device(device) else Tree(self._layout, self.flat.to(device))

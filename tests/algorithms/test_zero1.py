@@ -37,9 +37,9 @@ def test_it_is_data_parallel_training(rule, islands, clip_norm):
 def test_islands_hold_a_slice_of_the_optimizer_each_and_together_all_of_it():
     done = simulate(ZeRO1(optimizer=AdamW(lr=0.1)), steps=4, cluster=Cluster(islands=3), workload=Regression(hidden=3))
     states = [island.state for island in done.engine.islands.values()]
-    assert [state.optimizer.mean.numel for state in states] == [state.slice.numel for state in states]
-    assert sum(state.slice.numel for state in states) == done.params.numel
-    assert Tree.join([state.slice for state in states]).equal(done.params)
+    assert [state.optimizer.mean.numel for state in states] == [state.params.numel for state in states]
+    assert sum(state.params.numel for state in states) == done.params.numel
+    assert Tree.join([state.params for state in states]).equal(done.params)
 
 
 def test_its_bytes_are_those_of_an_all_reduce():
@@ -55,7 +55,7 @@ def test_every_batch_weighs_the_same_whoever_computed_it():
     params = Tree.of({"w": torch.zeros(4)})
     peers = ScriptedPeers(params + 5.0, weights=[1.0])
     state = one_round(ZeRO1(optimizer=SGD(lr=1.0), accumulation=3), FakeReplica(moves_by=-1.0), peers, params=params)
-    assert state.slice["w"].tolist() == [-2.0, -2.0]
+    assert state.params["w"].tolist() == [-2.0, -2.0]
 
 
 def test_the_norm_that_clips_is_that_of_the_whole_and_is_told_in_control_bytes():
@@ -101,7 +101,7 @@ def test_slices_are_cut_anew_when_islands_come_and_go():
     assert torch.allclose(done.params.flat, twin.params.flat, rtol=1e-5, atol=1e-6)
     assert [(event.round, event.islands) for event in done.of(Recut)] == [(2, [0, 2]), (3, [0, 2, 3]), (5, [0, 1, 2, 3])]
     states = [island.state for island in done.engine.islands.values()]
-    assert Tree.join([state.slice for state in states]).equal(done.params)
+    assert Tree.join([state.params for state in states]).equal(done.params)
 
 
 def test_cutting_anew_sends_what_others_lack_and_takes_as_long():

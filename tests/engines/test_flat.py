@@ -73,6 +73,7 @@ def test_compiled_modules_keep_their_views():
 )
 def test_a_module_that_left_its_buffer_is_noticed(leave):
     weights = FlatModule(make())
+    weights.zero_gradient()
     leave(weights.module)
     with pytest.raises(RuntimeError, match="no longer lie in its flat buffer"):
         weights.read()

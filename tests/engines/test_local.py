@@ -86,10 +86,11 @@ def test_micro_batches_change_nothing_but_rounding(pieces):
 def test_gradients_add_up():
     replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1))
     at = Tree.of(WORKLOAD.module())
-    first, trained = replica.gradient(at, work(0))
-    alone, _ = replica.gradient(at, work(1))
-    both, _ = replica.gradient(at, work(1), onto=first)
-    assert (first.batches, both.batches) == (1, 2)
+    first, trained = replica.gradient(work(0), at=at)
+    alone, _ = replica.gradient(work(1))
+    both, _ = replica.gradient(work(1), onto=first)
+    assert (first.weight, both.weight) == (1.0, 2.0)
+    assert (first.tokens, both.tokens) == (8, 16)
     assert both.sum.equal(first.sum + alone.sum)
     assert trained.losses == [pytest.approx(WORKLOAD.loss(WORKLOAD.module(), WORKLOAD.batches.batch(0, 0)).item())]
     assert isinstance(both, Gradient)

@@ -21,6 +21,7 @@ from atoll.events import Evaluated, Saved
 from atoll.models.pretrained import Pretrained
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
+from atoll.optim.sgd import SGD
 from atoll.runs.finetuning import FinetuningWorkload
 from atoll.runs.run import Keep, Run, Train
 from atoll.runs.workloads import fingerprint, island_workload, plain_workload
@@ -151,6 +152,20 @@ def test_finetuning_lowers_the_loss(algorithm, finetuning, tmp_path):
     losses = [event.loss for event in read_events(done.folder / "events.jsonl", [Evaluated])]
     assert losses[-1] < losses[0] - 1.0
     assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize(("size", "pieces", "accumulation"), [(4, 1, 3), (12, 3, 1), (6, 2, 2)], ids=str)
+def test_weighted_by_tokens_it_does_not_matter_how_an_update_is_cut(size, pieces, accumulation, finetuning, tmp_path):
+    """Twelve examples an update: as three batches, as three pieces of one, or as two batches of two pieces."""
+
+    def after(size, pieces, accumulation, folder):
+        train = replace(finetuning.train, steps=2, batch_size=size, micro_batches=pieces)
+        algorithm = DDP(accumulation=accumulation, weigh="tokens", optimizer=SGD(lr=0.1))
+        run = replace(finetuning, algorithm=algorithm, train=train, cluster=replace(finetuning.cluster, islands=1))
+        return atoll.run(run, out=folder).params.flat
+
+    whole, cut = after(12, 1, 1, tmp_path / "whole"), after(size, pieces, accumulation, tmp_path / "cut")
+    torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_counts_the_tokens_it_learnt_from(finetuning, straight):

@@ -83,12 +83,12 @@ EXTRA = {
 
 
 def test_a_state_comes_back_with_its_types_and_bits():
-    saved = state(2.5, waiting=Gradient(tree(4.0), 3), extra=EXTRA)
-    assert same(unpack(through_json(pack(saved)), like=state(0.0, waiting=Gradient(tree(), 0), extra=EXTRA)), saved)
+    saved = state(2.5, waiting=Gradient(tree(4.0), 3.0, 24), extra=EXTRA)
+    assert same(unpack(through_json(pack(saved)), like=state(0.0, waiting=Gradient(tree(), 0.0, 0), extra=EXTRA)), saved)
 
 
 def test_a_state_comes_back_from_a_file(tmp_path):
-    saved = state(2.5, waiting=Gradient(tree(4.0), 3), extra=EXTRA)
+    saved = state(2.5, waiting=Gradient(tree(4.0), 3.0, 24), extra=EXTRA)
     packed = pack(saved)
     write_tensors(tmp_path / "state.safetensors", packed.tensors, {"structure": json.dumps(packed.structure)})
     tensors, metadata = read_tensors(tmp_path / "state.safetensors")
@@ -106,12 +106,12 @@ def test_any_plain_value_comes_back_exactly(value: Any):
 
 
 def test_where_the_fresh_state_has_none_anything_may_come():
-    saved = state(1.0, waiting=Gradient(tree(4.0), 3), extra=[tree(), torch.ones(2), 5])
+    saved = state(1.0, waiting=Gradient(tree(4.0), 3.0, 24), extra=[tree(), torch.ones(2), 5])
     assert same(unpack(through_json(pack(saved)), like=state(0.0)), saved)
 
 
 def test_none_may_come_where_the_fresh_state_has_something():
-    assert unpack(pack(state(1.0)), like=state(0.0, waiting=Gradient(tree(), 1))).waiting is None
+    assert unpack(pack(state(1.0)), like=state(0.0, waiting=Gradient(tree(), 1.0, 8))).waiting is None
 
 
 def test_a_shard_keeps_its_place_in_the_whole():

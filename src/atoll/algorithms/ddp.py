@@ -12,7 +12,7 @@ from typing import Any
 from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.optim.adam import AdamW
-from atoll.protocols import Gradient, Peers, Replica, Rule, Work, shared
+from atoll.protocols import Gradient, Peers, Replica, Rule, Weigh, shared
 from atoll.tree import Tree
 
 
@@ -32,11 +32,13 @@ class DDP:
         optimizer: the rule applied to the mean gradient. None: the run's inner optimizer.
         accumulation: batches whose gradients an island adds up before it talks.
         clip_norm: mean gradients longer than this are shortened to it. None: the run's.
+        weigh: whether each batch weighs the same in the mean, or each token: for batches that are padded.
     """
 
     optimizer: Rule | None = None
     accumulation: int = 1
     clip_norm: float | None = None
+    weigh: Weigh = "batches"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -52,26 +54,30 @@ class DDP:
         return self.optimizer or AdamW(lr=4e-4)
 
     def init(self, params: Tree, peers: Peers) -> DDPState:
-        return DDPState(params, self.rule.init(params))
+        return DDPState(params.wide(), self.rule.init(params.wide()))
 
     async def round(self, state: DDPState, replica: Replica, peers: Peers) -> DDPState:
         state = await peers.catch_up(state)
-        work = peers.work(1, batches=self.accumulation)
-        total = await accumulated(replica, state.params, work, self.accumulation)
-        mean = await peers.mean(total.sum.give() / total.batches)
-        if not mean.heard:
+        replica.load(state.params)
+        total = await self._gradient(replica, peers)
+        weight = total.weight if self.weigh == "tokens" else 1.0
+        mean = await peers.mean(total.sum.give() / (total.weight or 1.0), weight)
+        if not mean.heard or mean.weight == 0:
             return state
-        params, optimizer = self.rule.update(state.params, clip(mean.value, self.clip_norm), state.optimizer)
+        gradient = clip(mean.value.wide(), self.clip_norm)
+        params, optimizer = self.rule.update(state.params, gradient, state.optimizer)
         return DDPState(params, optimizer)
 
+    async def _gradient(self, replica: Replica, peers: Peers) -> Gradient:
+        """Of this island's batches, added up, at the weights that its replica holds."""
+        work = peers.work(1, batches=self.accumulation)
+        total = await replica.gradient(work, weigh=self.weigh)
+        for batch in range(1, self.accumulation):
+            total = await replica.gradient(replace(work, start=work.start + batch), onto=total.give(), weigh=self.weigh)
+        return total
 
-async def accumulated(replica: Replica, at: Tree, work: Work, batches: int) -> Gradient:
-    """The gradients of so many batches at these weights, added up."""
-    total: Gradient | None = None
-    for batch in range(batches):
-        total = await replica.gradient(at, replace(work, start=work.start + batch), onto=total)
-    assert total is not None
-    return total
+    def rebase(self, state: DDPState, params: Tree, peers: Peers) -> DDPState:
+        return replace(state, params=params.wide())
 
 
 def clip(gradient: Tree, norm: float | None) -> Tree:

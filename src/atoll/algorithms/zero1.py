@@ -7,7 +7,7 @@ over all; it updates that slice of the weights, with moments that nobody else ho
 again. The bytes are those of an all-reduce, and so is the outcome, within rounding: DDP at a k-th of the optimizer's memory.
 
     paper   N_d          P_os                    gradients                  parameters
-    here    peers.size   state.optimizer         replica.gradient           state.params; state.slice is this island's
+    here    peers.size   state.optimizer         replica.gradient           state.params: this island's slice, in single precision
 
 >>> ZeRO1(accumulation=4).steps_per_round
 1
@@ -15,15 +15,12 @@ again. The bytes are those of an all-reduce, and so is the outcome, within round
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from atoll.algorithms.ddp import accumulated
-from atoll.checks import check_types
-from atoll.errors import ConfigError
-from atoll.optim.adam import AdamW
-from atoll.protocols import Peers, Replica, Rule, sharded, shared
+from atoll.algorithms.sharded import Sharded
+from atoll.optim.stepping import kept_as_it_is
+from atoll.protocols import Peers, Replica, sharded
 from atoll.tree import Tree
 
 
@@ -31,55 +28,29 @@ from atoll.tree import Tree
 class ZeRO1State:
     """All that ZeRO-1 remembers between rounds."""
 
-    params: Tree = shared()
-    slice: Tree = sharded()
-    """This island's part of the weights, from which the whole is put together."""
-    optimizer: Any = sharded()
+    params: Tree = sharded(taken=True)
+    optimizer: Any = sharded(taken=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeRO1:
+class ZeRO1(Sharded):
     """Data-parallel training with a sharded optimizer.
 
     Args:
-        optimizer: the rule applied to the mean gradient, elementwise. None: the run's inner optimizer.
         accumulation: batches whose gradients an island adds up before it talks.
-        clip_norm: mean gradients longer than this, as a whole, are shortened to it. None: the run's.
     """
 
-    optimizer: Rule | None = None
-    accumulation: int = 1
-    clip_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.accumulation < 1:
-            raise ConfigError(f"accumulation={self.accumulation}: a step needs at least 1 batch. Use 1 to talk after each.")
-
-    @property
-    def steps_per_round(self) -> int:
-        return 1
-
-    @property
-    def rule(self) -> Rule:
-        return self.optimizer or AdamW(lr=4e-4)
-
     def init(self, params: Tree, peers: Peers) -> ZeRO1State:
-        mine = params.shard(peers.rank, peers.size).copy()
-        return ZeRO1State(params, mine, self.rule.init(mine))
+        return ZeRO1State(*self.cut(params, peers))
 
     async def round(self, state: ZeRO1State, replica: Replica, peers: Peers) -> ZeRO1State:
-        work = peers.work(1, batches=self.accumulation)
-        total = await accumulated(replica, state.params, work, self.accumulation)
-        summed = await peers.reduce_scatter(total.sum.give(), weight=total.batches)
-        gradient = await clip_slice(summed.value / summed.weight, self.clip_norm, peers)
-        mine, optimizer = self.rule.update(state.slice, gradient, state.optimizer)
-        return ZeRO1State(await peers.all_gather(mine), mine, optimizer)
+        gradient = await self.add_up(replica, peers, self.accumulation)
+        reduced = await self.reduce(gradient.give(), peers)
+        if reduced is None:
+            return ZeRO1State(*kept_as_it_is(state.params, state.optimizer))
+        new = self.step(self.rule, state.params, state.optimizer, reduced)
+        replica.load(await peers.all_gather(new.sent))
+        return ZeRO1State(new.params, new.state)
 
-
-async def clip_slice(gradient: Tree, norm: float | None, peers: Peers) -> Tree:
-    """This island's slice of a gradient, shortened so that the whole is no longer than `norm`."""
-    if norm is None:
-        return gradient
-    length = math.sqrt(await peers.total(gradient.dot(gradient)))
-    return gradient * (norm / (length + 1e-6)) if length > norm else gradient
+    def rebase(self, state: ZeRO1State, params: Tree, peers: Peers) -> ZeRO1State:
+        return replace(state, params=self.slice_of(params, peers))

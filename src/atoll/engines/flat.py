@@ -29,10 +29,18 @@ class Weights(Protocol):
     def read(self) -> Tree:
         """A copy of the module's weights."""
 
-    def read_gradient(self) -> Tree:
-        """A copy of the gradients."""
+    def holds(self, params: Tree) -> bool:
+        """Whether these are the module's weights, to the bit, once they are in its precision."""
 
-    def zero_gradient(self) -> None: ...
+    def zero_gradient(self) -> None:
+        """Before a backward pass whose gradients an optimizer will read."""
+
+    def collect(self, onto: Tree | None, *, wide: bool = False) -> None:
+        """From now on backward passes add to these gradients, in their buffer if they were given; to none: from zero on. `wide`
+        adds up in single precision what passes bring in half."""
+
+    def collected(self) -> Tree:
+        """What was added up. To add more, collect onto it."""
 
     def groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
         """What an optimizer steps: parameters that decay (matrices), and the rest."""
@@ -48,10 +56,7 @@ class FlatModule:
         parameters = trainable(module)
         dtypes = {parameter.dtype for parameter in parameters.values()}
         assert len(dtypes) == 1, f"a flat buffer needs one dtype, this module has {sorted(map(str, dtypes))}: use BorrowedModule"
-        if any(
-            parameter.grad is not None and parameter.untyped_storage().nbytes() != parameter.nbytes
-            for parameter in parameters.values()
-        ):
+        if _shares_a_buffer(parameters):
             raise ConfigError(
                 "this module lies in a flat buffer already: Workload.module() must return a new module at every call."
             )
@@ -59,21 +64,34 @@ class FlatModule:
         self.layout = Layout.of({name: parameter.detach() for name, parameter in parameters.items()})
         device = next(iter(parameters.values())).device
         self._params = torch.empty(self.layout.numel, dtype=self.layout.dtype, device=device)
-        self._grads = torch.zeros_like(self._params)
-        weights, gradients = self.layout.views(self._params), self.layout.views(self._grads)
+        self._parameters = parameters
+        weights = self.layout.views(self._params)
         for name, parameter in parameters.items():
             weights[name].copy_(parameter.detach())
             parameter.data = weights[name]
-            parameter.grad = gradients[name]
+        self._grads: Tensor | None = None
+        """The module's own gradients, made when an optimizer asks for them. Whoever collects brings another buffer."""
+        self._bound: Tensor | None = None
+        """The buffer that gradients lie in now."""
+        self._sum: Tensor | None = None
+        """In single precision, if they are added up in it."""
         self._matrices = sum(piece.count for piece in self.layout.pieces if len(piece.shape) >= 2)
         self._parts = [self._part(0, self._matrices), self._part(self._matrices, self.layout.numel)]
 
     def _part(self, start: int, stop: int) -> list[nn.Parameter]:
-        if start == stop:
-            return []
-        part = nn.Parameter(self._params[start:stop])
-        part.grad = self._grads[start:stop]
-        return [part]
+        return [nn.Parameter(self._params[start:stop])] if start < stop else []
+
+    def _bind(self, flat: Tensor) -> Tensor:
+        """Have gradients lie in this buffer."""
+        if flat is not self._bound:
+            gradients = self.layout.views(flat)
+            for name, parameter in self._parameters.items():
+                parameter.grad = gradients[name]
+            starts = (0, self._matrices)
+            for part, start in ((part[0], start) for part, start in zip(self._parts, starts, strict=True) if part):
+                part.grad = flat[start : start + part.numel()]
+            self._bound = flat
+        return flat
 
     def load(self, params: Tree) -> None:
         self._check()
@@ -84,23 +102,49 @@ class FlatModule:
         self._check()
         return Tree(self.layout, empty(self.layout.numel, self._params.dtype, self._params.device).copy_(self._params))
 
-    def read_gradient(self) -> Tree:
-        return Tree(self.layout, empty(self.layout.numel, self._grads.dtype, self._grads.device).copy_(self._grads))
+    def holds(self, params: Tree) -> bool:
+        self._check()
+        return params.layout == self.layout and torch.equal(self._params, params.flat.to(self._params.dtype))
 
     def zero_gradient(self) -> None:
-        self._grads.zero_()  # not None: the gradients would leave the buffer
+        if self._grads is None:
+            self._grads = torch.empty_like(self._params)
+        self._bind(self._grads).zero_()  # not None: the gradients would leave the buffer
+
+    def collect(self, onto: Tree | None, *, wide: bool = False) -> None:
+        wide = wide and self._params.dtype.itemsize < torch.float32.itemsize
+        dtype = torch.float32 if wide else self._params.dtype
+        if onto is None:
+            flat = empty(self.layout.numel, dtype, self._params.device).zero_()
+        else:
+            assert onto.flat.dtype == dtype, "gradients are added up in one precision"
+            flat = (onto if onto.spare else onto.copy()).give().flat
+        if wide:
+            self._sum = flat
+            self.zero_gradient()
+        else:
+            self._sum = None
+            self._bind(flat)
+
+    def collected(self) -> Tree:
+        self._check()
+        assert self._bound is not None, "collect() comes first"
+        if self._sum is None:
+            return Tree(self.layout, self._bound)
+        total, self._sum = self._sum.add_(self._bound), None
+        return Tree(self.layout, total)
 
     def groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
         return self._parts[0], self._parts[1]
 
     def gradients(self) -> Sequence[Tensor]:
-        return [self._grads]
+        return [] if self._bound is None else [self._bound]
 
     def _check(self) -> None:
         """`.to()`, `zero_grad()` to None and `load_state_dict(assign=True)` silently take a module out of its buffer."""
-        first = next(iter(trainable(self.module).values()))
-        gradient = first.grad
-        if first.data_ptr() != self._params.data_ptr() or gradient is None or gradient.data_ptr() != self._grads.data_ptr():
+        first = next(iter(trainable(self.module).values()))  # not as they were: they may have been replaced
+        astray = self._bound is not None and (first.grad is None or first.grad.data_ptr() != self._bound.data_ptr())
+        if first.data_ptr() != self._params.data_ptr() or astray:
             raise RuntimeError(
                 "the module's parameters or gradients no longer lie in its flat buffer: something called .to(), .zero_grad() or "
                 "the like on it. Move or cast the module before it is made flat, and zero gradients with zero_gradient()."
@@ -114,6 +158,7 @@ class BorrowedModule:
         self.module = module
         self._parameters: Mapping[str, nn.Parameter] = trainable(module)
         self.layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
+        self._onto: Tree | None = None
 
     def load(self, params: Tree) -> None:
         assert params.layout == self.layout, "these weights are another model's"
@@ -124,13 +169,23 @@ class BorrowedModule:
     def read(self) -> Tree:
         return Tree.of({name: parameter.detach() for name, parameter in self._parameters.items()})
 
-    def read_gradient(self) -> Tree:
-        return Tree.of({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self._parameters.items()})
+    def holds(self, params: Tree) -> bool:
+        own = self.read()
+        return params.layout == own.layout and torch.equal(own.flat, params.flat.to(own.flat.dtype))
 
     def zero_gradient(self) -> None:
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 parameter.grad.zero_()
+
+    def collect(self, onto: Tree | None, *, wide: bool = False) -> None:
+        self._onto = onto  # a Tree of mixed dtypes is as wide as the widest of them
+        self.zero_gradient()
+
+    def collected(self) -> Tree:
+        mine = Tree.of({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self._parameters.items()})
+        onto, self._onto = self._onto, None
+        return mine if onto is None else onto + mine.give()
 
     def groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
         parameters = list(self._parameters.values())
@@ -138,6 +193,12 @@ class BorrowedModule:
 
     def gradients(self) -> Sequence[Tensor]:
         return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+
+
+def _shares_a_buffer(parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Whether two parameters lie in one storage, as only a flat buffer has it: tied ones are listed once."""
+    storages = [parameter.untyped_storage().data_ptr() for parameter in parameters.values() if parameter.numel()]
+    return len(set(storages)) < len(storages)
 
 
 def weights_of(module: nn.Module) -> Weights:

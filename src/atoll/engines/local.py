@@ -21,7 +21,7 @@ from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Schedule, at
 from atoll.optim.sgd import SGD, Momentum, Nesterov
-from atoll.protocols import Gradient, Work, Workload
+from atoll.protocols import Gradient, Weigh, Work, Workload
 from atoll.tree import Tree
 
 InnerRule = AdamW | Adam | SGD | Momentum | Nesterov
@@ -40,10 +40,11 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 class Trained(NamedTuple):
-    """What some steps brought: the loss of each, and the tokens read in all."""
+    """What some steps brought: the loss of each, the tokens read in all, and whether the weights moved."""
 
     losses: list[float]
     tokens: int
+    moved: bool = True
 
 
 class LocalReplica:
@@ -110,6 +111,7 @@ class LocalReplica:
                     raise CancelledError("nobody waits for these steps any more")
                 batch = self._batches.batch(work.shard, work.start + step)
                 tokens += self._batches.tokens(batch)
+                self.weights.zero_gradient()
                 losses.append(self._backward(batch))
                 self._clip()
                 for group in self._optimizer.param_groups:
@@ -119,34 +121,52 @@ class LocalReplica:
         # One wait for the device at the end, not one per step.
         return Trained([float(loss) for loss in torch.stack(losses).tolist()], tokens)
 
-    def gradient(self, params: Tree, work: Work, onto: Gradient | None = None) -> tuple[Gradient, Trained]:
-        """The gradient of one batch at these weights, added onto another."""
-        self.weights.load(params)
-        batch = self._batches.batch(work.shard, work.start)
+    def gradient(
+        self,
+        work: Work,
+        *,
+        at: Tree | None = None,
+        onto: Gradient | None = None,
+        weigh: Weigh = "batches",
+        wide: bool = False,
+    ) -> tuple[Gradient, Trained]:
+        """The gradient of the batch, or piece of one, that `work` begins with; see `protocols.Replica`."""
+        if at is not None:
+            self.weights.load(at)
+        batch = self._batches.batch(work.shard, work.start // work.pieces)
+        if work.pieces > 1:
+            batch = list(_cut(batch, work.pieces))[work.start % work.pieces]
+        tokens = self._batches.tokens(batch)
+        weight = float(tokens) if weigh == "tokens" else 1.0
+        self.weights.collect(None if onto is None else onto.sum, wide=wide)
         with self._own_randomness():
-            loss = self._backward(batch)
-        self.steps_taken += 1
-        gradient = self.weights.read_gradient()
-        if onto is not None:
-            gradient = onto.sum + gradient.give()
-        return Gradient(gradient, 1 + (onto.batches if onto else 0)), Trained([float(loss)], self._batches.tokens(batch))
+            loss = self._backward(batch, weight)
+        self.steps_taken += work.start % work.pieces == 0
+        total = (0.0, 0) if onto is None else (onto.weight, onto.tokens)
+        gradient = Gradient(self.weights.collected(), total[0] + weight, total[1] + tokens)
+        return gradient, Trained([float(loss)], tokens, moved=False)
 
     def _rate(self, step: int, work: Work) -> float:
         """The learning rate of a round's step, counted from 0."""
         return peak(self._rule.lr) if self._peak_first and step == 0 else at(self._rule.lr, work.schedule + step)
 
-    def _backward(self, batch: Any) -> Tensor:
-        """Leaves the gradient of the mean loss over the batch in the module; returns that loss, still on the device."""
-        self.weights.zero_gradient()
+    def _backward(self, batch: Any, weight: float = 1.0) -> Tensor:
+        """Adds the gradient of the mean loss over the batch, times `weight`, to the module's; returns that loss, on the device.
+
+        A piece counts for as many tokens as it has: examples may be padded.
+        """
         pieces = list(_cut(batch, self._micro_batches))
         size = sum(_length(piece) for piece in pieces)
         if size < self._micro_batches:
             raise ConfigError(f"micro_batches={self._micro_batches}, but a batch holds {size} examples only. Use at most {size}.")
+        shares = [self._batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
         total: Tensor | None = None
-        for piece in pieces:
+        for piece, share in zip(pieces, shares, strict=True):
+            if share == 0 and any(shares):
+                continue  # nothing to learn from: its mean loss is not a number
             with self._precision():
-                loss = self._loss(self.weights.module, _to(piece, self.device)) * (_length(piece) / size)
-            loss.backward()  # type: ignore[no-untyped-call]
+                loss = self._loss(self.weights.module, _to(piece, self.device)) * (share / (sum(shares) or 1))
+            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
@@ -171,9 +191,10 @@ class LocalReplica:
         buffers = {name: buffer.clone() for name, buffer in self.weights.module.named_buffers()}
         with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
             before = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
+            self.weights.collect(None)
             self._backward(self._batches.batch(0, 0))
             after = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
-        self.weights.zero_gradient()
+        self.weights.collected().release()
         for name, buffer in self.weights.module.named_buffers():
             buffer.copy_(buffers[name])
         return not all(torch.equal(one, two) for one, two in zip(before, after, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atoll.errors import ExchangeFailed
 from atoll.leaves import leaves
-from atoll.protocols import Owner, fields_owned
+from atoll.protocols import Gradient, Owner, fields_owned
 from atoll.tree import Tree
 
 
@@ -22,6 +22,26 @@ def shared_fields(state: Any) -> dict[str, Any]:
 def with_shared(state: Any, shared: Mapping[str, Any]) -> Any:
     """The State with its shared fields replaced."""
     return replace(state, **shared)
+
+
+def given(state: Any) -> Any:
+    """The State with what a round may take marked as given; the one that came in can no longer be read there."""
+    taken = {f.name: _given(getattr(state, f.name)) for f in fields(state) if f.metadata.get("taken")}
+    return replace(state, **taken)
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, Tree):
+        return value.give()
+    if isinstance(value, tuple):
+        items = [_given(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+def waiting_tokens(state: Any) -> int:
+    """Tokens whose gradients wait in the State for a later update."""
+    return sum(value.tokens for value in fields_owned(state, Owner.OWN).values() if isinstance(value, Gradient))
 
 
 def agree(name: str, state: Any, shared: Mapping[str, Any]) -> Any:

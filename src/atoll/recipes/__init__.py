@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from atoll.errors import ConfigError
-from atoll.recipes.demo import demo_async, demo_async_naive, demo_ddp, demo_diloco, demo_zero1
+from atoll.recipes.demo import (
+    demo_acco,
+    demo_acco_free,
+    demo_async,
+    demo_async_naive,
+    demo_ddp,
+    demo_diloco,
+    demo_dpu,
+    demo_wp,
+    demo_zero1,
+)
 from atoll.recipes.finetune import finetune
 from atoll.recipes.papers import async_20m, async_60m, async_150m, diloco_60m, diloco_150m, diloco_400m
 from atoll.recipes.toy import toy_async, toy_sync
@@ -17,6 +27,10 @@ _MAKERS = (
     demo_async,
     demo_async_naive,
     demo_zero1,
+    demo_acco,
+    demo_acco_free,
+    demo_dpu,
+    demo_wp,
     diloco_60m,
     diloco_150m,
     diloco_400m,

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from atoll.algorithms.acco import ACCO
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
+from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.data.text import Text
 from atoll.engines.sim.network import Link
@@ -32,6 +35,26 @@ def demo_ddp() -> Run:
 def demo_zero1() -> Run:
     """ZeRO-1: data-parallel training at a k-th of the optimizer's memory."""
     return _demo("demo-zero1", ZeRO1())
+
+
+def demo_acco() -> Run:
+    """ACCO: half a batch is exchanged while the other half is computed."""
+    return _demo("demo-acco", ACCO())
+
+
+def demo_acco_free() -> Run:
+    """ACCO whose islands go on computing until their exchange is over: none is idle."""
+    return _demo("demo-acco-free", ACCO(batch="free", clock="samples"))
+
+
+def demo_dpu() -> Run:
+    """Delayed parameter update: the exchange hides behind the next batch, which is one step late."""
+    return _demo("demo-dpu", DPU())
+
+
+def demo_wp() -> Run:
+    """Weight prediction: like demo-dpu, with gradients where the weights are expected to be."""
+    return _demo("demo-wp", WP())
 
 
 def demo_diloco() -> Run:

@@ -3,12 +3,12 @@
 >>> import torch
 >>> from atoll.protocols import Gradient
 >>> from atoll.tree import Tree
->>> gradient = Gradient(sum=Tree.of({"w": torch.ones(2)}), batches=3)
+>>> gradient = Gradient(sum=Tree.of({"w": torch.ones(2)}), weight=3.0, tokens=24)
 >>> packed = pack(gradient)
 >>> packed.tensors
 {'sum': tensor([1., 1.])}
 >>> unpack(packed, like=gradient)
-Gradient(sum=Tree(1 tensors, 2 x float32, cpu), batches=3)
+Gradient(sum=Tree(1 tensors, 2 x float32, cpu), weight=3.0, tokens=24)
 
 A State may hold frozen dataclasses, NamedTuples, tuples, lists, dictionaries with text as keys, Trees, tensors, numbers, bools,
 text and none. To unpack one needs a value of the same kind, such as a State that was just initialised: it says what the records

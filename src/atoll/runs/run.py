@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 import torch
 
+from atoll.algorithms.acco import ACCO
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
+from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.pace import dynamic_steps
+from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.checks import check_types
 from atoll.data.gaussians import Gaussians
@@ -263,7 +266,7 @@ def _arrivals_per_step(rule: Any) -> int:
 
 
 _CANDIDATES: Mapping[Any, Sequence[type]] = {
-    Algorithm: (DDP, ZeRO1, DiLoCo),
+    Algorithm: (DDP, ZeRO1, ACCO, DPU, WP, DiLoCo),
     AsyncAlgorithm: (AsyncLocalSGD,),
     Rule: (SGD, Momentum, Nesterov, Adam, AdamW, DelayedNesterov, Buffered),
     Correction: (Polynomial, DelayCompensation),

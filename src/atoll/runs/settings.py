@@ -5,7 +5,7 @@ A Run is a tree of frozen dataclasses. In a file each of them is a dictionary th
 >>> from atoll.protocols import Work
 >>> work = Work(shard=0, start=0, schedule=0, examples=512)
 >>> to_json(work)
-{'type': 'atoll.protocols.Work', 'shard': 0, 'start': 0, 'schedule': 0, 'examples': 512}
+{'type': 'atoll.protocols.Work', 'shard': 0, 'start': 0, 'schedule': 0, 'examples': 512, 'pieces': 1}
 >>> from_json(to_json(work)) == work
 True
 

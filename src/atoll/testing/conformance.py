@@ -84,12 +84,12 @@ def check_algorithm(algorithm: Algorithm[Any]) -> None:
 
 
 def check_state_is_declared(algorithm: Algorithm[Any]) -> None:
-    """Every field says whose it is, and the global weights are shared."""
+    """Every field says whose it is, and the global weights are shared or sharded."""
     params = Tree.of(Regression().module())
     state = algorithm.init(params, ScriptedPeers())
-    shared = fields_owned(state, Owner.SHARED)
-    assert "params" in shared, f"{type(state).__name__} needs a shared field `params`"
-    assert shared["params"].equal(params), "training does not begin at the given weights"
+    held = {**fields_owned(state, Owner.SHARED), **fields_owned(state, Owner.SHARDED)}
+    assert "params" in held, f"{type(state).__name__} needs a field `params`, shared or sharded"
+    assert held["params"].equal(params), "training does not begin at the given weights"
 
 
 def check_given_state_is_unchanged(algorithm: Algorithm[Any]) -> None:
@@ -133,7 +133,7 @@ def check_resumes_to_the_bit(algorithm: Algorithm[Any]) -> None:
     )
     engine.run()
     assert isinstance(engine, SimEngine)
-    assert len(saved) == engine.rounds
+    assert len(saved) > 2, "too few checkpoints to go on from"
     for position, parts in saved[:-1]:
         again, later = simulator(
             algorithm, steps=steps, cluster=cluster, inner=AdamW(lr=0.01), workload=Regression(hidden=4, dropout=0.2)
@@ -152,13 +152,12 @@ def check_one_island_is_alone(algorithm: Algorithm[Any]) -> None:
 
 
 def check_bytes_do_not_depend_on_values(algorithm: Algorithm[Any]) -> None:
-    """Every round of a constant cluster sends the same, and somebody sends something."""
-    done = simulate(algorithm, steps=_steps(algorithm, 4), cluster=Cluster(islands=3))
-    per_round: dict[int, int] = {}
-    for event in done.of(Exchanged):
-        per_round[event.round] = per_round.get(event.round, 0) + sum(event.sent_bytes)
-    assert len(set(per_round.values())) == 1, per_round
-    assert per_round[0] > 0
+    """From other weights the same is sent at every exchange, and somebody sends something."""
+    params = Tree.of(Regression().module())
+    runs = [simulate(algorithm, steps=_steps(algorithm, 4), cluster=Cluster(islands=3), params=p) for p in (params, 0.5 * params)]
+    sent, other = ([(event.round, event.what, event.sent_bytes) for event in done.of(Exchanged)] for done in runs)
+    assert sent == other
+    assert all(sum(sum(bytes_) for round, _, bytes_ in sent if round == number) > 0 for number in {round for round, *_ in sent})
 
 
 def check_survives_losses(algorithm: Algorithm[Any]) -> None:

@@ -10,12 +10,12 @@ tensor([1., 1., 1.])
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from atoll.engines.sim.peers import ordered_sum, weighted_mean
-from atoll.protocols import Algorithm, Gradient, Mean, Scattered, Task, Work
+from atoll.protocols import Algorithm, Gradient, Mean, Scattered, Task, Weigh, Work
 from atoll.tree import Tree
 
 S = TypeVar("S")
@@ -41,11 +41,20 @@ class FakeReplica:
         self.trained.append((steps, work))
         self._params = self.params() + steps * self.moves_by
 
-    async def gradient(self, at: Tree, work: Work, onto: Gradient | None = None) -> Gradient:
-        self._params = at.copy()
+    async def gradient(
+        self,
+        work: Work,
+        *,
+        at: Tree | None = None,
+        onto: Gradient | None = None,
+        weigh: Weigh = "batches",
+        wide: bool = False,
+    ) -> Gradient:
+        if at is not None:
+            self.load(at)
         self.trained.append((1, work))
-        gradient = at.zeros() - self.moves_by
-        return Gradient(gradient + onto.sum, 1 + onto.batches) if onto else Gradient(gradient, 1)
+        gradient = self.params().zeros() - self.moves_by
+        return Gradient(gradient + onto.sum, 1 + onto.weight, 1 + onto.tokens) if onto else Gradient(gradient, 1.0, 1)
 
 
 class ScriptedPeers:
@@ -69,8 +78,8 @@ class ScriptedPeers:
     def size(self) -> int:
         return 1 + len(self._others)
 
-    def work(self, steps: int, batches: int | None = None) -> Work:
-        work = Work(shard=0, start=self._batches, schedule=self._steps, examples=self.examples)
+    def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
+        work = Work(shard=0, start=self._batches, schedule=self._steps, examples=self.examples, pieces=pieces)
         self._steps += steps
         self._batches += steps if batches is None else batches
         return work
@@ -84,9 +93,13 @@ class ScriptedPeers:
         total = sum(weights)
         return Mean(weighted_mean(trees, weights) if total else tree.zeros(), total, self._heard)
 
-    async def reduce_scatter(self, tree: Tree, weight: float = 1.0) -> Scattered:
-        total = ordered_sum([tree, *self._others], [1.0] * self.size)
-        return Scattered(total.shard(self.rank, self.size), weight + sum(self._their_weights))
+    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
+        self.sent.append(tree.copy())
+        self.weights.append(weight)
+        trees = [self.sent[-1], *self._others]
+        total = ordered_sum([tree.wide() if wide else tree for tree in trees], [1.0] * self.size)
+        finite = all(tree.is_finite() for tree in trees)
+        return Scattered(total.shard(self.rank, self.size), weight + sum(self._their_weights), finite)
 
     async def total(self, number: float) -> float:
         return number
@@ -95,10 +108,27 @@ class ScriptedPeers:
         rest = [other.shard(rank, self.size) for rank, other in enumerate(self._others, 1)]
         return Tree.join([shard, *rest])
 
+    def background(self, coroutine: Coroutine[Any, Any, T], /) -> Landed[T]:
+        return Landed(drive(coroutine))
+
     async def catch_up(self, state: S) -> S:
         if self._newest is None or not self._heard:
             return state
         return replace(state, **self._newest)  # type: ignore[type-var]
+
+
+class Landed(Generic[T]):
+    """A flight that is over as soon as it began."""
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def done(self) -> bool:
+        return True
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._result
+        yield
 
 
 class ScriptedHub:
@@ -126,5 +156,6 @@ def drive(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def one_round(algorithm: Algorithm[S], replica: FakeReplica, peers: ScriptedPeers, *, params: Tree, state: S | None = None) -> S:
-    """One round by hand, from `state` or from the beginning."""
+    """One round by hand, from `state` or from the beginning, with a replica that holds `params`."""
+    replica.load(params)
     return drive(algorithm.round(algorithm.init(params, peers) if state is None else state, replica, peers))

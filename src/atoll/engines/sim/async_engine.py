@@ -215,11 +215,11 @@ class AsyncSimEngine:
 
     # ------------------------------------------------------------------------------------------------- what workers ask for
 
-    def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: int) -> Wait:
+    def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float) -> Wait:
         return Wait(partial(self._start_computing, self.workers[island], function, steps, batches))
 
     def _start_computing(
-        self, worker: SimWorker, function: Callable[[], tuple[Any, Trained]], steps: int, batches: int, task: Task
+        self, worker: SimWorker, function: Callable[[], tuple[Any, Trained]], steps: int, batches: float, task: Task
     ) -> None:
         assert worker.dispatch is not None
         start_s = task.now_s

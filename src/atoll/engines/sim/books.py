@@ -35,6 +35,7 @@ class Totals:
     round: int = 0
     steps: int = 0
     outer_steps: int = 0
+    failed_rounds: int = 0
     tokens: int = 0
     """Those in updates that were committed."""
     local_updates: int = 0
@@ -50,6 +51,8 @@ class Books:
     def __init__(self, islands: int) -> None:
         self.ledgers = [Ledger() for _ in range(islands)]
         self.totals = Totals()
+        self.diverged = ""
+        """What there is to say about the last loss that was not finite."""
         self._losses: list[float] = []
 
     def sent(self, islands: Sequence[int], payload: Sequence[int], control: Sequence[int]) -> None:
@@ -64,19 +67,22 @@ class Books:
         start_s: float,
         end_s: float,
         steps: int,
-        batches: int,
+        batches: float,
         trained: Trained,
         round: int | None = None,
     ) -> Computed:
-        """An island has computed, in the present round unless another is given; a loss that is not finite ends the run here."""
+        """An island has computed, in the present round unless another is given. A loss that is not finite ends the run here if the
+        island has trained on; a gradient of it may still be left out."""
         round = self.totals.round if round is None else round
         for step, loss in enumerate(trained.losses):
             if not math.isfinite(loss):
-                raise TrainingDiverged(
+                self.diverged = (
                     f"the loss is {loss} on island {island} in round {round}, at inner step "
                     f"{self.totals.steps + step}. The run stops; what was saved before this round stands. Lower the learning rate, "
                     f"set train.clip_norm, or look at the data there."
                 )
+                if trained.moved:
+                    raise TrainingDiverged(self.diverged)
         self.ledgers[island].computed_s += end_s - start_s
         self.totals.local_updates += steps
         loss = fmean(trained.losses)
@@ -93,8 +99,8 @@ class Books:
         )
 
     def round_finished(self, steps: int, islands: int, time_s: float) -> RoundFinished:
-        """A round is over, in which each island took so many steps."""
-        self.totals.steps += steps
+        """A round is over, and so many steps of the run."""
+        self.totals.steps = steps
         return self._closed(islands, time_s)
 
     def hub_stepped(self, islands: int, time_s: float) -> RoundFinished:

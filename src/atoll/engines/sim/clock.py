@@ -1,7 +1,8 @@
 """Virtual time: coroutines that wait for moments which arrive as soon as everybody waits.
 
 A coroutine awaits a `Wait`, and the loop resumes it when the clock has come to the moment that the Wait names. The heap is ordered
-by time and then by the order in which Waits were filed, so the same run gives the same order of events every time.
+by time and then by the order in which Waits were filed, so the same run gives the same order of events every time. Of what happens
+at the same moment, flights come first: who asks then whether one is over is told that it is.
 """
 
 from __future__ import annotations
@@ -25,9 +26,16 @@ class Task:
     """A coroutine under the virtual clock. `now_s` is the moment at which it was last resumed."""
 
     def __init__(
-        self, loop: Loop, name: str, coroutine: Coroutine[Any, Any, Any], start_s: float, on_done: Callable[[Task], None]
+        self,
+        loop: Loop,
+        name: str,
+        coroutine: Coroutine[Any, Any, Any],
+        start_s: float,
+        on_done: Callable[[Task], None],
+        flight: bool = False,
     ) -> None:
         self.name = name
+        self.flight = flight
         self.now_s = start_s
         self.done = False
         self.result: Any = None
@@ -41,12 +49,15 @@ class Task:
 
     def _step(self, time_s: float, value: Any) -> None:
         self.now_s = time_s
+        outer, self._loop.current = self._loop.current, self
         try:
             wait = self._coroutine.send(value)
         except StopIteration as end:
             self.done, self.result = True, end.value
             self._on_done(self)
             return
+        finally:
+            self._loop.current = outer
         assert isinstance(wait, Wait), f"{self.name} awaited {wait!r}: only what the engine hands out can be awaited"
         wait.start(self)
 
@@ -62,7 +73,9 @@ class Loop:
     def __init__(self) -> None:
         self.tasks: dict[Task, None] = {}
         """Those that are not through, in the order in which they were spawned."""
-        self._heap: list[tuple[float, int, Task, Callable[[], Any]]] = []
+        self.current: Task | None = None
+        """The one that is going on right now."""
+        self._heap: list[tuple[float, bool, int, Task, Callable[[], Any]]] = []
         self._filed = 0
 
     def spawn(
@@ -78,15 +91,25 @@ class Loop:
         self.file(start_s, task, lambda: None)
         return task
 
+    def launch(self, name: str, coroutine: Coroutine[Any, Any, Any], on_done: Callable[[Task], None]) -> Task:
+        """A flight that begins now, up to its first wait at once."""
+        assert self.current is not None, "a flight is launched by a task"
+        task = Task(self, name, coroutine, self.current.now_s, on_done, flight=True)
+        self.tasks[task] = None
+        task._step(task.now_s, None)
+        if task.done:
+            del self.tasks[task]
+        return task
+
     def file(self, time_s: float, task: Task, value: Callable[[], Any]) -> None:
-        heapq.heappush(self._heap, (time_s, self._filed, task, value))
+        heapq.heappush(self._heap, (time_s, not task.flight, self._filed, task, value))
         self._filed += 1
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> list[Task]:
         """Until nothing is left to happen, or until `stop()` after something did. Returns the tasks that are not through."""
         try:
             while self._heap and not stop():
-                time_s, _, task, value = heapq.heappop(self._heap)
+                time_s, _, _, task, value = heapq.heappop(self._heap)
                 if not task.done:
                     task._step(time_s, value())
                 if task.done:

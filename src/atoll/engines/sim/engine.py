@@ -8,8 +8,10 @@ evaluates, saves, and lets islands come and go.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 
 from atoll.engines.local import LocalReplica, Trained
+from atoll.engines.sim import network
 from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
@@ -24,12 +27,14 @@ from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import Room, RoundVoid, SimPeers, SimReplica
 from atoll.engines.sim.world import Cluster
 from atoll.engines.slices import missing_bytes, recut
-from atoll.engines.states import agree, shared_fields, with_shared
+from atoll.engines.states import agree, given, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, Recut, RoundFailed, RunFinished
 from atoll.leaves import recycle, tree_bytes, trees
-from atoll.protocols import Algorithm, Batches, Owner, Sink, Work, fields_owned
+from atoll.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned
 from atoll.tree import Tree
+
+_MOST_SKIPPED = 20  # updates in a row, before the run is given up
 
 
 @dataclass
@@ -94,7 +99,7 @@ class SimEngine:
         self.rounds = steps // per_round
         self.seed = seed
         self.books = Books(cluster.islands)
-        self.positions = [0] * batches.num_shards
+        self.positions = [Fraction(0)] * batches.num_shards
         """In each shard, in batches."""
         self.islands: dict[int, Island] = {}
         self._batches = batches
@@ -108,6 +113,7 @@ class SimEngine:
         self._latest_s = 0.0
         self._shared: dict[str, Any] = {}
         """The newest shared fields, which every island that was heard holds too."""
+        self._skipped_in_a_row = 0
         self._agreed: dict[str, Any] | None = None
         """The shared fields of the first island that left the round."""
         self._handed_out: dict[int, int] = {}
@@ -123,7 +129,7 @@ class SimEngine:
         with self._computing.open(next(iter(self.islands.values())).replica):
             if not self.books.totals.metrics:
                 self._judge()
-            while self.round < self.rounds:
+            while not self.over:
                 self._play_round()
                 self._close_round()
         finished = self.books.finished(self.virtual_time_s, warm_start_tokens, self.params.digest())
@@ -131,8 +137,15 @@ class SimEngine:
         return finished
 
     @property
+    def over(self) -> bool:
+        """Whether the run has taken the steps it was given."""
+        return self.books.totals.steps >= self.steps
+
+    @property
     def params(self) -> Tree:
-        """The global weights."""
+        """The global weights, put together from slices where no island holds them as a whole."""
+        if "params" not in self._shared:
+            return Tree.join([island.state.params for island in self.islands.values()])
         params: Tree = self._shared["params"]
         return params
 
@@ -159,8 +172,10 @@ class SimEngine:
         before, self._agreed = [island.state for island in present], None
         self._handed_out = dict.fromkeys(self.islands, 0)
         for rank, island in enumerate(present):
-            coroutine = self.algorithm.round(island.state, SimReplica(self, island.id, island.replica), SimPeers(self, room, rank))
-            loop.spawn(f"island {island.id}", coroutine, island.clock_s, partial(self._leave_round, island, room, rank))
+            state = island.state if self.cluster.loses_messages else given(island.state)  # no round will have to be repeated
+            peers = SimPeers(self, room, rank, loop)
+            coroutine = self.algorithm.round(state, SimReplica(self, island.id, island.replica), peers)
+            loop.spawn(f"island {island.id}", coroutine, island.clock_s, partial(self._leave_round, island, room, peers))
         try:
             stuck = loop.run()
         except RoundVoid as void:
@@ -171,50 +186,101 @@ class SimEngine:
                 f"round {self.round} cannot end: {', '.join(room.waiting())}; the others have left the round. "
                 f"All islands must make the same calls in the same order."
             )
-        self._commit([island for rank, island in enumerate(present) if rank not in room.left_out])
+        self._commit([island for rank, island in enumerate(present) if rank not in room.left_out], skipped=room.skipped)
         recycle([*before, *room.results], [self._shared, *(island.state for island in present)])
 
     def _abandon(self, present: Sequence[Island], void: RoundVoid) -> None:
         """The round is void: everybody goes on from what it had before, and what was computed is lost."""
+        self.books.totals.failed_rounds += 1
+        time_s = void.time_s + self._put_weights_back()
         for island in present:
-            self.books.ledgers[island.id].present_s += void.time_s - island.clock_s
-            island.clock_s, island.uncommitted_tokens = void.time_s, 0
+            self.books.ledgers[island.id].present_s += time_s - island.clock_s
+            island.clock_s, island.uncommitted_tokens = time_s, waiting_tokens(island.state)
         self._sink.emit(RoundFailed(round=self.round, what=void.what, islands=void.silent, virtual_time_s=void.time_s))
+
+    def _put_weights_back(self) -> float:
+        """Replicas that keep the weights from round to round may hold an estimate of others: they are gathered anew. How long that
+        takes."""
+        if not isinstance(self.algorithm, HoldsWeights):
+            return 0.0
+        self._load_held()
+        held, islands = self._held(), list(self.islands)
+        cost = network.all_gather(held.numel, held.flat.element_size(), [self.cluster.line(island) for island in islands])
+        self.books.sent(islands, cost.sent_bytes, [0] * len(islands))
+        return cost.seconds
+
+    def _held(self) -> Tree:
+        """What replicas hold between two rounds."""
+        assert isinstance(self.algorithm, HoldsWeights)
+        return Tree.join([self.algorithm.held(island.state) for island in self.islands.values()])
+
+    def _load_held(self) -> None:
+        """Have all replicas hold it."""
+        if isinstance(self.algorithm, HoldsWeights):
+            held = self._held()
+            for island in self.islands.values():
+                island.replica.load(held)
 
     def _heard(self, island: int, islands: Sequence[int]) -> bool:
         """Whether the others hear this island in this round; alone, there is nobody whom a message could fail to reach."""
         return len(islands) == 1 or self.cluster.heard(island, self.round, self.seed)
 
-    def _leave_round(self, island: Island, room: Room, rank: int, task: Task) -> None:
+    def _leave_round(self, island: Island, room: Room, peers: SimPeers, task: Task) -> None:
         """An island is through. If it was heard it must hold the shared fields of the others, and from now on the same objects:
         at once, so that no more than one island's new fields lie beside those that all hold."""
+        if peers.flying:
+            raise ExchangeFailed(f"island {island.id} leaves round {self.round} with a flight open. Await it within the round.")
         self.books.ledgers[island.id].present_s += task.now_s - island.clock_s
         island.clock_s = task.now_s
         island.state = state = task.result
-        if room.committed and rank not in room.left_out:
+        if room.committed and peers.rank not in room.left_out:
             self._agreed = self._agreed or shared_fields(state)
             island.state = agree(f"island {island.id}", state, self._agreed)
             recycle([state], [self._agreed, self._shared, *(other.state for other in self.islands.values())])
         elif not list(trees(fields_owned(state, Owner.OWN))):
             island.uncommitted_tokens = 0  # it was not heard and kept no weights of its own: that work is lost
 
-    def _commit(self, heard: Sequence[Island]) -> None:
+    def _commit(self, heard: Sequence[Island], *, skipped: bool) -> None:
         """What those who were heard agreed on is what holds."""
         if self._agreed is None:
             return
-        if not all(tree.is_finite() for tree in trees(self._agreed)):
+        self._check_finite()
+        self._check_held()
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row == _MOST_SKIPPED:
             raise TrainingDiverged(
-                f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; what was "
-                f"saved before this round stands. Lower the learning rates, the outer one too, or set train.clip_norm."
+                f"{_MOST_SKIPPED} updates in a row were skipped, because gradients were not finite: {self.books.diverged}"
             )
         self._shared = self._agreed
         totals = self.books.totals
         totals.version += 1
-        totals.outer_steps += 1
+        totals.outer_steps += not skipped
         for island in heard:
             island.version = totals.version
-            totals.tokens += island.uncommitted_tokens
-            island.uncommitted_tokens = 0
+            waiting = waiting_tokens(island.state)  # they belong to the next update
+            totals.tokens += 0 if skipped else island.uncommitted_tokens - waiting
+            island.uncommitted_tokens = waiting
+
+    def _check_finite(self) -> None:
+        slices = [fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()]
+        if not all(tree.is_finite() for tree in trees([self._agreed, slices])):
+            raise TrainingDiverged(
+                self.books.diverged
+                or f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; what "
+                f"was saved before this round stands. Lower the learning rates, the outer one too, or set train.clip_norm."
+            )
+
+    def _check_held(self) -> None:
+        """Replicas that keep the weights from round to round must hold those that their slices make up."""
+        if not isinstance(self.algorithm, HoldsWeights):
+            return
+        held = self._held()
+        for island in self.islands.values():
+            if not island.replica.weights.holds(held):
+                raise ExchangeFailed(
+                    f"island {island.id} holds other weights than the slices of all islands make up, after round {self.round}. An "
+                    f"algorithm that has `held` must load what it gathered into the replica before a round ends."
+                )
 
     def _room(self, islands: Sequence[int]) -> Room:
         return Room(
@@ -228,12 +294,22 @@ class SimEngine:
         )
 
     def _close_round(self) -> None:
-        self._sink.emit(self.books.round_finished(self.algorithm.steps_per_round, len(self.islands), self.virtual_time_s))
-        last = self.round == self.rounds
-        if last or self.round % self._evaluate_every == 0:
+        before = self.books.totals.steps
+        per_round = self.algorithm.steps_per_round
+        if "steps" in self._shared:  # the State knows how far the run is; rounds that failed are spent all the same
+            steps = int(self._shared["steps"]) + self.books.totals.failed_rounds * per_round
+        else:
+            steps = before + per_round
+        self._sink.emit(self.books.round_finished(steps, len(self.islands), self.virtual_time_s))
+        if self.over or self._passed(before, self._evaluate_every):
             self._judge()
-        if self._save is not None and (last or self.round % self._save_every == 0):
+        if self._save is not None and (self.over or self._passed(before, self._save_every)):
             self._save(self)
+
+    def _passed(self, before: int, rounds: int) -> bool:
+        """Whether the run has just passed a multiple of so many rounds' steps."""
+        interval = rounds * self.algorithm.steps_per_round
+        return self.books.totals.steps // interval > before // interval
 
     def _judge(self) -> None:
         metrics = self._computing.result(self._computing.begin(lambda: self._evaluate(self.params, self.buffers())))
@@ -241,11 +317,11 @@ class SimEngine:
 
     # -------------------------------------------------------------------------------------------- what islands ask for (Host)
 
-    def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: int) -> Wait:
+    def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float) -> Wait:
         return Wait(partial(self._start_computing, island, function, steps, batches))
 
     def _start_computing(
-        self, island: int, function: Callable[[], tuple[Any, Trained]], steps: int, batches: int, task: Task
+        self, island: int, function: Callable[[], tuple[Any, Trained]], steps: int, batches: float, task: Task
     ) -> None:
         ledger = self.books.ledgers[island]
         step_s = self.cluster.step_time(island, self.seed) * self.cluster.jitter(island, ledger.stretches, batches, self.seed)
@@ -266,13 +342,13 @@ class SimEngine:
         within = fmean(island.replica.steps_taken for island in self.islands.values())
         return Progress(phase="training", done=int(min(within, self.steps)), total=self.steps)
 
-    def hand_out(self, island: int, steps: int, batches: int) -> Work:
+    def hand_out(self, island: int, steps: int, batches: int, pieces: int) -> Work:
         shard = island % self._batches.num_shards
-        start = self.positions[shard]
-        self.positions[shard] += batches
+        start = math.ceil(self.positions[shard] * pieces)  # who reads other pieces than the last one begins with a whole one
+        self.positions[shard] = Fraction(start + batches, pieces)
         schedule = self.books.totals.steps + self._handed_out[island]
         self._handed_out[island] += steps
-        return Work(shard=shard, start=start, schedule=schedule, examples=self._batches.examples(shard))
+        return Work(shard=shard, start=start, schedule=schedule, examples=self._batches.examples(shard), pieces=pieces)
 
     def catch_up(self, island: int, state: Any) -> Wait | None:
         me = self.islands[island]
@@ -282,7 +358,7 @@ class SimEngine:
 
     def _start_catching_up(self, me: Island, state: Any, task: Task) -> None:
         start_s = task.now_s
-        donor, sent_bytes, end_s = self._receive_shared(me.id, start_s)
+        donor, sent_bytes, end_s = self._receive(me.id, start_s, tree_bytes(self._shared))
         self._sink.emit(CaughtUp(island=me.id, donor=donor, round=self.round, start_s=start_s, end_s=end_s, sent_bytes=sent_bytes))
 
         def arrive() -> Any:
@@ -291,14 +367,14 @@ class SimEngine:
 
         task.resume_at(end_s, arrive)
 
-    def _receive_shared(self, island: int, start_s: float) -> tuple[int | None, int, float]:
-        """An up-to-date island sends the shared fields: who, how many bytes, and when they are there."""
+    def _receive(self, island: int, start_s: float, num_bytes: int) -> tuple[int | None, int, float]:
+        """An up-to-date island sends the shared fields, and the weights if nobody's are shared: who, how many bytes, and when they
+        are there."""
         donors = [d for d in self.islands.values() if d.version == self.books.totals.version and d.id != island]
         if not donors:  # the last one that knew has left; its legacy is at hand, but nobody's line carried it
             return None, 0, start_s
         # Lost is a delta that was not heard and an answer that did not come; its sender can still serve others, if need be.
         donor = min(donors, key=lambda d: (not self._heard(d.id, list(self.islands)), d.uplink_free_s, d.id))
-        num_bytes = tree_bytes(self._shared)
         begin_s = max(start_s, donor.uplink_free_s)
         donor.uplink_free_s = begin_s + transfer_s(num_bytes, self.cluster.line(donor.id), self.cluster.line(island))
         self.books.ledgers[donor.id].sent_bytes += num_bytes
@@ -312,6 +388,7 @@ class SimEngine:
             state = self.algorithm.init(params, SimPeers(self, self._room(present), rank))
             self._shared = self._shared or shared_fields(state)
             self._admit(island, agree(f"island {island}", state, self._shared), 0.0)
+        self._load_held()
 
     def _let_come_and_go(self) -> None:
         present = self.cluster.present(self.round, self.rounds)
@@ -320,18 +397,23 @@ class SimEngine:
             island.uplink_free_s = island.clock_s  # what it sent in the last round is through
         before = {island.id: fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()}
         self._latest_s = now_s  # the cluster's clock does not go back when the island that is furthest ahead leaves
+        if list(self.islands) == present:
+            return
+        params = self.params
+        num_bytes = tree_bytes(self._shared) + (self._held().nbytes if isinstance(self.algorithm, HoldsWeights) else 0)
         for gone in [island for island in self.islands if island not in present]:
             del self.islands[gone]
             self._sink.emit(IslandLeft(island=gone, round=self.round, virtual_time_s=now_s))
         for new in [island for island in present if island not in self.islands]:
-            donor, sent_bytes, begin_s = self._receive_shared(new, now_s)
+            donor, sent_bytes, begin_s = self._receive(new, now_s, num_bytes)
             self._sink.emit(IslandJoined(island=new, round=self.round, virtual_time_s=begin_s, donor=donor, sent_bytes=sent_bytes))
             # The fresh State gives the newcomer's own fields; all that is shared comes from the others.
-            fresh = self.algorithm.init(self.params, SimPeers(self, self._room(present), present.index(new)))
+            fresh = self.algorithm.init(params, SimPeers(self, self._room(present), present.index(new)))
             self._admit(new, with_shared(fresh, self._shared), begin_s)
         self.islands = {island: self.islands[island] for island in present}
-        if list(before) != present and any(before.values()):
+        if any(before.values()):
             self._recut(before)
+            self._load_held()
 
     def _recut(self, before: Mapping[int, dict[str, Any]]) -> None:
         """What each island holds a slice of is cut for the islands that are there now. Each sends what others lack; the slices of
@@ -362,7 +444,7 @@ class SimEngine:
         return {
             "engine": {
                 **self.books.to_parts(),
-                "positions": list(self.positions),
+                "positions": [position.as_integer_ratio() for position in self.positions],
                 "present": list(self.islands),
                 "latest_s": self._latest_s,
             },
@@ -384,7 +466,7 @@ class SimEngine:
         """Go on from a checkpoint. `load(part, like)` gives a part back, with the types of `like`."""
         engine = load("engine", None)
         self.books.from_parts(engine)
-        self.positions, self._latest_s = list(engine["positions"]), engine["latest_s"]
+        self.positions, self._latest_s = [Fraction(*position) for position in engine["positions"]], engine["latest_s"]
         fresh, begun = self.islands, self.params
         self._shared = load("shared", self._shared)
         self.islands = {}
@@ -398,3 +480,4 @@ class SimEngine:
             state = with_shared(template, {**(part["shared"] or self._shared), **part["rest"]})
             clock_s, tokens = part["clock_s"], part["uncommitted_tokens"]
             self.islands[number] = Island(number, replica, state, part["version"], clock_s, clock_s, uncommitted_tokens=tokens)
+        self._load_held()

@@ -8,33 +8,34 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim import network
-from atoll.engines.sim.clock import Task, Wait
+from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.network import CONTROL_BYTES, Cost, Link, Topology
 from atoll.errors import ExchangeFailed
-from atoll.events import Compared, Exchanged
-from atoll.protocols import Gradient, Mean, Scattered, Sink, Work
+from atoll.events import Compared, Exchanged, UpdateSkipped
+from atoll.protocols import Gradient, Mean, Scattered, Sink, Weigh, Work
 from atoll.tree import Tree
 
 S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Computes(Protocol):
     """What an engine does for an island's replica."""
 
-    def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: int) -> Wait: ...
+    def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float) -> Wait: ...
 
 
 class Host(Computes, Protocol):
     """What an engine does for an island's peers besides."""
 
-    def hand_out(self, island: int, steps: int, batches: int) -> Work: ...
+    def hand_out(self, island: int, steps: int, batches: int, pieces: int) -> Work: ...
 
     def catch_up(self, island: int, state: Any) -> Wait | None: ...
 
@@ -54,9 +55,20 @@ class SimReplica:
     async def train(self, steps: int, work: Work) -> None:
         await self._host.compute(self._island, lambda: (None, self._replica.train(steps, work)), steps=steps, batches=steps)
 
-    async def gradient(self, at: Tree, work: Work, onto: Gradient | None = None) -> Gradient:
+    async def gradient(
+        self,
+        work: Work,
+        *,
+        at: Tree | None = None,
+        onto: Gradient | None = None,
+        weigh: Weigh = "batches",
+        wide: bool = False,
+    ) -> Gradient:
         gradient: Gradient = await self._host.compute(
-            self._island, lambda: self._replica.gradient(at, work, onto), steps=0 if onto else 1, batches=1
+            self._island,
+            lambda: self._replica.gradient(work, at=at, onto=onto, weigh=weigh, wide=wide),
+            steps=0 if onto else 1,
+            batches=1 / work.pieces if work.pieces > 1 else 1,
         )
         return gradient
 
@@ -64,9 +76,10 @@ class SimReplica:
 class SimPeers:
     """The islands of one round, seen from one of them."""
 
-    def __init__(self, host: Host, room: Room, rank: int) -> None:
-        self._host, self._room, self._rank = host, room, rank
+    def __init__(self, host: Host, room: Room, rank: int, loop: Loop | None = None) -> None:
+        self._host, self._room, self._rank, self._loop = host, room, rank, loop
         self._calls = itertools.count()
+        self._flight: SimFlight | None = None
 
     @property
     def rank(self) -> int:
@@ -76,15 +89,15 @@ class SimPeers:
     def size(self) -> int:
         return len(self._room.islands)
 
-    def work(self, steps: int, batches: int | None = None) -> Work:
-        return self._host.hand_out(self._room.islands[self._rank], steps, steps if batches is None else batches)
+    def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
+        return self._host.hand_out(self._room.islands[self._rank], steps, steps if batches is None else batches, pieces)
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
         mean: Mean = await self._meet("mean", tree, weight, compare)
         return mean
 
-    async def reduce_scatter(self, tree: Tree, weight: float = 1.0) -> Scattered:
-        scattered: Scattered = await self._meet("reduce_scatter", tree, weight)
+    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
+        scattered: Scattered = await self._meet("reduce_scatter", tree, weight, wide)
         return scattered
 
     async def all_gather(self, shard: Tree) -> Tree:
@@ -99,9 +112,63 @@ class SimPeers:
         wait = self._host.catch_up(self._room.islands[self._rank], state)
         return state if wait is None else await wait
 
-    def _meet(self, what: str, tree: Tree, weight: float = 1.0, compare: bool = False) -> Wait:
+    def background(self, coroutine: Coroutine[Any, Any, T], /) -> SimFlight:
+        assert self._loop is not None, "between two rounds nothing is sent"
+        if self.flying:
+            coroutine.close()
+            raise ExchangeFailed(f"island {self._room.islands[self._rank]} has a flight open already. Await it before the next.")
+        flight = self._flight = SimFlight()
+        flight.task = self._loop.launch(f"flight of island {self._room.islands[self._rank]}", coroutine, flight.land)
+        return flight
+
+    @property
+    def flying(self) -> bool:
+        """Whether a flight is open."""
+        return self._flight is not None and not self._flight.done()
+
+    def _meet(self, what: str, tree: Tree, weight: float = 1.0, option: bool = False) -> Wait:
         call = next(self._calls)
-        return Wait(lambda task: self._room.arrive(call, what, Arrival(self._rank, task, task.now_s, tree, weight), compare))
+
+        def start(task: Task) -> None:
+            if self.flying and not task.flight:
+                raise ExchangeFailed(
+                    f"island {self._room.islands[self._rank]} comes to a {what} while its flight is open: its exchanges would "
+                    f"overtake each other. Await the flight first, or exchange within it."
+                )
+            self._room.arrive(call, what, Arrival(self._rank, task, task.now_s, tree, weight), option)
+
+        return Wait(start)
+
+
+class SimFlight:
+    """A coroutine of an island beside its main one. A protocols.Flight."""
+
+    task: Task
+
+    def __init__(self) -> None:
+        self._over = False
+        self._waiting: Task | None = None
+
+    def done(self) -> bool:
+        return self._over
+
+    def __await__(self) -> Generator[Wait, Any, Any]:
+        return Wait(self._wait).__await__()
+
+    def _wait(self, task: Task) -> None:
+        self._waiting = task
+        if self._over:
+            self._resume(task.now_s)
+
+    def land(self, task: Task) -> None:
+        """The coroutine is through."""
+        self._over = True
+        if self._waiting is not None:
+            self._resume(task.now_s)
+
+    def _resume(self, time_s: float) -> None:
+        assert self._waiting is not None
+        self._waiting.resume_at(time_s, lambda: self.task.result)
 
 
 _NOTHING = Tree.of({})
@@ -150,12 +217,15 @@ class Room:
     """Whether an exchange of this round carried any weight."""
     left_out: set[int] = field(default_factory=set)
     """Ranks that a mean of this round went on without."""
+    skipped: bool = False
+    """Whether gradients of this round were of no use, because somebody's were not finite."""
     results: list[Tree] = field(default_factory=list)
     """What exchanges made; all islands hold the same object."""
     _waiting: dict[int, list[Arrival]] = field(default_factory=dict)
     _subjects: dict[int, str] = field(default_factory=dict)
 
-    def arrive(self, call: int, what: str, arrival: Arrival, compare: bool) -> None:
+    def arrive(self, call: int, what: str, arrival: Arrival, option: bool) -> None:
+        """`option` is a mean's `compare` or a reduce-scatter's `wide`."""
         if what != "total" and not (math.isfinite(arrival.weight) and arrival.weight >= 0):
             raise ExchangeFailed(
                 f"island {self.islands[arrival.rank]} comes to a {what} with a weight of {arrival.weight}. "
@@ -171,7 +241,7 @@ class Room:
         arrivals.append(arrival)
         if len(arrivals) == len(self.islands):
             del self._waiting[call]
-            self._hold(what, sorted(arrivals, key=lambda a: a.rank), compare)
+            self._hold(what, sorted(arrivals, key=lambda a: a.rank), option)
 
     def waiting(self) -> list[str]:
         """Who still waits at which meeting, in words."""
@@ -181,7 +251,7 @@ class Room:
             for arrival in arrivals
         ]
 
-    def _hold(self, what: str, arrivals: list[Arrival], compare: bool) -> None:
+    def _hold(self, what: str, arrivals: list[Arrival], option: bool) -> None:
         """The last one has come: compute the outcome, and let everybody go on when it is over."""
         heard = [a for a in arrivals if self.heard[a.rank]]
         start_s = max(arrival.time_s for arrival in arrivals)
@@ -208,10 +278,13 @@ class Room:
                 sent_bytes=sent,
                 control_bytes=control,
                 weight=weight,
+                background=arrivals[0].task.flight,
             )
         )
-        outcome = self._outcome(what, arrivals, heard)
-        if compare and heard:
+        outcome = self._outcome(what, arrivals, heard, wide=option)
+        if what == "reduce_scatter":
+            self._look_for_what_is_not_finite(outcome[0], arrivals, start_s + cost.seconds)
+        if what == "mean" and option and heard:
             self._compare([a.tree for a in heard], outcome[heard[0].rank].value)
         for arrival in arrivals:
             if arrival.tree.spare:
@@ -233,7 +306,14 @@ class Room:
             return network.reduce_scatter(heard[0].tree.numel, item_bytes, links)
         return network.all_gather(sum(a.tree.numel for a in heard), item_bytes, links)
 
-    def _outcome(self, what: str, arrivals: Sequence[Arrival], heard: Sequence[Arrival]) -> dict[int, Any]:
+    def _look_for_what_is_not_finite(self, scattered: Scattered, arrivals: Sequence[Arrival], time_s: float) -> None:
+        if scattered.finite:
+            return
+        self.skipped = True
+        culprits = [self.islands[a.rank] for a in arrivals if not a.tree.is_finite()]
+        self.report.emit(UpdateSkipped(round=self.round, islands=culprits, virtual_time_s=time_s))
+
+    def _outcome(self, what: str, arrivals: Sequence[Arrival], heard: Sequence[Arrival], *, wide: bool) -> dict[int, Any]:
         """What each rank is given."""
         trees = [arrival.tree for arrival in heard]
         if what == "mean":
@@ -245,11 +325,13 @@ class Room:
         total = float(sum(a.weight for a in heard))
         if what == "total":
             return {a.rank: total for a in arrivals}
-        whole = Tree.join(trees) if what == "all_gather" else ordered_sum(trees, [1.0] * len(trees))
-        self.results.append(whole)
         if what == "all_gather":
+            whole = _joined(trees, self.results)
             return {a.rank: whole for a in arrivals}
-        return {a.rank: Scattered(whole.shard(a.rank, len(arrivals)), total) for a in arrivals}
+        finite = all(tree.is_finite() for tree in trees)
+        whole = ordered_sum([tree.wide() if wide else tree for tree in trees], [1.0] * len(trees))
+        self.results.append(whole)
+        return {a.rank: Scattered(whole.shard(a.rank, len(arrivals)), total, finite) for a in arrivals}
 
     def _compare(self, contributions: Sequence[Tree], mean: Tree) -> None:
         norms = [tree.norm() for tree in contributions]
@@ -279,6 +361,18 @@ def ordered_sum(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
     for tree, weight in rest:
         total = total.give().add(_borrowed(tree), weight)
     return total
+
+
+def _joined(shards: Sequence[Tree], results: list[Tree]) -> Tree:
+    """The whole of which these are the shards: the buffer that they lie in already, where a reduce-scatter left them there."""
+    for whole in results:
+        if not whole.given and all(
+            shard.flat.data_ptr() == whole.shard(rank, len(shards)).flat.data_ptr() and shard.flat.dtype == whole.flat.dtype
+            for rank, shard in enumerate(shards)
+        ):
+            return whole
+    results.append(Tree.join(shards))
+    return results[-1]
 
 
 def weighted_mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:

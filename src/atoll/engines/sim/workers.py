@@ -24,7 +24,7 @@ class Stretch(NamedTuple):
     start_s: float
     end_s: float
     steps: int
-    batches: int
+    batches: float
     trained: Trained
 
 
@@ -121,7 +121,7 @@ class Crew:
         """In steps per second."""
         return 1 / self._cluster.step_time(island, self._seed)
 
-    def duration_s(self, island: int, round: int, batches: int, stretch: int = 0) -> float:
+    def duration_s(self, island: int, round: int, batches: float, stretch: int = 0) -> float:
         """Of a round's so-manieth stretch of computing."""
         jitter = self._cluster.jitter(island, f"{round}.{stretch}" if stretch else round, batches, self._seed)
         return batches * (self._cluster.step_time(island, self._seed) * jitter)

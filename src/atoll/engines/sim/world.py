@@ -167,17 +167,23 @@ class Cluster:
             return False
         return self.drop_probability == 0 or _draw(seed, "drop", round, island).random() >= self.drop_probability
 
+    @property
+    def loses_messages(self) -> bool:
+        """Whether somebody may go unheard, so that a round may have to be repeated."""
+        return self.drop_probability > 0 or bool(self.lost)
+
     def step_time(self, island: int, seed: int) -> float:
         """Seconds that one batch takes this island, before jitter."""
         times = step_times(self.step_time_s)
         return times[island % len(times)] * _factor(self.step_time_spread, seed, "spread", island)
 
-    def jitter(self, island: int, stretch: int | str, batches: int, seed: int) -> float:
+    def jitter(self, island: int, stretch: int | str, batches: float, seed: int) -> float:
         """By which factor this island's so-manieth stretch of computing is longer: the mean over its batches."""
         if not self.step_time_jitter:
             return 1.0
         draw = _draw(seed, "jitter", stretch, island)
-        return sum(draw.lognormvariate(0.0, self.step_time_jitter) for _ in range(batches)) / batches
+        draws = max(1, round(batches))  # a piece of a batch draws like a batch
+        return sum(draw.lognormvariate(0.0, self.step_time_jitter) for _ in range(draws)) / draws
 
     def line(self, island: int) -> Link:
         return self.links[island % len(self.links)] if self.links else self.link

@@ -1,0 +1,163 @@
+"""ACCO: accumulate while you communicate. The exchange of one half of a batch hides behind the computing of the other.
+
+Nabli, Fournier, Erbacher, Serrano, Belilovsky and Oyallon, "ACCO: Accumulate While You Communicate for Communication-Overlapped
+Sharded LLM Training", arXiv 2406.02613.
+
+A batch has two halves. The gradients of the first half are on their way (reduce-scatter, a sharded step, all-gather) while those of
+the second are computed: what comes back is an estimate of the next weights, from half a batch. Then both halves together are on
+their way, which gives the next weights themselves, while the first half of the next batch is computed at the estimate. Estimate
+and commit start from the same weights and the same optimizer state; the estimate's new state is thrown away as it is made.
+
+    paper   theta_t        theta~_t+1   s_t               g~_t, N~_t     g_t + g~_t, N_t + N~_t    Opt
+    here    state.params   `estimate`   state.optimizer   state.first    `both`                    self.rule
+
+A gradient is a sum with its weight, which is summed over islands too, so every micro-batch weighs the same, whoever computed it.
+With `batch="free"` an island goes on with further micro-batches until its exchange is over: a fast one contributes more, and
+none is idle. Per update it sends twice what ZeRO-1 sends. With a fixed batch an update takes max(c, 2m), where computing takes c
+and an exchange m, and ZeRO-1 takes c + m: ACCO pays while the exchange is the shorter of the two. DiLoCo is for longer ones.
+
+    paper   the first estimate comes of one micro-batch    the rate ticks by micro-batches (released code: hardly at all)
+    here    of a half, computed before anything is sent    by commits, or by samples: `clock`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from atoll.algorithms.sharded import Sharded
+from atoll.errors import ConfigError
+from atoll.optim.schedules import at
+from atoll.optim.stepping import kept_as_it_is
+from atoll.protocols import Flight, Gradient, Peers, Replica, Rule, own, sharded, shared
+from atoll.tree import Tree
+
+
+@dataclass(frozen=True)
+class ACCOState:
+    """All that ACCO remembers between rounds. A round ends with a commit."""
+
+    params: Tree = sharded(taken=True)
+    optimizer: Any = sharded(taken=True)
+    steps: float = shared()
+    """How far the run has come: commits, or samples in units of the nominal batch."""
+    committed: float = shared()
+    """Weight of all gradients in commits so far: micro-batches, or tokens."""
+    first: Gradient | None = own(taken=True)
+    """The first half of the next batch, computed while the last commit was on its way."""
+    dropped: float = own(0.0)
+    """Weight of this island's gradients that went into no commit."""
+
+
+class Committed(NamedTuple):
+    """What a commit brought: the new weights as a whole and in a slice. A weight of 0 says that they are the old ones."""
+
+    whole: Tree
+    params: Tree
+    optimizer: Any
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ACCO(Sharded):
+    """Accumulate while you communicate.
+
+    Args:
+        accumulation: micro-batches in half a batch: a batch is cut into twice as many pieces.
+        batch: fixed: each island computes exactly one batch per commit. free: it goes on until its exchange is over.
+        clock: what the learning rate goes by: commits, or samples, that is, how many nominal batches were committed. The run ends
+            by the same clock.
+        warmup: commits at the beginning that hide nothing: a batch is computed, then exchanged, as ZeRO-1 does it.
+    """
+
+    batch: Literal["fixed", "free"] = "fixed"
+    clock: Literal["commits", "samples"] = "commits"
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup < 0:
+            raise ConfigError(f"warmup={self.warmup}: it is 0 commits or more. Use 0 to hide exchanges from the start.")
+        if self.clock == "samples" and self.weigh == "tokens":
+            raise ConfigError(
+                "clock=samples counts micro-batches, and with weigh=tokens islands tell each other tokens only. "
+                "Use clock=commits, or weigh=batches."
+            )
+
+    def init(self, params: Tree, peers: Peers) -> ACCOState:
+        return ACCOState(*self.cut(params, peers), steps=0.0, committed=0.0)
+
+    async def round(self, state: ACCOState, replica: Replica, peers: Peers) -> ACCOState:
+        if state.steps < self.warmup:
+            both = await self.add_up(replica, peers, self._pieces, pieces=self._pieces)
+            return self._after(state, await self._commit(state, both.give(), peers), both, None, replica, peers)
+
+        first = state.first or await self._half(replica, peers)
+        flight = peers.background(self._estimate(state, first, peers))
+        both = await self._half(replica, peers, onto=first, until=flight)
+        estimate = await flight
+        if estimate is not None:
+            replica.load(estimate)
+        del first, estimate  # and their buffers: the next half needs one
+
+        commit = peers.background(self._commit(state, both.give(), peers))
+        first = await self._half(replica, peers, until=commit)
+        return self._after(state, await commit, both, first, replica, peers)
+
+    async def _half(
+        self, replica: Replica, peers: Peers, *, onto: Gradient | None = None, until: Flight[Any] | None = None
+    ) -> Gradient:
+        """Half a batch; in the free mode as much more as there is time for until the exchange is over."""
+        total = await self.add_up(replica, peers, self.accumulation, pieces=self._pieces, onto=onto)
+        while self.batch == "free" and until is not None and not until.done():
+            total = await self.add_up(replica, peers, 1, pieces=self._pieces, onto=total.give())
+        return total
+
+    async def _estimate(self, state: ACCOState, first: Gradient, peers: Peers) -> Tree | None:
+        """The weights that the first half alone would lead to; none if its gradients are of no use."""
+        # A copy is what travels: the second half is added onto the first meanwhile.
+        reduced = await self.reduce(first._replace(sum=first.sum.copy()).give(), peers)
+        if reduced is None:
+            return None
+        return await peers.all_gather(self.glance(self._rule_at(state), state.params, state.optimizer, reduced))
+
+    async def _commit(self, state: ACCOState, both: Gradient, peers: Peers) -> Committed:
+        """The weights that both halves lead to, from those that the estimate started from too."""
+        reduced = await self.reduce(both, peers)
+        if reduced is None:  # the replica may hold an estimate, which nothing confirms: back to the weights before it
+            kept = kept_as_it_is(state.params, state.optimizer)
+            return Committed(await peers.all_gather(self.travelling_slice(kept[0])), *kept, 0.0)
+        new = self.step(self._rule_at(state), state.params, state.optimizer, reduced)
+        return Committed(await peers.all_gather(new.sent), new.params, new.state, reduced.weight)
+
+    def _after(
+        self, state: ACCOState, new: Committed, both: Gradient, first: Gradient | None, replica: Replica, peers: Peers
+    ) -> ACCOState:
+        """The State after a commit."""
+        replica.load(new.whole)
+        nominal = peers.size * self._pieces
+        return ACCOState(
+            params=new.params,
+            optimizer=new.optimizer,
+            steps=state.steps + (1.0 if self.clock == "commits" else new.weight / nominal),
+            committed=state.committed + new.weight,
+            first=first,
+            dropped=state.dropped + (0.0 if new.weight else both.weight),
+        )
+
+    def rebase(self, state: ACCOState, params: Tree, peers: Peers) -> ACCOState:
+        """The first half that waits was computed at other weights: it is dropped, and counted."""
+        waiting = state.first.weight if state.first else 0.0
+        return replace(state, params=self.slice_of(params, peers), first=None, dropped=state.dropped + waiting)
+
+    @property
+    def _pieces(self) -> int:
+        return 2 * self.accumulation
+
+    def _rule_at(self, state: ACCOState) -> Rule:
+        """The rule at this position of its schedule. Estimate and commit stand at the same. Commits the rule counts itself."""
+        if self.clock == "commits":
+            return self.rule
+        rule: Any = self.rule
+        at_position: Rule = replace(rule, lr=at(rule.lr, int(state.steps)))
+        return at_position

@@ -1,0 +1,79 @@
+"""DPU: the delayed parameter update. The exchange hides behind the computing of the next gradient, which is one step late.
+
+Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840, section 5.2; in the form in which ACCO's
+paper (arXiv 2406.02613, section 3.1) compares itself with it.
+
+While the gradients of one batch are on their way, those of the next are computed, at weights that know nothing of the former.
+
+    paper   theta_t        g(theta~_t)      theta~_t+1 = theta_t
+    here    state.params   state.waiting    the weights that the replica holds
+
+An update takes max(c, m), where computing takes c and an exchange m. What it costs is staleness; some steps without delay at the
+beginning, when weights move most, soften it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from atoll.algorithms.sharded import Sharded
+from atoll.errors import ConfigError
+from atoll.optim.stepping import kept_as_it_is
+from atoll.protocols import Gradient, Peers, Replica, own, sharded, shared
+from atoll.tree import Tree
+
+
+@dataclass(frozen=True)
+class DPUState:
+    """All that DPU remembers between rounds."""
+
+    params: Tree = sharded(taken=True)
+    optimizer: Any = sharded(taken=True)
+    steps: int = shared()
+    waiting: Gradient | None = own(taken=True)
+    """Of the batch that was computed while the last update was on its way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPU(Sharded):
+    """Delayed parameter update.
+
+    Args:
+        accumulation: batches whose gradients an island adds up before it talks.
+        warmup: updates at the beginning without delay, as ZeRO-1 does them. ZeRO-Offload's is 40.
+    """
+
+    warmup: int = 40
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup < 0:
+            raise ConfigError(f"warmup={self.warmup}: it is 0 updates or more. Use 0 to delay all of them.")
+
+    def init(self, params: Tree, peers: Peers) -> DPUState:
+        return DPUState(*self.cut(params, peers), steps=0)
+
+    async def round(self, state: DPUState, replica: Replica, peers: Peers) -> DPUState:
+        waiting = state.waiting or (await self.add_up(replica, peers, self.accumulation)).give()
+        if state.steps < self.warmup:
+            whole, params, optimizer = await self._update(state, waiting, peers)
+            fresh = None
+        else:
+            flight = peers.background(self._update(state, waiting, peers))
+            fresh = await self.add_up(replica, peers, self.accumulation)
+            whole, params, optimizer = await flight
+        if whole is not None:
+            replica.load(whole)
+        return DPUState(params, optimizer, state.steps + 1, fresh)
+
+    async def _update(self, state: DPUState, gradient: Gradient, peers: Peers) -> tuple[Tree | None, Tree, Any]:
+        """The new weights, whole and in a slice, and the optimizer's state; no whole if the update was skipped."""
+        reduced = await self.reduce(gradient, peers)
+        if reduced is None:
+            return None, *kept_as_it_is(state.params, state.optimizer)
+        new = self.step(self.rule, state.params, state.optimizer, reduced)
+        return await peers.all_gather(new.sent), new.params, new.state
+
+    def rebase(self, state: DPUState, params: Tree, peers: Peers) -> DPUState:
+        return replace(state, params=self.slice_of(params, peers), waiting=None)

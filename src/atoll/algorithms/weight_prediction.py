@@ -1,0 +1,103 @@
+"""WP: weight prediction. Like DPU, but gradients are computed where the weights are expected to be when they are applied.
+
+Chen, Yang and Cheng, "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform",
+arXiv 1809.02839; in the form in which ACCO's paper (arXiv 2406.02613, section 3.1) compares itself with it.
+
+While the gradients of one batch are on their way, those of the next are computed. The exchange makes two steps of what it brings:
+one that counts, and from there a second one with the same gradient, whose outcome is where the next gradients are computed. The
+second step's optimizer state is thrown away.
+
+    paper   theta_t+1 = Opt(theta_t, g~_t)    theta~_t+1 = Opt(theta_t+1, g~_t)
+    here    state.params                      state.ahead, which the replica holds
+
+Only the predicted weights need be whole anywhere, so an update sends what ZeRO-1 sends, and takes max(c, m).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from atoll.algorithms.sharded import Sharded
+from atoll.errors import ConfigError
+from atoll.optim.stepping import kept_as_it_is
+from atoll.protocols import Gradient, Peers, Replica, own, sharded, shared
+from atoll.tree import Tree
+
+
+@dataclass(frozen=True)
+class WPState:
+    """All that WP remembers between rounds."""
+
+    params: Tree = sharded(taken=True)
+    optimizer: Any = sharded(taken=True)
+    ahead: Tree = sharded()
+    """This island's slice of the predicted weights, as it travels."""
+    steps: int = shared()
+    waiting: Gradient | None = own(taken=True)
+    """Of the batch that was computed while the last update was on its way."""
+
+
+class Updated(NamedTuple):
+    """What an update brought. `whole` are the weights to compute at; none if the update was skipped, and they are the old ones."""
+
+    whole: Tree | None
+    params: Tree
+    optimizer: Any
+    ahead: Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class WP(Sharded):
+    """Weight prediction.
+
+    Args:
+        accumulation: batches whose gradients an island adds up before it talks.
+        warmup: updates at the beginning that hide nothing, as ZeRO-1 does them.
+    """
+
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup < 0:
+            raise ConfigError(f"warmup={self.warmup}: it is 0 updates or more. Use 0 to hide exchanges from the start.")
+
+    def init(self, params: Tree, peers: Peers) -> WPState:
+        mine, optimizer = self.cut(params, peers)
+        return WPState(mine, optimizer, self._present(mine), steps=0)
+
+    async def round(self, state: WPState, replica: Replica, peers: Peers) -> WPState:
+        waiting = state.waiting or (await self.add_up(replica, peers, self.accumulation)).give()
+        if state.steps < self.warmup:
+            new, fresh = await self._update(state, waiting, peers), None
+        else:
+            flight = peers.background(self._update(state, waiting, peers))
+            fresh = await self.add_up(replica, peers, self.accumulation)
+            new = await flight
+        if new.whole is not None:
+            replica.load(new.whole)
+        return WPState(new.params, new.optimizer, new.ahead, state.steps + 1, fresh)
+
+    async def _update(self, state: WPState, gradient: Gradient, peers: Peers) -> Updated:
+        reduced = await self.reduce(gradient, peers)
+        if reduced is None:
+            return Updated(None, *kept_as_it_is(state.params, state.optimizer), state.ahead)
+        again = reduced._replace(sum=reduced.sum.copy())  # a step writes over its gradient
+        new = self.step(self.rule, state.params, state.optimizer, reduced)
+        # In the warm-up the next gradients are applied to these very weights.
+        at_once = state.steps < self.warmup
+        ahead = self._present(new.params) if at_once else self.glance(self.rule, new.params, new.state, again)
+        return Updated(await peers.all_gather(ahead), new.params, new.state, ahead)
+
+    def _present(self, params: Tree) -> Tree:
+        """The weights as they are, for want of a prediction, in a buffer of their own."""
+        travelling = self.travelling_slice(params)
+        return travelling.copy() if travelling is params else travelling
+
+    def held(self, state: WPState) -> Tree:
+        return state.ahead
+
+    def rebase(self, state: WPState, params: Tree, peers: Peers) -> WPState:
+        mine = self.slice_of(params, peers)
+        return replace(state, params=mine, ahead=self._present(mine), waiting=None)
