@@ -21,9 +21,11 @@ from atoll.events import (
     Progress,
     Refused,
     Returned,
+    RoundFailed,
     RoundFinished,
     RunStarted,
     Saved,
+    UpdateSkipped,
 )
 from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.units import human_bytes, human_time
@@ -194,6 +196,17 @@ def test_updates_that_are_not_taken_are_told_with_their_reason() -> None:
         "the update of island 2 from its round no. 7 was refused at 0:01:01 (it holds NaN)",
         "island 1 brings nothing from its round no. 9: 50 steps of shard 4 are put back",
     ]
+
+
+def test_skipped_updates_and_void_rounds_are_told_with_their_islands() -> None:
+    out = show(
+        [
+            UpdateSkipped(round=3, islands=[1], virtual_time_s=2.0),
+            RoundFailed(round=4, what="all_gather", islands=[0, 2], virtual_time_s=3.0),
+        ]
+    )
+    assert "round 3: gradients of island 1 are not finite, so all islands skip the update" in out
+    assert "round 4: void, since all_gather needs everybody and did not hear of: 0, 2" in out
 
 
 def test_what_is_recalled_is_not_shown_but_figures_go_on_from_it() -> None:

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atoll.algorithms.acco import ACCO
+from atoll.engines.sim.network import Link
+from atoll.engines.sim.world import Cluster
 from atoll.errors import AtollError
-from atoll.events import CaughtUp, Computed, Evaluated, Event, Exchanged, IslandJoined, IslandLeft, RoundFinished
+from atoll.events import (
+    CaughtUp,
+    Computed,
+    Evaluated,
+    Event,
+    Exchanged,
+    IslandJoined,
+    IslandLeft,
+    Recut,
+    RoundFailed,
+    RoundFinished,
+    UpdateSkipped,
+)
 from atoll.telemetry import JsonlSink, write_trace
+from atoll.testing.simulate import simulate
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -131,3 +148,38 @@ def test_a_trace_is_valid_json_even_if_a_loss_is_not_a_number(tmp_path) -> None:
 def test_a_run_without_a_timeline_is_named(tmp_path) -> None:
     with pytest.raises(AtollError, match="nothing on its timeline"):
         write_trace(log(tmp_path), tmp_path / "trace.json")
+
+
+def test_exchanges_in_the_background_have_a_row_of_their_own(tmp_path) -> None:
+    hidden, plain = replace(met(2.0, 5.0, [1.0], [True]), background=True), met(4.0, 6.0, [4.0], [True], "total")
+    found = rows(records(log(tmp_path, computed(0, 0.0, 10.0), hidden, plain)))
+    assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 0", "line"]] == [
+        ("wait", 1.0, 1.0),
+        ("mean", 2.0, 3.0),
+    ]
+    assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 0", "network"]] == [("total", 4.0, 2.0)]
+
+
+def test_a_run_that_hides_nothing_has_no_such_row(tmp_path, script) -> None:
+    assert {row for _, row in rows(records(script().write(tmp_path / "run")))} == {"computing", "network", "rounds"}
+
+
+@pytest.mark.parametrize("algorithm", [ACCO(), ACCO(batch="free", clock="samples")], ids=["fixed", "free"])
+def test_no_row_of_a_run_that_hides_its_exchanges_overlaps_itself(tmp_path, algorithm) -> None:
+    cluster = Cluster(islands=3, step_time_s=(1.0, 1.3, 3.0), link=Link(latency_s=0.2))
+    found = rows(records(log(tmp_path, *simulate(algorithm, steps=5, cluster=cluster).events)))
+    assert ("island 2", "line") in found
+    for spans in found.values():
+        for one, two in pairwise(spans):
+            assert one["ts"] + one["dur"] <= two["ts"] + 1e-3
+
+
+def test_what_went_wrong_and_what_was_cut_anew_are_on_the_timeline(tmp_path) -> None:
+    skipped = UpdateSkipped(round=3, islands=[0, 2], virtual_time_s=1.0)
+    failed = RoundFailed(round=4, what="all_gather", islands=[1], virtual_time_s=2.0)
+    trace = records(log(tmp_path, skipped, failed, Recut(round=5, islands=[0, 1], start_s=2.0, end_s=3.0, sent_bytes=[30, 40])))
+    moments = [(r["name"], r["ts"] / 1e6, r["args"]) for r in trace if r["ph"] == "i"]
+    assert moments[0] == ("update skipped", 1.0, {"round": 3, "not finite on": "0, 2"})
+    assert moments[1][:2] == ("round void", 2.0)
+    assert [s["args"]["bytes"] for island in (0, 1) for s in rows(trace)[f"island {island}", "network"]] == [30, 40]
+    assert [r["args"]["bytes"] for r in trace if r["ph"] == "C"] == [70]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.telemetry import Summary, read_summary
+from atoll.telemetry import OverlapSummary, Summary, read_summary
 from atoll.telemetry.verdict import Row, losses_as_text, reference, verdict
 
 DDP = Summary(
@@ -101,6 +101,18 @@ def test_the_last_round_of_a_run_with_a_hub_may_go_past_the_end(tmp_path, async_
     assert "not comparable" in tell(replace(DDP, tokens=2400, params=hub.params), hub)
     assert "not comparable" in tell(replace(DDP, tokens=3100, params=hub.params), hub), "it never stops short of it"
     assert "not comparable" in tell(replace(DDP, tokens=2500, params=hub.params), replace(hub, asynchrony=None))
+
+
+def test_the_last_commit_of_islands_that_accumulate_freely_may_go_past_the_end() -> None:
+    """Commits of 300 to 400 tokens: a run that was asked for 10,000 may have seen up to 400 more."""
+    rounds = OverlapSummary(islands=(), background=1, exchanges=1, skipped=0, failed=0, most_tokens=400, fewest_tokens=300)
+    free = replace(DILOCO, recipe="acco", tokens=10_390, overlap=rounds)
+    assert "not comparable" not in tell(DDP, free)
+    assert "not comparable" in tell(DDP, replace(free, tokens=10_600))
+    assert "not comparable" in tell(DDP, replace(free, tokens=9_700)), "it never stops short of it"
+    assert "not comparable" in tell(DDP, replace(free, overlap=None))
+    even = replace(rounds, fewest_tokens=400)
+    assert "not comparable" in tell(DDP, replace(free, overlap=even)), "with a fixed batch the last commit is as long as asked for"
 
 
 def test_warm_start_tokens_count_as_work() -> None:

@@ -30,8 +30,11 @@ from atoll.telemetry import compare as comparing
 from atoll.telemetry.asynchrony import read_asynchrony
 from atoll.telemetry.asynchrony_text import asynchrony_section
 from atoll.telemetry.console import ConsoleSink
+from atoll.telemetry.overlap import read_overlap, worth_telling
+from atoll.telemetry.overlap_text import overlap_section
 from atoll.telemetry.plots import plot_comparison, plot_run
 from atoll.telemetry.plots_async import plot_asynchrony
+from atoll.telemetry.plots_overlap import plot_overlap
 from atoll.telemetry.summary import read_progress, read_summary
 from atoll.telemetry.trace import write_trace
 
@@ -128,7 +131,12 @@ def report_run(folder: Path, *, as_json: bool) -> None:
     arrived = asynchrony is not None and asynchrony.arrivals > 0
     if asynchrony is not None:
         rich.print(asynchrony_section(asynchrony) if arrived else "no update has arrived at the hub yet")
+    overlap = read_overlap(folder) if worth_telling(folder) else None
+    if overlap is not None:
+        rich.print(overlap_section(overlap))
     print(f"plot:  {plot_run(folder, folder / 'plot.png')}")
+    if overlap is not None and overlap.background:
+        print(f"       {plot_overlap(folder, folder / 'overlap.png')}")
     if arrived:
         print(f"       {plot_asynchrony(folder, folder / 'asynchrony.png')}")
     print(f"trace: {write_trace(folder, folder / 'trace.json')}")

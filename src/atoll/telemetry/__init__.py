@@ -2,7 +2,7 @@
 
 Sinks: `JsonlSink` (the run's log), `ConsoleSink`, `TensorBoardSink`, `Memory`, and `Fanout` for several at once.
 Readers: `read_events`, `read_summary`, `read_progress`, `comparison`, `plot_comparison`, `plot_run`, `write_trace`;
-`read_asynchrony` and `plot_asynchrony` for runs with a hub.
+`read_asynchrony` and `plot_asynchrony` for runs with a hub, `read_overlap` and `plot_overlap` for those whose islands meet.
 Readers see files, never live objects. Nothing here imports torch, matplotlib or rich before it is needed.
 """
 
@@ -11,8 +11,10 @@ from atoll.telemetry.compare import Comparison, comparison, markdown, sentence, 
 from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.fanout import Fanout, Memory
 from atoll.telemetry.jsonl import JsonlSink, read_events
+from atoll.telemetry.overlap import IslandTimes, Overlap, OverlapSummary, read_overlap
 from atoll.telemetry.plots import plot_comparison, plot_run
 from atoll.telemetry.plots_async import plot_asynchrony
+from atoll.telemetry.plots_overlap import plot_overlap
 from atoll.telemetry.summary import RunProgress, Summary, read_progress, read_summary
 from atoll.telemetry.tensorboard import TensorBoardSink
 from atoll.telemetry.trace import write_trace
@@ -24,8 +26,11 @@ __all__ = [
     "Comparison",
     "ConsoleSink",
     "Fanout",
+    "IslandTimes",
     "JsonlSink",
     "Memory",
+    "Overlap",
+    "OverlapSummary",
     "RunProgress",
     "Summary",
     "TensorBoardSink",
@@ -36,9 +41,11 @@ __all__ = [
     "markdown",
     "plot_asynchrony",
     "plot_comparison",
+    "plot_overlap",
     "plot_run",
     "read_asynchrony",
     "read_events",
+    "read_overlap",
     "read_progress",
     "read_summary",
     "sentence",

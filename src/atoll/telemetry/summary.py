@@ -12,6 +12,7 @@ from atoll.errors import AtollError, CheckpointError
 from atoll.events import Evaluated, RunFinished, RunStarted
 from atoll.telemetry.asynchrony import AsynchronySummary, read_asynchrony
 from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.overlap import OverlapSummary, read_overlap, worth_telling
 from atoll.telemetry.tally import Tally
 from atoll.telemetry.wording import perplexity
 
@@ -33,6 +34,7 @@ class Summary:
         digest: of the final global weights.
         val_accuracy: of the final global weights, in [0, 1]; None where it was not measured.
         asynchrony: staleness, windows, workers and shards of an asynchronous run; None for a synchronous one.
+        overlap: where each island's time went, if exchanges were hidden behind the computing or something went wrong; else None.
     """
 
     recipe: str
@@ -58,11 +60,12 @@ class Summary:
     digest: str
     val_accuracy: float | None = None
     asynchrony: AsynchronySummary | None = None
+    overlap: OverlapSummary | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values under the attributes' names; NaN and infinity as strings. The last two keys only where they have a value."""
+        """Plain values under the attributes' names; NaN and infinity as strings. The last three only where they have a value."""
         record = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-        for name in ("val_accuracy", "asynchrony"):
+        for name in ("val_accuracy", "asynchrony", "overlap"):
             if record[name] is None:
                 del record[name]
         return record
@@ -184,6 +187,7 @@ def _summary(folder: Path, started: RunStarted, finished: RunFinished, evaluated
         digest=finished.digest,
         val_accuracy=last.get("accuracy"),
         asynchrony=read_asynchrony(folder),
+        overlap=read_overlap(folder) if worth_telling(folder) else None,
     )
 
 
@@ -217,7 +221,7 @@ def _unfinished(folder: Path) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, AsynchronySummary):
+    if isinstance(value, AsynchronySummary | OverlapSummary):
         return value.to_dict()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,7 +1,8 @@
 """The virtual timeline of a run for a trace viewer: who computed, waited and talked when.
 
 Each island is a process with two rows: `computing`, and `network` for waiting, exchanges, catching up and joining, since an
-island may talk while it computes. A further process, the cluster, has the rounds, the evaluations and a counter of bytes sent.
+island may talk while it computes. Exchanges that go on in the background have a third, `line`: one of them may begin while the
+island is in another. A further process, the cluster, has the rounds, the evaluations and a counter of bytes sent.
 What a hub and its workers do is drawn by `trace_async`.
 """
 
@@ -18,14 +19,17 @@ from atoll.events import (
     Exchanged,
     IslandJoined,
     IslandLeft,
+    Recut,
+    RoundFailed,
     RoundFinished,
     RunStarted,
+    UpdateSkipped,
 )
 from atoll.telemetry.asynchrony import is_asynchronous
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.perfetto import Timeline
 from atoll.telemetry.trace_async import draw_hub
-from atoll.telemetry.trace_rows import CLUSTER, EVALUATIONS, ROUNDS, computing, draw_common, network
+from atoll.telemetry.trace_rows import CLUSTER, EVALUATIONS, ROUNDS, computing, draw_common, line, network
 
 
 def write_trace(folder: str | Path, path: str | Path) -> Path:
@@ -63,6 +67,17 @@ def _draw(timeline: Timeline, event: Event, boundary_s: float) -> None:
             _exchanged(timeline, event)
         case CaughtUp() | IslandJoined():
             _received(timeline, event, boundary_s)
+        case Recut():
+            for island, sent_bytes in zip(event.islands, event.sent_bytes, strict=True):
+                args = {"round": event.round, "bytes": sent_bytes}
+                timeline.span(network(timeline, island), event.start_s, event.end_s, "cut anew", "talking", args)
+            timeline.count(CLUSTER, event.end_s, sum(event.sent_bytes))
+        case UpdateSkipped():
+            where = {"round": event.round, "not finite on": ", ".join(map(str, event.islands))}
+            timeline.moment(ROUNDS, event.virtual_time_s, "update skipped", where, across=True)
+        case RoundFailed():
+            where = {"round": event.round, "what": event.what, "not heard": ", ".join(map(str, event.islands))}
+            timeline.moment(ROUNDS, event.virtual_time_s, "round void", where, across=True)
         case RoundFinished():
             counts = {"loss": event.loss, "tokens": event.tokens, "islands": event.islands}
             timeline.span(ROUNDS, boundary_s, event.virtual_time_s, f"round {event.round}", "round", counts)
@@ -73,7 +88,7 @@ def _draw(timeline: Timeline, event: Event, boundary_s: float) -> None:
 def _exchanged(timeline: Timeline, event: Exchanged) -> None:
     everyone = zip(event.islands, event.heard, event.arrived_s, event.sent_bytes, event.control_bytes, strict=True)
     for island, heard, arrived_s, sent_bytes, control_bytes in everyone:
-        row = network(timeline, island)
+        row = line(timeline, island) if event.background else network(timeline, island)
         why = {"round": event.round, "for": event.what}
         timeline.span(row, arrived_s, event.start_s, "wait", "waiting", why, filler=True)
         name = event.what if heard else f"{event.what} (not heard)"

@@ -20,6 +20,13 @@ def network(timeline: Timeline, island: int) -> Row:
     return _island(timeline, island, 2)
 
 
+def line(timeline: Timeline, island: int) -> Row:
+    """The row for exchanges that go on while the island computes."""
+    row = _island(timeline, island, 3)
+    timeline.row_names[row] = "line"
+    return row
+
+
 def draw_common(timeline: Timeline, event: RunStarted | Evaluated | IslandLeft) -> None:
     match event:
         case RunStarted():

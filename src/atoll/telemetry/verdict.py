@@ -92,7 +92,11 @@ def _seen(summary: Summary) -> float:
 
 
 def _past_the_end(summary: Summary) -> float:
-    """Tokens beyond those asked for that a run may have seen: a hub stops with the arrival that reaches them."""
+    """Tokens beyond those asked for that a run may have seen: a hub stops with the arrival that reaches them, and islands that
+    accumulate freely, so that commits differ in size, with the commit that does."""
+    rounds = summary.overlap
+    if rounds is not None and rounds.most_tokens > rounds.fewest_tokens:
+        return rounds.most_tokens
     if summary.asynchrony is None or not summary.local_updates:
         return 0.0
     longest = max((worker.steps / worker.rounds for worker in summary.asynchrony.workers if worker.rounds), default=0.0)

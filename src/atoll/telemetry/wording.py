@@ -17,6 +17,7 @@ from atoll.events import (
     RunFinished,
     RunStarted,
     Saved,
+    UpdateSkipped,
     WarmStartFinished,
 )
 from atoll.telemetry.tally import Tally
@@ -53,6 +54,9 @@ def notice(event: Event) -> str | None:
         case RoundFailed():
             silent = ", ".join(map(str, event.islands))
             return f"round {event.round}: void, since {event.what} needs everybody and did not hear of: {silent}"
+        case UpdateSkipped():
+            culprits = ("island " if len(event.islands) == 1 else "islands ") + ", ".join(map(str, event.islands))
+            return f"round {event.round}: gradients of {culprits} are not finite, so all islands skip the update"
         case CaughtUp():
             return f"round {event.round}: island {event.island} caught up{_given(event)}"
         case Saved():
