@@ -17,7 +17,16 @@ from atoll.recipes.demo import (
     demo_zero1,
 )
 from atoll.recipes.finetune import finetune
-from atoll.recipes.papers import async_20m, async_60m, async_150m, diloco_60m, diloco_150m, diloco_400m
+from atoll.recipes.papers import (
+    acco_36m,
+    acco_125m,
+    async_20m,
+    async_60m,
+    async_150m,
+    diloco_60m,
+    diloco_150m,
+    diloco_400m,
+)
 from atoll.recipes.toy import toy_async, toy_sync
 from atoll.runs.run import Run
 
@@ -37,6 +46,8 @@ _MAKERS = (
     async_20m,
     async_60m,
     async_150m,
+    acco_36m,
+    acco_125m,
     toy_async,
     toy_sync,
     finetune,

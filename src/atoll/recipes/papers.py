@@ -8,12 +8,19 @@ Asynchronous Local-SGD's Tables 5 and 6: 4 workers of very different speeds, rou
 sequences of 256 tokens, 24,000 steps of plain training and then 64,000 per worker. Its inner rate of 0.1 cannot be AdamW's:
 here it is DiLoCo's, down to the 1e-6 of the authors' notebook. It gives no grace period: rounds of 50, 38, 19 and 8 steps take
 26.6 to 29 s, so that within 3 s all workers are sent off together. Shards are random.
+
+ACCO's section 4 and Table 4: 8 islands, AdamW with decay 0.1 along a cosine, no warm-up of either kind, nothing clipped, bfloat16.
+On OpenWebText micro-batches of 24 sequences of 1,024 tokens, one in each half of a batch, so that a commit has 393,216 tokens, and
+6 billion of them are 15,259 commits. On TinyStories the paper gives neither batch nor length: here they have as many tokens, in
+sequences of 512. Its models are GPT-Neo; ours are this decoder at the same depth, width, heads and vocabulary (36.0M and 123.6M
+parameters): rotary positions instead of learnt ones, and every layer looks back all the way instead of every other.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from atoll.algorithms.acco import ACCO
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.diloco import DiLoCo
 from atoll.data.partition import KMeans
@@ -55,6 +62,37 @@ def async_60m() -> Run:
 def async_150m() -> Run:
     """Asynchronous Local-SGD's largest model, with the paper's settings."""
     return _async("async-150m", GPT.m150())
+
+
+def acco_36m() -> Run:
+    """ACCO's model for TinyStories, with the paper's settings."""
+    return _acco("acco-36m", GPT(layers=4, width=768, heads=16, head_size=48, vocab_size=10_000), seq_len=512, lr=5e-4)
+
+
+def acco_125m() -> Run:
+    """ACCO's model for OpenWebText, with the paper's settings."""
+    return _acco("acco-125m", GPT(layers=12, width=768, heads=12, head_size=64, vocab_size=50_257), seq_len=1024, lr=6e-4)
+
+
+def _acco(name: str, model: GPT, *, seq_len: int, lr: float) -> Run:
+    islands, commit_tokens = 8, 393_216
+    return Run(
+        recipe=name,
+        model=model,
+        data=Text(corpus="stdlib", tokenizer="bytes", seq_len=seq_len, eval_batches=16),
+        algorithm=ACCO(accumulation=1),
+        optimizer=AdamW(lr=Cosine(lr=lr, warmup=0, floor=0.0), betas=(0.9, 0.95), weight_decay=0.1),
+        train=Train(
+            steps=round(6e9 / commit_tokens),
+            batch_size=commit_tokens // islands // seq_len,
+            clip_norm=None,
+            device="auto",
+            precision="bf16",
+            compile=True,
+        ),
+        cluster=Cluster(islands=islands, step_time_s=(1.0,)),
+        keep=Keep(evaluate_every=500, save_every=500),
+    )
 
 
 def _async(name: str, model: GPT) -> Run:
