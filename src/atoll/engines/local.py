@@ -140,7 +140,8 @@ class LocalReplica:
         weight = float(tokens) if weigh == "tokens" else 1.0
         self.weights.collect(None if onto is None else onto.sum, wide=wide)
         with self._own_randomness():
-            loss = self._backward(batch, weight)
+            # A batch without tokens has nothing to learn from: its mean loss need not be a number.
+            loss = self._backward(batch, weight) if weight else torch.zeros(())
         self.steps_taken += work.start % work.pieces == 0
         total = (0.0, 0) if onto is None else (onto.weight, onto.tokens)
         gradient = Gradient(self.weights.collected(), total[0] + weight, total[1] + tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -118,6 +119,8 @@ class SimEngine:
         """The shared fields of the first island that left the round."""
         self._handed_out: dict[int, int] = {}
         """Steps of work that each island was given in this round."""
+        self._begun: dict[int, Future[tuple[Any, Trained]]] = {}
+        """What each island is computing."""
         for number in range(self.rounds):
             cluster.present(number, self.rounds)  # refuses a schedule that leaves nobody, before anything is trained
         self._admit_first(params.copy())  # buffers of States go back into circulation; the caller keeps its own
@@ -192,6 +195,9 @@ class SimEngine:
     def _abandon(self, present: Sequence[Island], void: RoundVoid) -> None:
         """The round is void: everybody goes on from what it had before, and what was computed is lost."""
         self.books.totals.failed_rounds += 1
+        for future in self._begun.values():  # beside a flight; nobody will ask for it, but the replica is busy with it
+            self._computing.result(future)
+        self._begun.clear()
         time_s = void.time_s + self._put_weights_back()
         for island in present:
             self.books.ledgers[island.id].present_s += time_s - island.clock_s
@@ -327,10 +333,11 @@ class SimEngine:
         step_s = self.cluster.step_time(island, self.seed) * self.cluster.jitter(island, ledger.stretches, batches, self.seed)
         ledger.stretches += 1
         start_s, end_s = task.now_s, task.now_s + batches * step_s
-        future = self._computing.begin(function)
+        future = self._begun[island] = self._computing.begin(function)
 
         def finish() -> Any:
             result, trained = self._computing.result(future)
+            del self._begun[island]
             self._sink.emit(self.books.computed(island, start_s, end_s, steps, batches, trained))
             self.islands[island].uncommitted_tokens += trained.tokens
             return result

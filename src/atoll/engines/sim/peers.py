@@ -116,9 +116,9 @@ class SimPeers:
         assert self._loop is not None, "between two rounds nothing is sent"
         if self.flying:
             coroutine.close()
-            raise ExchangeFailed(f"island {self._room.islands[self._rank]} has a flight open already. Await it before the next.")
+            raise ExchangeFailed(f"{self._room.name(self._rank)} has a flight open already. Await it before the next.")
         flight = self._flight = SimFlight()
-        flight.task = self._loop.launch(f"flight of island {self._room.islands[self._rank]}", coroutine, flight.land)
+        flight.task = self._loop.launch(f"flight of {self._room.name(self._rank)}", coroutine, flight.land)
         return flight
 
     @property
@@ -132,7 +132,7 @@ class SimPeers:
         def start(task: Task) -> None:
             if self.flying and not task.flight:
                 raise ExchangeFailed(
-                    f"island {self._room.islands[self._rank]} comes to a {what} while its flight is open: its exchanges would "
+                    f"{self._room.name(self._rank)} comes to a {what} while its flight is open: its exchanges would "
                     f"overtake each other. Await the flight first, or exchange within it."
                 )
             self._room.arrive(call, what, Arrival(self._rank, task, task.now_s, tree, weight), option)
@@ -194,7 +194,7 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Room:
-    """Where the islands of one round meet.
+    """Where the islands of one round meet, or the devices of one island.
 
     Args:
         round: its number.
@@ -204,6 +204,7 @@ class Room:
         topology: of the exchanges.
         report: takes events.
         account: takes, for each exchange, the payload and control bytes that each island sent.
+        inside: the island whose devices meet, if they do.
     """
 
     round: int
@@ -213,6 +214,7 @@ class Room:
     topology: Topology
     report: Sink
     account: Callable[[Sequence[int], Sequence[int]], None]
+    inside: int | None = None
     committed: bool = False
     """Whether an exchange of this round carried any weight."""
     left_out: set[int] = field(default_factory=set)
@@ -228,13 +230,13 @@ class Room:
         """`option` is a mean's `compare` or a reduce-scatter's `wide`."""
         if what != "total" and not (math.isfinite(arrival.weight) and arrival.weight >= 0):
             raise ExchangeFailed(
-                f"island {self.islands[arrival.rank]} comes to a {what} with a weight of {arrival.weight}. "
+                f"{self.name(arrival.rank)} comes to a {what} with a weight of {arrival.weight}. "
                 f"Give it a finite weight of 0 or more."
             )
         subject = self._subjects.setdefault(call, what)
         if subject != what:
             raise ExchangeFailed(
-                f"in round {self.round} island {self.islands[arrival.rank]} comes to a {what}, but the others are at a {subject}. "
+                f"in round {self.round} {self.name(arrival.rank)} comes to a {what}, but the others are at a {subject}. "
                 f"All islands must make the same calls in the same order."
             )
         arrivals = self._waiting.setdefault(call, [])
@@ -243,10 +245,15 @@ class Room:
             del self._waiting[call]
             self._hold(what, sorted(arrivals, key=lambda a: a.rank), option)
 
+    def name(self, rank: int) -> str:
+        """What this rank is called."""
+        who = self.islands[rank]
+        return f"island {who}" if self.inside is None else f"device {who} of island {self.inside}"
+
     def waiting(self) -> list[str]:
         """Who still waits at which meeting, in words."""
         return [
-            f"island {self.islands[arrival.rank]} in {self._subjects[call]}"
+            f"{self.name(arrival.rank)} in {self._subjects[call]}"
             for call, arrivals in self._waiting.items()
             for arrival in arrivals
         ]
@@ -279,6 +286,7 @@ class Room:
                 control_bytes=control,
                 weight=weight,
                 background=arrivals[0].task.flight,
+                inside=self.inside,
             )
         )
         outcome = self._outcome(what, arrivals, heard, wide=option)
@@ -311,7 +319,7 @@ class Room:
             return
         self.skipped = True
         culprits = [self.islands[a.rank] for a in arrivals if not a.tree.is_finite()]
-        self.report.emit(UpdateSkipped(round=self.round, islands=culprits, virtual_time_s=time_s))
+        self.report.emit(UpdateSkipped(round=self.round, islands=culprits, virtual_time_s=time_s, inside=self.inside))
 
     def _outcome(self, what: str, arrivals: Sequence[Arrival], heard: Sequence[Arrival], *, wide: bool) -> dict[int, Any]:
         """What each rank is given."""
@@ -329,7 +337,7 @@ class Room:
             whole = _joined(trees, self.results)
             return {a.rank: whole for a in arrivals}
         finite = all(tree.is_finite() for tree in trees)
-        whole = ordered_sum([tree.wide() if wide else tree for tree in trees], [1.0] * len(trees))
+        whole = ordered_sum([_borrowed(tree).wide() if wide else tree for tree in trees], [1.0] * len(trees))
         self.results.append(whole)
         return {a.rank: Scattered(whole.shard(a.rank, len(arrivals)), total, finite) for a in arrivals}
 
