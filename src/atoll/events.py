@@ -39,6 +39,8 @@ class RunStarted(Event):
     steps: int
     """Inner steps each island will take after the warm start."""
     seed: int
+    devices_per_island: int | None = None
+    """Where the devices of an island have an algorithm of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +64,13 @@ class Computed(Event):
     """Not a whole number where batches are cut into pieces."""
     tokens: int
     loss: float
+    device: int | None = None
+    """Which of the island's, where these have an algorithm of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged(Event):
-    """Islands met. Lists run over the islands in `islands`."""
+    """Islands met, or the devices of one of them. Lists run over the islands in `islands`."""
 
     round: int
     what: str
@@ -81,6 +85,8 @@ class Exchanged(Event):
     weight: float
     background: bool = False
     """Whether islands computed meanwhile."""
+    inside: int | None = None
+    """The island whose devices met, over the lines between them; `islands` are then the devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +230,14 @@ class RoundFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSkipped(Event):
-    """Somebody's gradients were not finite: all islands leave out the update, and their weights stay as they are."""
+    """Somebody's gradients were not finite, or nobody had any: all islands leave out the update, and their weights stay."""
 
     round: int
     islands: list[int]
-    """Whose gradients they were."""
+    """Whose gradients were not finite."""
     virtual_time_s: float
+    inside: int | None = None
+    """The island whose devices left it out, and nobody else; `islands` are then the devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +312,10 @@ class RunFinished(Event):
     val_loss: float
     digest: str
     """Of the global weights."""
+    inside_bytes_per_device: float | None = None
+    """Payload over the lines inside islands, mean over devices; none where islands have no inside."""
+    inside_dropped_tokens: int | None = None
+    """Tokens whose gradients waited in a device when its island was given other weights, and which went into no update."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,10 +58,12 @@ def simulator(
     evaluate_every: int = 1,
     save: Callable[[Any], None] | None = None,
     sink: Recorder | None = None,
+    inside: Algorithm[Any] | None = None,
 ) -> tuple[SimEngine | AsyncSimEngine, Recorder]:
     """An engine ready to run, and the sink it reports to. By default: a linear model, inner SGD(0.05), four equal islands.
 
-    Of an asynchronous algorithm, `evaluate_every` counts local updates, and every hub step is saved.
+    Of an asynchronous algorithm, `evaluate_every` counts local updates, and every hub step is saved. `inside` is what the devices
+    of an island do together, where the cluster has several in each.
     """
     what: Workload = workload or Regression()
     sink = sink or Recorder()
@@ -81,7 +83,7 @@ def simulator(
     }
     if isinstance(algorithm, AsyncAlgorithm):
         return AsyncSimEngine(algorithm=algorithm, **options), sink
-    return SimEngine(algorithm=algorithm, **options), sink
+    return SimEngine(algorithm=algorithm, inside=inside, **options), sink
 
 
 def simulate(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], *, steps: int, **options: Any) -> Simulated:

@@ -18,7 +18,8 @@ from atoll.events import Computed, Evaluated, RoundFinished, RunFinished
 
 @dataclass
 class Ledger:
-    """One island's account, which goes on when it leaves and comes back."""
+    """One island's account, which goes on when it leaves and comes back; or one of its devices', whose bytes are those that it sent
+    to the others of the island."""
 
     sent_bytes: int = 0
     control_bytes: int = 0
@@ -41,15 +42,24 @@ class Totals:
     local_updates: int = 0
     version: int = 0
     """Of the shared fields: the number of commits."""
+    dropped_tokens: int = 0
+    """Those whose gradients waited in a device when its island was given other weights."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last evaluation."""
 
 
 class Books:
-    """Ledgers and totals of one run, and the events that are drawn up from them."""
+    """Ledgers and totals of one run, and the events that are drawn up from them.
 
-    def __init__(self, islands: int) -> None:
+    Args:
+        islands: how many there are at most.
+        devices: of each island, where they have an algorithm of their own; else none.
+    """
+
+    def __init__(self, islands: int, devices: int = 0) -> None:
         self.ledgers = [Ledger() for _ in range(islands)]
+        self.inside = [[Ledger() for _ in range(devices)] for _ in range(islands if devices else 0)]
+        """Of the devices, by island."""
         self.totals = Totals()
         self.diverged = ""
         """What there is to say about the last loss that was not finite."""
@@ -61,6 +71,16 @@ class Books:
             self.ledgers[island].sent_bytes += payload_bytes
             self.ledgers[island].control_bytes += control_bytes
 
+    def ledger(self, island: int, device: int | None = None) -> Ledger:
+        """An island's account, or one of its devices'."""
+        return self.ledgers[island] if device is None else self.inside[island][device]
+
+    def sent_inside(self, island: int, payload: Sequence[int], control: Sequence[int]) -> None:
+        """The devices of an island met."""
+        for ledger, payload_bytes, control_bytes in zip(self.inside[island], payload, control, strict=True):
+            ledger.sent_bytes += payload_bytes
+            ledger.control_bytes += control_bytes
+
     def computed(
         self,
         island: int,
@@ -70,9 +90,10 @@ class Books:
         batches: float,
         trained: Trained,
         round: int | None = None,
+        device: int | None = None,
     ) -> Computed:
-        """An island has computed, in the present round unless another is given. A loss that is not finite ends the run here if the
-        island has trained on; a gradient of it may still be left out."""
+        """An island, or one of its devices, has computed, in the present round unless another is given. A loss that is not finite
+        ends the run here if the island has trained on; a gradient of it may still be left out."""
         round = self.totals.round if round is None else round
         for step, loss in enumerate(trained.losses):
             if not math.isfinite(loss):
@@ -83,7 +104,9 @@ class Books:
                 )
                 if trained.moved:
                     raise TrainingDiverged(self.diverged)
-        self.ledgers[island].computed_s += end_s - start_s
+        self.ledgers[island].computed_s += (end_s - start_s) / (1 if device is None else len(self.inside[island]))
+        if device is not None:
+            self.inside[island][device].computed_s += end_s - start_s
         self.totals.local_updates += steps
         loss = fmean(trained.losses)
         self._losses.append(loss)
@@ -96,6 +119,7 @@ class Books:
             batches=batches,
             tokens=trained.tokens,
             loss=loss,
+            device=device,
         )
 
     def round_finished(self, steps: int, islands: int, time_s: float) -> RoundFinished:
@@ -152,7 +176,14 @@ class Books:
             control_bytes_per_island=self._mean("control_bytes"),
             val_loss=self.totals.metrics["loss"],
             digest=digest,
+            inside_bytes_per_device=self._inside_bytes(),
+            inside_dropped_tokens=self.totals.dropped_tokens if self.inside else None,
         )
+
+    def _inside_bytes(self) -> float | None:
+        """Over the devices of islands that have been there at all."""
+        seen = [devices for devices, island in zip(self.inside, self.ledgers, strict=False) if island.present_s > 0]
+        return fmean(ledger.sent_bytes for devices in seen for ledger in devices) if seen else None
 
     def _mean(self, name: str) -> float:
         """Over the islands that have been there at all."""
@@ -162,8 +193,13 @@ class Books:
         return [ledger for ledger in self.ledgers if ledger.present_s > 0]
 
     def to_parts(self) -> dict[str, Any]:
-        return {"totals": asdict(self.totals), "ledgers": [asdict(ledger) for ledger in self.ledgers]}
+        return {
+            "totals": asdict(self.totals),
+            "ledgers": [asdict(ledger) for ledger in self.ledgers],
+            "inside": [[asdict(ledger) for ledger in devices] for devices in self.inside],
+        }
 
     def from_parts(self, parts: Mapping[str, Any]) -> None:
         self.totals = Totals(**parts["totals"])
         self.ledgers = [Ledger(**ledger) for ledger in parts["ledgers"]]
+        self.inside = [[Ledger(**ledger) for ledger in devices] for devices in parts["inside"]]

@@ -8,9 +8,7 @@ evaluates, saves, and lets islands come and go.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -24,8 +22,12 @@ from atoll.engines.sim import network
 from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
+from atoll.engines.sim.dealing import Dealing
+from atoll.engines.sim.devices import MOST_SKIPPED, Devices, Inside, check_inside
+from atoll.engines.sim.holding import check_held, held, load_held
 from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import Room, RoundVoid, SimPeers, SimReplica
+from atoll.engines.sim.stretches import Stretches
 from atoll.engines.sim.world import Cluster
 from atoll.engines.slices import missing_bytes, recut
 from atoll.engines.states import agree, given, shared_fields, waiting_tokens, with_shared
@@ -35,8 +37,6 @@ from atoll.leaves import recycle, tree_bytes, trees
 from atoll.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned
 from atoll.tree import Tree
 
-_MOST_SKIPPED = 20  # updates in a row, before the run is given up
-
 
 @dataclass
 class Island:
@@ -44,6 +44,7 @@ class Island:
 
     id: int
     replica: LocalReplica
+    """Its model; the first of them where devices have an algorithm of their own."""
     state: Any
     version: int
     """Of the shared fields it holds: the number of commits it knows of."""
@@ -51,6 +52,7 @@ class Island:
     uplink_free_s: float
     """When its line has sent what others asked of it."""
     uncommitted_tokens: int = 0
+    devices: Devices | None = None
 
 
 class SimEngine:
@@ -62,6 +64,8 @@ class SimEngine:
         params: the weights to begin with.
         batches: the data; island i reads shard i, or i modulo the number of shards where there are fewer.
         make_replica: makes island i's replica, with a fresh optimizer.
+        inside: what the devices of each island do together; none if an island is one device. Device j of island i then is number
+            i * devices_per_island + j to `batches` and `make_replica`.
         evaluate: judges the global weights, with the buffers of the first island present.
         sink: takes events.
         steps: inner steps that each island takes in all.
@@ -86,8 +90,11 @@ class SimEngine:
         evaluate_every: int = 1,
         save: Callable[[SimEngine], None] | None = None,
         save_every: int = 1,
+        inside: Algorithm[Any] | None = None,
     ) -> None:
         cluster.check_synchronous()
+        if inside is not None:
+            check_inside(algorithm, inside)
         per_round = algorithm.steps_per_round
         if steps < 1 or steps % per_round:
             raise ConfigError(
@@ -99,11 +106,9 @@ class SimEngine:
         self.steps = steps
         self.rounds = steps // per_round
         self.seed = seed
-        self.books = Books(cluster.islands)
-        self.positions = [Fraction(0)] * batches.num_shards
-        """In each shard, in batches."""
+        self.books = Books(cluster.islands, cluster.devices_per_island if inside is not None else 0)
         self.islands: dict[int, Island] = {}
-        self._batches = batches
+        self._dealing = Dealing(batches)
         self._make_replica = make_replica
         self._evaluate = evaluate
         self._sink = sink
@@ -111,6 +116,8 @@ class SimEngine:
         self._save = save
         self._save_every = save_every
         self._computing = Computing(cluster, lambda: sink.emit(self._progress()))
+        self._stretches = Stretches(cluster, seed, self._computing, self.books, sink)
+        self._inside = self._make_inside(inside) if inside is not None else None
         self._latest_s = 0.0
         self._shared: dict[str, Any] = {}
         """The newest shared fields, which every island that was heard holds too."""
@@ -119,8 +126,6 @@ class SimEngine:
         """The shared fields of the first island that left the round."""
         self._handed_out: dict[int, int] = {}
         """Steps of work that each island was given in this round."""
-        self._begun: dict[int, Future[tuple[Any, Trained]]] = {}
-        """What each island is computing."""
         for number in range(self.rounds):
             cluster.present(number, self.rounds)  # refuses a schedule that leaves nobody, before anything is trained
         self._admit_first(params.copy())  # buffers of States go back into circulation; the caller keeps its own
@@ -143,6 +148,11 @@ class SimEngine:
     def over(self) -> bool:
         """Whether the run has taken the steps it was given."""
         return self.books.totals.steps >= self.steps
+
+    @property
+    def positions(self) -> list[Fraction]:
+        """In each shard, in batches."""
+        return self._dealing.positions
 
     @property
     def params(self) -> Tree:
@@ -177,7 +187,8 @@ class SimEngine:
         for rank, island in enumerate(present):
             state = island.state if self.cluster.loses_messages else given(island.state)  # no round will have to be repeated
             peers = SimPeers(self, room, rank, loop)
-            coroutine = self.algorithm.round(state, SimReplica(self, island.id, island.replica), peers)
+            replica = island.devices.under(loop) if island.devices else SimReplica(self, island.id, island.replica)
+            coroutine = self.algorithm.round(state, replica, peers)
             loop.spawn(f"island {island.id}", coroutine, island.clock_s, partial(self._leave_round, island, room, peers))
         try:
             stuck = loop.run()
@@ -185,8 +196,9 @@ class SimEngine:
             self._abandon(present, void)
             return
         if stuck:
+            waiting = [*room.waiting(), *(who for island in present if island.devices for who in island.devices.waiting())]
             raise ExchangeFailed(
-                f"round {self.round} cannot end: {', '.join(room.waiting())}; the others have left the round. "
+                f"round {self.round} cannot end: {', '.join(waiting)}; the others have left the round. "
                 f"All islands must make the same calls in the same order."
             )
         self._commit([island for rank, island in enumerate(present) if rank not in room.left_out], skipped=room.skipped)
@@ -195,9 +207,7 @@ class SimEngine:
     def _abandon(self, present: Sequence[Island], void: RoundVoid) -> None:
         """The round is void: everybody goes on from what it had before, and what was computed is lost."""
         self.books.totals.failed_rounds += 1
-        for future in self._begun.values():  # beside a flight; nobody will ask for it, but the replica is busy with it
-            self._computing.result(future)
-        self._begun.clear()
+        self._stretches.see_through()  # what was begun beside a flight
         time_s = void.time_s + self._put_weights_back()
         for island in present:
             self.books.ledgers[island.id].present_s += time_s - island.clock_s
@@ -209,23 +219,11 @@ class SimEngine:
         takes."""
         if not isinstance(self.algorithm, HoldsWeights):
             return 0.0
-        self._load_held()
-        held, islands = self._held(), list(self.islands)
-        cost = network.all_gather(held.numel, held.flat.element_size(), [self.cluster.line(island) for island in islands])
+        load_held(self.algorithm, self.islands.values())
+        whole, islands = held(self.algorithm, self.islands.values()), list(self.islands)
+        cost = network.all_gather(whole.numel, whole.flat.element_size(), [self.cluster.line(island) for island in islands])
         self.books.sent(islands, cost.sent_bytes, [0] * len(islands))
         return cost.seconds
-
-    def _held(self) -> Tree:
-        """What replicas hold between two rounds."""
-        assert isinstance(self.algorithm, HoldsWeights)
-        return Tree.join([self.algorithm.held(island.state) for island in self.islands.values()])
-
-    def _load_held(self) -> None:
-        """Have all replicas hold it."""
-        if isinstance(self.algorithm, HoldsWeights):
-            held = self._held()
-            for island in self.islands.values():
-                island.replica.load(held)
 
     def _heard(self, island: int, islands: Sequence[int]) -> bool:
         """Whether the others hear this island in this round; alone, there is nobody whom a message could fail to reach."""
@@ -238,6 +236,7 @@ class SimEngine:
             raise ExchangeFailed(f"island {island.id} leaves round {self.round} with a flight open. Await it within the round.")
         self.books.ledgers[island.id].present_s += task.now_s - island.clock_s
         island.clock_s = task.now_s
+        island.uncommitted_tokens += island.devices.take_tokens() if island.devices else 0
         island.state = state = task.result
         if room.committed and peers.rank not in room.left_out:
             self._agreed = self._agreed or shared_fields(state)
@@ -251,12 +250,13 @@ class SimEngine:
         if self._agreed is None:
             return
         self._check_finite()
-        self._check_held()
+        check_held(self.algorithm, {f"island {island.id}": island for island in self.islands.values()}, self.round)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row == _MOST_SKIPPED:
-            raise TrainingDiverged(
-                f"{_MOST_SKIPPED} updates in a row were skipped, because gradients were not finite: {self.books.diverged}"
+        if self._skipped_in_a_row == MOST_SKIPPED:
+            why = (
+                self.books.diverged or "gradients were not finite, or nobody had any. Look at the data, or lower the learning rate."
             )
+            raise TrainingDiverged(f"{MOST_SKIPPED} updates in a row were skipped: {why}")
         self._shared = self._agreed
         totals = self.books.totals
         totals.version += 1
@@ -275,18 +275,6 @@ class SimEngine:
                 or f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; what "
                 f"was saved before this round stands. Lower the learning rates, the outer one too, or set train.clip_norm."
             )
-
-    def _check_held(self) -> None:
-        """Replicas that keep the weights from round to round must hold those that their slices make up."""
-        if not isinstance(self.algorithm, HoldsWeights):
-            return
-        held = self._held()
-        for island in self.islands.values():
-            if not island.replica.weights.holds(held):
-                raise ExchangeFailed(
-                    f"island {island.id} holds other weights than the slices of all islands make up, after round {self.round}. An "
-                    f"algorithm that has `held` must load what it gathered into the replica before a round ends."
-                )
 
     def _room(self, islands: Sequence[int]) -> Room:
         return Room(
@@ -324,25 +312,10 @@ class SimEngine:
     # -------------------------------------------------------------------------------------------- what islands ask for (Host)
 
     def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float) -> Wait:
-        return Wait(partial(self._start_computing, island, function, steps, batches))
+        return self._stretches.wait(island, function, steps=steps, batches=batches, count=partial(self._count, island))
 
-    def _start_computing(
-        self, island: int, function: Callable[[], tuple[Any, Trained]], steps: int, batches: float, task: Task
-    ) -> None:
-        ledger = self.books.ledgers[island]
-        step_s = self.cluster.step_time(island, self.seed) * self.cluster.jitter(island, ledger.stretches, batches, self.seed)
-        ledger.stretches += 1
-        start_s, end_s = task.now_s, task.now_s + batches * step_s
-        future = self._begun[island] = self._computing.begin(function)
-
-        def finish() -> Any:
-            result, trained = self._computing.result(future)
-            del self._begun[island]
-            self._sink.emit(self.books.computed(island, start_s, end_s, steps, batches, trained))
-            self.islands[island].uncommitted_tokens += trained.tokens
-            return result
-
-        task.resume_at(end_s, finish)
+    def _count(self, island: int, tokens: int) -> None:
+        self.islands[island].uncommitted_tokens += tokens
 
     def _progress(self) -> Progress:
         """How far the islands are within the round, on the average."""
@@ -350,12 +323,12 @@ class SimEngine:
         return Progress(phase="training", done=int(min(within, self.steps)), total=self.steps)
 
     def hand_out(self, island: int, steps: int, batches: int, pieces: int) -> Work:
-        shard = island % self._batches.num_shards
-        start = math.ceil(self.positions[shard] * pieces)  # who reads other pieces than the last one begins with a whole one
-        self.positions[shard] = Fraction(start + batches, pieces)
         schedule = self.books.totals.steps + self._handed_out[island]
         self._handed_out[island] += steps
-        return Work(shard=shard, start=start, schedule=schedule, examples=self._batches.examples(shard), pieces=pieces)
+        if self._inside is not None:  # its devices are dealt theirs when they ask
+            readers = self._inside.readers(island)
+            return Work(shard=readers[0], start=0, schedule=schedule, examples=self._dealing.examples(readers), pieces=pieces)
+        return self._dealing.deal(island, batches, pieces, schedule)
 
     def catch_up(self, island: int, state: Any) -> Wait | None:
         me = self.islands[island]
@@ -394,8 +367,8 @@ class SimEngine:
         for rank, island in enumerate(present):
             state = self.algorithm.init(params, SimPeers(self, self._room(present), rank))
             self._shared = self._shared or shared_fields(state)
-            self._admit(island, agree(f"island {island}", state, self._shared), 0.0)
-        self._load_held()
+            self._admit(island, agree(f"island {island}", state, self._shared), 0.0, params)
+        load_held(self.algorithm, self.islands.values())
 
     def _let_come_and_go(self) -> None:
         present = self.cluster.present(self.round, self.rounds)
@@ -407,7 +380,9 @@ class SimEngine:
         if list(self.islands) == present:
             return
         params = self.params
-        num_bytes = tree_bytes(self._shared) + (self._held().nbytes if isinstance(self.algorithm, HoldsWeights) else 0)
+        num_bytes = tree_bytes(self._shared)
+        if isinstance(self.algorithm, HoldsWeights):
+            num_bytes += held(self.algorithm, self.islands.values()).nbytes
         for gone in [island for island in self.islands if island not in present]:
             del self.islands[gone]
             self._sink.emit(IslandLeft(island=gone, round=self.round, virtual_time_s=now_s))
@@ -416,11 +391,11 @@ class SimEngine:
             self._sink.emit(IslandJoined(island=new, round=self.round, virtual_time_s=begin_s, donor=donor, sent_bytes=sent_bytes))
             # The fresh State gives the newcomer's own fields; all that is shared comes from the others.
             fresh = self.algorithm.init(params, SimPeers(self, self._room(present), present.index(new)))
-            self._admit(new, with_shared(fresh, self._shared), begin_s)
+            self._admit(new, with_shared(fresh, self._shared), begin_s, params)
         self.islands = {island: self.islands[island] for island in present}
         if any(before.values()):
             self._recut(before)
-            self._load_held()
+            load_held(self.algorithm, self.islands.values())
 
     def _recut(self, before: Mapping[int, dict[str, Any]]) -> None:
         """What each island holds a slice of is cut for the islands that are there now. Each sends what others lack; the slices of
@@ -437,12 +412,35 @@ class SimEngine:
             mine.clock_s = mine.uplink_free_s = end_s
         self._sink.emit(Recut(round=self.round, islands=new, start_s=start_s, end_s=end_s, sent_bytes=list(sent.values())))
 
-    def _admit(self, island: int, state: Any, begin_s: float) -> None:
-        replica = self._make_replica(island)
+    def _admit(self, island: int, state: Any, begin_s: float, params: Tree) -> None:
+        replica, devices = self._equip(island, params)
+        version = self.books.totals.version
+        self.islands[island] = Island(island, replica, state, version, begin_s, uplink_free_s=begin_s, devices=devices)
+
+    def _equip(self, island: int, params: Tree) -> tuple[LocalReplica, Devices | None]:
+        """A model with a fresh optimizer for an island, and devices if they have an algorithm of their own."""
+        if self._inside is None:
+            return self._new_replica(island), None
+        devices = Devices(self._inside, island, params)
+        return devices.members[0].replica, devices
+
+    def _new_replica(self, number: int) -> LocalReplica:
+        replica = self._make_replica(number)
         replica.stopped = self._computing.closing
         if self.islands:  # all are of one kind: find out once
             replica.draws_randomness = next(iter(self.islands.values())).replica.draws_randomness
-        self.islands[island] = Island(island, replica, state, self.books.totals.version, clock_s=begin_s, uplink_free_s=begin_s)
+        return replica
+
+    def _make_inside(self, algorithm: Algorithm[Any]) -> Inside:
+        return Inside(
+            algorithm=algorithm,
+            cluster=self.cluster,
+            books=self.books,
+            stretches=self._stretches,
+            dealing=self._dealing,
+            sink=self._sink,
+            make_replica=self._new_replica,
+        )
 
     # -------------------------------------------------------------------------------------------------------------- saving
 
@@ -451,7 +449,7 @@ class SimEngine:
         return {
             "engine": {
                 **self.books.to_parts(),
-                "positions": [position.as_integer_ratio() for position in self.positions],
+                "positions": self._dealing.to_parts(),
                 "present": list(self.islands),
                 "latest_s": self._latest_s,
             },
@@ -466,25 +464,31 @@ class SimEngine:
             "uncommitted_tokens": island.uncommitted_tokens,
             "shared": shared_fields(island.state) if island.version != self.books.totals.version else None,
             "rest": {**fields_owned(island.state, Owner.OWN), **fields_owned(island.state, Owner.SHARDED)},
-            "replica": island.replica.state(),
+            "replica": None if island.devices else island.replica.state(),
+            "devices": island.devices.parts() if island.devices else None,
         }
 
     def restore(self, load: Callable[[str, Any], Any]) -> None:
         """Go on from a checkpoint. `load(part, like)` gives a part back, with the types of `like`."""
         engine = load("engine", None)
         self.books.from_parts(engine)
-        self.positions, self._latest_s = [Fraction(*position) for position in engine["positions"]], engine["latest_s"]
+        self._dealing.from_parts(engine["positions"])
+        self._latest_s = engine["latest_s"]
         fresh, begun = self.islands, self.params
         self._shared = load("shared", self._shared)
         self.islands = {}
         for rank, number in enumerate(engine["present"]):
             template = self.algorithm.init(begun, SimPeers(self, self._room(engine["present"]), rank))
             rest = {**fields_owned(template, Owner.OWN), **fields_owned(template, Owner.SHARDED)}
-            part = load(f"island-{number}", {"shared": self._shared, "rest": rest})
-            replica = fresh[number].replica if number in fresh else self._make_replica(number)
-            replica.stopped = self._computing.closing
-            replica.restore(part["replica"])
+            known = fresh.get(number)
+            replica, devices = (known.replica, known.devices) if known else self._equip(number, begun)
+            like = {"shared": self._shared, "rest": rest, "devices": devices.like() if devices else None}
+            part = load(f"island-{number}", like)
+            if devices is None:
+                replica.restore(part["replica"])
+            else:
+                devices.restore(part["devices"])
             state = with_shared(template, {**(part["shared"] or self._shared), **part["rest"]})
             clock_s, tokens = part["clock_s"], part["uncommitted_tokens"]
-            self.islands[number] = Island(number, replica, state, part["version"], clock_s, clock_s, uncommitted_tokens=tokens)
-        self._load_held()
+            self.islands[number] = Island(number, replica, state, part["version"], clock_s, clock_s, tokens, devices)
+        load_held(self.algorithm, self.islands.values())

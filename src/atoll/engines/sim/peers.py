@@ -220,7 +220,7 @@ class Room:
     left_out: set[int] = field(default_factory=set)
     """Ranks that a mean of this round went on without."""
     skipped: bool = False
-    """Whether gradients of this round were of no use, because somebody's were not finite."""
+    """Whether gradients of this round were of no use: somebody's were not finite, or nobody had any."""
     results: list[Tree] = field(default_factory=list)
     """What exchanges made; all islands hold the same object."""
     _waiting: dict[int, list[Arrival]] = field(default_factory=dict)
@@ -291,8 +291,8 @@ class Room:
         )
         outcome = self._outcome(what, arrivals, heard, wide=option)
         if what == "reduce_scatter":
-            self._look_for_what_is_not_finite(outcome[0], arrivals, start_s + cost.seconds)
-        if what == "mean" and option and heard:
+            self._look_whether_it_is_of_use(outcome[0], arrivals, start_s + cost.seconds)
+        if what == "mean" and option and heard and self.inside is None:
             self._compare([a.tree for a in heard], outcome[heard[0].rank].value)
         for arrival in arrivals:
             if arrival.tree.spare:
@@ -314,8 +314,8 @@ class Room:
             return network.reduce_scatter(heard[0].tree.numel, item_bytes, links)
         return network.all_gather(sum(a.tree.numel for a in heard), item_bytes, links)
 
-    def _look_for_what_is_not_finite(self, scattered: Scattered, arrivals: Sequence[Arrival], time_s: float) -> None:
-        if scattered.finite:
+    def _look_whether_it_is_of_use(self, scattered: Scattered, arrivals: Sequence[Arrival], time_s: float) -> None:
+        if scattered.finite and scattered.weight > 0:
             return
         self.skipped = True
         culprits = [self.islands[a.rank] for a in arrivals if not a.tree.is_finite()]

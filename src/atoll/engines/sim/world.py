@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -58,7 +58,8 @@ class Cluster:
     Args:
         islands: how many there are at most.
         step_time_s: seconds of virtual time that an island needs for one batch, one figure per island. A list is cut or repeated
-            to the number of islands. Or how much four devices differ: none, slight, moderate, very; see `step_times`.
+            to the number of islands. Or how much four devices differ: none, slight, moderate, very; see `step_times`. Where an
+            island has several devices, each of them needs as long for a batch of its own.
         step_time_spread: islands differ by a factor drawn once for each, log-normal with this sigma.
         step_time_jitter: each batch takes a factor drawn anew, log-normal with this sigma.
         link: every island's line, unless `links` gives one per island (cut or repeated).
@@ -70,6 +71,8 @@ class Cluster:
         away: islands that leave and come back, by rounds.
         outages: islands that die and come back, by time; for asynchronous algorithms.
         threads_per_island: CPU threads that one island computes with. Results depend on it in the last bits.
+        devices_per_island: how many devices each island has. They are equally fast, but for jitter.
+        inside: the line between the devices of one island.
     """
 
     islands: int = 4
@@ -85,12 +88,19 @@ class Cluster:
     away: tuple[Away, ...] = ()
     outages: tuple[Outage, ...] = ()
     threads_per_island: int = 1
+    devices_per_island: int = 1
+    inside: Link = Link(latency_s=5e-6, bandwidth_mbit_per_s=200_000.0)
 
     def __post_init__(self) -> None:
         check_types(self)
         if not 1 <= self.islands <= _MOST_ISLANDS:
             raise ConfigError(
                 f"islands={self.islands}: a cluster has at least 1 island, and at most {_MOST_ISLANDS}. Use 1 to train alone."
+            )
+        if self.devices_per_island < 1 or self.devices > _MOST_ISLANDS:
+            raise ConfigError(
+                f"devices_per_island={self.devices_per_island}: an island has at least 1 device, and all {self.islands} of them "
+                f"together at most {_MOST_ISLANDS}. Use 1 if an island is one device."
             )
         times = step_times(self.step_time_s)
         if not times or not all(time > 0 and math.isfinite(time) for time in times):
@@ -119,6 +129,34 @@ class Cluster:
         for lost in self.lost:
             if not (0 <= lost.island < self.islands and lost.round >= 0):
                 raise ConfigError(f"{lost}: the island is below {self.islands} and the round is 0 or more.")
+
+    @property
+    def devices(self) -> int:
+        """Of all islands."""
+        return self.islands * self.devices_per_island
+
+    def apart(self, seed: int) -> Cluster:
+        """The cluster with every device as an island of its own, on its island's line: what devices are that have no algorithm of
+        their own. In a ring the slowest line sets the pace, so the fast ones inside islands change nothing; and of the devices
+        of an island, which are neighbours, one sends over the slow line what the ring sends."""
+        count = self.devices_per_island
+        if count == 1:
+            return self
+        return replace(
+            self,
+            islands=self.devices,
+            devices_per_island=1,
+            step_time_s=tuple(self.step_time(device // count, seed) for device in range(self.devices)),
+            step_time_spread=0.0,
+            links=tuple(self.line(device // count) for device in range(self.devices)) if self.links else (),
+            lost=tuple(replace(lost, island=device) for lost in self.lost for device in self._devices_of(lost.island)),
+            away=tuple(replace(away, island=device) for away in self.away for device in self._devices_of(away.island)),
+            outages=tuple(replace(outage, island=device) for outage in self.outages for device in self._devices_of(outage.island)),
+            pool=self.pool if self.pool == "constant" else tuple(islands * count for islands in self._counts()),
+        )
+
+    def _devices_of(self, island: int) -> range:
+        return range(island * self.devices_per_island, (island + 1) * self.devices_per_island)
 
     def present(self, round: int, rounds: int) -> list[int]:
         """Who takes part in this round of so many."""

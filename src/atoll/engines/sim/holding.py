@@ -1,0 +1,45 @@
+"""Weights that replicas keep from one round to the next, because nobody's State has the whole of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from atoll.engines.local import LocalReplica
+from atoll.errors import ExchangeFailed
+from atoll.protocols import HoldsWeights
+from atoll.tree import Tree
+
+
+class Member(Protocol):
+    """An island among islands, or a device among those of one island."""
+
+    state: Any
+    replica: LocalReplica
+
+
+def held(algorithm: HoldsWeights, members: Iterable[Member]) -> Tree:
+    """What replicas hold between two rounds. Members are in rank order."""
+    return Tree.join([algorithm.held(member.state) for member in members])
+
+
+def load_held(algorithm: Any, members: Iterable[Member]) -> None:
+    """Have all replicas hold it, if the algorithm is of this kind."""
+    if isinstance(algorithm, HoldsWeights):
+        members = list(members)
+        whole = held(algorithm, members)
+        for member in members:
+            member.replica.load(whole)
+
+
+def check_held(algorithm: Any, members: Mapping[str, Member], round: int) -> None:
+    """Replicas must hold the weights that their slices make up. Members are by name, in rank order."""
+    if not isinstance(algorithm, HoldsWeights):
+        return
+    whole = held(algorithm, members.values())
+    for name, member in members.items():
+        if not member.replica.weights.holds(whole):
+            raise ExchangeFailed(
+                f"{name} holds other weights than all slices make up, after round {round}. An algorithm that has `held` must "
+                f"load what it gathered into the replica before a round ends."
+            )
