@@ -13,6 +13,7 @@ from atoll.recipes.demo import (
     demo_ddp,
     demo_diloco,
     demo_dpu,
+    demo_two_level,
     demo_wp,
     demo_zero1,
 )
@@ -40,6 +41,7 @@ _MAKERS = (
     demo_acco_free,
     demo_dpu,
     demo_wp,
+    demo_two_level,
     diloco_60m,
     diloco_150m,
     diloco_400m,

@@ -6,6 +6,7 @@ All start from the same weights, after a warm start of plain training, and use t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from atoll.algorithms.acco import ACCO
@@ -17,7 +18,7 @@ from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.data.text import Text
 from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
+from atoll.engines.sim.world import Cluster, step_times
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.delayed import DelayedNesterov
@@ -61,6 +62,20 @@ def demo_diloco() -> Run:
     """DiLoCo: islands train apart for 20 steps, then agree."""
     # At a learning rate that is DDP's best, the paper's momentum of 0.9 overshoots; see docs/log.md.
     return _demo("demo-diloco", DiLoCo(inner_steps=20, outer=Nesterov(lr=0.8, momentum=0.7)))
+
+
+def demo_two_level() -> Run:
+    """Two levels: ACCO between the two devices of an island, DiLoCo between islands."""
+    run = replace(demo_diloco(), recipe="demo-two-level", inside=ACCO())
+    # Twice the demo's devices, each as fast as one of its islands, with half the batch: as many samples per step in all, and in
+    # the warm start.
+    cluster = replace(
+        run.cluster,
+        step_time_s=tuple(time / 2 for time in step_times("very")),
+        devices_per_island=2,
+        inside=Link(latency_s=0.0001, bandwidth_mbit_per_s=10_000.0),
+    )
+    return replace(run, train=replace(run.train, batch_size=8, warm_start_steps=450), cluster=cluster)
 
 
 def demo_async() -> Run:

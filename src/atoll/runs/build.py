@@ -71,7 +71,7 @@ def engine_of(
     loss = loss_of(run, workload)
     evaluator = Evaluator(workload, device_of(run))
     common: dict[str, Any] = {
-        "cluster": run.cluster,
+        "cluster": run.world,
         "params": params,
         "batches": workload.batches,
         "make_replica": lambda island: replica_of(run, workload, loss, island),
@@ -83,7 +83,8 @@ def engine_of(
     }
     every = (run.keep.evaluate_every, run.keep.save_every)
     if isinstance(run.algorithm, AsyncAlgorithm):  # intervals are steps per island there too, and count the steps of all
-        evaluate_every, save_every = (steps * run.cluster.islands for steps in every)
+        evaluate_every, save_every = (steps * run.world.islands for steps in every)
         return AsyncSimEngine(algorithm=run.algorithm, evaluate_every=evaluate_every, save_every=save_every, **common), evaluator
     evaluate_every, save_every = (run.rounds(steps) for steps in every)
-    return SimEngine(algorithm=run.algorithm, evaluate_every=evaluate_every, save_every=save_every, **common), evaluator
+    common |= {"evaluate_every": evaluate_every, "save_every": save_every}
+    return SimEngine(algorithm=run.algorithm, inside=run.inside, **common), evaluator

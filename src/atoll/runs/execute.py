@@ -218,8 +218,16 @@ class _Execution:
         run = self._run
         params = sum(p.numel() for p in workload.module().parameters() if p.requires_grad)
         name = type(run.algorithm).__name__
+        if run.inside is not None:
+            name += f" over {type(run.inside).__name__}"
         return RunStarted(
-            recipe=run.recipe, algorithm=name, islands=run.cluster.islands, params=params, steps=run.train.steps, seed=run.seed
+            recipe=run.recipe,
+            algorithm=name,
+            islands=run.world.islands,
+            params=params,
+            steps=run.train.steps,
+            seed=run.seed,
+            devices_per_island=None if run.inside is None else run.cluster.devices_per_island,
         )
 
     # ------------------------------------------------------------------------------------------------------------- the end

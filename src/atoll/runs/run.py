@@ -22,6 +22,7 @@ from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions
 from atoll.data.text import Text
 from atoll.engines.local import InnerRule
+from atoll.engines.sim.devices import check_inside
 from atoll.engines.sim.world import Cluster
 from atoll.errors import ConfigError
 from atoll.models.gpt import GPT
@@ -42,7 +43,7 @@ class Train:
     Args:
         steps: inner steps per island after the warm start; a multiple of the steps of a round. In asynchronous runs, where fast
             islands take more of them, the mean over the islands, and any number.
-        batch_size: sequences (or points) per inner step and island.
+        batch_size: sequences (or points) per inner step and island; per device, where an island has several.
         micro_batches: into how many pieces a batch is cut to save memory; the result is the same within rounding.
         clip_norm: gradients longer than this are shortened to it; none leaves them.
         warm_start_steps: steps of plain training, by one island, before the clock starts. 0 starts from scratch.
@@ -122,6 +123,8 @@ class Run:
         cluster: the islands and the lines between them.
         keep: evaluations and checkpoints.
         seed: of weights, data order and everything the cluster draws.
+        inside: how the devices of an island work together, between two agreements of islands. None: where an island has several
+            devices, all of them are equals, as if each were an island.
     """
 
     recipe: str
@@ -133,6 +136,7 @@ class Run:
     cluster: Cluster = Cluster()
     keep: Keep = Keep()
     seed: int = 0
+    inside: Algorithm[Any] | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -141,13 +145,14 @@ class Run:
         if self.train.precision == "bf16" and self.train.device == "cpu":
             raise ConfigError("train.precision=bf16 with train.device=cpu: bfloat16 is for CUDA. Use fp32, or device=auto or cuda.")
         self._check_pair()
+        self._check_inside()
         if isinstance(self.algorithm, AsyncAlgorithm):
             self.cluster.check_asynchronous()
-            speeds = self.algorithm.plan.speeds
-            if speeds and len(speeds) != self.cluster.islands:
+            speeds, islands = self.algorithm.plan.speeds, self.world.islands
+            if speeds and len(speeds) != islands:
                 raise ConfigError(
-                    f"algorithm.speeds has {len(speeds)} figures for cluster.islands={self.cluster.islands}: give one per island, "
-                    f"or leave it empty to take the cluster's."
+                    f"algorithm.speeds has {len(speeds)} figures for {islands} islands: give one per island, or leave it empty to "
+                    f"take the cluster's."
                 )
             return
         self.cluster.check_synchronous()
@@ -170,6 +175,22 @@ class Run:
             f"Gaussians, and a Pretrained reads Instructions. Set {', or '.join(fit)}."
         )
 
+    def _check_inside(self) -> None:
+        if self.inside is None:
+            return
+        check_inside(self.algorithm, self.inside)
+        for name in ("fresh_optimizer", "peak_first"):
+            if getattr(self.train, name):
+                raise ConfigError(
+                    f"train.{name} is for islands that train alone, and with inside={type(self.inside).__name__} their devices "
+                    f"train together. Use train.{name}=false, or inside=none."
+                )
+
+    @property
+    def world(self) -> Cluster:
+        """The cluster as the algorithm between islands sees it: without an algorithm inside, every device is an island."""
+        return self.cluster if self.inside is not None else self.cluster.apart(self.seed)
+
     @property
     def _asynchronous(self) -> bool:
         return isinstance(self.algorithm, AsyncAlgorithm)
@@ -177,13 +198,13 @@ class Run:
     @property
     def shards(self) -> int:
         """Into how many the data are cut."""
-        return self.data.shards or self.cluster.islands
+        return self.data.shards or self.cluster.devices
 
     @property
     def schedule_steps(self) -> int:
         """How long a learning-rate schedule is that was left open."""
         if isinstance(self.algorithm, AsyncAlgorithm):  # the position follows the shard, on which all islands' steps are spread
-            return max(1, self.train.steps * self.cluster.islands // self.shards)
+            return max(1, self.train.steps * self.world.islands // self.shards)
         return self.train.steps
 
     @property
@@ -193,16 +214,24 @@ class Run:
             "optimizer", f"train.steps * islands / shards = {self.schedule_steps}" if self._asynchronous else "train.steps"
         ):
             optimizer = with_steps(self.optimizer, self.schedule_steps)
+        algorithm = self._filled(self.algorithm, "algorithm", optimizer, self._outer_steps())
+        inside = None
+        if self.inside is not None:
+            rounds = self.train.steps // self.inside.steps_per_round
+            inside = self._filled(self.inside, "inside", optimizer, rounds)
+        return replace(self, data=self._resolved_data(), optimizer=optimizer, algorithm=algorithm, inside=inside)
+
+    def _filled(self, algorithm: Any, name: str, optimizer: InnerRule, rounds: int) -> Any:
+        """The algorithm with the run's optimizer and clipping where it has none, and schedules of so many rounds."""
         filled: dict[str, Any] = {}
-        for field in fields(self.algorithm):  # type: ignore[arg-type]
-            value = getattr(self.algorithm, field.name)
+        for field in fields(algorithm):
+            value = getattr(algorithm, field.name)
             if value is None and field.name in ("optimizer", "clip_norm"):
                 filled[field.name] = optimizer if field.name == "optimizer" else self.train.clip_norm
             else:
-                with _named(f"algorithm.{field.name}", f"{self._outer_steps()} {'arrivals' if self._asynchronous else 'rounds'}"):
-                    filled[field.name] = with_steps(value, self._outer_steps())
-        algorithm = replace(self.algorithm, **filled)  # type: ignore[type-var]
-        return replace(self, data=self._resolved_data(), optimizer=optimizer, algorithm=algorithm)
+                with _named(f"{name}.{field.name}", f"{rounds} {'arrivals' if self._asynchronous else 'rounds'}"):
+                    filled[field.name] = with_steps(value, rounds)
+        return replace(algorithm, **filled)
 
     def _resolved_data(self) -> Text | Gaussians | Instructions:
         """A pretrained model brings its own tokenizer, unless there is another."""
@@ -220,12 +249,12 @@ class Run:
         the more the fewer steps slow islands take."""
         if not isinstance(self.algorithm, AsyncAlgorithm):
             return self.rounds(self.train.steps)
-        plan, islands = self.algorithm.plan, range(self.cluster.islands)
-        speeds = [1 / self.cluster.step_time(island, self.seed) for island in islands]
+        plan, world = self.algorithm.plan, self.world
+        speeds = [1 / world.step_time(island, self.seed) for island in range(world.islands)]
         pace = speeds if plan.pace == "measured" or not plan.speeds else plan.speeds
         steps = [plan.steps if plan.pace == "even" else dynamic_steps(v, max(pace), plan.steps) for v in pace]
         arrivals_per_update = sum(v / n for v, n in zip(speeds, steps, strict=True)) / sum(speeds)
-        return max(1, round(self.train.steps * self.cluster.islands * arrivals_per_update))
+        return max(1, round(self.train.steps * world.islands * arrivals_per_update))
 
 
 def device_of(run: Run) -> str:

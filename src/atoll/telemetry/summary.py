@@ -33,6 +33,8 @@ class Summary:
         resumed_from_round: where the process that finished the run began; 0 if it was never resumed.
         digest: of the final global weights.
         val_accuracy: of the final global weights, in [0, 1]; None where it was not measured.
+        inside_bytes_per_device: payload over the lines inside islands, mean over devices; None where islands have no inside.
+        inside_dropped_tokens: tokens whose gradients waited in a device when its island was given other weights; None likewise.
         asynchrony: staleness, windows, workers and shards of an asynchronous run; None for a synchronous one.
         overlap: where each island's time went, if exchanges were hidden behind the computing or something went wrong; else None.
     """
@@ -59,13 +61,15 @@ class Summary:
     steps: int
     digest: str
     val_accuracy: float | None = None
+    inside_bytes_per_device: float | None = None
+    inside_dropped_tokens: int | None = None
     asynchrony: AsynchronySummary | None = None
     overlap: OverlapSummary | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the attributes' names; NaN and infinity as strings. The last three only where they have a value."""
         record = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-        for name in ("val_accuracy", "asynchrony", "overlap"):
+        for name in ("val_accuracy", "inside_bytes_per_device", "inside_dropped_tokens", "asynchrony", "overlap"):
             if record[name] is None:
                 del record[name]
         return record
@@ -186,6 +190,8 @@ def _summary(folder: Path, started: RunStarted, finished: RunFinished, evaluated
         steps=finished.steps,
         digest=finished.digest,
         val_accuracy=last.get("accuracy"),
+        inside_bytes_per_device=finished.inside_bytes_per_device,
+        inside_dropped_tokens=finished.inside_dropped_tokens,
         asynchrony=read_asynchrony(folder),
         overlap=read_overlap(folder) if worth_telling(folder) else None,
     )
