@@ -150,9 +150,11 @@ class Run:
             self.cluster.check_asynchronous()
             speeds, islands = self.algorithm.plan.speeds, self.world.islands
             if speeds and len(speeds) != islands:
+                each = self.cluster.devices_per_island
+                devices = f" of {each} devices, which are islands here" if each > 1 else ""
                 raise ConfigError(
-                    f"algorithm.speeds has {len(speeds)} figures for {islands} islands: give one per island, or leave it empty to "
-                    f"take the cluster's."
+                    f"algorithm.speeds has {len(speeds)} figures for cluster.islands={self.cluster.islands}{devices}: give one per "
+                    f"island, or leave it empty to take the cluster's."
                 )
             return
         self.cluster.check_synchronous()

@@ -22,10 +22,12 @@ from atoll.events import (
     Recut,
     RoundFailed,
     RoundFinished,
+    RunStarted,
     UpdateSkipped,
 )
 from atoll.telemetry.asynchrony import is_asynchronous
 from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.levels import by_device
 
 Stretch = tuple[float, float]
 """From when to when, in seconds of virtual time."""
@@ -85,6 +87,7 @@ class OverlapSummary:
         skipped: updates that were left out because gradients were not finite.
         failed: rounds that were void because somebody was not heard.
         most_tokens: of one round; `fewest_tokens` of one that committed any.
+        devices_per_island: where devices have an algorithm of their own; `islands` are then these, counted through all islands.
     """
 
     islands: tuple[IslandTimes, ...]
@@ -94,6 +97,7 @@ class OverlapSummary:
     failed: int
     most_tokens: int
     fewest_tokens: int
+    devices_per_island: int | None = None
 
     @property
     def hidden(self) -> float | None:
@@ -104,6 +108,8 @@ class OverlapSummary:
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the attributes' names, for JSON."""
         record = {**asdict(self), "hidden": self.hidden}
+        if self.devices_per_island is None:
+            del record["devices_per_island"]
         return {**record, "islands": [island.to_dict() for island in self.islands]}
 
 
@@ -119,11 +125,14 @@ class Overlap:
     def __init__(self) -> None:
         self._islands: dict[int, _Island] = {}
         self._background = self._exchanges = self._skipped = self._failed = 0
+        self._devices: int | None = None
         self._tokens = 0
         self._round_tokens: tuple[int, int] | None = None
 
     def take(self, event: Event) -> None:
         match event:
+            case RunStarted():
+                self._devices = event.devices_per_island
             case Computed():
                 self._island(event.island).computed(event)
             case Exchanged():
@@ -156,6 +165,7 @@ class Overlap:
             failed=self._failed,
             most_tokens=most,
             fewest_tokens=fewest,
+            devices_per_island=self._devices,
         )
 
     def _exchanged(self, event: Exchanged) -> None:
@@ -181,7 +191,7 @@ def read_overlap(folder: str | Path) -> OverlapSummary | None:
     if is_asynchronous(folder):
         return None
     overlap = Overlap()
-    for event in read_events(Path(folder) / "events.jsonl"):
+    for event in by_device(read_events(Path(folder) / "events.jsonl")):
         overlap.take(event)
     return overlap.summary()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from atoll.telemetry.levels import device_name
 from atoll.telemetry.overlap import IslandTimes, OverlapSummary
 from atoll.telemetry.units import human_count, human_percent, human_time
 
@@ -42,16 +43,24 @@ def _table(summary: OverlapSummary) -> Table:
     from rich.table import Table
 
     result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("island", "batches", "of all", "present", "computing", "talking", "waiting", "hidden"):
+    for heading in (
+        "island" if summary.devices_per_island is None else "device",
+        "batches",
+        "of all",
+        "present",
+        "computing",
+        "talking",
+        "waiting",
+        "hidden",
+    ):
         result.add_column(heading, justify="right", no_wrap=True)
     total = sum(island.batches for island in summary.islands)
     for island in summary.islands[:_LISTED]:
-        result.add_row(*_cells(island, total))
+        result.add_row(device_name(island.island, summary.devices_per_island), *_cells(island, total))
     return result
 
 
 def _cells(island: IslandTimes, total_batches: float) -> Iterator[str]:
-    yield str(island.island)
     yield human_count(island.batches)
     yield human_percent(island.batches / total_batches) if total_batches else "-"
     yield human_time(island.present_s)

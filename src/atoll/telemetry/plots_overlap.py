@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.errors import AtollError
-from atoll.events import Computed, Event, Exchanged, RoundFinished
+from atoll.events import Computed, Event, Exchanged, RoundFinished, RunStarted
 from atoll.extras import require
 from atoll.telemetry.drawing import COLOURS, new_figure, save_figure, short, time_unit
 from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.levels import by_device, device_name
 from atoll.telemetry.overlap import IslandTimes, Stretch, read_overlap
 from atoll.telemetry.units import human_count
 
@@ -41,11 +42,16 @@ def overlap_figure(folder: str | Path) -> Any:
     if summary is None or not summary.exchanges:
         what = "has a hub, at which islands do not meet" if summary is None else "has exchanged nothing yet"
         raise AtollError(f"the run in {folder} {what}, so there is no overlap to draw. Draw it with plot_run.")
-    lanes = last_rounds(read_events(Path(folder) / "events.jsonl", kinds=(Computed, Exchanged, RoundFinished)))
+    events = read_events(Path(folder) / "events.jsonl", kinds=(RunStarted, Computed, Exchanged, RoundFinished))
+    lanes, devices = last_rounds(by_device(events)), summary.devices_per_island
     figure, (timeline, times, batches) = new_figure(3)
-    _draw_lanes(timeline, lanes)
+    _draw_lanes(timeline, {device_name(number, devices): lane for number, lane in lanes.items()})
     _draw_times(times, summary.islands)
     _draw_batches(batches, summary.islands)
+    if devices is not None:
+        timeline.set_ylabel("island.device")
+        for panel in (times, batches):
+            panel.set_xlabel("device, counted through all islands")
     return figure
 
 
@@ -73,7 +79,7 @@ def _lane(lanes: dict[int, Lane], island: int) -> Lane:
     return lanes.setdefault(island, Lane([], [], []))
 
 
-def _draw_lanes(panel: Any, lanes: dict[int, Lane]) -> None:
+def _draw_lanes(panel: Any, lanes: dict[str, Lane]) -> None:
     """Two bars for each island: above what it computed, below its exchanges. Where the upper one has a gap, it was idle."""
     drawn = dict(list(lanes.items())[:_LANES])
     everything = [stretch for lane in drawn.values() for part in lane for stretch in part]
@@ -90,7 +96,7 @@ def _draw_lanes(panel: Any, lanes: dict[int, Lane]) -> None:
         for place, lane in enumerate(drawn.values()):
             spans = [((start - begin_s) / unit_s, (end - start) / unit_s) for start, end in getattr(lane, part)]
             panel.broken_barh(spans, (place + below, height), facecolors=colour, edgecolors="white", linewidth=0.4)
-    panel.set_yticks(range(len(drawn)), [str(island) for island in drawn])
+    panel.set_yticks(range(len(drawn)), list(drawn))
     panel.set_ylim(len(drawn) - 0.5, -0.5)  # the first island is on top
     panel.set_xlabel(f"virtual time of the last rounds ({unit})")
     panel.set_ylabel("island")

@@ -41,6 +41,7 @@ class Tally:
         self.evaluation: Evaluated | None = None
         self.finished: RunFinished | None = None
         self.asynchronous = False
+        self._devices = 1
         self._computed_s: dict[int, float] = {}
         self._since_s: dict[int, float] = {}  # of the islands that are here
         self._past_s: dict[int, float] = {}  # an island that left may come back: how long it was here before
@@ -53,6 +54,7 @@ class Tally:
             case RunStarted():
                 self.started = event
                 self._since_s = dict.fromkeys(range(event.islands), 0.0)
+                self._devices = event.devices_per_island or 1
             case WarmStartFinished():
                 self.warm_start = event
             case RoundFinished():
@@ -108,7 +110,9 @@ class Tally:
         self._away[event.island] = event
 
     def _computed(self, event: Computed) -> None:
-        self._computed_s[event.island] = self._computed_s.get(event.island, 0.0) + event.end_s - event.start_s
+        # Of an island with several devices, the mean over them.
+        computed_s = (event.end_s - event.start_s) / (1 if event.device is None else self._devices)
+        self._computed_s[event.island] = self._computed_s.get(event.island, 0.0) + computed_s
         if event.steps:
             self._step_s[event.island] = (event.end_s - event.start_s) / event.steps
         self._away.pop(event.island, None)

@@ -27,6 +27,7 @@ from atoll.events import (
 )
 from atoll.telemetry.asynchrony import is_asynchronous
 from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.levels import by_device
 from atoll.telemetry.perfetto import Timeline
 from atoll.telemetry.trace_async import draw_hub
 from atoll.telemetry.trace_rows import CLUSTER, EVALUATIONS, ROUNDS, computing, draw_common, line, network
@@ -44,7 +45,7 @@ def write_trace(folder: str | Path, path: str | Path) -> Path:
         draw_hub(timeline, read_events(log))
     else:
         boundary_s = 0.0
-        for event in read_events(log):
+        for event in by_device(read_events(log)):
             _draw(timeline, event, boundary_s)
             boundary_s = event.virtual_time_s if isinstance(event, RoundFinished) else boundary_s
     if timeline.empty:
@@ -61,7 +62,7 @@ def _draw(timeline: Timeline, event: Event, boundary_s: float) -> None:
             draw_common(timeline, event)
         case Computed():
             args = {"steps": event.steps, "batches": event.batches, "tokens": event.tokens, "loss": event.loss}
-            row = computing(timeline, event.island)
+            row = computing(timeline, event.island, event.device)
             timeline.span(row, event.start_s, event.end_s, f"compute, round {event.round}", "computing", args)
         case Exchanged():
             _exchanged(timeline, event)

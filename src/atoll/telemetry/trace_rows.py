@@ -10,9 +10,12 @@ CLUSTER = 1
 ROUNDS, EVALUATIONS = Row(CLUSTER, 1), Row(CLUSTER, 2)
 
 
-def computing(timeline: Timeline, island: int) -> Row:
-    """The row for what an island computes."""
-    return _island(timeline, island, 1)
+def computing(timeline: Timeline, island: int, device: int | None = None) -> Row:
+    """The row for what an island computes, or one of its devices, which then has a process of its own."""
+    row = _island(timeline, island, 1)
+    if device is not None:
+        timeline.process_names[row.process] = f"device {island}"
+    return row
 
 
 def network(timeline: Timeline, island: int) -> Row:
@@ -39,7 +42,7 @@ def draw_common(timeline: Timeline, event: RunStarted | Evaluated | IslandLeft) 
 
 def _island(timeline: Timeline, island: int, row: int) -> Row:
     process = CLUSTER + 1 + island
-    timeline.process_names[process] = f"island {island}"
+    timeline.process_names.setdefault(process, f"island {island}")
     timeline.row_names[Row(process, 1)] = "computing"
     timeline.row_names[Row(process, 2)] = "network"
     return Row(process, row)

@@ -55,8 +55,10 @@ def notice(event: Event) -> str | None:
             silent = ", ".join(map(str, event.islands))
             return f"round {event.round}: void, since {event.what} needs everybody and did not hear of: {silent}"
         case UpdateSkipped():
-            culprits = ("island " if len(event.islands) == 1 else "islands ") + ", ".join(map(str, event.islands))
-            return f"round {event.round}: gradients of {culprits} are not finite, so all islands skip the update"
+            kind, where = ("island", "") if event.inside is None else ("device", f" of island {event.inside}")
+            culprits = f"{kind}{'s' if len(event.islands) > 1 else ''} {', '.join(map(str, event.islands))}{where}"
+            everyone = "all islands skip" if event.inside is None else "its devices skip"
+            return f"round {event.round}: gradients of {culprits} are not finite, so {everyone} the update"
         case CaughtUp():
             return f"round {event.round}: island {event.island} caught up{_given(event)}"
         case Saved():
