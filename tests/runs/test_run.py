@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.zero1 import ZeRO1
 from atoll.data.gaussians import Gaussians
 from atoll.data.text import Text
 from atoll.engines.sim.network import Link
@@ -163,3 +165,43 @@ def test_algorithms_and_rules_can_be_named():
     assert candidates(Run) == ()
     assert isinstance(Pushing(), AsyncAlgorithm)
     assert not isinstance(DiLoCo(inner_steps=5), AsyncAlgorithm)
+
+
+# --------------------------------------------------------------------------------------------------------------- two levels
+
+PLAIN = replace(TOY, train=Train(steps=20, batch_size=32))
+
+
+def test_the_algorithm_inside_is_given_the_runs_optimizer_and_clipping_over_all_inner_steps():
+    run = replace(PLAIN, inside=ACCO(), cluster=Cluster(islands=2, devices_per_island=3))
+    inside = run.resolved.inside
+    assert inside.optimizer == run.resolved.optimizer
+    assert inside.optimizer.lr.steps == 20
+    assert inside.clip_norm == 1.0
+    own = replace(run, inside=ZeRO1(optimizer=SGD(lr=Cosine(lr=0.3)), clip_norm=2.0)).resolved.inside
+    assert (own.optimizer.lr.steps, own.clip_norm) == (20, 2.0)
+
+
+def test_every_device_has_a_shard_and_without_an_algorithm_inside_it_is_an_island():
+    cluster = Cluster(islands=2, devices_per_island=3)
+    assert replace(PLAIN, cluster=cluster).shards == replace(PLAIN, cluster=cluster, inside=DDP()).shards == 6
+    assert replace(PLAIN, cluster=cluster).world.islands == 6
+    assert replace(PLAIN, cluster=cluster, inside=DDP()).world.islands == 2
+
+
+def test_an_algorithm_inside_needs_one_outside_that_trains():
+    for algorithm in (ZeRO1(), Pushing()):
+        with pytest.raises(ConfigError, match=r"inside=ACCO trains .*Use algorithm=DiLoCo"):
+            replace(PLAIN, algorithm=algorithm, inside=ACCO())
+
+
+def test_habits_of_islands_that_train_alone_are_refused_with_an_algorithm_inside():
+    with pytest.raises(ConfigError, match=r"train.fresh_optimizer is for islands that train alone"):
+        replace(TOY, inside=ACCO())
+
+
+def test_an_algorithm_inside_can_be_named_and_comes_back_from_a_file():
+    run = override(PLAIN, ["inside=ACCO(accumulation=2)", "cluster.devices_per_island=2"], candidates)
+    assert run.inside == ACCO(accumulation=2)
+    assert from_json(json.loads(json.dumps(to_json(run), allow_nan=False))) == run
+    assert override(run, ["inside=none"], candidates).inside is None

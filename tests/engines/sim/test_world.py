@@ -1,6 +1,7 @@
 """The cluster as a value: lists that fit any number, draws that need no position, and nonsense refused."""
 
 import math
+from dataclasses import replace
 from statistics import fmean, pstdev
 
 import pytest
@@ -168,3 +169,40 @@ def test_a_level_is_repeated_to_the_number_of_islands():
 def test_an_unknown_level_is_refused():
     with pytest.raises(ConfigError, match="step_time_s"):
         Cluster(step_time_s="extreme")
+
+
+# ------------------------------------------------------------------------------------------------------- several devices each
+
+
+def test_devices_that_are_equals_are_islands_on_their_islands_lines():
+    slow = Link(bandwidth_mbit_per_s=1)
+    cluster = Cluster(
+        islands=2,
+        devices_per_island=3,
+        step_time_s=(1.0, 2.0),
+        links=(Link(), slow),
+        lost=(Lost(island=1, round=4),),
+        away=(Away(island=0, start=1, stop=2),),
+        pool=(1, 2),
+    )
+    apart = cluster.apart(seed=0)
+    assert (apart.islands, apart.devices_per_island, apart.devices) == (6, 1, 6)
+    assert [apart.step_time(device, seed=0) for device in range(6)] == [1.0] * 3 + [2.0] * 3
+    assert [apart.line(device) for device in range(6)] == [Link()] * 3 + [slow] * 3
+    assert [apart.heard(device, 4, seed=0) for device in range(6)] == [True] * 3 + [False] * 3
+    assert apart.present(0, rounds=4) == [0, 1, 2]
+    assert replace(apart, pool="constant").present(1, rounds=4) == [3, 4, 5]
+
+
+def test_devices_of_an_island_are_drawn_equally_fast_and_an_island_of_one_device_stays_as_it_is():
+    cluster = Cluster(islands=3, devices_per_island=2, step_time_spread=0.5)
+    apart = cluster.apart(seed=7)
+    assert [apart.step_time(device, seed=7) for device in range(6)] == [cluster.step_time(d // 2, seed=7) for d in range(6)]
+    assert apart.pool == "constant"
+    alone = Cluster(islands=3, step_time_spread=0.5, pool="ramp_up")
+    assert alone.apart(seed=7) is alone
+
+
+def test_an_island_without_a_device_is_refused():
+    with pytest.raises(ConfigError, match=r"devices_per_island=0: an island has at least 1 device.*Use 1"):
+        Cluster(devices_per_island=0)

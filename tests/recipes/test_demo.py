@@ -1,0 +1,19 @@
+"""The demo's recipes do the same work."""
+
+from atoll import recipes
+from atoll.algorithms.acco import ACCO
+from atoll.engines.sim.world import step_times
+
+
+def test_the_demo_of_two_levels_does_the_demos_work_on_twice_the_devices():
+    one, two = recipes.recipe("demo-diloco"), recipes.recipe("demo-two-level")
+    assert two.algorithm == one.algorithm
+    assert two.inside == ACCO()
+    assert two.cluster.devices == 2 * one.cluster.islands
+    assert two.cluster.devices * two.train.batch_size == one.cluster.islands * one.train.batch_size
+    assert two.train.batch_size * two.train.warm_start_steps == one.train.batch_size * one.train.warm_start_steps
+    assert (two.train.steps, two.optimizer, two.model, two.data) == (one.train.steps, one.optimizer, one.model, one.data)
+    assert two.cluster.link == one.cluster.link
+    assert two.cluster.inside.bandwidth_mbit_per_s >= 10 * two.cluster.link.bandwidth_mbit_per_s
+    seconds = [time / 16 for time in step_times(one.cluster.step_time_s)]  # for one sample
+    assert [time / 8 for time in two.cluster.step_time_s] == seconds
