@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/atoll compare demo-ddp demo-diloco demo-async
+	$(BIN)/atoll compare demo-ddp demo-diloco demo-async demo-acco
 
 test: $(STAMP) lint types
 	$(BIN)/python -m pytest
