@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +25,8 @@ from atoll.events import Evaluated, Event, Progress, RoundFinished
 from atoll.runs import execute
 from atoll.runs.execute import Cache
 from atoll.runs.run import Run, candidates
-from atoll.runs.settings import override, to_json
+from atoll.runs.settings import from_json, override, to_json
+from atoll.telemetry.overlap import Overlap
 from progress import Watch
 from record import Record
 from spread import Sample
@@ -61,13 +65,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a row: the summaries of the seeds that ended well, and of the others what went wrong. Curves, one for each of
-    the former, are there if they were asked for."""
+    """What came of a row: the summaries of the seeds that ended well, and of the others what went wrong. Curves and islands' times,
+    one for each of the former, are there if they were asked for."""
 
     row: Row
     summaries: tuple[dict[str, Any], ...]
     errors: tuple[str, ...] = ()
     curves: tuple[tuple[Point, ...], ...] = ()
+    islands: tuple[tuple[dict[str, Any], ...], ...] = ()
 
     @property
     def loss(self) -> Sample | None:
@@ -98,48 +103,104 @@ def key_of(run: Run) -> str:
 
 
 def carry_out(
-    rows: Sequence[Row], seeds: Sequence[int], record: Record, title: str, *, quiet: bool = False, curves: bool = False
+    rows: Sequence[Row],
+    seeds: Sequence[int],
+    record: Record,
+    title: str,
+    *,
+    quiet: bool = False,
+    curves: bool = False,
+    islands: bool = False,
+    processes: int = 1,
 ) -> dict[Row, Outcome]:
-    """Runs what the record does not hold yet, and keeps every evaluation if `curves` are wanted. Every row is looked at before
-    anything runs."""
+    """Runs what the record does not hold yet. Every row is looked at before anything runs.
+
+    Args:
+        rows: what to run.
+        seeds: once with each.
+        record: where cells are kept.
+        title: of the benchmark, for whoever watches.
+        quiet: show no progress.
+        curves: keep every evaluation.
+        islands: keep where each island's time went.
+        processes: how many cells run at a time. What comes out does not depend on it.
+    """
     runs = {(row, seed): row.run(seed) for seed in seeds for row in rows}
     missing: dict[str, tuple[Row, int]] = {}
     for at, run in runs.items():
         if record.get(key_of(run)) is None:
             missing.setdefault(key_of(run), at)
-    cache = Cache()
+    work = {key: runs[at] for key, at in missing.items()}
     with Watch(title, len(missing), quiet=quiet) as watch:
         if len(missing) < len(runs):
             watch.say(f"{len(missing)} cells to run; the record has the others, or rows share them")
-        for key, (row, seed) in missing.items():
-            name = f"{row.name or ' '.join([row.recipe, *row.settings])}, seed {seed}"
-            watch.begin(name)
-            cell = _cell(runs[row, seed], cache, watch, curves=curves)
-            record.add(key, {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **cell})
-            watch.end(f"{name}: {_in_words(cell)}")
+        done = _here(work, missing, watch) if processes == 1 else _elsewhere(work, processes, watch)
+        for key, cell in done:
+            row, seed = missing[key]
+            kept = {name: value for name, value in cell.items() if {"curve": curves, "islands": islands}.get(name, True)}
+            record.add(key, {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **kept})
+            watch.end(f"{_name(row, seed)}: {_in_words(cell)}")
     return {row: _outcome(row, [record.get(key_of(runs[row, seed])) for seed in seeds]) for row in rows}
 
 
-def _cell(run: Run, cache: Cache, watch: Watch, *, curves: bool) -> dict[str, Any]:
+def _here(work: Mapping[str, Run], named: Mapping[str, tuple[Row, int]], watch: Watch) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One cell after the other in this process."""
+    shared = Cache()
+    for key, run in work.items():
+        watch.begin(_name(*named[key]))
+        yield key, _cell(run, shared, watch)
+
+
+def _elsewhere(work: Mapping[str, Run], processes: int, watch: Watch) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Several cells at a time, each in a process of one thread, as they are done."""
+    watch.begin(f"{processes} cells at a time")
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        keys = {pool.submit(_cell_apart, to_json(run)): key for key, run in work.items()}
+        try:
+            for future in as_completed(keys):
+                yield keys[future], future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _cell_apart(run: dict[str, Any]) -> dict[str, Any]:
+    with Watch("", 1, quiet=True) as watch:
+        return _cell(from_json(run), _own_cache(), watch)
+
+
+@cache
+def _own_cache() -> Cache:
+    """What the cells of one process share: text and warm starts."""
+    return Cache()
+
+
+def _name(row: Row, seed: int) -> str:
+    return f"{row.name or ' '.join([row.recipe, *row.settings])}, seed {seed}"
+
+
+def _cell(run: Run, shared: Cache, watch: Watch) -> dict[str, Any]:
     """Weights and checkpoints of a cell are of no use later: its folder goes when it is done."""
-    curve = _Curve()
+    curve, times = _Curve(), _Times()
     with TemporaryDirectory(prefix="atoll-benchmark-") as folder:
         try:
-            result = execute.run(run, out=Path(folder) / "run", sinks=[_Steps(watch, run.train.steps), curve], cache=cache)
+            sinks = [_Steps(watch, run.train.steps), curve, times]
+            result = execute.run(run, out=Path(folder) / "run", sinks=sinks, cache=shared)
         except TrainingDiverged as error:
             return {"error": str(error)}
         summary = result.summary.to_dict()
     del summary["run_dir"]
     if not math.isfinite(result.summary.val_loss):
         return {"error": f"the validation loss is {result.summary.val_loss}"}
-    return {"summary": summary, "curve": curve.points} if curves else {"summary": summary}
+    return {"summary": summary, "curve": curve.points, "islands": times.islands()}
 
 
 def _outcome(row: Row, cells: Sequence[dict[str, Any] | None]) -> Outcome:
     found = [cell for cell in cells if cell is not None]
     summaries = tuple(cell["summary"] for cell in found if "summary" in cell)
     curves = tuple(tuple((time_s, updates, loss) for time_s, updates, loss in cell["curve"]) for cell in found if "curve" in cell)
-    return Outcome(row, summaries, tuple(cell["error"] for cell in found if "error" in cell), curves)
+    islands = tuple(tuple(cell["islands"]) for cell in found if "islands" in cell)
+    return Outcome(row, summaries, tuple(cell["error"] for cell in found if "error" in cell), curves, islands)
 
 
 def _in_words(cell: dict[str, Any]) -> str:
@@ -170,3 +231,16 @@ class _Curve:
     def emit(self, event: Event) -> None:
         if isinstance(event, Evaluated):
             self.points.append((event.virtual_time_s, event.local_updates, event.loss))
+
+
+class _Times:
+    """Keeps where each island's time went."""
+
+    def __init__(self) -> None:
+        self._overlap = Overlap()
+
+    def emit(self, event: Event) -> None:
+        self._overlap.take(event)
+
+    def islands(self) -> list[dict[str, Any]]:
+        return [island.to_dict() for island in self._overlap.summary().islands]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from atoll.engines.sim.network import all_gather, reduce_scatter
 from atoll.errors import ConfigError
 from atoll.models.gpt import GPT
 from atoll.protocols import Work
@@ -49,7 +50,7 @@ def outcome(b, *losses, tokens=100):
 
 
 @pytest.mark.parametrize(
-    "name", ["spread", "record", "wording", "claims", "demo_seeds", "async_demo", "async_rows", "async_claims"]
+    "name", ["spread", "record", "wording", "claims", "demo_seeds", "async_demo", "async_rows", "async_claims", "acco_unequal"]
 )
 def test_examples_in_docstrings_are_true(b, name):
     assert doctest.testmod(getattr(b, name)).failed == 0
@@ -329,6 +330,73 @@ def test_the_time_that_is_asked_for_is_judged(b):
         )
 
     assert [told(mine_s).split("**")[1] for mine_s in (40.0, 40.1)] == ["holds here", "does not hold here"]
+
+
+# --------------------------------------------------------------------------------------------------------------------- ACCO
+
+
+def test_the_time_of_an_update_is_the_formulas_and_acco_sends_twice_what_zero1_does(b):
+    links = b.acco_links
+    for ratio in (0.25, 1.0, 3.0):
+        cell = links.swept(ratio)
+        for name, (_, formula) in links.FORMULAS.items():
+            assert cell[name]["update_s"] == pytest.approx(formula(links.C_S, cell["m_s"]), abs=1e-9), name
+        assert cell["ACCO"]["sent_bytes"] == [2 * sent for sent in cell["ZeRO-1"]["sent_bytes"]]
+
+
+def test_a_small_model_on_a_slow_line_exchanges_as_a_large_one_on_a_fast_line(b):
+    links = b.acco_links
+    setting = links.SETTINGS[1]
+    lines = [setting.line] * 4
+    whole = [cost(int(setting.params), 2, lines).seconds for cost in (reduce_scatter, all_gather)]
+    assert links.widened(setting, 4)["m_s"] == pytest.approx(sum(whole), rel=1e-6)
+
+
+def small_settings(*more):
+    return [part for each in [*SMALL, *more] for part in ("--set", each)]
+
+
+def test_the_demo_with_hidden_exchanges_leaves_a_record_and_goes_on_from_it(b, tmp_path, capsys):
+    arguments = ["--seeds", "0", "--processes", "1", "--record", str(tmp_path), "--quiet"]
+    arguments += small_settings("train.steps=4", "keep.evaluate_every=4")
+    b.acco_demo.main(arguments)
+    cells, out = lines_of(tmp_path), capsys.readouterr().out
+    assert len(cells) == 7
+    assert "All rows commit 512 tokens in 4 updates." in out
+    assert all("islands" in json.loads(cell) for cell in cells)
+    b.acco_demo.main(arguments)
+    assert lines_of(tmp_path) == cells
+
+
+def test_unequal_islands_leave_a_record_that_says_who_idles(b, tmp_path, capsys):
+    arguments = ["--seeds", "0", "--steps", "24", "--rates", "0.01", "--processes", "1", "--record", str(tmp_path), "--quiet"]
+    b.acco_unequal.main(arguments + small_settings())
+    out = capsys.readouterr().out
+    assert "so DDP accumulates 3." in out
+    assert "**holds here**: samples per update agree within 10 %" in out
+    assert "**holds here**: ACCO takes at most 0.45 of DDP's virtual time." in out
+    idle = {row.split(" | ")[0] + row.split(" | ")[1]: row.split(" | ")[3] for row in out.splitlines() if "s a batch" in row}
+    assert idle["| ACCO, free0 (1 s a batch)"] == idle["| ACCO, free3 (4 s a batch)"] == "100 %"
+    assert idle["| DDP, accumulating0 (1 s a batch)"] in {"24 %", "25 %"}
+
+
+def test_learning_rates_go_by_samples_for_both(b):
+    plan = b.acco_unequal.Plan(steps=900, base=())
+    acco, ddp = plan.acco(0.05).run(0), plan.ddp(0.05, 3).run(0)
+    for rule, batches in ((acco.algorithm.optimizer, 1), (ddp.algorithm.optimizer, 3)):
+        assert (rule.lr.steps * batches, rule.lr.warmup * batches) == (900, 60)
+    assert (acco.train.warm_start_steps, acco.train.warm_start_lr) == (ddp.train.warm_start_steps, ddp.train.warm_start_lr)
+    assert acco.optimizer.lr.warmup == ddp.optimizer.lr.warmup  # which the warm start takes over
+
+
+def test_a_cell_comes_out_the_same_in_a_process_of_its_own(b, tmp_path):
+    row = b.cells.Row(recipe="demo-ddp", base=(*SMALL, "train.steps=2"))
+    here, apart = (
+        b.cells.carry_out([row], [0], b.record.Record(tmp_path / str(n)), "", quiet=True, islands=True, processes=n)[row]
+        for n in (1, 2)
+    )
+    assert (here.loss, here.islands) == (apart.loss, apart.islands)
+    assert here.summaries[0]["digest"] == apart.summaries[0]["digest"]
 
 
 # ------------------------------------------------------------------------------------------------------------------ the hub

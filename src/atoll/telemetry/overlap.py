@@ -31,6 +31,7 @@ from atoll.telemetry.levels import by_device
 
 Stretch = tuple[float, float]
 """From when to when, in seconds of virtual time."""
+_ROUNDING = 1e-9  # shares of time below this are what adding up floats leaves
 _TELLING = (b'"background": true', b'{"event": "UpdateSkipped"', b'{"event": "RoundFailed"')
 
 
@@ -60,7 +61,8 @@ class IslandTimes:
     @property
     def waited_s(self) -> float:
         """For others: it neither computed nor exchanged anything."""
-        return max(0.0, self.present_s - self.computed_s - self.talked_s)
+        idle_s = self.present_s - self.computed_s - self.talked_s
+        return idle_s if idle_s > _ROUNDING * self.present_s else 0.0
 
     @property
     def busy(self) -> float | None:
