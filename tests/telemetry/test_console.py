@@ -202,10 +202,12 @@ def test_skipped_updates_and_void_rounds_are_told_with_their_islands() -> None:
     out = show(
         [
             UpdateSkipped(round=3, islands=[1], virtual_time_s=2.0),
+            UpdateSkipped(round=3, islands=[], virtual_time_s=2.5),
             RoundFailed(round=4, what="all_gather", islands=[0, 2], virtual_time_s=3.0),
         ]
     )
     assert "round 3: gradients of island 1 are not finite, so all islands skip the update" in out
+    assert "round 3: nobody has gradients, so all islands skip the update" in out
     assert "round 4: void, since all_gather needs everybody and did not hear of: 0, 2" in out
 
 

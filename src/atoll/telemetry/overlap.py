@@ -86,7 +86,7 @@ class OverlapSummary:
         islands: in order of their numbers.
         background: exchanges that went on while islands computed, or could have.
         exchanges: all of them.
-        skipped: updates that were left out because gradients were not finite.
+        skipped: updates that were left out because gradients were not finite, or there were none.
         failed: rounds that were void because somebody was not heard.
         most_tokens: of one round; `fewest_tokens` of one that committed any.
         devices_per_island: where devices have an algorithm of their own; `islands` are then these, counted through all islands.

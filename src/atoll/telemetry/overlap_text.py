@@ -32,7 +32,9 @@ def overlap_headlines(summary: OverlapSummary) -> list[str]:
         told = f"{human_count(summary.exchanges)}, {human_count(summary.background)} of them behind the computing"
         lines.append(f"exchanges  {told}, which hid {share} of their time")
     if summary.skipped:
-        lines.append(f"skipped    {_counted(summary.skipped, 'update')}, because somebody's gradients were not finite")
+        lines.append(
+            f"skipped    {_counted(summary.skipped, 'update')}, because somebody's gradients were not finite, or nobody had any"
+        )
     if summary.failed:
         lines.append(f"void       {_counted(summary.failed, 'round')}, because somebody was not heard")
     return lines

@@ -58,7 +58,8 @@ def notice(event: Event) -> str | None:
             kind, where = ("island", "") if event.inside is None else ("device", f" of island {event.inside}")
             culprits = f"{kind}{'s' if len(event.islands) > 1 else ''} {', '.join(map(str, event.islands))}{where}"
             everyone = "all islands skip" if event.inside is None else "its devices skip"
-            return f"round {event.round}: gradients of {culprits} are not finite, so {everyone} the update"
+            why = f"gradients of {culprits} are not finite" if event.islands else f"nobody{where} has gradients"
+            return f"round {event.round}: {why}, so {everyone} the update"
         case CaughtUp():
             return f"round {event.round}: island {event.island} caught up{_given(event)}"
         case Saved():
