@@ -92,13 +92,13 @@ class ACCO(Sharded):
             both = await self.add_up(replica, peers, self._pieces, pieces=self._pieces)
             return self._after(state, await self._commit(state, both.give(), peers), both, None, replica, peers)
 
-        first = state.first or await self._half(replica, peers)
+        first = state.first or (await self._half(replica, peers)).give()
         flight = peers.background(self._estimate(state, first, peers))
         both = await self._half(replica, peers, onto=first, until=flight)
         estimate = await flight
         if estimate is not None:
             replica.load(estimate)
-        del first, estimate  # and their buffers: the next half needs one
+        del first, estimate, flight  # and their buffers: the next half needs one
 
         commit = peers.background(self._commit(state, both.give(), peers))
         first = await self._half(replica, peers, until=commit)

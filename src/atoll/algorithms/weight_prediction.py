@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from atoll.algorithms.sharded import Sharded
+from atoll.algorithms.sharded import Reduced, Sharded
 from atoll.errors import ConfigError
 from atoll.optim.stepping import kept_as_it_is
 from atoll.protocols import Gradient, Peers, Replica, own, sharded, shared
@@ -83,12 +83,20 @@ class WP(Sharded):
         reduced = await self.reduce(gradient, peers)
         if reduced is None:
             return Updated(None, *kept_as_it_is(state.params, state.optimizer), state.ahead)
-        again = reduced._replace(sum=reduced.sum.copy())  # a step writes over its gradient
+        if state.steps < self.warmup:  # the next gradients are applied to these very weights
+            params, optimizer, ahead = self._stepped(state, reduced)
+            kept = ahead.copy()  # the buffer that it lies in is larger
+        else:
+            # A step writes over its gradient, so it takes a copy. What travels is written last, into the communication buffer.
+            params, optimizer, copy = self._stepped(state, reduced._replace(sum=reduced.sum.copy()))
+            ahead = self.glance(self.rule, params, optimizer, reduced)
+            kept = Tree(ahead.layout, copy.flat.copy_(ahead.flat))
+        return Updated(await peers.all_gather(ahead), params, optimizer, kept)
+
+    def _stepped(self, state: WPState, reduced: Reduced) -> tuple[Tree, Any, Tree]:
+        """The slice after the step that counts, its optimizer state, and the slice as it travels."""
         new = self.step(self.rule, state.params, state.optimizer, reduced)
-        # In the warm-up the next gradients are applied to these very weights.
-        at_once = state.steps < self.warmup
-        ahead = self._present(new.params) if at_once else self.glance(self.rule, new.params, new.state, again)
-        return Updated(await peers.all_gather(ahead), new.params, new.state, ahead)
+        return new.params, new.state, new.sent
 
     def _present(self, params: Tree) -> Tree:
         """The weights as they are, for want of a prediction, in a buffer of their own."""

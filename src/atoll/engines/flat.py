@@ -130,9 +130,17 @@ class FlatModule:
         self._check()
         assert self._bound is not None, "collect() comes first"
         if self._sum is None:
-            return Tree(self.layout, self._bound)
+            return Tree(self.layout, self._unbind())
         total, self._sum = self._sum.add_(self._bound), None
         return Tree(self.layout, total)
+
+    def _unbind(self) -> Tensor:
+        """Hand over the buffer that gradients lie in: it will travel, and must not stay alive here when it is of no more use."""
+        assert self._bound is not None
+        flat, self._bound = self._bound, None
+        for parameter in (*self._parameters.values(), *(part[0] for part in self._parts if part)):
+            parameter.grad = None
+        return flat
 
     def groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
         return self._parts[0], self._parts[1]

@@ -2,7 +2,7 @@
 
 Every engine computes with it. It knows no clock and no peers, and keeps no data position: `Work` says which batches to read and
 where on the learning-rate schedule the first of them lies. What it does keep, and what a checkpoint must hold, is the optimizer's
-moments and the state of its random numbers.
+moments and the state of its random numbers. A module in half precision is trained by masters, see `masters`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll.engines.flat import Weights, weights_of
+from atoll.engines.masters import InnerRule as InnerRule
+from atoll.engines.masters import Masters, in_precision, needs_masters
 from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Schedule, at
@@ -24,7 +26,6 @@ from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.protocols import Gradient, Weigh, Work, Workload
 from atoll.tree import Tree
 
-InnerRule = AdamW | Adam | SGD | Momentum | Nesterov
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
@@ -57,6 +58,7 @@ class LocalReplica:
         micro_batches: into how many pieces each batch is cut; their gradients are accumulated, to the mean over the batch.
         device: where the module lives.
         autocast: run the forward pass in bfloat16 (CUDA only).
+        dtype: of the module's parameters, and so of gradients and activations; none leaves them as the workload makes them.
         loss: a compiled form of `workload.loss`, shared by all replicas.
         seed: of this replica's random numbers, for modules that draw some (dropout).
         fresh_optimizer: forget the moments at the beginning of every round, that is, of every call of `train`.
@@ -72,12 +74,13 @@ class LocalReplica:
         micro_batches: int = 1,
         device: str = "cpu",
         autocast: bool = False,
+        dtype: torch.dtype | None = None,
         loss: Loss | None = None,
         seed: int = 0,
         fresh_optimizer: bool = False,
         peak_first: bool = False,
     ) -> None:
-        self.weights: Weights = weights_of(workload.module().to(device))
+        self.weights: Weights = weights_of(in_precision(workload.module().to(device), dtype))
         self.steps_taken = 0
         self.stopped: Callable[[], bool] = lambda: False
         """Asked before each step of `train`: whether to give up."""
@@ -85,6 +88,10 @@ class LocalReplica:
         self._loss = loss or workload.loss
         self._rule = optimizer
         self._optimizer = _torch_optimizer(optimizer, self.weights)
+        self._masters: Masters | None = None
+        """Made when a module in half precision is first trained: whoever asks for gradients alone keeps masters of its own."""
+        self._full: Tree | None = None
+        """The weights that were loaded last, until something is computed, if they have digits that the module has not."""
         self._clip_norm = clip_norm
         self._micro_batches = micro_batches
         self.device = device
@@ -95,16 +102,23 @@ class LocalReplica:
     def load(self, params: Tree) -> None:
         """Take these weights; the optimizer's state stays."""
         self.weights.load(params)
+        if self._masters is not None:
+            self._masters.load(params)
+        elif needs_masters(self.weights):
+            self._full = params if params.flat.dtype.itemsize > params.layout.dtype.itemsize else None
 
     def params(self) -> Tree:
-        """A copy of the present weights."""
-        return self.weights.read()
+        """A copy of the present weights, in all the digits that there are."""
+        if self._masters is not None:
+            return self._masters.read()
+        return self.weights.read() if self._full is None else self._full.copy()
 
     def train(self, steps: int, work: Work) -> Trained:
         """Take `steps` optimizer steps on consecutive batches."""
         losses, tokens = [], 0
+        masters = self._masters = self._masters or self._make_masters()
         if self._fresh_optimizer:
-            self._optimizer.state.clear()
+            self._optimizer.state.clear() if masters is None else masters.forget()
         with self._own_randomness():
             for step in range(steps):
                 if self.stopped():
@@ -113,10 +127,10 @@ class LocalReplica:
                 tokens += self._batches.tokens(batch)
                 self.weights.zero_gradient()
                 losses.append(self._backward(batch))
-                self._clip()
-                for group in self._optimizer.param_groups:
-                    group["lr"] = self._rate(step, work)
-                self._optimizer.step()
+                if masters is None:
+                    self._step(self._rate(step, work))
+                else:
+                    masters.step(self._rate(step, work), self._clip_norm)
                 self.steps_taken += 1
         # One wait for the device at the end, not one per step.
         return Trained([float(loss) for loss in torch.stack(losses).tolist()], tokens)
@@ -132,20 +146,34 @@ class LocalReplica:
     ) -> tuple[Gradient, Trained]:
         """The gradient of the batch, or piece of one, that `work` begins with; see `protocols.Replica`."""
         if at is not None:
-            self.weights.load(at)
+            self.load(at)
+        self._full = None
         batch = self._batches.batch(work.shard, work.start // work.pieces)
         if work.pieces > 1:
             batch = list(_cut(batch, work.pieces))[work.start % work.pieces]
         tokens = self._batches.tokens(batch)
         weight = float(tokens) if weigh == "tokens" else 1.0
-        self.weights.collect(None if onto is None else onto.sum, wide=wide)
         with self._own_randomness():
+            self.weights.collect(None if onto is None else onto.sum, wide=wide)
             # A batch without tokens has nothing to learn from: its mean loss need not be a number.
             loss = self._backward(batch, weight) if weight else torch.zeros(())
         self.steps_taken += work.start % work.pieces == 0
         total = (0.0, 0) if onto is None else (onto.weight, onto.tokens)
         gradient = Gradient(self.weights.collected(), total[0] + weight, total[1] + tokens)
         return gradient, Trained([float(loss)], tokens, moved=False)
+
+    def _make_masters(self) -> Masters | None:
+        """None where the module has single precision itself."""
+        if not needs_masters(self.weights):
+            return None
+        full, self._full = self._full or self.weights.read(), None
+        return Masters(self.weights, self._rule, full)
+
+    def _step(self, lr: float) -> None:
+        self._clip()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
 
     def _rate(self, step: int, work: Work) -> float:
         """The learning rate of a round's step, counted from 0."""
@@ -195,7 +223,7 @@ class LocalReplica:
             self.weights.collect(None)
             self._backward(self._batches.batch(0, 0))
             after = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
-        self.weights.collected().release()
+        self.weights.collected()
         for name, buffer in self.weights.module.named_buffers():
             buffer.copy_(buffers[name])
         return not all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
@@ -220,7 +248,14 @@ class LocalReplica:
         """Moments, random numbers and buffers: all that a checkpoint must hold besides the weights."""
         kept = {} if self._fresh_optimizer else self._optimizer.state  # what the next round would forget need not be kept
         moments = [dict(kept.get(p, {})) for g in self._optimizer.param_groups for p in g["params"]]
-        return {"optimizer": moments, "random": self._random, "buffers": self.buffers(), "steps": self.steps_taken}
+        masters = None if self._masters is None or self._fresh_optimizer else self._masters.moments()
+        return {
+            "optimizer": moments,
+            "masters": masters,
+            "random": self._random,
+            "buffers": self.buffers(),
+            "steps": self.steps_taken,
+        }
 
     def buffers(self) -> dict[str, Tensor]:
         """What the module keeps besides its parameters (such as BatchNorm's running means), as it is now."""
@@ -238,16 +273,29 @@ class LocalReplica:
                     name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
                     for name, value in moments.items()
                 }
+        self._masters = None
+        if state["masters"] is not None:
+            self._masters = Masters(self.weights, self._rule, self.weights.read())
+            self._masters.restore(state["masters"])
         self._random = state["random"].clone()
         self.steps_taken = state["steps"]
         _copy_buffers(self.weights.module, state["buffers"])
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """All that this replica holds, by what it is for."""
+        module = self.weights.module
+        moments = [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        return {
+            "parameters": [*module.parameters(), *module.buffers()],
+            "gradients": [*self.weights.gradients(), *(p.grad for p in module.parameters() if p.grad is not None)],
+            "optimizer": moments if self._masters is None else [*moments, *self._masters.tensors()],
+        }
+
     @property
     def nbytes(self) -> int:
-        """What this replica holds: weights, gradients and the optimizer's moments."""
-        moments = [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        parameters = [p for group in self.weights.groups() for p in group]
-        return sum(t.nbytes for t in moments) + sum(p.nbytes + (p.grad.nbytes if p.grad is not None else 0) for p in parameters)
+        """What this replica holds: weights, gradients and the optimizer's moments, and masters where there are some."""
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage() for group in self.tensors().values() for t in group}
+        return sum(storage.nbytes() for storage in held.values())
 
 
 def peak(lr: float | Schedule) -> float:
@@ -311,9 +359,9 @@ def _to(batch: Any, device: str) -> Any:
 class Evaluator:
     """Judges weights on held-out data with a module of its own, so that no replica is disturbed."""
 
-    def __init__(self, workload: Workload, device: str = "cpu") -> None:
+    def __init__(self, workload: Workload, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
         self._workload = workload
-        self._weights = weights_of(workload.module().to(device))
+        self._weights = weights_of(in_precision(workload.module().to(device), dtype))
 
     def load(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> None:
         """Take these weights, and buffers if the module has some, judging nothing."""

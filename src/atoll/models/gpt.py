@@ -177,7 +177,7 @@ class Decoder(nn.Module):
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean cross entropy, in nats, of predicting each of `tokens` (B, T+1) but the first from those before it."""
-        logits = self(tokens[:, :-1])  # (B, T, V)
+        logits = self(tokens[:, :-1]).float()  # (B, T, V); of a decoder in half precision too: a loss has more than two digits
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     @torch.no_grad()

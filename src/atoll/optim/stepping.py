@@ -22,18 +22,21 @@ tensor([0.1000, 0.1000, 0.1000])
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from atoll.chunks import CHUNK, trees_in, with_trees
+from atoll.chunks import trees_in, with_trees
 from atoll.optim.taking import check_layouts
 from atoll.protocols import Rule
 from atoll.tree import Tree, empty
 
-_CHUNK_ELSEWHERE = 1 << 22  # where each operation costs a launch, not a trip out of the cache
+_CHUNK = 1 << 16  # smaller than for what is computed into buffers of its own: a slice of a model may be small
+_CHUNK_ELSEWHERE = 1 << 20  # where each operation costs a launch, not a trip out of the cache
+_NOTHING = Tree.of({})
 
 
 class Stepped(NamedTuple):
@@ -64,8 +67,9 @@ def glance(
     """
     check_layouts(params, gradient, *trees_in(state))
     new = _sent(gradient, sent or gradient.flat.dtype)
-    for (into,), weights, _ in _chunks(rule, params, gradient, state, [new.flat], over, times):
+    for (into,), weights, passing in _chunks(rule, params, gradient, state, [new.flat], over, times):
         into.copy_(weights.flat)
+        del weights, passing  # before the next chunk's are made
     return new
 
 
@@ -83,10 +87,12 @@ def step(
     check_layouts(params, gradient, *trees_in(state))
     new, kept = _sent(gradient, sent or gradient.flat.dtype), [_kept(tree) for tree in trees_in((params, state))]
     last: Any = state
-    for (into, *places), weights, last in _chunks(rule, params, gradient, state, [new.flat, *(k.flat for k in kept)], over, times):
-        into.copy_(weights.flat)
-        for place, tree in zip(places, trees_in((weights, last)), strict=True):
+    for (into, *places), *made in _chunks(rule, params, gradient, state, [new.flat, *(k.flat for k in kept)], over, times):
+        into.copy_(made[0].flat)
+        for place, tree in zip(places, trees_in(tuple(made)), strict=True):
             place.copy_(tree.flat)
+        last = with_trees(made[1], itertools.repeat(_NOTHING))
+        del made, tree  # before the next chunk's are made
     for tree in trees_in((params, state)):
         if tree.spare:
             tree.give()  # what was given can no longer be read
@@ -114,7 +120,7 @@ def _chunks(
     rule: Rule, params: Tree, gradient: Tree, state: Any, places: list[Tensor], over: float, times: float
 ) -> Iterator[tuple[list[Tensor], Tree, Any]]:
     """For each chunk: where its outcome goes, its new weights and the rule's new state on it."""
-    dtype, size = params.flat.dtype, CHUNK if params.flat.device.type == "cpu" else _CHUNK_ELSEWHERE
+    dtype, size = params.flat.dtype, _CHUNK if params.flat.device.type == "cpu" else _CHUNK_ELSEWHERE
     # An island may hold a slice of nothing; its rule still counts the step.
     olds = zip(*(Tree(t.layout, t.flat).windows(size) or [t] for t in trees_in((params, gradient, state))), strict=True)
     for (weights, slope, *rest), *into in zip(olds, *(torch.split(place, size) for place in places), strict=True):
