@@ -162,6 +162,14 @@ def test_a_round_of_islands_with_acco_inside_takes_half_a_batch_more():
     assert done.finished.virtual_time_s == pytest.approx(5 * (4 * 2.0 + 1.0) + 4 * 0.2, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", [DPU, WP])
+def test_a_round_of_islands_with_a_late_update_inside_takes_a_batch_more(kind):
+    cluster = Cluster(step_time_s=(2.0,), inside=Link(latency_s=0.2, bandwidth_mbit_per_s=1e9), link=FREE)
+    done = two_level(kind(optimizer=SGD(lr=0.02), warmup=0), cluster=cluster, inner_steps=4, rounds=5)
+    assert done.finished.virtual_time_s == pytest.approx(5 * (4 * 2.0 + 2.0) + 4 * 0.2, rel=1e-6)
+    assert done.finished.inside_dropped_tokens == 4 * 4 * 8
+
+
 def test_flights_inside_are_hidden_and_the_exchange_of_islands_is_not():
     done = two_level(ACCO(optimizer=SGD(lr=0.05)))
     gathers_of_new_weights = 2 * 2
