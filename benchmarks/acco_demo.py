@@ -19,6 +19,7 @@ from atoll.telemetry.drawing import save_figure
 from atoll.telemetry.units import human_percent
 from cells import Outcome, Row, carry_out
 from claims import Claim, higher, judged
+from page import fill
 from record import Record, default_path, markdown_table, script
 
 DDP, ZERO1, ACCO, DPU, WP = "demo-ddp", "demo-zero1", "demo-acco", "demo-dpu", "demo-wp"
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     save_figure(curves_figure, drawn, record.plot)
     title = f"The demo with hidden exchanges, over seeds {', '.join(map(str, options.seeds))}"
     readme = record.write(title, [*sections, f"![loss against virtual time]({record.plot.name})"])
+    fill(options.docs, "acco_demo", sections, record)
     print("\n\n".join(sections))
     print(f"\nrecord: {readme}")
 
@@ -147,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every run")
     parser.add_argument("--processes", type=int, default=2, help="cells that run at a time")
     parser.add_argument("--record", type=Path, help="the record's folder; None: records/<today>_acco_demo")
+    parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables, such as docs/acco.md")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser
 

@@ -31,6 +31,7 @@ from atoll.telemetry.drawing import COLOURS, new_figure, save_figure
 from atoll.telemetry.units import human_bytes, human_percent
 from atoll.testing.simulate import simulate
 from atoll.testing.workloads import Regression
+from page import fill
 from progress import Watch
 from record import Record, default_path, markdown_table, script
 
@@ -123,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sections = [outcome_section(sweep, wide), sweep_section(sweep), islands_section(wide)]
     save_figure(lambda both: figure(*both), (sweep, wide), record.plot)
     readme = record.write("When hiding exchanges pays", [*sections, f"![time per update, and exchanges]({record.plot.name})"])
+    fill(options.docs, "acco_links", sections, record)
     print("\n\n".join(sections))
     print(f"\nrecord: {readme}")
 
@@ -290,6 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     first = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--record", type=Path, help="the record's folder; None: records/<today>_acco_links")
+    parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables, such as docs/acco.md")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser
 

@@ -22,6 +22,7 @@ from atoll.telemetry.drawing import save_figure
 from atoll.telemetry.units import human_percent
 from cells import Outcome, Row, carry_out
 from claims import Claim, judged
+from page import fill
 from record import Record, default_path, markdown_table, script
 
 ACCO, DDP, OFTEN = "ACCO, free", "DDP, accumulating", "DDP, every batch"
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     save_figure(curves_figure, {label: one for label, one in outcomes.items() if one.curves}, record.plot)
     title = f"Four islands, one four times slower, over seeds {', '.join(map(str, options.seeds))}"
     readme = record.write(title, [*sections, f"![loss against virtual time]({record.plot.name})"])
+    fill(options.docs, "acco_unequal", sections, record)
     print("\n\n".join(sections))
     print(f"\nrecord: {readme}")
 
@@ -208,6 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every run")
     parser.add_argument("--processes", type=int, default=2, help="cells that run at a time")
     parser.add_argument("--record", type=Path, help="the record's folder; None: records/<today>_acco_unequal")
+    parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables, such as docs/acco.md")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser
 

@@ -50,7 +50,8 @@ def outcome(b, *losses, tokens=100):
 
 
 @pytest.mark.parametrize(
-    "name", ["spread", "record", "wording", "claims", "demo_seeds", "async_demo", "async_rows", "async_claims", "acco_unequal"]
+    "name",
+    ["spread", "record", "wording", "claims", "demo_seeds", "async_demo", "async_rows", "async_claims", "acco_unequal", "page"],
 )
 def test_examples_in_docstrings_are_true(b, name):
     assert doctest.testmod(getattr(b, name)).failed == 0
@@ -357,9 +358,13 @@ def small_settings(*more):
 
 
 def test_the_demo_with_hidden_exchanges_leaves_a_record_and_goes_on_from_it(b, tmp_path, capsys):
-    arguments = ["--seeds", "0", "--processes", "1", "--record", str(tmp_path), "--quiet"]
+    page = tmp_path / "page.md"
+    page.write_text("<!-- acco_demo:begin -->\n<!-- acco_demo:end -->\n")
+    arguments = ["--seeds", "0", "--processes", "1", "--record", str(tmp_path), "--docs", str(page), "--quiet"]
     arguments += small_settings("train.steps=4", "keep.evaluate_every=4")
     b.acco_demo.main(arguments)
+    assert "\n### Rows\n" in page.read_text()
+    assert "](./plot.png)" in page.read_text()
     cells, out = lines_of(tmp_path), capsys.readouterr().out
     assert len(cells) == 7
     assert "All rows commit 512 tokens in 4 updates." in out

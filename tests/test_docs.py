@@ -13,6 +13,7 @@ import pytest
 
 import atoll
 from atoll import recipes
+from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
 from atoll.cli import main as cli
 from atoll.cli import verbs
@@ -259,6 +260,11 @@ def test_the_page_about_runs_has_every_event_of_a_log():
 
 def test_the_page_about_diloco_has_every_setting():
     assert first_column(DOCS / "diloco.md", "field") == [field.name for field in dataclasses.fields(DiLoCo)]
+
+
+def test_the_page_about_acco_has_every_setting():
+    named = first_column(DOCS / "acco.md", "field")
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(ACCO))
 
 
 def test_every_test_that_a_page_names_exists():

@@ -57,6 +57,14 @@ def test_link_speeds_shows_ddp_gaining_from_every_faster_line_and_diloco_ahead_o
     assert all(diloco < ddp for ddp, diloco in rows)
 
 
+def test_until_it_pays_shows_where_acco_hides_all_and_where_zero1_overtakes_it(shown):
+    rows = re.findall(r"(\d+) +([\d.]+) s +([\d.]+) s +([\d.]+) s   (.+)", shown("until_it_pays"))
+    for _, exchange, zero1, acco, _ in rows:
+        assert float(zero1) == pytest.approx(0.5 + float(exchange), abs=0.011)
+        assert float(acco) == pytest.approx(max(0.5, 2 * float(exchange)), abs=0.011)
+    assert [row[4] for row in rows] == ["all hidden"] * 3 + ["some hidden"] + ["ZeRO-1 is faster"] * 2
+
+
 def test_by_hand_drives_three_rounds_and_finds_slowmo_equal_to_outer_momentum(shown):
     out = shown("by_hand")
     assert "round 0: SlowMo at [-0.5, -0.3" in out
