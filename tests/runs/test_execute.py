@@ -485,3 +485,31 @@ def test_every_ablation_is_a_setting(setting, straight, tmp_path):
 def test_diloco_is_the_algorithm(straight):
     assert isinstance(small().algorithm, DiLoCo)
     assert straight.summary.algorithm == "DiLoCo"
+
+
+# --------------------------------------------------------------------------------------------------------------- two levels
+
+
+class Stop:
+    """A sink that interrupts the run at the end of a round."""
+
+    def __init__(self, round):
+        self._round = round
+
+    def emit(self, event):
+        if isinstance(event, RoundFinished) and event.round == self._round:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("inside", ["ACCO(wire=bf16)", "DDP"])
+def test_interrupted_and_resumed_a_run_of_two_levels_leaves_the_same_bytes(inside, tmp_path):
+    settings = [*DILOCO, "cluster.islands=2", "cluster.lost=[Lost(island=1,round=1)]", f"inside={inside}"]
+    run = override(recipes.demo_two_level(), settings, candidates)
+    straight = execute.run(run, out=tmp_path / "straight")
+    with pytest.raises(KeyboardInterrupt):
+        execute.run(run, out=tmp_path / "run", sinks=[Stop(3)])
+    resumed = execute.resume(tmp_path / "run")
+    assert resumed.summary.resumed_from_round == 2
+    assert left_by(tmp_path / "run") == left_by(tmp_path / "straight")
+    assert straight.summary.algorithm == f"DiLoCo over {inside.split('(')[0]}"
+    assert straight.summary.to_dict()["inside_bytes_per_device"] > straight.summary.sent_bytes_per_island
