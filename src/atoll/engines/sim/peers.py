@@ -216,7 +216,7 @@ class Room:
     account: Callable[[Sequence[int], Sequence[int]], None]
     inside: int | None = None
     committed: bool = False
-    """Whether an exchange of this round carried any weight."""
+    """Whether an exchange of this round carried any weight, or everybody came to a reduce-scatter."""
     left_out: set[int] = field(default_factory=set)
     """Ranks that a mean of this round went on without."""
     skipped: bool = False
@@ -267,7 +267,7 @@ class Room:
             raise RoundVoid(what, silent, start_s + max(link.latency_s for link in self.links))
         cost = self._cost(what, heard)
         weight = float(len(heard)) if what == "all_gather" else float(sum(a.weight for a in heard))
-        self.committed = self.committed or (weight > 0 and what != "total")
+        self.committed = self.committed or what == "reduce_scatter" or (weight > 0 and what != "total")
         ranks = [a.rank for a in heard]
         self.left_out |= {a.rank for a in arrivals} - set(ranks)
         sent = [cost.sent_bytes[ranks.index(a.rank)] if a.rank in ranks else 0 for a in arrivals]
@@ -315,9 +315,9 @@ class Room:
         return network.all_gather(sum(a.tree.numel for a in heard), item_bytes, links)
 
     def _look_whether_it_is_of_use(self, scattered: Scattered, arrivals: Sequence[Arrival], time_s: float) -> None:
-        if scattered.finite and scattered.weight > 0:
+        self.skipped = not (scattered.finite and scattered.weight > 0)  # the last of a round is what its update is made of
+        if not self.skipped:
             return
-        self.skipped = True
         culprits = [self.islands[a.rank] for a in arrivals if not a.tree.is_finite()]
         self.report.emit(UpdateSkipped(round=self.round, islands=culprits, virtual_time_s=time_s, inside=self.inside))
 
