@@ -11,48 +11,25 @@ training begins. Devices of one island always hear each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim import network
-from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Loop, Task, Wait
-from atoll.engines.sim.dealing import Dealing
 from atoll.engines.sim.holding import check_held, held, load_held
+from atoll.engines.sim.inside import MOST_SKIPPED as MOST_SKIPPED
+from atoll.engines.sim.inside import Inside as Inside
+from atoll.engines.sim.inside import at_position
+from atoll.engines.sim.inside import check_inside as check_inside
 from atoll.engines.sim.peers import Room, SimPeers, SimReplica
-from atoll.engines.sim.stretches import Stretches
-from atoll.engines.sim.world import Cluster
 from atoll.engines.states import agree, given, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import Exchanged
 from atoll.leaves import recycle
-from atoll.optim.schedules import Schedule, at
-from atoll.protocols import Algorithm, AsyncAlgorithm, Gradient, HoldsWeights, Owner, Rebases, Sink, Weigh, Work, fields_owned
+from atoll.protocols import Gradient, HoldsWeights, Owner, Weigh, Work, fields_owned
 from atoll.tree import Tree
-
-MOST_SKIPPED = 20  # updates in a row, before the run is given up
-
-
-def check_inside(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], inside: Algorithm[Any]) -> None:
-    """Refuses algorithms that cannot work together: one between islands, and one between the devices of each."""
-    outer, inner = type(algorithm).__name__, type(inside).__name__
-    if isinstance(algorithm, AsyncAlgorithm) or any(field.name == "optimizer" for field in fields(algorithm)):  # type: ignore[arg-type]
-        raise ConfigError(
-            f"inside={inner} trains an island's devices between two agreements of islands, and {outer} has islands agree at every "
-            f"gradient, or through a hub. Use algorithm=DiLoCo(...), or inside=none, so that all devices are equals."
-        )
-    if not isinstance(inside, Rebases):
-        raise ConfigError(
-            f"inside={inner} cannot go on from weights that islands agreed on: it has no `rebase`. "
-            f"Use DDP, ZeRO1, ACCO, DPU or WP inside."
-        )
-    if algorithm.steps_per_round % inside.steps_per_round:
-        raise ConfigError(
-            f"a round between islands has {algorithm.steps_per_round} steps, which is not a multiple of the "
-            f"{inside.steps_per_round} of a round of {inner} inside. Use {inside.steps_per_round} steps, or a multiple."
-        )
 
 
 @dataclass
@@ -63,34 +40,6 @@ class Device:
     state: Any
     clock_s: float = 0.0
     uncommitted_tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inside:
-    """What the devices of all islands have in common.
-
-    Args:
-        algorithm: what they do together.
-        cluster: how many an island has, and the line between them.
-        books: their accounts.
-        stretches: has them compute.
-        dealing: deals out the data: device j of island i is reader i * devices + j.
-        sink: takes events.
-        make_replica: makes the replica of a reader.
-    """
-
-    algorithm: Algorithm[Any]
-    cluster: Cluster
-    books: Books
-    stretches: Stretches
-    dealing: Dealing
-    sink: Sink
-    make_replica: Callable[[int], LocalReplica]
-
-    def readers(self, island: int) -> range:
-        """The island's devices among those of all islands."""
-        count = self.cluster.devices_per_island
-        return range(island * count, (island + 1) * count)
 
 
 class Devices:
@@ -283,7 +232,7 @@ class Devices:
             "shared": shared_fields(self.members[0].state),
             "skipped_in_a_row": self._skipped_in_a_row,
             "devices": [
-                {"rest": _rest(d.state), "replica": d.replica.state(), "uncommitted_tokens": d.uncommitted_tokens}
+                {"rest": rest_of(d.state), "replica": d.replica.state(), "uncommitted_tokens": d.uncommitted_tokens}
                 for d in self.members
             ],
         }
@@ -292,7 +241,7 @@ class Devices:
         """What a checkpoint's part is like, for whoever reads it."""
         return {
             "shared": shared_fields(self.members[0].state),
-            "devices": [{"rest": _rest(device.state)} for device in self.members],
+            "devices": [{"rest": rest_of(device.state)} for device in self.members],
         }
 
     def restore(self, parts: dict[str, Any]) -> None:
@@ -339,16 +288,6 @@ class IslandReplica:
         )
 
 
-def at_position(algorithm: Algorithm[Any], schedule: int) -> Algorithm[Any]:
-    """The algorithm with its optimizer's rate as it is at this position of the schedule, which is the run's: rules count their own
-    updates, and those of an island that came late would begin the schedule anew."""
-    rule: Any = getattr(algorithm, "optimizer", None)
-    lr = getattr(rule, "lr", None)
-    if not isinstance(lr, Schedule):
-        return algorithm
-    paced: Algorithm[Any] = replace(algorithm, optimizer=replace(rule, lr=at(lr, schedule)))  # type: ignore[type-var]
-    return paced
-
-
-def _rest(state: Any) -> dict[str, Any]:
+def rest_of(state: Any) -> dict[str, Any]:
+    """The fields of a State that are not shared."""
     return {**fields_owned(state, Owner.OWN), **fields_owned(state, Owner.SHARDED)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim import network
 from atoll.engines.sim.clock import Loop, Task, Wait
+from atoll.engines.sim.flights import SimFlight
 from atoll.engines.sim.network import CONTROL_BYTES, Cost, Link, Topology
 from atoll.errors import ExchangeFailed
 from atoll.events import Compared, Exchanged, UpdateSkipped
@@ -138,37 +139,6 @@ class SimPeers:
             self._room.arrive(call, what, Arrival(self._rank, task, task.now_s, tree, weight), option)
 
         return Wait(start)
-
-
-class SimFlight:
-    """A coroutine of an island beside its main one. A protocols.Flight."""
-
-    task: Task
-
-    def __init__(self) -> None:
-        self._over = False
-        self._waiting: Task | None = None
-
-    def done(self) -> bool:
-        return self._over
-
-    def __await__(self) -> Generator[Wait, Any, Any]:
-        return Wait(self._wait).__await__()
-
-    def _wait(self, task: Task) -> None:
-        self._waiting = task
-        if self._over:
-            self._resume(task.now_s)
-
-    def land(self, task: Task) -> None:
-        """The coroutine is through."""
-        self._over = True
-        if self._waiting is not None:
-            self._resume(task.now_s)
-
-    def _resume(self, time_s: float) -> None:
-        assert self._waiting is not None
-        self._waiting.resume_at(time_s, lambda: self.task.result)
 
 
 _NOTHING = Tree.of({})

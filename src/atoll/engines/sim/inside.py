@@ -1,0 +1,77 @@
+"""What the devices of all islands have in common: the algorithm that they run inside each island, and the means for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from atoll.engines.local import LocalReplica
+from atoll.engines.sim.books import Books
+from atoll.engines.sim.dealing import Dealing
+from atoll.engines.sim.stretches import Stretches
+from atoll.engines.sim.world import Cluster
+from atoll.errors import ConfigError
+from atoll.optim.schedules import Schedule, at
+from atoll.protocols import Algorithm, AsyncAlgorithm, Rebases, Sink
+
+MOST_SKIPPED = 20  # updates in a row, before the run is given up
+
+
+def check_inside(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], inside: Algorithm[Any]) -> None:
+    """Refuses algorithms that cannot work together: one between islands, and one between the devices of each."""
+    outer, inner = type(algorithm).__name__, type(inside).__name__
+    if isinstance(algorithm, AsyncAlgorithm) or any(field.name == "optimizer" for field in fields(algorithm)):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"inside={inner} trains an island's devices between two agreements of islands, and {outer} has islands agree at every "
+            f"gradient, or through a hub. Use algorithm=DiLoCo(...), or inside=none, so that all devices are equals."
+        )
+    if not isinstance(inside, Rebases):
+        raise ConfigError(
+            f"inside={inner} cannot go on from weights that islands agreed on: it has no `rebase`. "
+            f"Use DDP, ZeRO1, ACCO, DPU or WP inside."
+        )
+    if algorithm.steps_per_round % inside.steps_per_round:
+        raise ConfigError(
+            f"a round between islands has {algorithm.steps_per_round} steps, which is not a multiple of the "
+            f"{inside.steps_per_round} of a round of {inner} inside. Use {inside.steps_per_round} steps, or a multiple."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    """What the devices of all islands have in common.
+
+    Args:
+        algorithm: what they do together.
+        cluster: how many an island has, and the line between them.
+        books: their accounts.
+        stretches: has them compute.
+        dealing: deals out the data: device j of island i is reader i * devices + j.
+        sink: takes events.
+        make_replica: makes the replica of a reader.
+    """
+
+    algorithm: Algorithm[Any]
+    cluster: Cluster
+    books: Books
+    stretches: Stretches
+    dealing: Dealing
+    sink: Sink
+    make_replica: Callable[[int], LocalReplica]
+
+    def readers(self, island: int) -> range:
+        """The island's devices among those of all islands."""
+        count = self.cluster.devices_per_island
+        return range(island * count, (island + 1) * count)
+
+
+def at_position(algorithm: Algorithm[Any], schedule: int) -> Algorithm[Any]:
+    """The algorithm with its optimizer's rate as it is at this position of the schedule, which is the run's: rules count their own
+    updates, and those of an island that came late would begin the schedule anew."""
+    rule: Any = getattr(algorithm, "optimizer", None)
+    lr = getattr(rule, "lr", None)
+    if not isinstance(lr, Schedule):
+        return algorithm
+    paced: Algorithm[Any] = replace(algorithm, optimizer=replace(rule, lr=at(lr, schedule)))  # type: ignore[type-var]
+    return paced
