@@ -19,6 +19,7 @@ from async_demo import curves_figure
 from atoll.telemetry.drawing import save_figure
 from atoll.telemetry.units import human_bytes, human_count, human_percent
 from cells import Outcome, Row, carry_out
+from page import fill
 from record import Record, default_path, markdown_table, script
 
 TWO = "demo-two-level"
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     readme = record.write(title, [*sections, f"![loss against virtual time]({record.plot.name})"])
     print("\n\n".join(sections))
     print(f"\nrecord: {readme}")
+    if fill(options.docs, "two_level", sections, record):
+        print(f"page: {options.docs}")
 
 
 def all_rows(base: tuple[str, ...]) -> dict[str, Row]:
@@ -130,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every run")
     parser.add_argument("--processes", type=int, default=2, help="cells that run at a time")
     parser.add_argument("--record", type=Path, help="the record's folder; None: records/<today>_two_level")
+    parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables, such as docs/two_levels.md")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser
 

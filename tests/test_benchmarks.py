@@ -404,6 +404,24 @@ def test_a_cell_comes_out_the_same_in_a_process_of_its_own(b, tmp_path):
     assert here.summaries[0]["digest"] == apart.summaries[0]["digest"]
 
 
+# ---------------------------------------------------------------------------------------------------------------- two levels
+
+
+def test_two_levels_are_recorded_against_each_alone_at_equal_tokens(b, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- two_level:begin -->\n<!-- two_level:end -->\n")
+    arguments = ["--seeds", "0", "--processes", "1", "--record", str(tmp_path), "--docs", str(page), "--quiet"]
+    b.two_level.main(arguments + small_settings("algorithm.inner_steps=10"))
+    assert "\n### Rows\n" in page.read_text()
+    out = capsys.readouterr().out
+    assert len(lines_of(tmp_path)) == 4
+    assert "All rows train on" in out
+    summaries = [json.loads(line)["summary"] for line in lines_of(tmp_path)]
+    assert [summary["islands"] for summary in summaries] == [4, 4, 8, 8]
+    assert [summary.get("inside_dropped_tokens") for summary in summaries] == [8 * 16, 0, None, None]
+    assert "128 tokens in vain (2.5 % of those it trains on)" in out
+
+
 # ------------------------------------------------------------------------------------------------------------------ the hub
 
 
