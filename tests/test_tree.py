@@ -515,3 +515,36 @@ def test_rough_norm_is_the_norm_to_six_digits_and_sees_what_is_not_finite():
     assert math.isnan(Tree.of({"w": torch.tensor([1.0, math.nan])}).rough_norm())
     assert math.isinf(Tree.of({"w": torch.tensor([1.0, math.inf])}).rough_norm())
     assert Tree.of({"w": torch.zeros(3)}).rough_norm() == 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------------ precision
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cast_keeps_pieces_and_rounds_once(dtype):
+    tree = some()
+    other = tree.cast(dtype)
+    assert other.layout == tree.layout
+    assert torch.equal(other.flat, tree.flat.to(dtype))
+    assert (other is tree) == (dtype == torch.float32)
+    assert tree.flat.dtype == torch.float32
+
+
+def test_wide_is_single_precision_at_least_and_loses_nothing():
+    for dtype, wide in zip(DTYPES, [torch.float32, torch.float32, torch.float32, torch.float64], strict=True):
+        tree = some().cast(dtype)
+        assert tree.wide().flat.dtype == wide
+        assert tree.wide().cast(dtype).same_bits(tree)
+        assert (tree.wide() is tree) == (dtype == wide)
+
+
+def test_a_given_tree_is_handed_on_by_a_cast_to_what_it_is_and_released_by_any_other():
+    tree = some().give()
+    assert tree.cast(torch.float32) is tree
+    assert tree.spare
+    half = tree.cast(torch.bfloat16)
+    assert tree.given
+    assert not half.spare
+    window = some().shard(1, 3).give()
+    assert window.cast(torch.bfloat16).equal(some().shard(1, 3).cast(torch.bfloat16))
+    assert not window.given, "a window was not its own to give away"

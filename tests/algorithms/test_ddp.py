@@ -8,6 +8,7 @@ from atoll.engines.sim.world import Cluster
 from atoll.errors import ConfigError
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
+from atoll.protocols import Gradient
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
 from atoll.testing.simulate import simulate
 from atoll.testing.workloads import Regression, RegressionBatches
@@ -80,3 +81,38 @@ def test_the_gradient_is_taken_at_the_shared_weights():
 def test_accumulation_of_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"accumulation=0.*Use 1"):
         DDP(accumulation=0)
+
+
+class Echo(FakeReplica):
+    """Its gradients are 2 for each of 3 tokens."""
+
+    async def gradient(self, work, *, at=None, onto=None, weigh="batches", wide=False):
+        weight = 3.0 if weigh == "tokens" else 1.0
+        return Gradient(self.params().zeros() + 2.0 * weight, weight, 3)
+
+
+def test_by_tokens_the_mean_over_islands_weighs_tokens_and_by_batches_it_does_not():
+    """Here 3 tokens with a gradient of 2, there 1 with one of 6: 3 by tokens, 4 by islands."""
+    params = Tree.of({"w": torch.zeros(2)})
+    for weigh, mean in (("tokens", 3.0), ("batches", 4.0)):
+        peers = ScriptedPeers(params + 6.0, weights=[1.0])
+        state = one_round(DDP(optimizer=SGD(lr=1.0), weigh=weigh), Echo(), peers, params=params)
+        assert state.params["w"].tolist() == [-mean] * 2
+
+
+def test_a_model_in_half_precision_trains_with_weights_in_single():
+    workload = Regression(RegressionBatches(full_batch=True), dtype=torch.bfloat16)
+    done = simulate(DDP(optimizer=SGD(lr=1e-5)), workload=workload, steps=12, cluster=Cluster(islands=2))
+    start = Tree.of(workload.module())
+    assert done.params.flat.dtype == torch.float32
+    assert float((done.params.flat - start.flat.float()).abs().min()) > 0
+    one = simulate(DDP(optimizer=SGD(lr=1e-5)), workload=workload, steps=1, cluster=Cluster(islands=2))
+    assert torch.equal(one.params.flat.bfloat16(), start.flat), "one step alone is lost in half precision"
+
+
+def test_going_on_from_other_weights_keeps_the_moments():
+    algorithm, peers, params = DDP(optimizer=AdamW(lr=0.1)), ScriptedPeers(), Tree.of({"w": torch.ones(3)})
+    state = one_round(algorithm, FakeReplica(), peers, params=params)
+    rebased = algorithm.rebase(state, params * 5, peers)
+    assert rebased.params.equal(params * 5)
+    assert rebased.optimizer is state.optimizer

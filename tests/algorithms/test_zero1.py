@@ -180,3 +180,21 @@ def test_tied_and_frozen_weights_train_as_they_do_with_ddp():
 def test_a_step_without_a_batch_is_refused():
     with pytest.raises(ConfigError, match=r"accumulation=0.*at least 1 batch"):
         ZeRO1(accumulation=0)
+
+
+def test_going_on_from_other_weights_cuts_them_and_keeps_the_moments():
+    params = Tree.of({"w": torch.arange(6.0)})
+    algorithm, peers = ZeRO1(optimizer=AdamW(lr=0.1)), ScriptedPeers(params)
+    state = one_round(algorithm, FakeReplica(), peers, params=params)
+    rebased = algorithm.rebase(state, params * 5, peers)
+    assert rebased.params.equal((params * 5).shard(0, 2))
+    assert rebased.optimizer is state.optimizer
+
+
+@pytest.mark.parametrize("latency_s", [0.01, 0.5])
+def test_an_update_takes_computing_and_an_exchange_one_after_the_other(latency_s):
+    link = Link(latency_s=latency_s, bandwidth_mbit_per_s=math.inf)
+    cluster = Cluster(islands=3, step_time_s=(0.5, 2.0, 1.0), link=link)
+    done = simulate(ZeRO1(optimizer=SGD(lr=0.05)), steps=4, cluster=cluster)
+    assert done.finished.virtual_time_s == pytest.approx(4 * (2.0 + 4 * latency_s))
+    assert not any(event.background for event in done.of(Exchanged))

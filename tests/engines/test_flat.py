@@ -104,3 +104,90 @@ def test_frozen_and_tied_parameters_appear_never_and_once():
     weights = FlatModule(module)
     assert list(weights.read()) == ["embedding.weight"]
     assert module["head"].weight is module["embedding"].weight
+
+
+# -------------------------------------------------------------------------------------------------------- gradients that add up
+
+
+def backward(weights, times=1):
+    for _ in range(times):
+        loss_of(weights.module).backward()
+
+
+def mixed():
+    module = make()
+    module[2].double()
+    module.forward = lambda inputs: module[2](module[1](module[0](inputs)).double()).float()
+    return module
+
+
+@pytest.mark.parametrize("kind", [lambda: FlatModule(make()), lambda: BorrowedModule(make()), lambda: weights_of(mixed())])
+def test_collecting_adds_to_what_was_there_and_starts_from_zero_otherwise(kind):
+    weights = kind()
+    weights.collect(None)
+    backward(weights)
+    once = weights.collected().copy()
+    weights.collect(None)
+    backward(weights, 2)
+    assert torch.allclose(weights.collected().flat, 2 * once.flat)
+    weights.collect(once)
+    backward(weights)
+    assert torch.allclose(weights.collected().flat, 2 * once.flat)
+
+
+def test_what_was_given_is_added_to_in_place_and_what_was_not_is_left_alone():
+    weights = FlatModule(make())
+    weights.collect(None)
+    backward(weights)
+    first = weights.collected()
+    bits = first.digest()
+    weights.collect(first)
+    backward(weights)
+    assert weights.collected().flat.data_ptr() != first.flat.data_ptr()
+    assert first.digest() == bits
+    place = first.flat.data_ptr()
+    weights.collect(first.give())
+    backward(weights)
+    assert weights.collected().flat.data_ptr() == place
+    assert first.given
+
+
+def test_collecting_for_others_leaves_an_optimizers_gradients_alone():
+    weights = FlatModule(make())
+    weights.zero_gradient()
+    backward(weights)
+    own = [gradient.clone() for gradient in weights.gradients()]
+    weights.collect(None)
+    backward(weights)
+    theirs = weights.collected()
+    bits = theirs.digest()
+    weights.zero_gradient()
+    backward(weights)
+    assert all(torch.equal(one, two) for one, two in zip(own, weights.gradients(), strict=True))
+    assert theirs.digest() == bits
+
+
+def test_half_precision_adds_up_in_single_if_it_is_asked_to():
+    weights = FlatModule(make().bfloat16())
+    total = None
+    for _ in range(4):
+        weights.collect(total, wide=True)
+        (weights.module[2].weight.sum() * 3.0).backward()
+        total = weights.collected().give()
+    assert total.flat.dtype == torch.float32
+    assert total.layout == weights.layout
+    assert total["2.weight"].tolist() == [[12.0] * 8]
+    single = FlatModule(make())
+    single.collect(None, wide=True)
+    backward(single)
+    assert single.collected().flat.dtype == torch.float32
+
+
+def test_a_module_holds_what_it_was_loaded_with_once_that_is_in_its_precision():
+    for weights in (FlatModule(make().bfloat16()), BorrowedModule(make().bfloat16())):
+        fine = Tree.of(make(1).bfloat16()).wide() * 1.001
+        weights.load(fine)
+        assert weights.holds(fine)
+        assert weights.holds(fine.cast(torch.bfloat16))
+        assert not weights.holds(fine * 2)
+        assert not weights.holds(Tree.of({"other": torch.ones(3)}))

@@ -1,5 +1,7 @@
 """The inner loop: exactly what a plain PyTorch loop does with the same batches."""
 
+import math
+
 import pytest
 import torch
 
@@ -226,3 +228,119 @@ def test_the_peak_is_the_schedules_highest_rate_also_while_it_warms_up_and_a_con
         one = LocalReplica(WORKLOAD, optimizer=SGD(lr=schedule), peak_first=True)
         one.train(1, work())
         assert one.params().equal(torch_loop(lambda p: torch.optim.SGD(p, 0.1), 1))
+
+
+# -------------------------------------------------------------------------------------------------- pieces, and what they weigh
+
+
+def piece(start, pieces):
+    return Work(shard=0, start=start, schedule=0, examples=1, pieces=pieces)
+
+
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+def test_the_pieces_of_a_batch_add_up_to_the_whole_of_it(pieces):
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1))
+    for batch in range(3):
+        whole, trained = replica.gradient(work(batch))
+        total, losses = None, []
+        for number in range(pieces):
+            given = None if total is None else total.give()
+            total, part = replica.gradient(piece(batch * pieces + number, pieces), onto=given)
+            losses += part.losses
+        assert torch.allclose(total.sum.flat / total.weight, whole.sum.flat, atol=1e-6)
+        assert (total.weight, total.tokens) == (pieces, whole.tokens)
+        assert sum(losses) / pieces == pytest.approx(trained.losses[0], rel=1e-5)
+        assert not trained.moved
+    assert replica.steps_taken == 6
+
+
+def test_gradients_are_added_in_place_where_they_were_given_and_left_alone_where_not():
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1))
+    first, _ = replica.gradient(work(0))
+    bits = first.sum.digest()
+    both, _ = replica.gradient(work(1), onto=first)
+    assert first.sum.digest() == bits
+    place = first.sum.flat.data_ptr()
+    again, _ = replica.gradient(work(1), onto=first.give())
+    assert again.sum.flat.data_ptr() == place
+    assert again.sum.equal(both.sum)
+    assert first.sum.given
+
+
+def test_a_gradient_is_taken_where_the_replica_is_unless_it_is_told_where():
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1))
+    other = Tree.of(WORKLOAD.module()) * 2.0
+    told, _ = replica.gradient(work(), at=other)
+    stays, _ = replica.gradient(work())
+    assert told.sum.equal(stays.sum)
+    assert replica.params().equal(other)
+
+
+class PaddedBatches:
+    """Batches of 8 whose last examples are padding: as many are real as `real` says, one figure a batch."""
+
+    num_shards = 1
+
+    def __init__(self, *real):
+        self.real = real
+
+    def examples(self, shard):
+        return 8
+
+    def batch(self, shard, position):
+        inputs, targets = WORKLOAD.batches.batch(shard, position)
+        return {"inputs": inputs, "targets": targets, "real": torch.arange(8) < self.real[position]}
+
+    def tokens(self, batch):
+        return int(batch["real"].sum())
+
+
+class Padded(Regression):
+    """The mean over what is real: not a number where nothing is."""
+
+    def module(self):
+        return WORKLOAD.module()
+
+    def loss(self, module, batch):
+        error = module(batch["inputs"]).squeeze(1) - batch["targets"]
+        return (error.square() * batch["real"]).sum() / batch["real"].sum()
+
+
+def slope_of(batches):
+    """Of the mean over all real examples of these batches, by plain torch."""
+    module = WORKLOAD.module()
+    parts = [{name: part[batch["real"]] for name, part in batch.items()} for batch in batches]
+    joined = {name: torch.cat([part[name] for part in parts]) for name in ("inputs", "targets")}
+    (module(joined["inputs"]).squeeze(1) - joined["targets"]).square().mean().backward()
+    return Tree.of({name: dict(module.named_parameters())[name].grad for name in Tree.of(module)})
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_weighed_by_tokens_padded_batches_are_one_batch_of_what_is_real(pieces, micro_batches):
+    """Also where a piece, or one of its micro-batches, has nothing but padding."""
+    batches = PaddedBatches(3, 8, 0, 5)
+    replica = LocalReplica(Padded(batches), optimizer=SGD(lr=0.1), micro_batches=micro_batches)
+    total = None
+    for number in range(4 * pieces):
+        given = None if total is None else total.give()
+        total, trained = replica.gradient(piece(number, pieces), onto=given, weigh="tokens")
+        assert math.isfinite(trained.losses[0])
+    assert (total.weight, total.tokens) == (16.0, 16)
+    expected = slope_of([batches.batch(0, number) for number in range(4)])
+    assert torch.allclose(total.sum.flat / total.weight, expected.flat, atol=1e-6)
+
+
+def test_micro_batches_of_a_padded_batch_weigh_what_is_real_in_them():
+    batches = PaddedBatches(5)
+    for pieces in (1, 2, 4, 8):
+        replica = LocalReplica(Padded(batches), optimizer=SGD(lr=0.1), micro_batches=pieces)
+        gradient, _ = replica.gradient(work())
+        assert torch.allclose(gradient.sum.flat, slope_of([batches.batch(0, 0)]).flat, atol=1e-6)
+
+
+def test_a_batch_of_padding_alone_adds_nothing_and_weighs_nothing():
+    replica = LocalReplica(Padded(PaddedBatches(0)), optimizer=SGD(lr=0.1))
+    gradient, trained = replica.gradient(work(), weigh="tokens")
+    assert not gradient.sum.flat.any()
+    assert (gradient.weight, gradient.tokens, trained.losses) == (0.0, 0, [0.0])

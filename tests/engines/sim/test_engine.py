@@ -15,11 +15,11 @@ from atoll.engines.sim.network import Link
 from atoll.engines.sim.peers import weighted_mean
 from atoll.engines.sim.world import Away, Cluster, Lost
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
-from atoll.events import CaughtUp, Computed, Exchanged, IslandJoined, IslandLeft, RoundFinished
+from atoll.events import CaughtUp, Computed, Exchanged, IslandJoined, IslandLeft, RoundFinished, UpdateSkipped
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
-from atoll.protocols import Work, own, shared
+from atoll.protocols import Work, own, sharded, shared
 from atoll.testing.simulate import simulate, simulator
 from atoll.testing.workloads import Regression, RegressionBatches
 from atoll.tree import Tree
@@ -434,3 +434,108 @@ def test_a_count_is_no_work_that_was_kept():
     lost = Cluster(islands=2, lost=(Lost(island=1, round=0),))
     done = simulate(Counting(optimizer=SGD(lr=0.05)), steps=2, cluster=lost)
     assert done.finished.tokens == (1 + 2) * 8
+
+
+# ----------------------------------------------------------------------------------------------- pieces, slices and what is held
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Asks for work in pieces and in whole batches, in turn, and notes what it is handed."""
+
+    asked: tuple
+    handed: list
+    steps_per_round: int = 1
+
+    def init(self, params, peers):
+        return DDPState(params, None)
+
+    async def round(self, state, replica, peers):
+        for batches, pieces in self.asked:
+            work = peers.work(0, batches, pieces=pieces)
+            self.handed.append((work.start, work.pieces))
+        await replica.gradient(peers.work(1))
+        return DDPState((await peers.mean(state.params)).value, None)
+
+
+def test_pieces_follow_on_and_whoever_reads_whole_batches_begins_with_the_next_whole_one():
+    handed = []
+    asked = ((1, 4), (1, 4), (1, 2), (1, 1), (1, 4), (2, 2))
+    simulate(Reader(asked, handed), steps=1, cluster=Cluster(islands=1))
+    # Two quarters, then the second half of batch 0; all of batch 1; a quarter of batch 2, its second half and the first of batch 3.
+    assert handed == [(0, 4), (1, 4), (1, 2), (1, 1), (8, 4), (5, 2)]
+
+
+@dataclass(frozen=True)
+class SliceState:
+    params: Tree = sharded()
+
+
+@dataclass(frozen=True)
+class Forgetful:
+    """Moves its slices and does not load what they make up."""
+
+    steps_per_round: int = 1
+
+    def init(self, params, peers):
+        return SliceState(params.shard(peers.rank, peers.size).copy())
+
+    async def round(self, state, replica, peers):
+        await replica.gradient(peers.work(1))
+        await peers.all_gather(state.params)
+        return SliceState(state.params + 1.0)
+
+    def held(self, state):
+        return state.params
+
+
+def test_replicas_that_do_not_hold_what_slices_make_up_are_found_in_the_round_it_happens():
+    with pytest.raises(ExchangeFailed, match=r"island 0 holds other weights.*after round 0.*must load what it gathered"):
+        simulate(Forgetful(), steps=3, cluster=Cluster(islands=2))
+
+
+@dataclass(frozen=True)
+class Adding:
+    """Brings a tree to a reduce-scatter and notes what comes back."""
+
+    tree: Tree
+    got: list
+    wide: bool
+    weight: float = 2.0
+    steps_per_round: int = 1
+
+    def init(self, params, peers):
+        return DDPState(params, None)
+
+    async def round(self, state, replica, peers):
+        await replica.gradient(peers.work(1))
+        self.got.append(await peers.reduce_scatter(self.tree.copy().give(), self.weight, wide=self.wide))
+        return state
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_reduce_scatter_gives_each_its_slice_of_the_sum_and_the_sum_of_weights(wide):
+    got, ones = [], Tree.of({"w": torch.ones(3, dtype=torch.bfloat16)})
+    simulate(Adding(ones, got, wide), steps=1, cluster=Cluster(islands=3))
+    assert [one.value.flat.tolist() for one in got] == [[3.0]] * 3
+    assert {one.value.flat.dtype for one in got} == {torch.float32 if wide else torch.bfloat16}
+    assert {(one.weight, one.finite) for one in got} == {(6.0, True)}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_somebodys_gradients_that_are_not_finite_are_told_to_all_and_reported(wide, value):
+    """Only the last slice looks spoilt, and yet all are told."""
+    got, tree = [], Tree.of({"w": torch.tensor([1.0, 1.0, value], dtype=torch.bfloat16)})
+    done = simulate(Adding(tree, got, wide), steps=1, cluster=Cluster(islands=3))
+    assert [one.finite for one in got] == [False] * 3
+    assert [event.islands for event in done.of(UpdateSkipped)] == [[0, 1, 2]]
+    assert done.finished.outer_steps == done.finished.tokens == 0
+
+
+def test_an_update_that_nobody_has_anything_for_is_skipped_and_the_run_ends_all_the_same():
+    got, tree = [], Tree.of({"w": torch.zeros(3)})
+    done = simulate(Adding(tree, got, wide=False, weight=0.0), steps=3, cluster=Cluster(islands=2))
+    assert [event.islands for event in done.of(UpdateSkipped)] == [[]] * 3
+    assert done.finished.outer_steps == 0
+    assert done.finished.rounds == 3
