@@ -24,6 +24,7 @@ from atoll.protocols import Work
 from atoll.testing.conformance import detached
 from atoll.testing.simulate import simulate, simulator
 from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.tree import Tree
 
 FREE = Link(latency_s=0.0, bandwidth_mbit_per_s=1e12)
 INSIDE = [
@@ -131,6 +132,19 @@ def test_moments_of_a_device_are_kept_over_rounds_of_islands():
     done = two_level(ZeRO1(optimizer=AdamW(lr=0.05)), rounds=4)
     states = [device.state for island in done.engine.islands.values() for device in island.devices.members]
     assert [state.optimizer.step for state in states] == [12] * 4
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_weights_of_a_model_in_half_precision_go_out_as_they_came_in(wide):
+    """Devices keep masters in single precision, which islands exchange if their own weights are kept so."""
+    workload = Regression(RegressionBatches(num_shards=4), hidden=3, dtype=torch.bfloat16)
+    params = Tree.of(workload.module())
+    done = two_level(ZeRO1(optimizer=SGD(lr=0.05)), workload=workload, params=params.wide() if wide else params, rounds=1)
+    masters = Tree.join([device.state.params for device in done.engine.islands[0].devices.members])
+    mine = done.engine.islands[0].devices.params()
+    assert mine.flat.dtype == done.params.flat.dtype == (torch.float32 if wide else torch.bfloat16)
+    assert mine.equal(masters if wide else masters.cast(torch.bfloat16))
+    assert not masters.equal(masters.cast(torch.bfloat16).wide())
 
 
 @pytest.mark.parametrize("inside", INSIDE, ids=repr)
