@@ -241,6 +241,30 @@ class UpdateSkipped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryCounted(Event):
+    """What an island held in live tensors at the moment of a round at which it held most, activations and batches apart."""
+
+    island: int
+    round: int
+    params: int
+    """Trainable parameters."""
+    parameters_bytes: int
+    """The module's weights and buffers."""
+    gradients_bytes: int
+    communication_bytes: int
+    """What travels, and what an exchange brought."""
+    optimizer_bytes: int
+    """Master weights and moments."""
+    copies_bytes: int
+    """Global weights and outer momentum, where replicas train."""
+    peak_bytes: int
+    """All of them together."""
+    formula: str | None
+    """What ACCO's paper has for this algorithm, in bytes a parameter, with the run's own widths; None if it has none."""
+    formula_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recut(Event):
     """Islands came or went, and what each holds a slice of was cut anew. Lists run over the islands in `islands`."""
 

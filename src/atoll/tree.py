@@ -358,11 +358,16 @@ class Tree(Mapping[str, Tensor]):
     def dot(self, other: Tree) -> float:
         """The inner product, summed in double precision."""
         self._operand(other)
+        # The doubles of one chunk stay in a CPU's cache; elsewhere a chunk costs some launches, and its doubles room.
+        on_cpu = self.flat.device.type == "cpu"
+        size = _CHUNK if on_cpu else max(_CHUNK, self.numel // 32)
+        pairs = zip(torch.split(self.flat, size), torch.split(other.flat, size), strict=True)
+        dots = (torch.dot(one.double(), two.double()) for one, two in pairs)
+        if not on_cpu:  # which is waited for once
+            return float(torch.stack([*dots, torch.zeros((), dtype=torch.float64, device=self.flat.device)]).sum())
         total = 0.0
-        # The doubles of one chunk stay in a CPU's cache; elsewhere every chunk costs a wait for the device.
-        size = _CHUNK if self.flat.device.type == "cpu" else 256 * _CHUNK
-        for one, two in zip(torch.split(self.flat, size), torch.split(other.flat, size), strict=True):
-            total += float(torch.dot(one.double(), two.double()))
+        for dot in dots:
+            total += float(dot)  # not sum(): some versions of Python round it otherwise
         return total
 
     def norm(self) -> float:

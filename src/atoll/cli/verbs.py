@@ -30,6 +30,7 @@ from atoll.telemetry import compare as comparing
 from atoll.telemetry.asynchrony import read_asynchrony
 from atoll.telemetry.asynchrony_text import asynchrony_section
 from atoll.telemetry.console import ConsoleSink
+from atoll.telemetry.memory import memory_line, read_memory
 from atoll.telemetry.overlap import read_overlap, worth_telling
 from atoll.telemetry.overlap_text import overlap_section
 from atoll.telemetry.plots import plot_comparison, plot_run
@@ -131,6 +132,9 @@ def report_run(folder: Path, *, as_json: bool) -> None:
     arrived = asynchrony is not None and asynchrony.arrivals > 0
     if asynchrony is not None:
         rich.print(asynchrony_section(asynchrony) if arrived else "no update has arrived at the hub yet")
+    memory = read_memory(folder)
+    if memory is not None:
+        print(memory_line(memory))
     overlap = read_overlap(folder) if worth_telling(folder) else None
     if overlap is not None:
         rich.print(overlap_section(overlap))

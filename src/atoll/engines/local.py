@@ -22,7 +22,7 @@ from atoll.engines.masters import Masters, in_precision, needs_masters
 from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Schedule, at
-from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.optim.sgd import SGD, Nesterov
 from atoll.protocols import Gradient, Weigh, Work, Workload
 from atoll.tree import Tree
 
@@ -82,11 +82,13 @@ class LocalReplica:
     ) -> None:
         self.weights: Weights = weights_of(in_precision(workload.module().to(device), dtype))
         self.steps_taken = 0
+        self.trains = False
+        """Whether it has been asked to, and not for gradients alone."""
+        self.rule = optimizer
         self.stopped: Callable[[], bool] = lambda: False
         """Asked before each step of `train`: whether to give up."""
         self._batches = workload.batches
         self._loss = loss or workload.loss
-        self._rule = optimizer
         self._optimizer = _torch_optimizer(optimizer, self.weights)
         self._masters: Masters | None = None
         """Made when a module in half precision is first trained: whoever asks for gradients alone keeps masters of its own."""
@@ -116,6 +118,7 @@ class LocalReplica:
     def train(self, steps: int, work: Work) -> Trained:
         """Take `steps` optimizer steps on consecutive batches."""
         losses, tokens = [], 0
+        self.trains = True
         masters = self._masters = self._masters or self._make_masters()
         if self._fresh_optimizer:
             self._optimizer.state.clear() if masters is None else masters.forget()
@@ -167,7 +170,7 @@ class LocalReplica:
         if not needs_masters(self.weights):
             return None
         full, self._full = self._full or self.weights.read(), None
-        return Masters(self.weights, self._rule, full)
+        return Masters(self.weights, self.rule, full)
 
     def _step(self, lr: float) -> None:
         self._clip()
@@ -177,7 +180,7 @@ class LocalReplica:
 
     def _rate(self, step: int, work: Work) -> float:
         """The learning rate of a round's step, counted from 0."""
-        return peak(self._rule.lr) if self._peak_first and step == 0 else at(self._rule.lr, work.schedule + step)
+        return peak(self.rule.lr) if self._peak_first and step == 0 else at(self.rule.lr, work.schedule + step)
 
     def _backward(self, batch: Any, weight: float = 1.0) -> Tensor:
         """Adds the gradient of the mean loss over the batch, times `weight`, to the module's; returns that loss, on the device.
@@ -275,7 +278,7 @@ class LocalReplica:
                 }
         self._masters = None
         if state["masters"] is not None:
-            self._masters = Masters(self.weights, self._rule, self.weights.read())
+            self._masters = Masters(self.weights, self.rule, self.weights.read())
             self._masters.restore(state["masters"])
         self._random = state["random"].clone()
         self.steps_taken = state["steps"]

@@ -1,8 +1,8 @@
 """A module in half precision, and the weights in single precision that it is stepped by.
 
-Updates are mostly smaller than what half precision can tell from nothing: added to weights in bfloat16 they would be lost. So whoever
-steps such a module keeps the weights in single precision as well, its *masters*, with the optimizer's moments: it adds to the
-masters, and the module is given them rounded.
+Updates are mostly smaller than what half precision can tell from nothing: added to weights in bfloat16 they would be lost. So
+whoever steps such a module keeps the weights in single precision as well, its *masters*, with the optimizer's moments: it adds to
+the masters, and the module is given them rounded.
 
 >>> module = in_precision(nn.Linear(2, 1), torch.bfloat16)
 >>> module.weight.dtype
@@ -30,8 +30,8 @@ InnerRule = AdamW | Adam | SGD | Momentum | Nesterov
 
 
 def in_precision(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The module with its parameters in this dtype, frozen ones too; none leaves them. Buffers stay as they are: tables of positions
-    and running means are not what takes the memory, and they need their digits."""
+    """The module with its parameters in this dtype, frozen ones too; none leaves them. Buffers stay as they are: tables of
+    positions and running means are not what takes the memory, and they need their digits."""
     for parameter in module.parameters():
         if dtype is not None:
             parameter.data = parameter.data.to(dtype)

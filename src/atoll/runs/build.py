@@ -15,6 +15,7 @@ from atoll.events import RunFinished
 from atoll.protocols import AsyncAlgorithm, Sink, Workload
 from atoll.runs.run import Run
 from atoll.runs.run import device_of as device_of
+from atoll.runs.run import dtype_of as dtype_of
 from atoll.runs.workloads import TextWorkload as TextWorkload
 from atoll.runs.workloads import ToyWorkload as ToyWorkload
 from atoll.runs.workloads import island_workload as island_workload
@@ -36,6 +37,7 @@ def replica_of(run: Run, workload: Workload, loss: Loss, island: int) -> LocalRe
         micro_batches=run.train.micro_batches,
         device=device_of(run),
         autocast=run.train.precision == "bf16",
+        dtype=dtype_of(run),
         loss=loss,
         seed=run.seed * 100_003 + island,
         fresh_optimizer=run.train.fresh_optimizer,
@@ -69,7 +71,7 @@ def engine_of(
 ) -> tuple[Engine, Evaluator]:
     """The simulator for this run, and what judges the weights."""
     loss = loss_of(run, workload)
-    evaluator = Evaluator(workload, device_of(run))
+    evaluator = Evaluator(workload, device_of(run), dtype_of(run))
     common: dict[str, Any] = {
         "cluster": run.world,
         "params": params,

@@ -20,6 +20,7 @@ from torch import nn
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.local import Evaluator
+from atoll.engines.masters import initial
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.protocols import Sink, Workload
@@ -27,7 +28,7 @@ from atoll.runs.build import Engine, engine_of
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
 from atoll.runs.finetuning import check_given
 from atoll.runs.folder import RunFolder, default_path, write_text
-from atoll.runs.run import Run, device_of
+from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.settings import from_json, full_name, to_json
 from atoll.runs.warm import Cache as Cache
 from atoll.runs.warm import WarmStart, load_data, warm_up
@@ -256,7 +257,7 @@ class _Execution:
     def _reopen(self) -> Result:
         """A finished run again, without running it."""
         params = load_tree(self._folder.final)
-        evaluator = Evaluator(self._plain())
+        evaluator = Evaluator(self._plain(), dtype=dtype_of(self._run))
         buffers = read_tensors(self._buffers_file)[0] if self._buffers_file.exists() else {}
         evaluator.load(params, buffers)
         return self._result(evaluator, params)
@@ -291,7 +292,7 @@ def _refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> Non
         data = load_data(run, cache)
         plain = plain_workload(run, data)
         if not needs_weights(run):  # which are still to be trained
-            island_workload(run, data, Tree.of(plain.module()))
+            island_workload(run, data, initial(plain, device_of(run), dtype_of(run)))
 
 
 def check_workload(folder: RunFolder, given: Workload | None) -> None:

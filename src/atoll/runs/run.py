@@ -22,7 +22,7 @@ from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions
 from atoll.data.text import Text
 from atoll.engines.local import InnerRule
-from atoll.engines.sim.devices import check_inside
+from atoll.engines.sim.inside import check_inside
 from atoll.engines.sim.world import Cluster
 from atoll.errors import ConfigError
 from atoll.models.gpt import GPT
@@ -49,7 +49,8 @@ class Train:
         warm_start_steps: steps of plain training, by one island, before the clock starts. 0 starts from scratch.
         warm_start_lr: its learning rate, after a warm-up; none takes the peak of the run's schedule.
         device: cpu, cuda, or auto for cuda where there is one.
-        precision: fp32, or bf16 for a forward pass in bfloat16 (on CUDA).
+        precision: fp32; bf16 for a forward pass in bfloat16 (on CUDA); or all-bf16 for a module that is bfloat16 itself, weights,
+            gradients and activations, beside masters and moments in fp32.
         compile: pass the loss through torch.compile.
         fresh_optimizer: forget the inner optimizer's moments at the beginning of every round.
         peak_first: take the first step of every round at the schedule's highest rate.
@@ -62,7 +63,7 @@ class Train:
     warm_start_steps: int = 0
     warm_start_lr: float | None = None
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "all-bf16"] = "fp32"
     compile: bool = False
     fresh_optimizer: bool = False
     peak_first: bool = False
@@ -143,7 +144,10 @@ class Run:
         if not 0 <= self.seed < 2**48:
             raise ConfigError(f"seed={self.seed} is outside [0, 2**48). Use a smaller number.")
         if self.train.precision == "bf16" and self.train.device == "cpu":
-            raise ConfigError("train.precision=bf16 with train.device=cpu: bfloat16 is for CUDA. Use fp32, or device=auto or cuda.")
+            raise ConfigError(
+                "train.precision=bf16 with train.device=cpu: casting on the way forward is for CUDA. Use fp32, all-bf16 for a "
+                "module that is bfloat16 itself, or device=auto or cuda."
+            )
         self._check_pair()
         self._check_inside()
         if isinstance(self.algorithm, AsyncAlgorithm):
@@ -266,6 +270,11 @@ def device_of(run: Run) -> str:
     if run.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device=cuda, but torch sees no CUDA device. Use train.device=cpu, or auto.")
     return run.train.device
+
+
+def dtype_of(run: Run) -> torch.dtype | None:
+    """What the module's parameters are cast to; none leaves them."""
+    return torch.bfloat16 if run.train.precision == "all-bf16" else None
 
 
 @contextmanager

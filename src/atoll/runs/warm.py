@@ -11,12 +11,13 @@ from statistics import fmean
 from typing import Any
 
 from atoll.engines.local import torch_threads
+from atoll.engines.masters import initial
 from atoll.errors import TrainingDiverged
 from atoll.events import Progress
 from atoll.optim.schedules import WSD, at
 from atoll.protocols import Sink, Work, Workload
 from atoll.runs.build import loss_of, replica_of
-from atoll.runs.run import Run, device_of
+from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.settings import to_json
 from atoll.runs.workloads import Loaded, dealt, fingerprint, whole
 from atoll.tensorfile import load_tree, read_tensors, save_tree
@@ -84,10 +85,11 @@ def warm_up(run: Run, plain: Workload, *, file: Path, cache: Cache | None, sink:
 
 def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float], None]) -> WarmStart:
     """Plain training of one replica: the inner rule at a constant rate after a warm-up. The schedule proper comes later."""
-    steps = run.train.warm_start_steps
+    steps, begin = run.train.warm_start_steps, initial(workload, device_of(run), dtype_of(run))
     if steps == 0:
-        return WarmStart(Tree.of(workload.module().to(device_of(run))), 0, float("nan"))
+        return WarmStart(begin, 0, float("nan"))
     replica = replica_of(_plain(run), workload, loss_of(run, workload), island=-1)
+    replica.load(begin)
     losses: list[float] = []
     tokens = 0
     with torch_threads(run.cluster.threads_per_island):

@@ -25,12 +25,13 @@ from atoll.data.text import LoadedText, Text, TextData
 from atoll.data.tokenizer import Tokenizer
 from atoll.engines.flat import weights_of
 from atoll.engines.local import torch_threads
+from atoll.engines.masters import in_precision
 from atoll.models.gpt import GPT, Decoder
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained
 from atoll.protocols import Workload
 from atoll.runs.finetuning import FinetuningWorkload
-from atoll.runs.run import Run, device_of
+from atoll.runs.run import Run, device_of, dtype_of
 from atoll.tree import Tree
 
 Loaded = LoadedText | LoadedGaussians | LoadedInstructions
@@ -87,14 +88,14 @@ class ToyWorkload:
 
     def loss(self, module: nn.Module, batch: LabelledBatch) -> Tensor:
         inputs, labels = batch
-        return F.cross_entropy(module(inputs), labels)
+        return F.cross_entropy(_scores(module, inputs), labels)
 
     def evaluate(self, module: nn.Module) -> Mapping[str, float]:
         """The mean cross-entropy over the points to judge on, and the part of them that is told right."""
         device = next(module.parameters()).device
         loss, right = 0.0, 0
         for inputs, labels in zip(*(torch.split(part, _EVAL_BATCH) for part in self.data.evaluation), strict=True):
-            scores, labels = module(inputs.to(device)), labels.to(device)
+            scores, labels = _scores(module, inputs.to(device)), labels.to(device)
             loss += float(F.cross_entropy(scores, labels, reduction="sum"))
             right += int((scores.argmax(dim=1) == labels).sum())
         count = len(self.data.evaluation[1])
@@ -103,6 +104,12 @@ class ToyWorkload:
     def fingerprint(self) -> str:
         """Of the points and of who reads what."""
         return self.batches.fingerprint()
+
+
+def _scores(module: nn.Module, inputs: Tensor) -> Tensor:
+    """What the module makes of points, which are given to it in its own precision; to be compared in single."""
+    scores: Tensor = module(inputs.to(next(module.parameters()).dtype))
+    return scores.float()
 
 
 BuiltWorkload = TextWorkload | ToyWorkload | FinetuningWorkload
@@ -138,7 +145,7 @@ def _features(run: Run, loaded: Loaded, params: Tree) -> Features | None:
         return None
     device, module = device_of(run), plain_workload(run, loaded).module()
     assert isinstance(module, Decoder)
-    weights_of(module.to(device)).load(params)
+    weights_of(in_precision(module.to(device), dtype_of(run))).load(params)
 
     def features(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         with torch.no_grad(), torch_threads(run.cluster.threads_per_island):

@@ -12,6 +12,7 @@ from atoll.errors import AtollError, CheckpointError
 from atoll.events import Evaluated, RunFinished, RunStarted
 from atoll.telemetry.asynchrony import AsynchronySummary, read_asynchrony
 from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.memory import MemorySummary, read_memory
 from atoll.telemetry.overlap import OverlapSummary, read_overlap, worth_telling
 from atoll.telemetry.tally import Tally
 from atoll.telemetry.wording import perplexity
@@ -37,6 +38,7 @@ class Summary:
         inside_dropped_tokens: tokens whose gradients waited in a device when its island was given other weights; None likewise.
         asynchrony: staleness, windows, workers and shards of an asynchronous run; None for a synchronous one.
         overlap: where each island's time went, if exchanges were hidden behind the computing or something went wrong; else None.
+        memory: what each island held in live tensors at most, and the paper's formula; None where it was not counted.
     """
 
     recipe: str
@@ -65,11 +67,12 @@ class Summary:
     inside_dropped_tokens: int | None = None
     asynchrony: AsynchronySummary | None = None
     overlap: OverlapSummary | None = None
+    memory: MemorySummary | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the attributes' names; NaN and infinity as strings. The last three only where they have a value."""
         record = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-        for name in ("val_accuracy", "inside_bytes_per_device", "inside_dropped_tokens", "asynchrony", "overlap"):
+        for name in ("val_accuracy", "inside_bytes_per_device", "inside_dropped_tokens", "asynchrony", "overlap", "memory"):
             if record[name] is None:
                 del record[name]
         return record
@@ -194,6 +197,7 @@ def _summary(folder: Path, started: RunStarted, finished: RunFinished, evaluated
         inside_dropped_tokens=finished.inside_dropped_tokens,
         asynchrony=read_asynchrony(folder),
         overlap=read_overlap(folder) if worth_telling(folder) else None,
+        memory=read_memory(folder),
     )
 
 
@@ -227,7 +231,7 @@ def _unfinished(folder: Path) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, AsynchronySummary | OverlapSummary):
+    if isinstance(value, MemorySummary | AsynchronySummary | OverlapSummary):
         return value.to_dict()
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -74,7 +74,7 @@ class Held:
         apart_bytes: batches, activations, and what else a forward and backward pass needs for itself.
         at_peak: what was alive then, by where it was made.
         passing: by place, what lived between two waits only, at most at a time.
-        device_bytes: what the device's allocator had given out at most, all in all; none on a CPU.
+        device_bytes: what the device's allocator had given out at most, all in all, for it; none on a CPU.
     """
 
     params: int
@@ -104,6 +104,7 @@ def hold(
     Nothing can fail here, so the round is given what it may take of its State.
     """
     forget_spare_buffers()
+    before_bytes = _allocated(device)
     storages = Storages()
     storages.set_apart(workload.batches.tokens_of_a_batch)
     with storages:
@@ -115,6 +116,7 @@ def hold(
             if number == 1:
                 _forget_peaks(storages, device)
             state = _turns(algorithm.round(given(state), EchoReplica(replica), peers), peers, storages)
+    del replica._backward  # it refers to the replica, which would outlive this call
     forget_spare_buffers()
     return Held(
         params=params,
@@ -122,7 +124,7 @@ def hold(
         apart_bytes=storages.apart_peak_bytes,
         at_peak=storages.at_peak,
         passing=storages.most_passing(),
-        device_bytes=torch.cuda.max_memory_allocated() if device.startswith("cuda") else None,
+        device_bytes=None if before_bytes is None else torch.cuda.max_memory_allocated() - before_bytes,
     )
 
 
@@ -131,6 +133,16 @@ def _begun(algorithm: Algorithm[Any], workload: SmallBatches, replica: LocalRepl
     params = initial(workload, replica.device, dtype)
     replica.load(params)
     return algorithm.init(params, peers)
+
+
+def _allocated(device: str) -> int | None:
+    """What a device's allocator has given out, its libraries' own room included; none on a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    some = torch.ones(64, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    torch.autograd.grad((some @ some).sum(), some)  # on both of autograd's threads, which each have room of their own
+    del some
+    return torch.cuda.memory_allocated()
 
 
 def _forget_peaks(storages: Storages, device: str) -> None:

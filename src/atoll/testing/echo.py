@@ -111,7 +111,7 @@ class EchoPeers:
         assert self._layout is not None, "a reduce-scatter comes first"
         numel, flat = self._layout.numel, shard.flat
         if flat.untyped_storage().nbytes() == numel * flat.element_size():  # it is a window on the communication buffer
-            whole = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), 0, (numel,))
+            whole = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), 0, (numel,), (1,))
         else:
             whole = empty(numel, flat.dtype, flat.device)
             whole[: flat.numel()].copy_(flat)

@@ -1,7 +1,7 @@
 """What memory live tensors take: every storage is noted when it is born and when it dies.
 
-`Storages` is a context in which all of torch's operations are looked at, so that nothing escapes: neither a buffer that lives for one
-line, nor one that somebody forgot to let go. It knows what each storage was made for by the place in atoll's source that made it.
+`Storages` is a context in which all of torch's operations are looked at, so that nothing escapes: neither a buffer that lives for
+one line, nor one that somebody forgot to let go. It knows what each storage was made for by the place in the source that made it.
 
 >>> import torch
 >>> with Storages() as storages:
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -70,11 +69,11 @@ class Passing(NamedTuple):
     died: int
 
 
-class Storages(TorchDispatchMode):
+class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live storages while it is entered. Those that are `apart` are counted apart."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.apart_peak_bytes = 0
         self.at_peak: Mapping[Site, int] = {}

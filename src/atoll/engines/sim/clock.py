@@ -39,8 +39,10 @@ class Task:
         self.now_s = start_s
         self.done = False
         self.result: Any = None
+        self.launched_by = loop.current if flight else None
+        """Whose flight it is."""
+        self.coroutine = coroutine
         self._loop = loop
-        self._coroutine = coroutine
         self._on_done = on_done
 
     def resume_at(self, time_s: float, value: Callable[[], Any]) -> None:
@@ -50,27 +52,31 @@ class Task:
     def _step(self, time_s: float, value: Any) -> None:
         self.now_s = time_s
         outer, self._loop.current = self._loop.current, self
+        self._loop.watch(self, value)
         try:
-            wait = self._coroutine.send(value)
+            wait = self.coroutine.send(value)
         except StopIteration as end:
             self.done, self.result = True, end.value
+            self._loop.watch(self, end.value)
             self._on_done(self)
             return
         finally:
             self._loop.current = outer
+        self._loop.watch(self, None)
         assert isinstance(wait, Wait), f"{self.name} awaited {wait!r}: only what the engine hands out can be awaited"
         wait.start(self)
 
     def close(self) -> None:
         """Ends it where it stands; what was filed for it no longer happens."""
         self.done = True
-        self._coroutine.close()
+        self.coroutine.close()
 
 
 class Loop:
-    """Drives tasks until none can go on."""
+    """Drives tasks until none can go on. `watch` is called with every task that waits or goes on, and what it is handed."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[Task, Any], None] = lambda task, value: None) -> None:
+        self.watch = watch
         self.tasks: dict[Task, None] = {}
         """Those that are not through, in the order in which they were spawned."""
         self.current: Task | None = None

@@ -9,7 +9,6 @@ evaluates, saves, and lets islands come and go.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from statistics import fmean
@@ -23,36 +22,21 @@ from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.dealing import Dealing
-from atoll.engines.sim.devices import MOST_SKIPPED, Devices, Inside, check_inside
+from atoll.engines.sim.devices import Devices, rest_of
 from atoll.engines.sim.holding import check_held, held, load_held
+from atoll.engines.sim.inside import MOST_SKIPPED, Inside, check_inside
+from atoll.engines.sim.islands import Island, cut_anew
+from atoll.engines.sim.memory import MemoryCount, is_counted
 from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import Room, RoundVoid, SimPeers, SimReplica
 from atoll.engines.sim.stretches import Stretches
 from atoll.engines.sim.world import Cluster
-from atoll.engines.slices import missing_bytes, recut
 from atoll.engines.states import agree, given, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
-from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, Recut, RoundFailed, RunFinished
+from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, RoundFailed, RunFinished
 from atoll.leaves import recycle, tree_bytes, trees
 from atoll.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned
 from atoll.tree import Tree
-
-
-@dataclass
-class Island:
-    """One island that takes part."""
-
-    id: int
-    replica: LocalReplica
-    """Its model; the first of them where devices have an algorithm of their own."""
-    state: Any
-    version: int
-    """Of the shared fields it holds: the number of commits it knows of."""
-    clock_s: float
-    uplink_free_s: float
-    """When its line has sent what others asked of it."""
-    uncommitted_tokens: int = 0
-    devices: Devices | None = None
 
 
 class SimEngine:
@@ -181,7 +165,8 @@ class SimEngine:
         self._let_come_and_go()
         present = list(self.islands.values())
         room = self._room(list(self.islands))
-        loop = Loop()
+        count = MemoryCount() if is_counted(self.round) else None
+        loop = Loop(count) if count else Loop()
         before, self._agreed = [island.state for island in present], None
         self._handed_out = dict.fromkeys(self.islands, 0)
         for rank, island in enumerate(present):
@@ -189,7 +174,9 @@ class SimEngine:
             peers = SimPeers(self, room, rank, loop)
             replica = island.devices.under(loop) if island.devices else SimReplica(self, island.id, island.replica)
             coroutine = self.algorithm.round(state, replica, peers)
-            loop.spawn(f"island {island.id}", coroutine, island.clock_s, partial(self._leave_round, island, room, peers))
+            task = loop.spawn(f"island {island.id}", coroutine, island.clock_s, partial(self._leave_round, island, room, peers))
+            if count and not island.devices:
+                count.watch(task, island.id, island.replica, state)
         try:
             stuck = loop.run()
         except RoundVoid as void:
@@ -202,6 +189,8 @@ class SimEngine:
                 f"All islands must make the same calls in the same order."
             )
         self._commit([island for rank, island in enumerate(present) if rank not in room.left_out], skipped=room.skipped)
+        for event in count.events(self.algorithm, self.round) if count else ():
+            self._sink.emit(event)
         recycle([*before, *room.results], [self._shared, *(island.state for island in present)])
 
     def _abandon(self, present: Sequence[Island], void: RoundVoid) -> None:
@@ -394,23 +383,8 @@ class SimEngine:
             self._admit(new, with_shared(fresh, self._shared), begin_s, params)
         self.islands = {island: self.islands[island] for island in present}
         if any(before.values()):
-            self._recut(before)
+            self._sink.emit(cut_anew(self.islands, before, self.cluster, self.books))
             load_held(self.algorithm, self.islands.values())
-
-    def _recut(self, before: Mapping[int, dict[str, Any]]) -> None:
-        """What each island holds a slice of is cut for the islands that are there now. Each sends what others lack; the slices of
-        those who left are at hand, but nobody's line carries them."""
-        new = list(self.islands)
-        sent = missing_bytes(before, new)
-        start_s = max(island.clock_s for island in self.islands.values())
-        lines = {island: self.cluster.line(island) for island in new}
-        end_s = start_s + max(lines[i].latency_s + sent[i] / lines[i].up_bytes_per_s if sent[i] else 0.0 for i in new)
-        for (island, mine), slices in zip(self.islands.items(), recut(list(before.values()), len(new)), strict=True):
-            mine.state = with_shared(mine.state, slices)
-            self.books.ledgers[island].sent_bytes += sent[island]
-            self.books.ledgers[island].present_s += end_s - mine.clock_s
-            mine.clock_s = mine.uplink_free_s = end_s
-        self._sink.emit(Recut(round=self.round, islands=new, start_s=start_s, end_s=end_s, sent_bytes=list(sent.values())))
 
     def _admit(self, island: int, state: Any, begin_s: float, params: Tree) -> None:
         replica, devices = self._equip(island, params)
@@ -454,18 +428,7 @@ class SimEngine:
                 "latest_s": self._latest_s,
             },
             "shared": dict(self._shared),
-            **{f"island-{island.id}": self._part(island) for island in self.islands.values()},
-        }
-
-    def _part(self, island: Island) -> dict[str, Any]:
-        return {
-            "clock_s": island.clock_s,
-            "version": island.version,
-            "uncommitted_tokens": island.uncommitted_tokens,
-            "shared": shared_fields(island.state) if island.version != self.books.totals.version else None,
-            "rest": {**fields_owned(island.state, Owner.OWN), **fields_owned(island.state, Owner.SHARDED)},
-            "replica": None if island.devices else island.replica.state(),
-            "devices": island.devices.parts() if island.devices else None,
+            **{f"island-{number}": island.part(self.books.totals.version) for number, island in self.islands.items()},
         }
 
     def restore(self, load: Callable[[str, Any], Any]) -> None:
@@ -479,10 +442,9 @@ class SimEngine:
         self.islands = {}
         for rank, number in enumerate(engine["present"]):
             template = self.algorithm.init(begun, SimPeers(self, self._room(engine["present"]), rank))
-            rest = {**fields_owned(template, Owner.OWN), **fields_owned(template, Owner.SHARDED)}
             known = fresh.get(number)
             replica, devices = (known.replica, known.devices) if known else self._equip(number, begun)
-            like = {"shared": self._shared, "rest": rest, "devices": devices.like() if devices else None}
+            like = {"shared": self._shared, "rest": rest_of(template), "devices": devices.like() if devices else None}
             part = load(f"island-{number}", like)
             if devices is None:
                 replica.restore(part["replica"])
