@@ -19,10 +19,7 @@ from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim import network
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.holding import check_held, held, load_held
-from atoll.engines.sim.inside import MOST_SKIPPED as MOST_SKIPPED
-from atoll.engines.sim.inside import Inside as Inside
-from atoll.engines.sim.inside import at_position
-from atoll.engines.sim.inside import check_inside as check_inside
+from atoll.engines.sim.inside import MOST_SKIPPED, Inside, at_position
 from atoll.engines.sim.peers import Room, SimPeers, SimReplica
 from atoll.engines.states import agree, given, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
