@@ -37,6 +37,8 @@ class Totals:
     steps: int = 0
     outer_steps: int = 0
     failed_rounds: int = 0
+    skipped_in_a_row: int = 0
+    """Updates, up to now."""
     tokens: int = 0
     """Those in updates that were committed."""
     local_updates: int = 0

@@ -105,7 +105,6 @@ class SimEngine:
         self._latest_s = 0.0
         self._shared: dict[str, Any] = {}
         """The newest shared fields, which every island that was heard holds too."""
-        self._skipped_in_a_row = 0
         self._agreed: dict[str, Any] | None = None
         """The shared fields of the first island that left the round."""
         self._handed_out: dict[int, int] = {}
@@ -240,14 +239,14 @@ class SimEngine:
             return
         self._check_finite()
         check_held(self.algorithm, {f"island {island.id}": island for island in self.islands.values()}, self.round)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row == MOST_SKIPPED:
+        totals = self.books.totals
+        totals.skipped_in_a_row = totals.skipped_in_a_row + 1 if skipped else 0
+        if totals.skipped_in_a_row == MOST_SKIPPED:
             why = (
                 self.books.diverged or "gradients were not finite, or nobody had any. Look at the data, or lower the learning rate."
             )
             raise TrainingDiverged(f"{MOST_SKIPPED} updates in a row were skipped: {why}")
         self._shared = self._agreed
-        totals = self.books.totals
         totals.version += 1
         totals.outer_steps += not skipped
         for island in heard:
