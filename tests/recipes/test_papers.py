@@ -32,7 +32,7 @@ def test_acco_recipes_have_the_papers_settings(name, shape, vocabulary, rate, mi
     assert (run.algorithm.accumulation, run.algorithm.batch, run.algorithm.warmup) == (1, "fixed", 0)
     rule = run.algorithm.optimizer
     assert (rule.lr.lr, rule.lr.warmup, rule.betas, rule.weight_decay) == (rate, 0, (0.9, 0.95), 0.1)
-    assert run.algorithm.clip_norm is None
+    assert (run.algorithm.clip_norm, run.train.precision) == (None, "all-bf16")
     commit_tokens = run.cluster.islands * run.train.batch_size * run.data.seq_len
     assert commit_tokens == 8 * 24 * 1024 * 2
     assert run.train.steps * commit_tokens == pytest.approx(6e9, rel=1e-4)

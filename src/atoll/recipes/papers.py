@@ -87,7 +87,7 @@ def _acco(name: str, model: GPT, *, seq_len: int, lr: float) -> Run:
             batch_size=commit_tokens // islands // seq_len,
             clip_norm=None,
             device="auto",
-            precision="bf16",
+            precision="all-bf16",
             compile=True,
         ),
         cluster=Cluster(islands=islands, step_time_s=(1.0,)),
