@@ -148,8 +148,8 @@ def report(
         f"## How it was set\n\nA short run of ACCO commits {measured:.2f} batches per island and update. With a warm-up of "
         f"{plan.warmup} commits that hide nothing this should be {plan.mean_batches(measured):.2f} on average, so DDP accumulates "
         f"{accumulation}. The learning rate goes by samples for both and is DDP's best of those tried on the first seed: {tried}. "
-        f"Taken: {best:g}. In its warm-up ACCO's updates hold one batch per island and DDP's {accumulation}, so that ACCO begins with "
-        f"more and smaller updates; the row without a warm-up does not.",
+        f"Taken: {best:g}. In its warm-up ACCO's updates hold one batch per island and DDP's {accumulation}, so that ACCO begins "
+        f"with more and smaller updates; the row without a warm-up does not.",
         f"## Rows\n\n{wording.RULE} Batches: per island and update, on average.\n\n{table(outcomes, sizes)}",
         "## Who idles\n\nShares of each island's time, and how many batches it computed, on average over seeds. Hidden: the share "
         f"of its exchanges during which it computed.\n\n{idle_table(outcomes)}",
