@@ -422,6 +422,22 @@ def test_two_levels_are_recorded_against_each_alone_at_equal_tokens(b, tmp_path,
     assert "128 tokens in vain (2.5 % of those it trains on)" in out
 
 
+# ------------------------------------------------------------------------------------------------------------------ memory
+
+
+def test_memory_is_measured_in_miniature_and_not_twice(b, tmp_path, capsys):
+    for _ in range(2):
+        b.memory.main(["--quick", "--record", str(tmp_path), "--quiet"])
+        assert len(lines_of(tmp_path)) == 12  # six algorithms, two sizes
+    assert "ACCO and ZeRO-1 are at most" in capsys.readouterr().out
+    assert "estimate: " in (tmp_path / "README.md").read_text()
+
+
+def test_a_formula_comes_to_what_it_says(b):
+    acco, ddp = (next(way for way in b.memory.ways() if way.name == name) for name in ("ACCO", "DDP"))
+    assert [acco.per_param(2), acco.per_param(4), ddp.per_param(4)] == [12, 9, 16]
+
+
 # ------------------------------------------------------------------------------------------------------------------ the hub
 
 

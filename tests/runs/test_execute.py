@@ -513,3 +513,25 @@ def test_interrupted_and_resumed_a_run_of_two_levels_leaves_the_same_bytes(insid
     assert left_by(tmp_path / "run") == left_by(tmp_path / "straight")
     assert straight.summary.algorithm == f"DiLoCo over {inside.split('(')[0]}"
     assert straight.summary.to_dict()["inside_bytes_per_device"] > straight.summary.sent_bytes_per_island
+
+
+@pytest.mark.parametrize(("recipe", "more"), [("demo-diloco", ["algorithm.inner_steps=3"]), ("demo-ddp", [])])
+def test_a_run_all_in_bfloat16_resumes_to_the_byte_and_keeps_its_masters_digits(recipe, more, tmp_path):
+    settings = [*SMALL, "train.precision=all-bf16", *more]
+    whole = execute.run(override(recipes.recipe(recipe), settings, candidates), out=tmp_path / "whole")
+    killed(recipe, tmp_path / "run", "Saved", 2, settings)
+    resumed = execute.resume(tmp_path / "run")
+    assert left_by(tmp_path / "run") == left_by(whole.folder)
+    assert {p.dtype for p in resumed.module.parameters()} == {torch.bfloat16}
+    assert whole.params.flat.dtype == torch.float32
+    assert not whole.params.equal(whole.params.cast(torch.bfloat16).wide())
+
+
+def test_a_perceptron_trains_all_in_bfloat16(tmp_path):
+    whole = recipes.recipe("toy-sync")
+    steps = 2 * whole.algorithm.steps_per_round
+    losses = [
+        execute.run(override(whole, [f"train.steps={steps}", f"train.precision={name}"], candidates), out=tmp_path / name).val_loss
+        for name in ("fp32", "all-bf16")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
