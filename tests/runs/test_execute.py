@@ -525,13 +525,3 @@ def test_a_run_all_in_bfloat16_resumes_to_the_byte_and_keeps_its_masters_digits(
     assert {p.dtype for p in resumed.module.parameters()} == {torch.bfloat16}
     assert whole.params.flat.dtype == torch.float32
     assert not whole.params.equal(whole.params.cast(torch.bfloat16).wide())
-
-
-def test_a_perceptron_trains_all_in_bfloat16(tmp_path):
-    whole = recipes.recipe("toy-sync")
-    steps = 2 * whole.algorithm.steps_per_round
-    losses = [
-        execute.run(override(whole, [f"train.steps={steps}", f"train.precision={name}"], candidates), out=tmp_path / name).val_loss
-        for name in ("fp32", "all-bf16")
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=0.1)

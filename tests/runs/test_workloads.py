@@ -225,3 +225,9 @@ def test_more_islands_than_points_leave_no_folder(tmp_path):
 def test_a_run_of_its_own_workload_and_a_toy_run_are_not_taken_for_each_other(straight):
     with pytest.raises(ConfigError, match=r"trained its own model on its own data, not a Regression"):
         atoll.resume(straight.folder, workload=Regression())
+
+
+def test_a_perceptron_trains_all_in_bfloat16(straight, tmp_path):
+    half = atoll.run(toy("train.precision=all-bf16"), out=tmp_path / "half")
+    assert {p.dtype for p in half.module.parameters()} == {torch.bfloat16}
+    assert half.val_loss == pytest.approx(straight.val_loss, rel=0.1)
