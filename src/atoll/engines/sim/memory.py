@@ -64,7 +64,7 @@ class MemoryCount:
         elif task.launched_by in self._islands:
             island = self._islands[task.launched_by]
             island.flight = task
-            island.noted.append(self._flying(island, value))
+            island.noted.append(self._beside(island, value))
 
     def _look(self, island: _Island, task: Task, value: Any) -> None:
         base = Holding()
@@ -89,6 +89,12 @@ class MemoryCount:
             hold(holding, island.flight.result, "communication", island.named)
             hold(holding, value, "communication", island.named)
         return holding
+
+    def _beside(self, island: _Island, value: Any) -> Holding:
+        """What a flight holds of its own while its island may be computing: neither the State's nor gradients, which are the
+        island's. By the time the island is looked at, a buffer of these may be another's, so they go by addresses of their own."""
+        flying = self._flying(island, value)
+        return {-at: held for at, held in flying.items() if at not in island.known and held[0] != "gradients"}
 
     def _compare(self, island: _Island, holding: Holding) -> None:
         if total_bytes(holding) > total_bytes(island.peak):
