@@ -41,7 +41,7 @@ ALGORITHMS = [
     ZeRO1(optimizer=SGD(lr=0.05), accumulation=3, clip_norm=1.0),
     ZeRO1(optimizer=AdamW(lr=0.1), wire="bf16", weigh="tokens"),
     ACCO(optimizer=AdamW(lr=0.1)),
-    ACCO(optimizer=SGD(lr=0.05), accumulation=2, clip_norm=1.0, warmup=2),
+    ACCO(optimizer=SGD(lr=0.05), pieces_per_half=2, clip_norm=1.0, warmup=2),
     ACCO(optimizer=AdamW(lr=0.1), batch="free", clock="samples"),
     ACCO(optimizer=AdamW(lr=0.1), batch="free", wire="bf16", sums="fp32", weigh="tokens"),
     DPU(optimizer=AdamW(lr=0.1), warmup=2),

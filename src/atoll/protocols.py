@@ -162,11 +162,13 @@ class Mean(NamedTuple):
             it, and do not give it away.
         weight: the sum of the weights that arrived; 0 means that nothing did, and `value` is zero.
         heard: whether this island took part. If not, the others went on without it and it must not use `value`.
+        finite: whether everybody's tree was.
     """
 
     value: Tree
     weight: float
     heard: bool
+    finite: bool = True
 
 
 class Scattered(NamedTuple):
@@ -231,8 +233,8 @@ class Algorithm(Protocol[S]):
     """What one island does. All that it remembers between rounds is in its State, a frozen dataclass whose fields are
     declared `shared()`, `sharded()` or `own()` and which has a field `params`, the global weights: shared, or sharded.
 
-    If the State has a shared field `steps`, that is how far the run has come: it ends when this reaches the steps it was given.
-    Without one, every round counts `steps_per_round`.
+    If the State has a shared field `steps`, that is how far the run has come: it ends when the `whole_steps` of it reach the steps
+    it was given. Without one, every round counts `steps_per_round`.
 
     An algorithm is a frozen dataclass. Fields called `optimizer` and `clip_norm` that are None are filled in from the Run, and
     schedules that were left open are made as long as it."""
@@ -246,6 +248,15 @@ class Algorithm(Protocol[S]):
 
     async def round(self, state: S, replica: Replica, peers: Peers) -> S:
         """One round. `state` is not changed."""
+
+
+def whole_steps(steps: float) -> int:
+    """How many steps are over, of a number that was added up from fractions.
+
+    >>> whole_steps(12 + sum([1 / 3] * 3) - 1e-15)
+    13
+    """
+    return math.floor(steps + 1e-9)
 
 
 @runtime_checkable

@@ -121,7 +121,7 @@ RULES = [SGD(lr=COSINE), AdamW(lr=0.05, weight_decay=0.5), AdamW(lr=COSINE, beta
 def test_it_is_the_papers_two_equations_sharded_or_not(rule, islands, accumulation):
     """22 weights, so slices of unequal length; bias correction included, since the first commits are compared."""
     workload = Regression(RegressionBatches(num_shards=islands), hidden=3)
-    algorithm = ACCO(optimizer=rule, accumulation=accumulation)
+    algorithm = ACCO(optimizer=rule, pieces_per_half=accumulation)
     done = simulate(algorithm, workload=workload, steps=5, cluster=Cluster(islands=islands))
     expected = paper(workload, rule, islands, 5, accumulation)
     assert float((done.params.flat - expected).abs().max()) < 2e-5
@@ -246,7 +246,7 @@ def test_an_estimate_leaves_weights_and_optimizer_state_bit_identical(prepare):
 @pytest.mark.parametrize(("islands", "clip_norm"), [(1, None), (3, None), (3, 0.3)])
 def test_while_it_warms_up_it_is_zero1_on_the_same_pieces_to_the_bit(islands, clip_norm):
     options = {"steps": 6, "cluster": Cluster(islands=islands)}
-    algorithm = ACCO(optimizer=AdamW(lr=0.05), accumulation=2, warmup=6, clip_norm=clip_norm)
+    algorithm = ACCO(optimizer=AdamW(lr=0.05), pieces_per_half=2, warmup=6, clip_norm=clip_norm)
     one = simulate(algorithm, workload=Regression(RegressionBatches(batch_size=8), hidden=3), **options)
     pieces = Regression(RegressionBatches(batch_size=2), hidden=3)
     two = simulate(ZeRO1(optimizer=AdamW(lr=0.05), accumulation=4, clip_norm=clip_norm), workload=pieces, **options)
@@ -307,8 +307,8 @@ def poisoned(*where):
 
 COUNTED = [
     ACCO(optimizer=SGD(lr=0.02)),
-    ACCO(optimizer=SGD(lr=0.02), accumulation=2, warmup=3),
-    ACCO(optimizer=SGD(lr=0.02), batch="free", accumulation=2),
+    ACCO(optimizer=SGD(lr=0.02), pieces_per_half=2, warmup=3),
+    ACCO(optimizer=SGD(lr=0.02), batch="free", pieces_per_half=2),
     ACCO(optimizer=SGD(lr=0.02), batch="free", clock="samples", warmup=2),
     ACCO(optimizer=SGD(lr=0.02), batch="free", weigh="tokens"),
 ]
@@ -416,7 +416,7 @@ def test_by_samples_the_rate_stands_at_the_nominal_batches_that_were_committed(s
 
 def test_by_samples_steps_are_committed_samples_over_the_nominal_batch_and_the_run_ends_by_them():
     cluster = Cluster(islands=3, step_time_s=(1.0, 0.5, 0.25), link=Link(latency_s=0.2))
-    algorithm = ACCO(optimizer=SGD(lr=0.01), batch="free", clock="samples", accumulation=2)
+    algorithm = ACCO(optimizer=SGD(lr=0.01), batch="free", clock="samples", pieces_per_half=2)
     done = simulate(algorithm, steps=30, cluster=cluster, evaluate_every=100)
     [(steps, committed)] = {(state.steps, state.committed) for state in states_of(done.engine)}
     assert steps == pytest.approx(committed / (3 * 4))

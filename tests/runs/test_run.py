@@ -201,7 +201,7 @@ def test_habits_of_islands_that_train_alone_are_refused_with_an_algorithm_inside
 
 
 def test_an_algorithm_inside_can_be_named_and_comes_back_from_a_file():
-    run = override(PLAIN, ["inside=ACCO(accumulation=2)", "cluster.devices_per_island=2"], candidates)
-    assert run.inside == ACCO(accumulation=2)
+    run = override(PLAIN, ["inside=ACCO(pieces_per_half=2)", "cluster.devices_per_island=2"], candidates)
+    assert run.inside == ACCO(pieces_per_half=2)
     assert from_json(json.loads(json.dumps(to_json(run), allow_nan=False))) == run
     assert override(run, ["inside=none"], candidates).inside is None

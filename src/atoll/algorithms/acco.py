@@ -29,7 +29,7 @@ from atoll.algorithms.sharded import Sharded
 from atoll.errors import ConfigError
 from atoll.optim.schedules import at
 from atoll.optim.stepping import kept_as_it_is
-from atoll.protocols import Flight, Gradient, Peers, Replica, Rule, own, sharded, shared
+from atoll.protocols import Flight, Gradient, Peers, Replica, Rule, own, sharded, shared, whole_steps
 from atoll.tree import Tree
 
 
@@ -63,19 +63,22 @@ class ACCO(Sharded):
     """Accumulate while you communicate.
 
     Args:
-        accumulation: micro-batches in half a batch: a batch is cut into twice as many pieces.
+        pieces_per_half: micro-batches in half a batch: a batch is cut into twice as many pieces, whose gradients are added up.
         batch: fixed: each island computes exactly one batch per commit. free: it goes on until its exchange is over.
         clock: what the learning rate goes by: commits, or samples, that is, how many nominal batches were committed. The run ends
             by the same clock.
         warmup: commits at the beginning that hide nothing: a batch is computed, then exchanged, as ZeRO-1 does it.
     """
 
+    pieces_per_half: int = 1
     batch: Literal["fixed", "free"] = "fixed"
     clock: Literal["commits", "samples"] = "commits"
     warmup: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.pieces_per_half < 1:
+            raise ConfigError(f"pieces_per_half={self.pieces_per_half}: half a batch has at least 1 micro-batch. Use 1 or more.")
         if self.warmup < 0:
             raise ConfigError(f"warmup={self.warmup}: it is 0 commits or more. Use 0 to hide exchanges from the start.")
         if self.clock == "samples" and self.weigh == "tokens":
@@ -83,13 +86,18 @@ class ACCO(Sharded):
                 "clock=samples counts micro-batches, and with weigh=tokens islands tell each other tokens only. "
                 "Use clock=commits, or weigh=batches."
             )
+        if self.clock == "samples" and self.optimizer is not None and not hasattr(self.optimizer, "lr"):
+            raise ConfigError(
+                f"clock=samples sets the learning rate of the optimizer, and {type(self.optimizer).__name__} has none. "
+                f"Use clock=commits, or a rule with an lr."
+            )
 
     def init(self, params: Tree, peers: Peers) -> ACCOState:
         return ACCOState(*self.cut(params, peers), steps=0.0, committed=0.0)
 
     async def round(self, state: ACCOState, replica: Replica, peers: Peers) -> ACCOState:
         if state.steps < self.warmup:
-            both = await self.add_up(replica, peers, self._pieces, pieces=self._pieces)
+            both = await self.add_up(replica, peers, self.pieces, pieces=self.pieces)
             return self._after(state, await self._commit(state, both.give(), peers), both, None, replica, peers)
 
         first = state.first or (await self._half(replica, peers)).give()
@@ -108,15 +116,15 @@ class ACCO(Sharded):
         self, replica: Replica, peers: Peers, *, onto: Gradient | None = None, until: Flight[Any] | None = None
     ) -> Gradient:
         """Half a batch; in the free mode as much more as there is time for until the exchange is over."""
-        total = await self.add_up(replica, peers, self.accumulation, pieces=self._pieces, onto=onto)
+        total = await self.add_up(replica, peers, self.pieces_per_half, pieces=self.pieces, onto=onto)
         while self.batch == "free" and until is not None and not until.done():
-            total = await self.add_up(replica, peers, 1, pieces=self._pieces, onto=total.give())
+            total = await self.add_up(replica, peers, 1, pieces=self.pieces, onto=total.give())
         return total
 
     async def _estimate(self, state: ACCOState, first: Gradient, peers: Peers) -> Tree | None:
         """The weights that the first half alone would lead to; none if its gradients are of no use."""
         # A copy is what travels: the second half is added onto the first meanwhile.
-        reduced = await self.reduce(first._replace(sum=first.sum.copy()).give(), peers)
+        reduced = await self.reduce(first._replace(sum=self.travelling_copy(first.sum)).give(), peers)
         if reduced is None:
             return None
         return await peers.all_gather(self.glance(self._rule_at(state), state.params, state.optimizer, reduced))
@@ -135,7 +143,7 @@ class ACCO(Sharded):
     ) -> ACCOState:
         """The State after a commit."""
         replica.load(new.whole)
-        nominal = peers.size * self._pieces
+        nominal = peers.size * self.pieces
         return ACCOState(
             params=new.params,
             optimizer=new.optimizer,
@@ -151,13 +159,14 @@ class ACCO(Sharded):
         return replace(state, params=self.slice_of(params, peers), first=None, dropped=state.dropped + waiting)
 
     @property
-    def _pieces(self) -> int:
-        return 2 * self.accumulation
+    def pieces(self) -> int:
+        """Into how many a batch is cut."""
+        return 2 * self.pieces_per_half
 
     def _rule_at(self, state: ACCOState) -> Rule:
         """The rule at this position of its schedule. Estimate and commit stand at the same. Commits the rule counts itself."""
         if self.clock == "commits":
             return self.rule
         rule: Any = self.rule
-        at_position: Rule = replace(rule, lr=at(rule.lr, int(state.steps)))
+        at_position: Rule = replace(rule, lr=at(rule.lr, whole_steps(state.steps)))
         return at_position

@@ -42,8 +42,8 @@ class DDP:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.accumulation < 1:
-            raise ConfigError(f"accumulation={self.accumulation}: a step needs at least 1 batch. Use 1 to talk after each.")
+        check_accumulation(self.accumulation)
+        check_clip_norm(self.clip_norm)
 
     @property
     def steps_per_round(self) -> int:
@@ -62,7 +62,7 @@ class DDP:
         total = await self._gradient(replica, peers)
         weight = total.weight if self.weigh == "tokens" else 1.0
         mean = await peers.mean(total.sum.give() / (total.weight or 1.0), weight)
-        if not mean.heard or mean.weight == 0:
+        if not (mean.heard and mean.finite and mean.weight):
             return state
         gradient = clip(mean.value.wide(), self.clip_norm)
         params, optimizer = self.rule.update(state.params, gradient, state.optimizer)
@@ -78,6 +78,16 @@ class DDP:
 
     def rebase(self, state: DDPState, params: Tree, peers: Peers) -> DDPState:
         return replace(state, params=params.wide())
+
+
+def check_accumulation(batches: int) -> None:
+    if batches < 1:
+        raise ConfigError(f"accumulation={batches}: a step needs at least 1 batch. Use 1 to talk after each.")
+
+
+def check_clip_norm(norm: float | None) -> None:
+    if norm is not None and not norm > 0:
+        raise ConfigError(f"clip_norm={norm}: it is more than 0. Leave it out to take train.clip_norm.")
 
 
 def clip(gradient: Tree, norm: float | None) -> Tree:

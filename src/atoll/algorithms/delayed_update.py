@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from atoll.algorithms.sharded import Sharded
+from atoll.algorithms.sharded import Accumulating
 from atoll.errors import ConfigError
 from atoll.optim.stepping import kept_as_it_is
 from atoll.protocols import Gradient, Peers, Replica, own, sharded, shared
@@ -36,7 +36,7 @@ class DPUState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPU(Sharded):
+class DPU(Accumulating):
     """Delayed parameter update.
 
     Args:

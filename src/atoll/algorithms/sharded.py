@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from atoll.algorithms.ddp import check_accumulation, check_clip_norm
 from atoll.checks import check_types
-from atoll.errors import ConfigError
+from atoll.optim import stepping
 from atoll.optim.adam import AdamW
-from atoll.optim.stepping import Stepped, glance, step
+from atoll.optim.stepping import Stepped
 from atoll.protocols import Gradient, Peers, Replica, Rule, Weigh
 from atoll.tree import Tree
 
@@ -44,7 +45,6 @@ class Sharded:
 
     Args:
         optimizer: the rule applied to the mean gradient, elementwise. None: the run's inner optimizer.
-        accumulation: see each algorithm.
         clip_norm: mean gradients longer than this, as a whole, are shortened to it. None: the run's.
         weigh: whether each batch weighs the same in the mean, or each token: for batches that are padded.
         wire: in which precision gradients and weights travel; own: the model's.
@@ -52,7 +52,6 @@ class Sharded:
     """
 
     optimizer: Rule | None = None
-    accumulation: int = 1
     clip_norm: float | None = None
     weigh: Weigh = "batches"
     wire: Precision = "own"
@@ -60,8 +59,7 @@ class Sharded:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.accumulation < 1:
-            raise ConfigError(f"accumulation={self.accumulation}: a step needs at least 1 batch. Use 1 to talk after each.")
+        check_clip_norm(self.clip_norm)
 
     @property
     def steps_per_round(self) -> int:
@@ -100,8 +98,8 @@ class Sharded:
     async def reduce(self, gradient: Gradient, peers: Peers) -> Reduced | None:
         """Gradients of all islands, added up: in their buffer if they were given, else in a copy. None if there is nothing to step
         with, as all islands then know: somebody's are not finite, or nobody has any."""
-        mine = gradient.sum if gradient.sum.spare else gradient.sum.copy()
-        buffer = mine.cast(self.travelling(mine)).give()
+        mine = gradient.sum
+        buffer = (mine.cast(self.travelling(mine)) if mine.spare else self.travelling_copy(mine)).give()
         summed = await peers.reduce_scatter(buffer, gradient.weight, wide=self.sums == "fp32")
         if not summed.finite or summed.weight == 0:
             return None
@@ -114,13 +112,18 @@ class Sharded:
 
     def glance(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced) -> Tree:
         """The slice of the weights after a step, as it travels. Nothing is kept of the step."""
-        options = {"over": reduced.weight, "times": reduced.shortening, "sent": self.travelling(params)}
-        return glance(rule, params, reduced.sum, optimizer, **options)  # type: ignore[arg-type]
+        over, times, sent = reduced.weight, reduced.shortening, self.travelling(params)
+        return stepping.glance(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent)
 
     def step(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced) -> Stepped:
         """A step on the slice."""
-        options = {"over": reduced.weight, "times": reduced.shortening, "sent": self.travelling(params)}
-        return step(rule, params, reduced.sum, optimizer, **options)  # type: ignore[arg-type]
+        over, times, sent = reduced.weight, reduced.shortening, self.travelling(params)
+        return stepping.step(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent)
+
+    def travelling_copy(self, tree: Tree) -> Tree:
+        """A copy as it travels. What was given stays as it is."""
+        plain = Tree(tree.layout, tree.flat)
+        return plain.copy() if plain.flat.dtype == self.travelling(tree) else plain.cast(self.travelling(tree))
 
     def travelling_slice(self, params: Tree) -> Tree:
         """The slice as it travels."""
@@ -129,3 +132,18 @@ class Sharded:
     def held(self, state: Any) -> Tree:
         """The slice of the weights that replicas hold between rounds: they came by wire."""
         return self.travelling_slice(state.params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulating(Sharded):
+    """Those that add up whole batches before they talk.
+
+    Args:
+        accumulation: how many batches.
+    """
+
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_accumulation(self.accumulation)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from atoll.algorithms.sharded import Reduced, Sharded
+from atoll.algorithms.sharded import Accumulating, Reduced
 from atoll.errors import ConfigError
 from atoll.optim.stepping import kept_as_it_is
 from atoll.protocols import Gradient, Peers, Replica, own, sharded, shared
@@ -48,7 +48,7 @@ class Updated(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WP(Sharded):
+class WP(Accumulating):
     """Weight prediction.
 
     Args:

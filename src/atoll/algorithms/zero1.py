@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from atoll.algorithms.sharded import Sharded
+from atoll.algorithms.sharded import Accumulating
 from atoll.optim.stepping import kept_as_it_is
 from atoll.protocols import Peers, Replica, sharded
 from atoll.tree import Tree
@@ -33,7 +33,7 @@ class ZeRO1State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeRO1(Sharded):
+class ZeRO1(Accumulating):
     """Data-parallel training with a sharded optimizer.
 
     Args:

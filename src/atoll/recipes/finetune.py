@@ -25,7 +25,7 @@ def finetune() -> Run:
         recipe="finetune",
         model=Pretrained(),
         data=Instructions(max_len=512),
-        algorithm=ACCO(accumulation=2, weigh="tokens"),
+        algorithm=ACCO(pieces_per_half=2, weigh="tokens"),
         optimizer=AdamW(lr=Cosine(lr=2e-5, warmup=0, floor=0.0), betas=(0.9, 0.95), weight_decay=0.0),
         train=Train(steps=1_562, batch_size=16, clip_norm=None, device="auto", precision="bf16"),
         cluster=Cluster(islands=8, step_time_s=(1.0,)),

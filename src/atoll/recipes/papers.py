@@ -80,7 +80,7 @@ def _acco(name: str, model: GPT, *, seq_len: int, lr: float) -> Run:
         recipe=name,
         model=model,
         data=Text(corpus="stdlib", tokenizer="bytes", seq_len=seq_len, eval_batches=16),
-        algorithm=ACCO(accumulation=1),
+        algorithm=ACCO(pieces_per_half=1),
         optimizer=AdamW(lr=Cosine(lr=lr, warmup=0, floor=0.0), betas=(0.9, 0.95), weight_decay=0.1),
         train=Train(
             steps=round(6e9 / commit_tokens),

@@ -31,7 +31,7 @@ INSIDE = [
     DDP(optimizer=AdamW(lr=0.05)),
     ZeRO1(optimizer=AdamW(lr=0.05), clip_norm=1.0),
     ACCO(optimizer=AdamW(lr=0.05)),
-    ACCO(optimizer=AdamW(lr=0.05), batch="free", accumulation=2, wire="bf16"),
+    ACCO(optimizer=AdamW(lr=0.05), batch="free", pieces_per_half=2, wire="bf16"),
     DPU(optimizer=AdamW(lr=0.05), warmup=1),
     WP(optimizer=AdamW(lr=0.05)),
 ]

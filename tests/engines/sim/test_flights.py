@@ -236,6 +236,6 @@ def test_given_marks_nested_trees_and_waiting_tokens_are_counted():
 
 
 def test_computing_beside_a_flight_is_reported_in_pieces_of_batches():
-    done = simulate(ACCO(optimizer=SGD(lr=0.05), accumulation=2), steps=2, cluster=Cluster(islands=2))
+    done = simulate(ACCO(optimizer=SGD(lr=0.05), pieces_per_half=2), steps=2, cluster=Cluster(islands=2))
     assert {event.batches for event in done.of(Computed)} == {0.25}
     assert all(event.background for event in done.of(Exchanged))

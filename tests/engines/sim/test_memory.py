@@ -35,7 +35,7 @@ def per_param(event):
     "algorithm",
     [
         ACCO(optimizer=RULE),
-        ACCO(optimizer=RULE, batch="free", accumulation=2),
+        ACCO(optimizer=RULE, batch="free", pieces_per_half=2),
         ZeRO1(optimizer=RULE, accumulation=2),
         DPU(optimizer=RULE, warmup=0),
     ],

@@ -13,7 +13,11 @@ from typing import Any
 
 from atoll.engines.local import Trained
 from atoll.errors import ConfigError, TrainingDiverged
-from atoll.events import Computed, Evaluated, RoundFinished, RunFinished
+from atoll.events import Computed, Evaluated, RoundFinished, RunFinished, UpdateSkipped
+from atoll.protocols import Sink
+
+MOST_SKIPPED = 20
+"""Updates in a row, before a run is given up."""
 
 
 @dataclass
@@ -123,6 +127,18 @@ class Books:
             loss=loss,
             device=device,
         )
+
+    def skipped(self, event: UpdateSkipped | None, in_a_row: int, sink: Sink) -> int:
+        """An update was skipped, or made: reports it, and says how many in a row were skipped. Too many end the run."""
+        if event is None:
+            self.diverged = ""  # what was left out since has done no harm
+            return 0
+        sink.emit(event)
+        if in_a_row + 1 == MOST_SKIPPED:
+            where = "" if event.inside is None else f" inside island {event.inside}"
+            why = self.diverged or "gradients were not finite, or nobody had any. Look at the data, or lower the learning rate."
+            raise TrainingDiverged(f"{MOST_SKIPPED} updates in a row were skipped{where}: {why}")
+        return in_a_row + 1
 
     def round_finished(self, steps: int, islands: int, time_s: float) -> RoundFinished:
         """A round is over, and so many steps of the run."""

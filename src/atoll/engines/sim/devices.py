@@ -19,10 +19,10 @@ from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim import network
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.holding import check_held, held, load_held
-from atoll.engines.sim.inside import MOST_SKIPPED, Inside, at_position
+from atoll.engines.sim.inside import Inside, at_position
 from atoll.engines.sim.peers import Room, SimPeers, SimReplica
 from atoll.engines.states import agree, given, shared_fields, waiting_tokens, with_shared
-from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
+from atoll.errors import ConfigError, ExchangeFailed
 from atoll.events import Exchanged
 from atoll.leaves import recycle
 from atoll.protocols import Gradient, HoldsWeights, Owner, Weigh, Work, fields_owned
@@ -176,12 +176,7 @@ class Devices:
             self._committed_tokens += 0 if skipped else device.uncommitted_tokens - waiting
             device.uncommitted_tokens = waiting
         recycle([*before, *after, *self._room.results], [device.state for device in self.members])
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row == MOST_SKIPPED:
-            raise TrainingDiverged(
-                f"{MOST_SKIPPED} updates in a row were skipped inside island {self._island}, because gradients were not finite: "
-                f"{self._inside.books.diverged}"
-            )
+        self._skipped_in_a_row = self._inside.books.skipped(skipped, self._skipped_in_a_row, self._inside.sink)
 
     def check(self) -> None:
         """After a round between islands: devices hold the weights that their slices make up."""

@@ -24,7 +24,7 @@ from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.dealing import Dealing
 from atoll.engines.sim.devices import Devices, rest_of
 from atoll.engines.sim.holding import check_held, held, load_held
-from atoll.engines.sim.inside import MOST_SKIPPED, Inside, check_inside
+from atoll.engines.sim.inside import Inside, check_inside
 from atoll.engines.sim.islands import Island, cut_anew
 from atoll.engines.sim.memory import MemoryCount, is_counted
 from atoll.engines.sim.network import transfer_s
@@ -33,9 +33,9 @@ from atoll.engines.sim.stretches import Stretches
 from atoll.engines.sim.world import Cluster
 from atoll.engines.states import agree, given, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
-from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, RoundFailed, RunFinished
+from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, RoundFailed, RunFinished, UpdateSkipped
 from atoll.leaves import recycle, tree_bytes, trees
-from atoll.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned
+from atoll.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned, whole_steps
 from atoll.tree import Tree
 
 
@@ -233,19 +233,14 @@ class SimEngine:
         elif not list(trees(fields_owned(state, Owner.OWN))):
             island.uncommitted_tokens = 0  # it was not heard and kept no weights of its own: that work is lost
 
-    def _commit(self, heard: Sequence[Island], *, skipped: bool) -> None:
+    def _commit(self, heard: Sequence[Island], *, skipped: UpdateSkipped | None) -> None:
         """What those who were heard agreed on is what holds."""
         if self._agreed is None:
             return
         self._check_finite()
         check_held(self.algorithm, {f"island {island.id}": island for island in self.islands.values()}, self.round)
         totals = self.books.totals
-        totals.skipped_in_a_row = totals.skipped_in_a_row + 1 if skipped else 0
-        if totals.skipped_in_a_row == MOST_SKIPPED:
-            why = (
-                self.books.diverged or "gradients were not finite, or nobody had any. Look at the data, or lower the learning rate."
-            )
-            raise TrainingDiverged(f"{MOST_SKIPPED} updates in a row were skipped: {why}")
+        totals.skipped_in_a_row = self.books.skipped(skipped, totals.skipped_in_a_row, self._sink)
         self._shared = self._agreed
         totals.version += 1
         totals.outer_steps += not skipped
@@ -279,7 +274,7 @@ class SimEngine:
         before = self.books.totals.steps
         per_round = self.algorithm.steps_per_round
         if "steps" in self._shared:  # the State knows how far the run is; rounds that failed are spent all the same
-            steps = int(self._shared["steps"]) + self.books.totals.failed_rounds * per_round
+            steps = whole_steps(self._shared["steps"]) + self.books.totals.failed_rounds * per_round
         else:
             steps = before + per_round
         self._sink.emit(self.books.round_finished(steps, len(self.islands), self.virtual_time_s))
@@ -359,7 +354,7 @@ class SimEngine:
         load_held(self.algorithm, self.islands.values())
 
     def _let_come_and_go(self) -> None:
-        present = self.cluster.present(self.round, self.rounds)
+        present = self.cluster.present(self.round, self.rounds, self.books.totals.steps // self.algorithm.steps_per_round)
         now_s = self.virtual_time_s
         for island in self.islands.values():
             island.uplink_free_s = island.clock_s  # what it sent in the last round is through

@@ -15,8 +15,6 @@ from atoll.errors import ConfigError
 from atoll.optim.schedules import Schedule, at
 from atoll.protocols import Algorithm, AsyncAlgorithm, Rebases, Sink
 
-MOST_SKIPPED = 20  # updates in a row, before the run is given up
-
 
 def check_inside(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], inside: Algorithm[Any]) -> None:
     """Refuses algorithms that cannot work together: one between islands, and one between the devices of each."""

@@ -189,8 +189,8 @@ class Room:
     """Whether an exchange of this round carried any weight, or everybody came to a reduce-scatter."""
     left_out: set[int] = field(default_factory=set)
     """Ranks that a mean of this round went on without."""
-    skipped: bool = False
-    """Whether gradients of this round were of no use: somebody's were not finite, or nobody had any."""
+    skipped: UpdateSkipped | None = None
+    """If gradients of this round were of no use, because somebody's were not finite or nobody had any: what there is to report."""
     results: list[Tree] = field(default_factory=list)
     """What exchanges made; all islands hold the same object."""
     _waiting: dict[int, list[Arrival]] = field(default_factory=dict)
@@ -260,8 +260,8 @@ class Room:
             )
         )
         outcome = self._outcome(what, arrivals, heard, wide=option)
-        if what == "reduce_scatter":
-            self._look_whether_it_is_of_use(outcome[0], arrivals, start_s + cost.seconds)
+        if what in ("reduce_scatter", "mean") and heard:
+            self._look_whether_it_is_of_use(outcome[heard[0].rank], heard, start_s + cost.seconds)
         if what == "mean" and option and heard and self.inside is None:
             self._compare([a.tree for a in heard], outcome[heard[0].rank].value)
         for arrival in arrivals:
@@ -284,12 +284,12 @@ class Room:
             return network.reduce_scatter(heard[0].tree.numel, item_bytes, links)
         return network.all_gather(sum(a.tree.numel for a in heard), item_bytes, links)
 
-    def _look_whether_it_is_of_use(self, scattered: Scattered, arrivals: Sequence[Arrival], time_s: float) -> None:
-        self.skipped = not (scattered.finite and scattered.weight > 0)  # the last of a round is what its update is made of
-        if not self.skipped:
-            return
-        culprits = [self.islands[a.rank] for a in arrivals if not a.tree.is_finite()]
-        self.report.emit(UpdateSkipped(round=self.round, islands=culprits, virtual_time_s=time_s, inside=self.inside))
+    def _look_whether_it_is_of_use(self, outcome: Scattered | Mean, arrivals: Sequence[Arrival], time_s: float) -> None:
+        """The last exchange of a round is what its update is made of."""
+        self.skipped = None
+        if not (outcome.finite and outcome.weight > 0):
+            culprits = [self.islands[a.rank] for a in arrivals if not a.tree.is_finite()]
+            self.skipped = UpdateSkipped(round=self.round, islands=culprits, virtual_time_s=time_s, inside=self.inside)
 
     def _outcome(self, what: str, arrivals: Sequence[Arrival], heard: Sequence[Arrival], *, wide: bool) -> dict[int, Any]:
         """What each rank is given."""
@@ -298,8 +298,8 @@ class Room:
             weight = float(sum(a.weight for a in heard))
             value = weighted_mean(trees, [a.weight for a in heard]) if weight > 0 else arrivals[0].tree.zeros()
             self.results.append(value)
-            ranks = {a.rank for a in heard}
-            return {a.rank: Mean(value, weight, a.rank in ranks) for a in arrivals}
+            ranks, finite = {a.rank for a in heard}, all(tree.is_finite() for tree in trees)
+            return {a.rank: Mean(value, weight, a.rank in ranks, finite) for a in arrivals}
         total = float(sum(a.weight for a in heard))
         if what == "total":
             return {a.rank: total for a in arrivals}

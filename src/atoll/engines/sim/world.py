@@ -158,10 +158,10 @@ class Cluster:
     def _devices_of(self, island: int) -> range:
         return range(island * self.devices_per_island, (island + 1) * self.devices_per_island)
 
-    def present(self, round: int, rounds: int) -> list[int]:
-        """Who takes part in this round of so many."""
+    def present(self, round: int, rounds: int, over: int | None = None) -> list[int]:
+        """Who takes part in this round. A pool goes by how much of the run is over, in `over` of `rounds`; none: by the round."""
         counts = self._counts()
-        count = counts[min(round * len(counts) // max(rounds, 1), len(counts) - 1)]
+        count = counts[min((round if over is None else over) * len(counts) // max(rounds, 1), len(counts) - 1)]
         gone = {away.island for away in self.away if away.start <= round < away.stop}
         present = [island for island in range(count) if island not in gone]
         if not present:
