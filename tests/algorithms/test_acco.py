@@ -183,7 +183,7 @@ def descent(steps, lr=0.05):
 def test_full_batch_gradient_descent_through_it_is_gradient_descent(islands, batch):
     """Every gradient is the full one, so the estimate is the commit, and both are a plain step."""
     cluster = Cluster(islands=islands, step_time_s=(1.0, 0.3))
-    done = simulate(ACCO(optimizer=SGD(lr=0.05), batch=batch), workload=DOUBLED, steps=20, cluster=cluster)
+    done = simulate(ACCO(optimizer=SGD(lr=0.05), batch=batch, clock="commits"), workload=DOUBLED, steps=20, cluster=cluster)
     assert float((done.params.flat - descent(20).flat).abs().max()) < 1e-6
 
 
@@ -319,7 +319,7 @@ COUNTED = [
 def test_commits_waiting_halves_and_what_was_dropped_are_all_that_was_computed(algorithm, workload):
     cluster = Cluster(islands=3, step_time_s=(0.5, 1.0, 2.0), link=Link(latency_s=0.3))
     done = simulate(algorithm, steps=12, workload=workload, cluster=cluster, evaluate_every=100)
-    pieces = 2 * algorithm.accumulation
+    pieces = algorithm.pieces
     computed = sum(event.tokens if algorithm.weigh == "tokens" else event.batches * pieces for event in done.of(Computed))
     assert accounted(done.engine) == pytest.approx(computed, abs=1e-9)
     assert (sum(state.dropped for state in states_of(done.engine)) > 0) == (workload != Regression())
@@ -395,7 +395,7 @@ def test_in_the_free_mode_nobody_is_ever_idle_and_a_faster_island_contributes_in
 def test_an_exchange_that_ends_at_the_moment_a_micro_batch_ends_is_over(latency_s, halves):
     """Half a batch takes 0.5 s and an exchange twice the latency: all numbers are exact in binary."""
     cluster = Cluster(islands=2, link=Link(latency_s=latency_s, bandwidth_mbit_per_s=math.inf))
-    done = simulate(ACCO(optimizer=SGD(lr=0.01), batch="free"), steps=5, cluster=cluster)
+    done = simulate(ACCO(optimizer=SGD(lr=0.01), batch="free", clock="commits"), steps=5, cluster=cluster)
     assert sum(2 * event.batches for event in done.of(Computed)) == 2 * (1 + 2 * 5 * halves)
 
 
@@ -424,6 +424,30 @@ def test_by_samples_steps_are_committed_samples_over_the_nominal_batch_and_the_r
     assert ends[-2] < 30 <= ends[-1] == int(steps)
     assert len(ends) < 25, "commits are larger than nominal, so that there are fewer"
     assert {state.optimizer.step for state in states_of(done.engine)} == {len(ends)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "ticks"),
+    [
+        ({}, "commits"),
+        ({"batch": "free"}, "samples"),
+        ({"batch": "free", "weigh": "tokens"}, "commits"),
+        ({"batch": "free", "clock": "commits"}, "commits"),
+        ({"clock": "samples"}, "samples"),
+    ],
+    ids=repr,
+)
+def test_unless_told_otherwise_free_batches_go_by_samples_and_all_others_by_commits(settings, ticks):
+    assert ACCO(**settings).ticks == ticks
+
+
+def test_free_batches_alone_change_nothing_about_how_much_a_run_reads():
+    """Up to one commit, which may be larger than a nominal batch."""
+    cluster = Cluster(islands=3, step_time_s=(1.0, 0.5, 0.25), link=Link(latency_s=0.2))
+    options = {"steps": 30, "cluster": cluster, "evaluate_every": 100}
+    fixed, free = (simulate(ACCO(optimizer=SGD(lr=0.01), batch=batch), **options).finished for batch in ("fixed", "free"))
+    assert fixed.tokens <= free.tokens <= fixed.tokens * (1 + 1 / free.rounds)
+    assert free.rounds < fixed.rounds
 
 
 def test_by_commits_the_rate_ticks_once_a_commit_and_not_for_skipped_ones():
@@ -611,12 +635,24 @@ def test_going_on_from_other_weights_drops_the_waiting_half_and_counts_it():
 # ------------------------------------------------------------------------------------------------------------------ bad input
 
 
+class NoRate:
+    """A rule without a learning rate."""
+
+    def init(self, params):
+        return None
+
+    def update(self, params, gradient, state, /):
+        return params - gradient, None
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"accumulation": 0}, r"accumulation=0.*at least 1 batch.*Use 1"),
+        ({"pieces_per_half": 0}, r"pieces_per_half=0.*at least 1 micro-batch.*Use 1"),
         ({"warmup": -1}, r"warmup=-1.*0 commits or more.*Use 0"),
         ({"clock": "samples", "weigh": "tokens"}, r"clock=samples.*weigh=tokens.*Use clock=commits, or weigh=batches"),
+        ({"clock": "samples", "optimizer": NoRate()}, r"clock=samples sets.*NoRate has none.*Use clock=commits, or a rule"),
+        ({"batch": "free", "optimizer": NoRate()}, r"clock=samples, which free batches go by.*NoRate has none"),
         ({"batch": "loose"}, r"batch"),
         ({"wire": "fp8"}, r"wire"),
     ],

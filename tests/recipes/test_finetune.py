@@ -15,7 +15,7 @@ def test_recipe_has_the_papers_settings():
         lr=Cosine(lr=2e-5, steps=1_562, warmup=0, floor=0.0), betas=(0.9, 0.95), weight_decay=0.0
     )
     assert (run.data.max_len, run.train.clip_norm) == (512, None)
-    micro_batches = 2 * run.algorithm.accumulation
+    micro_batches = run.algorithm.pieces
     assert run.train.batch_size / micro_batches == 4
     assert run.train.batch_size * run.cluster.islands == 128
 

@@ -66,13 +66,13 @@ class ACCO(Sharded):
         pieces_per_half: micro-batches in half a batch: a batch is cut into twice as many pieces, whose gradients are added up.
         batch: fixed: each island computes exactly one batch per commit. free: it goes on until its exchange is over.
         clock: what the learning rate goes by: commits, or samples, that is, how many nominal batches were committed. The run ends
-            by the same clock.
+            by the same clock. None: samples where batches are free, else commits; commits also where tokens are weighed.
         warmup: commits at the beginning that hide nothing: a batch is computed, then exchanged, as ZeRO-1 does it.
     """
 
     pieces_per_half: int = 1
     batch: Literal["fixed", "free"] = "fixed"
-    clock: Literal["commits", "samples"] = "commits"
+    clock: Literal["commits", "samples"] | None = None
     warmup: int = 0
 
     def __post_init__(self) -> None:
@@ -86,9 +86,10 @@ class ACCO(Sharded):
                 "clock=samples counts micro-batches, and with weigh=tokens islands tell each other tokens only. "
                 "Use clock=commits, or weigh=batches."
             )
-        if self.clock == "samples" and self.optimizer is not None and not hasattr(self.optimizer, "lr"):
+        if self.ticks == "samples" and self.optimizer is not None and not hasattr(self.optimizer, "lr"):
+            why = "" if self.clock else ", which free batches go by unless told otherwise,"
             raise ConfigError(
-                f"clock=samples sets the learning rate of the optimizer, and {type(self.optimizer).__name__} has none. "
+                f"clock=samples{why} sets the learning rate of the optimizer, and {type(self.optimizer).__name__} has none. "
                 f"Use clock=commits, or a rule with an lr."
             )
 
@@ -147,7 +148,7 @@ class ACCO(Sharded):
         return ACCOState(
             params=new.params,
             optimizer=new.optimizer,
-            steps=state.steps + (1.0 if self.clock == "commits" else new.weight / nominal),
+            steps=state.steps + (1.0 if self.ticks == "commits" else new.weight / nominal),
             committed=state.committed + new.weight,
             first=first,
             dropped=state.dropped + (0.0 if new.weight else both.weight),
@@ -163,9 +164,17 @@ class ACCO(Sharded):
         """Into how many a batch is cut."""
         return 2 * self.pieces_per_half
 
+    @property
+    def ticks(self) -> Literal["commits", "samples"]:
+        """What `clock` comes to."""
+        if self.clock is not None:
+            return self.clock
+        # A commit of free batches holds more than one nominal batch: by commits, a run would read several times its samples.
+        return "samples" if self.batch == "free" and self.weigh == "batches" else "commits"
+
     def _rule_at(self, state: ACCOState) -> Rule:
         """The rule at this position of its schedule. Estimate and commit stand at the same. Commits the rule counts itself."""
-        if self.clock == "commits":
+        if self.ticks == "commits":
             return self.rule
         rule: Any = self.rule
         at_position: Rule = replace(rule, lr=at(rule.lr, whole_steps(state.steps)))

@@ -45,7 +45,7 @@ def demo_acco() -> Run:
 
 def demo_acco_free() -> Run:
     """ACCO whose islands go on computing until their exchange is over: none is idle."""
-    return _demo("demo-acco-free", ACCO(batch="free", clock="samples"))
+    return _demo("demo-acco-free", ACCO(batch="free"))
 
 
 def demo_dpu() -> Run:
