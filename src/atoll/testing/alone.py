@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from atoll.engines.local import InnerRule, LocalReplica
+from atoll.engines.local import InnerRule, LocalReplica, Loss
 from atoll.engines.masters import initial
 from atoll.engines.states import given
 from atoll.models.gpt import GPT, Decoder
 from atoll.optim.adam import AdamW
 from atoll.protocols import Algorithm
-from atoll.testing.echo import EchoPeers, EchoReplica
+from atoll.testing.echo import EchoPeers, EchoReplica, take_turns
 from atoll.testing.storages import Site, Storages
 from atoll.tree import forget_spare_buffers
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -98,25 +96,26 @@ def hold(
     inner: InnerRule | None = None,
     dtype: torch.dtype | None = torch.bfloat16,
     device: str = "cpu",
+    may_fail: bool = False,
 ) -> Held:
     """Rounds of one island of `size`. The first of them may only begin something: the peak is that of the others.
 
-    Nothing can fail here, so the round is given what it may take of its State.
+    Where rounds may fail, the State before a round stays until it is over. Else the round is given what it may take of it.
     """
     forget_spare_buffers()
     before_bytes = _allocated(device)
     storages = Storages()
     storages.set_apart(workload.batches.tokens_of_a_batch)
     with storages:
-        replica = LocalReplica(workload, optimizer=inner or AdamW(), dtype=dtype, device=device)
-        setattr(replica, "_backward", _apart(storages, replica._backward))  # noqa: B010 (a method, put aside on purpose)
+        loss = _forward_apart(workload, storages)
+        replica = LocalReplica(workload, optimizer=inner or AdamW(), dtype=dtype, device=device, loss=loss)
         peers, params = EchoPeers(size), replica.weights.layout.numel
         state = _begun(algorithm, workload, replica, peers, dtype)
         for number in range(rounds):
             if number == 1:
                 _forget_peaks(storages, device)
-            state = _turns(algorithm.round(given(state), EchoReplica(replica), peers), peers, storages)
-    del replica._backward  # it refers to the replica, which would outlive this call
+            before = state if may_fail else given(state)
+            state = take_turns(algorithm.round(before, EchoReplica(replica), peers), peers, storages.wait)
     forget_spare_buffers()
     return Held(
         params=params,
@@ -151,22 +150,11 @@ def _forget_peaks(storages: Storages, device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _apart(storages: Storages, backward: Callable[..., T]) -> Callable[..., T]:
-    def forward_and_backward(*args: Any) -> T:
+def _forward_apart(workload: SmallBatches, storages: Storages) -> Loss:
+    """The workload's loss; what its forward pass makes is counted apart, as is all that a backward pass makes."""
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
         with storages.apart():
-            return backward(*args)
+            return workload.loss(module, batch)
 
-    return forward_and_backward
-
-
-def _turns(coroutine: Coroutine[Any, Any, T], peers: EchoPeers, storages: Storages) -> T:
-    """`take_turns`, and whenever something waits, what it holds is known as held."""
-    while True:
-        try:
-            coroutine.send(None)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        storages.wait()
-        peers.turn()
-        storages.wait()
+    return loss

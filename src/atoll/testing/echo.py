@@ -13,7 +13,7 @@ takes turns with the main coroutine: whenever that computes or waits, the flight
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -173,12 +173,14 @@ class EchoReplica:
         return gradient
 
 
-def take_turns(coroutine: Coroutine[Any, Any, T], peers: EchoPeers) -> T:
-    """Runs a coroutine to its end; whenever it waits, its flight has a turn."""
+def take_turns(coroutine: Coroutine[Any, Any, T], peers: EchoPeers, waits: Callable[[], None] | None = None) -> T:
+    """Runs a coroutine to its end; whenever it waits, its flight has a turn. `waits` is called whenever either has come to wait."""
     while True:
         try:
             coroutine.send(None)
         except StopIteration as end:
             result: T = end.value
             return result
-        peers.turn()
+        for turn in (waits, peers.turn, waits):
+            if turn is not None:
+                turn()

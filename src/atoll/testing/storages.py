@@ -11,6 +11,15 @@ one line, nor one that somebody forgot to let go. It knows what each storage was
 ...     three = two * 2
 >>> storages.live_bytes, storages.peak_bytes
 (2048, 2048)
+
+What a backward pass makes is counted apart by itself:
+
+>>> weights = torch.ones(64, requires_grad=True)
+>>> with Storages() as storages:
+...     loss = weights.square().sum()
+...     loss.backward()
+>>> storages.peak_bytes < 512 <= storages.apart_peak_bytes      # 256 for the squares; as much for each of their slopes
+True
 """
 
 from __future__ import annotations
@@ -27,12 +36,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
 
 import atoll
 
 _HOME = Path(atoll.__file__).parent
 _TOOLS = {"tree", "chunks", "storages", "taking", "alone"}
 """Files that make buffers for whoever calls them."""
+_NUMBER_BYTES = 8
+"""Up to which a storage is a single number, such as a loss, which is counted but not listed as passing."""
 
 
 class Site(NamedTuple):
@@ -70,7 +82,8 @@ class Passing(NamedTuple):
 
 
 class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of live storages while it is entered. Those that are `apart` are counted apart."""
+    """Counts the bytes of live storages while it is entered. Those that are `apart`, or are born in a backward pass, are counted
+    apart."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,6 +96,8 @@ class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, _Live] = {}
         self._watched: dict[int, Any] = {}
         self._apart = False
+        self._passes = ModuleTracker()
+        """Tells a backward pass."""
         self._clock = 0
 
     @property
@@ -100,7 +115,7 @@ class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What is born in here is counted apart: activations, and what else a forward and backward pass needs for itself."""
+        """What is born in here is counted apart: activations, and what else a forward pass needs for itself."""
         before, self._apart = self._apart, True
         try:
             yield
@@ -142,7 +157,8 @@ class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._live or storage.device.type == "meta":
             return
         self._clock += 1
-        live = _Live(storage.nbytes(), _site(sys._getframe(2)), self._apart, self._clock)
+        apart = self._apart or self._passes.is_bw
+        live = _Live(storage.nbytes(), _site(sys._getframe(2)), apart, self._clock)
         self._live[key] = live
         self._watched[key] = weakref.ref(storage, lambda _: self._died(key))
         self._bytes[live.apart] += live.num_bytes
@@ -155,7 +171,7 @@ class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live = self._live.pop(key)
         del self._watched[key]
         self._bytes[live.apart] -= live.num_bytes
-        if not live.held and not live.apart:
+        if not live.held and not live.apart and live.num_bytes > _NUMBER_BYTES:
             self.passed.append(Passing(live.site, live.num_bytes, live.born, self._clock))
 
     def _by_site(self) -> dict[Site, int]:
