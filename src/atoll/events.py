@@ -240,6 +240,10 @@ class UpdateSkipped(Event):
     """The island whose devices left it out, and nobody else; `islands` are then the devices."""
 
 
+MEMORY_KINDS = ("parameters", "gradients", "communication", "optimizer", "copies")
+"""What memory is held for: MemoryCounted has bytes of each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryCounted(Event):
     """What an island held in live tensors at the moment of a round at which it held most, activations and batches apart."""

@@ -22,7 +22,7 @@ from atoll.runs.folder import RunFolder
 from atoll.runs.generate import generate
 from atoll.runs.run import candidates
 from atoll.runs.settings import override
-from atoll.telemetry.fanout import Memory
+from atoll.telemetry.fanout import Remembered
 from atoll.telemetry.jsonl import read_events
 from atoll.tensorfile import load_tree, read_tensors
 from atoll.testing.small import SMALL as TINY
@@ -217,7 +217,7 @@ def test_every_checkpoint_leads_to_the_same_end(straight, tmp_path):
 
 
 def test_resuming_a_finished_run_gives_its_summary_and_computes_nothing(straight):
-    before, sink = left_by(straight.folder), Memory()
+    before, sink = left_by(straight.folder), Remembered()
     again = execute.resume(straight.folder, sinks=[sink])
     assert again.summary == straight.summary
     assert sink.events == []
@@ -425,7 +425,7 @@ def test_an_evaluation_without_a_loss_is_refused_before_anything_is_trained(tmp_
         def evaluate(self, module):
             return {"accuracy": 1.0}
 
-    sink = Memory()
+    sink = Remembered()
     with pytest.raises(ConfigError, match=r"evaluate returned \['accuracy'\].*loss"):
         execute.run(
             small("optimizer=AdamW(lr=0.05)", "train.warm_start_steps=0"), out=tmp_path / "run", workload=Lossless(), sinks=[sink]

@@ -10,7 +10,7 @@ from atoll.runs.build import plain_workload, replica_of
 from atoll.runs.run import candidates
 from atoll.runs.settings import override
 from atoll.runs.warm import Cache, load_data, warm_start, warm_up
-from atoll.telemetry.fanout import Memory
+from atoll.telemetry.fanout import Remembered
 from atoll.testing.small import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=20", "algorithm.inner_steps=3"]
@@ -69,14 +69,14 @@ def test_a_warm_start_has_no_rounds_and_so_nothing_that_begins_with_each_of_them
 def test_runs_share_a_warm_start_exactly_if_nothing_that_it_depends_on_differs(setting, makes_it_anew, tmp_path):
     cache = Cache()
     first, second = (
-        warm_up(run, plain_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=Memory())
+        warm_up(run, plain_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=Remembered())
         for name, run in (("first", small("train.warm_start_steps=2")), ("second", small("train.warm_start_steps=2", setting)))
     )
     assert (first is not second) == makes_it_anew
 
 
 def test_a_warm_start_in_the_folder_is_read_and_not_made_again(tmp_path):
-    run, sink = small("train.warm_start_steps=2"), Memory()
+    run, sink = small("train.warm_start_steps=2"), Remembered()
     plain = plain_workload(run, run.data.load())
     made = warm_up(run, plain, file=tmp_path / "warm", cache=None, sink=sink)
     signs = len(sink.events)

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from atoll.errors import AtollError, ConfigError
+from atoll.events import MEMORY_KINDS, MemoryCounted
 from atoll.telemetry import comparison, markdown, read_summary, sentence, table
 
 
@@ -45,6 +46,47 @@ def test_a_long_name_gives_way_and_the_figures_do_not(tmp_path, script) -> None:
     text = printed(table(comparison([script(recipe=name).write(tmp_path / "a")])), width=60)
     assert "2.35" in text
     assert "…" not in text
+
+
+def counted(peak_bytes: int, formula: str) -> MemoryCounted:
+    kinds = {f"{kind}_bytes": peak_bytes if kind == "parameters" else 0 for kind in MEMORY_KINDS}
+    return MemoryCounted(island=0, round=0, params=100, **kinds, peak_bytes=peak_bytes, formula=formula, formula_bytes=peak_bytes)
+
+
+def add_counts(folders, *counts: MemoryCounted) -> list:
+    for folder, count in zip(folders, counts, strict=True):
+        with (folder / "events.jsonl").open("a") as log:
+            log.write(count.to_json() + "\n")
+    return folders
+
+
+def test_memory_has_a_column_where_runs_differ_in_it_or_hold_shares(folders) -> None:
+    assert "memory" not in markdown(comparison(folders))
+    both = comparison(add_counts(folders, counted(1_600_000, "4+4+8"), counted(2_400_000, "4+4+8")))
+    assert [line.split(" | ")[-1] for line in markdown(both).splitlines() if line.startswith("| ")] == [
+        "peak memory |",
+        "1.60 MB |",
+        "2.40 MB |",
+    ]
+    assert "memory" not in markdown(comparison(folders[:1])), "alone there is nothing to compare"
+
+
+@pytest.mark.parametrize(("formula", "shown"), [("4+4+8", False), ("4+4+8/2", True)])
+def test_equal_memory_is_shown_of_shares_alone(folders, formula, shown) -> None:
+    both = comparison(add_counts(folders, counted(1000, formula), counted(1000, formula)))
+    assert ("memory" in markdown(both)) == shown
+
+
+def test_with_memory_too_the_table_fits_into_eighty_columns_and_breaks_no_name(tmp_path, script, async_script) -> None:
+    names = {"demo-ddp": "DDP", "demo-diloco": "DiLoCo", "demo-acco-free": "ACCO", "demo-two-level": "DiLoCo over ACCO"}
+    size = {"payload_bytes": 4_000_000, "accuracy": False, "rounds": 20}
+    made = [script(recipe=name, algorithm=names[name], **size).write(tmp_path / name) for name in names]
+    add_counts(made, *(counted(1_630_000 + 1000 * number, "4+4+8/4") for number in range(4)))
+    made.append(async_script(recipe="demo-async-naive", rounds=30, payload_bytes=1_000_000).write(tmp_path / "hub"))
+    lines = printed(table(comparison(made)), width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    assert {*names, "demo-async-naive", "AsyncLocalSGD", "DiLoCo", "over", "ACCO", "1.63"} <= set(words)
 
 
 def test_the_sentence_speaks_of_the_runs(folders) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from atoll.events import Event, Progress, Saved
-from atoll.telemetry.fanout import Fanout, Memory
+from atoll.telemetry.fanout import Fanout, Remembered
 
 EVENT = Saved(round=1, name="round-1")
 
@@ -30,7 +30,7 @@ class Door:
 
 
 def test_every_sink_gets_every_event_in_order() -> None:
-    one, two = Memory(), Memory()
+    one, two = Remembered(), Remembered()
     both = Fanout([one, two])
     progress = Progress(phase="train", done=1, total=2)
     both.emit(EVENT)
@@ -39,7 +39,7 @@ def test_every_sink_gets_every_event_in_order() -> None:
 
 
 def test_what_the_log_could_not_record_is_not_shown() -> None:
-    shown = Memory()
+    shown = Remembered()
     with pytest.raises(OSError, match="full"):
         Fanout([Door([], "log", OSError("full")), shown]).emit(EVENT)
     assert shown.events == []
@@ -47,13 +47,13 @@ def test_what_the_log_could_not_record_is_not_shown() -> None:
 
 def test_all_sinks_are_closed_even_if_one_refuses() -> None:
     closed: list[str] = []
-    with pytest.raises(OSError, match="stuck"), Fanout([Door(closed, "a"), Memory(), Door(closed, "b", OSError("stuck"))]):
+    with pytest.raises(OSError, match="stuck"), Fanout([Door(closed, "a"), Remembered(), Door(closed, "b", OSError("stuck"))]):
         pass
     assert closed == ["b", "a"]
 
 
 def test_memory_gives_the_events_of_one_class() -> None:
-    memory = Memory()
+    memory = Remembered()
     memory.emit(Progress(phase="train", done=1, total=2))
     memory.emit(EVENT)
     assert memory.of(Saved) == [EVENT]

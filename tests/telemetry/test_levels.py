@@ -1,6 +1,10 @@
 """Runs of two levels: devices are told apart, and nothing is counted twice."""
 
 import json
+import re
+
+import pytest
+from rich.console import Console
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
@@ -8,10 +12,12 @@ from atoll.engines.sim.world import Away, Cluster, Lost
 from atoll.events import CaughtUp, Computed, Exchanged, IslandJoined, RunFinished, RunStarted, UpdateSkipped
 from atoll.optim.sgd import SGD
 from atoll.telemetry.levels import by_device
-from atoll.telemetry.overlap import Overlap
-from atoll.telemetry.overlap_text import overlap_section
+from atoll.telemetry.overlap import Overlap, worth_telling
+from atoll.telemetry.overlap_text import overlap_headlines, overlap_section
+from atoll.telemetry.plots_overlap import overlap_figure
 from atoll.telemetry.tally import Tally
 from atoll.telemetry.trace import write_trace
+from atoll.telemetry.units import human_bytes, human_count
 from atoll.telemetry.wording import notice
 from atoll.testing.simulate import simulate
 from atoll.testing.workloads import Regression, RegressionBatches
@@ -62,12 +68,9 @@ def test_a_run_without_devices_stays_as_it_is():
 
 def test_no_device_computes_longer_than_it_is_there_and_utilisation_is_the_runs():
     events, finished = two_levels()
-    overlap, tally = Overlap(), Tally()
-    for event in by_device(events):
-        overlap.take(event)
+    summary, tally = summed_up(events), Tally()
     for event in events:
         tally.take(event)
-    summary = overlap.summary()
     assert [times.island for times in summary.islands] == [0, 1, 2, 3]
     assert all(0 < times.computed_s <= times.present_s for times in summary.islands)
     assert any(times.hidden_s > 0 for times in summary.islands)
@@ -75,28 +78,91 @@ def test_no_device_computes_longer_than_it_is_there_and_utilisation_is_the_runs(
     assert summary.to_dict()["devices_per_island"] == 2
 
 
-def test_the_report_names_islands_and_devices():
-    from rich.console import Console
-
+def summed_up(events):
     overlap = Overlap()
-    for event in by_device(two_levels()[0]):
+    for event in by_device(events):
         overlap.take(event)
+    return overlap.summary()
+
+
+def section(summary):
     console = Console(width=120)
     with console.capture() as text:
-        console.print(overlap_section(overlap.summary()))
-    assert all(name in text.get() for name in ("device", "0.0", "0.1", "1.0", "1.1"))
+        console.print(overlap_section(summary))
+    return text.get()
+
+
+def test_the_report_names_islands_and_devices():
+    assert all(name in section(summed_up(two_levels()[0])) for name in ("device", "0.0", "0.1", "1.0", "1.1"))
+
+
+def test_a_report_that_cannot_list_all_devices_says_devices():
+    started = RunStarted(recipe="two", algorithm="DiLoCo over ACCO", islands=9, params=6, steps=1, seed=0, devices_per_island=2)
+    work = {"round": 0, "start_s": 0.0, "end_s": 1.0, "steps": 1, "batches": 1, "tokens": 8, "loss": 1.0}
+    some = [Computed(island=island, device=device, **work) for island in range(9) for device in range(2)]
+    assert "and 2 more devices; " in section(summed_up([started, *some]))
+
+
+def test_each_level_is_told_by_itself_and_the_two_are_all():
+    events, finished = two_levels()
+    summary = summed_up(events)
+    inside, between = summary.inside, summary.between
+    assert (inside.exchanges + between.exchanges, inside.background + between.background) == (summary.exchanges, summary.background)
+    assert inside.exchanged_s + between.exchanged_s == pytest.approx(sum(times.exchanged_s for times in summary.islands))
+    assert inside.hidden_s + between.hidden_s == pytest.approx(sum(times.hidden_s for times in summary.islands))
+    assert inside.sent_bytes == finished.inside_bytes_per_device
+    assert inside.dropped_tokens == finished.inside_dropped_tokens > 0
+    assert between.sent_bytes == finished.sent_bytes_per_island
+    assert between.hidden == 0.0 < inside.hidden
+    assert json.loads(json.dumps(summary.to_dict()))["inside"]["hidden"] == inside.hidden
+
+
+def test_the_report_has_a_line_for_each_level():
+    inside, between = overlap_headlines(summed_up(two_levels()[0]))
+    found = re.fullmatch(r"inside     \d+ exchanges, (.+) per device, (.+) of their time hidden, (.+) tokens dropped", inside)
+    _, finished = two_levels()
+    assert found[1] == human_bytes(finished.inside_bytes_per_device)
+    assert found[3] == human_count(finished.inside_dropped_tokens)
+    assert re.fullmatch(rf"between    \d exchanges, {human_bytes(finished.sent_bytes_per_island)} per island, none hidden", between)
+
+
+def test_two_levels_are_worth_telling_also_where_nothing_is_hidden(tmp_path):
+    log = tmp_path / "events.jsonl"
+    log.write_text(RunStarted(recipe="one", algorithm="DiLoCo", islands=2, params=6, steps=1, seed=0).to_json() + "\n")
+    assert not worth_telling(tmp_path)
+    log.write_text(two_levels()[0][0].to_json() + "\n")
+    assert worth_telling(tmp_path)
+
+
+def test_figures_name_devices_too(tmp_path):
+    (tmp_path / "events.jsonl").write_text("\n".join(event.to_json() for event in two_levels()[0] if event.recorded) + "\n")
+    timeline, *others = overlap_figure(tmp_path).axes
+    assert [tick.get_text() for tick in timeline.get_yticklabels()] == ["0.0", "0.1", "1.0", "1.1"]
+    for panel in others:
+        assert panel.get_xlabel() == "island.device"
+        assert panel.xaxis.get_major_formatter()(3.0, None) == "1.1"
 
 
 def test_each_device_has_rows_of_its_own_in_a_trace(tmp_path):
     (tmp_path / "events.jsonl").write_text("\n".join(event.to_json() for event in two_levels()[0] if event.recorded) + "\n")
     trace = json.loads(write_trace(tmp_path, tmp_path / "trace.json").read_text())
     names = {e["args"]["name"] for e in trace["traceEvents"] if e.get("name") == "process_name"}
-    assert {"device 0", "device 1", "device 2", "device 3"} <= names
+    assert names == {"two (DiLoCo over ACCO)", "device 0.0", "device 0.1", "device 1.0", "device 1.1"}
+
+
+def test_a_trace_names_the_devices_that_skipped_and_those_that_gave(tmp_path):
+    skipped = UpdateSkipped(round=3, islands=[1], virtual_time_s=1.0, inside=1)
+    events = two_levels()[0]
+    log = [*events, skipped]
+    (tmp_path / "events.jsonl").write_text("\n".join(event.to_json() for event in log if event.recorded) + "\n")
+    trace = json.loads(write_trace(tmp_path, tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["args"]["not finite on"] for e in trace if e["name"] == "update skipped"] == ["1.1"]
+    assert {e["args"]["donor"] for e in trace if e["name"] in ("catch up", "join")} == {"0.0"}
 
 
 def test_a_skipped_update_says_whose_devices():
     event = UpdateSkipped(round=3, islands=[1], virtual_time_s=1.0, inside=2)
-    assert notice(event) == "round 3: gradients of device 1 of island 2 are not finite, so its devices skip the update"
+    assert notice(event) == "round 3: gradients of device 2.1 are not finite, so all devices of island 2 skip the update"
 
 
 def test_a_finished_run_of_two_levels_tells_its_inner_bytes():

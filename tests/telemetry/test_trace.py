@@ -153,7 +153,7 @@ def test_a_run_without_a_timeline_is_named(tmp_path) -> None:
 def test_exchanges_in_the_background_have_a_row_of_their_own(tmp_path) -> None:
     hidden, plain = replace(met(2.0, 5.0, [1.0], [True]), background=True), met(4.0, 6.0, [4.0], [True], "total")
     found = rows(records(log(tmp_path, computed(0, 0.0, 10.0), hidden, plain)))
-    assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 0", "line"]] == [
+    assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 0", "background"]] == [
         ("wait", 1.0, 1.0),
         ("mean", 2.0, 3.0),
     ]
@@ -168,7 +168,7 @@ def test_a_run_that_hides_nothing_has_no_such_row(tmp_path, script) -> None:
 def test_no_row_of_a_run_that_hides_its_exchanges_overlaps_itself(tmp_path, algorithm) -> None:
     cluster = Cluster(islands=3, step_time_s=(1.0, 1.3, 3.0), link=Link(latency_s=0.2))
     found = rows(records(log(tmp_path, *simulate(algorithm, steps=5, cluster=cluster).events)))
-    assert ("island 2", "line") in found
+    assert ("island 2", "background") in found
     for spans in found.values():
         for one, two in pairwise(spans):
             assert one["ts"] + one["dur"] <= two["ts"] + 1e-3

@@ -25,10 +25,10 @@ from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.chunks import trees_in
 from atoll.engines.local import LocalReplica
+from atoll.events import MEMORY_KINDS
 from atoll.protocols import Gradient
 from atoll.tree import Tree
 
-KINDS = ("parameters", "gradients", "communication", "optimizer", "copies")
 STATE = "state"
 """Of what lies in a State, until it is known whether the replica trains: the optimizer's, or copies."""
 
@@ -86,7 +86,7 @@ def total_bytes(holding: Holding) -> int:
 
 def by_kind(holding: Holding, *, trains: bool) -> dict[str, int]:
     """Bytes of each kind."""
-    sums = dict.fromkeys(KINDS, 0)
+    sums = dict.fromkeys(MEMORY_KINDS, 0)
     for kind, num_bytes in holding.values():
         sums[kind if kind != STATE else "copies" if trains else "optimizer"] += num_bytes
     return sums
@@ -125,8 +125,11 @@ def formula(algorithm: Any, replica: LocalReplica, islands: int) -> Formula | No
     optimizer = 4 + 4 * _moments(algorithm.rule)
     if isinstance(algorithm, DDP):
         return Formula(f"{width}+{width}+{optimizer}", 2 * width + optimizer)
-    buffers = 2 if isinstance(algorithm, ZeRO1) else 3
-    return Formula("+".join([f"{width}"] * buffers) + f"+{optimizer}/{islands}", buffers * width + optimizer / islands)
+    gradients = width + 4 if algorithm.sums == "fp32" and width < 4 else width  # added up beside the module's own
+    travelling = {"own": width, "bf16": 2, "fp32": 4}[algorithm.wire]
+    buffer = [] if isinstance(algorithm, ZeRO1) and travelling == width else [travelling]  # ZeRO-1's gradients travel as they lie
+    whole = [width, gradients, *buffer]
+    return Formula("+".join(map(str, whole)) + f"+{optimizer}/{islands}", sum(whole) + optimizer / islands)
 
 
 def _moments(rule: Any) -> int:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from atoll.errors import ConfigError
 from atoll.telemetry.labels import RunName, distinct_labels
@@ -16,6 +16,9 @@ from atoll.telemetry.verdict import Row, bytes_ratio, losses_as_text, reference,
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+_ROOMY = 8  # more columns than this stand closer together
+_NAME = 28  # names of more characters than this may be broken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +64,16 @@ def table(comparison: Comparison) -> Table:
     from rich import box
     from rich.table import Table
 
-    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for number, heading in enumerate(_headings(comparison)):
-        # Names give way on a narrow terminal, figures do not; headings take two lines so that all fit into 80 columns.
-        text = number < 2
-        result.add_column("\n".join(heading.rsplit(" ", 1)), justify="left" if text else "right", no_wrap=not text, overflow="fold")
+    headings = _headings(comparison)
+    crowded = len(headings) > _ROOMY
+    result = Table(box=box.SIMPLE_HEAD, padding=(0, 0 if crowded else 1, 0, 0), pad_edge=False, show_edge=not crowded)
+    for number, heading in enumerate(headings):
+        # On a narrow terminal algorithms give way, then names that are very long, figures never; headings take several lines so
+        # that all fit into 80 columns.
+        kept = number > 1 or (number == 0 and all(len(row.label) <= _NAME for row in comparison.rows))
+        side: Literal["left", "right"] = "left" if number < 2 else "right"
+        lines = heading.replace(" ", "\n") if crowded else "\n".join(heading.rsplit(" ", 1))
+        result.add_column(lines, justify=side, no_wrap=kept, overflow="fold")
     for cells in _cells(comparison):
         result.add_row(*cells)
     return result
@@ -95,7 +103,8 @@ def _markdown_row(cells: Sequence[str]) -> str:
 def _headings(comparison: Comparison) -> list[str]:
     against = [f"against {comparison.most.label}"] if len(comparison.rows) > 1 else []
     accuracy = ["accuracy"] if _judged_by_accuracy(comparison) else []
-    return ["run", "algorithm", "val loss", *accuracy, "tokens", "sent per island", *against, "virtual time", "busy"]
+    memory = ["peak memory"] if _differ_in_memory(comparison) else []
+    return ["run", "algorithm", "val loss", *accuracy, "tokens", "sent per island", *against, "virtual time", "busy", *memory]
 
 
 def _cells(comparison: Comparison) -> list[list[str]]:
@@ -103,6 +112,7 @@ def _cells(comparison: Comparison) -> list[list[str]]:
     for row in comparison.rows:
         summary = row.summary
         accuracy = human_accuracy(summary.val_accuracy) if summary.val_accuracy is not None else "-"
+        memory = human_bytes(summary.memory.largest.peak_bytes) if summary.memory is not None else "-"
         rows.append(
             [
                 row.label,
@@ -114,6 +124,7 @@ def _cells(comparison: Comparison) -> list[list[str]]:
                 *([_times_less(row, comparison.most)] if len(comparison.rows) > 1 else []),
                 human_time(summary.virtual_time_s) if summary.virtual_time_s is not None else "-",
                 human_percent(summary.utilisation) if summary.utilisation is not None else "-",
+                *([memory] if _differ_in_memory(comparison) else []),
             ]
         )
     return rows
@@ -122,6 +133,13 @@ def _cells(comparison: Comparison) -> list[list[str]]:
 def _judged_by_accuracy(comparison: Comparison) -> bool:
     """Whether any run has an accuracy; then all show theirs, or that they have none."""
     return any(row.summary.val_accuracy is not None for row in comparison.rows)
+
+
+def _differ_in_memory(comparison: Comparison) -> bool:
+    """Whether there is something to compare: islands of different runs held more or less at most, or some hold shares."""
+    counted = [row.summary.memory for row in comparison.rows if row.summary.memory is not None]
+    differ = len({memory.largest.peak_bytes for memory in counted}) > 1
+    return len(comparison.rows) > 1 and (differ or any(memory.sharded for memory in counted))
 
 
 def _times_less(row: Row, most: Row) -> str:

@@ -56,14 +56,14 @@ class Fanout:
         self.close()
 
 
-class Memory:
+class Remembered:
     """Keeps every event in a list, progress included.
 
     >>> from atoll.events import Progress, Saved
-    >>> memory = Memory()
-    >>> memory.emit(Progress(phase="warm start", done=1, total=2))
-    >>> memory.emit(Saved(round=3, name="round-3"))
-    >>> [event.round for event in memory.of(Saved)]
+    >>> remembered = Remembered()
+    >>> remembered.emit(Progress(phase="warm start", done=1, total=2))
+    >>> remembered.emit(Saved(round=3, name="round-3"))
+    >>> [event.round for event in remembered.of(Saved)]
     [3]
     """
 

@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.events import Event, MemoryCounted
+from atoll.events import MEMORY_KINDS, Event, MemoryCounted
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.units import human_bytes
-
-KINDS = ("parameters", "gradients", "communication", "optimizer", "copies")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +26,7 @@ class IslandMemory:
 
     @property
     def kinds(self) -> Mapping[str, int]:
-        return {kind: getattr(self, f"{kind}_bytes") for kind in KINDS}
+        return {kind: getattr(self, f"{kind}_bytes") for kind in MEMORY_KINDS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +45,11 @@ class MemorySummary:
     def largest(self) -> IslandMemory:
         """The island that held most; of several, the first."""
         return max(self.islands, key=lambda island: island.peak_bytes)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each island holds a share of something, by the formula."""
+        return self.formula is not None and "/" in self.formula
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the attributes' names, for JSON."""
@@ -85,5 +88,5 @@ def memory_line(summary: MemorySummary) -> str:
 
 
 def _island(event: MemoryCounted) -> IslandMemory:
-    kinds = {f"{kind}_bytes": getattr(event, f"{kind}_bytes") for kind in KINDS}
+    kinds = {f"{kind}_bytes": getattr(event, f"{kind}_bytes") for kind in MEMORY_KINDS}
     return IslandMemory(island=event.island, **kinds, peak_bytes=event.peak_bytes)

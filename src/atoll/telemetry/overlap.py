@@ -7,8 +7,8 @@ exchanges during which it did compute, so that they cost it nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,60 +22,44 @@ from atoll.events import (
     Recut,
     RoundFailed,
     RoundFinished,
+    RunFinished,
     RunStarted,
     UpdateSkipped,
 )
 from atoll.telemetry.asynchrony import is_asynchronous
+from atoll.telemetry.island_times import IslandAccount, IslandTimes
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.levels import by_device
 
-Stretch = tuple[float, float]
-"""From when to when, in seconds of virtual time."""
-_ROUNDING = 1e-9  # shares of time below this are what adding up floats leaves
-_TELLING = (b'"background": true', b'{"event": "UpdateSkipped"', b'{"event": "RoundFailed"')
+_TELLING = re.compile(rb'"background": true|"devices_per_island": \d|\{"event": "(UpdateSkipped|RoundFailed)"')
 
 
 @dataclass(frozen=True, kw_only=True)
-class IslandTimes:
-    """One island's share of a run. `present_s` is the sum of `computed_s`, `talked_s` and `waited_s`.
+class Level:
+    """Exchanges inside islands, or those between them, of a run that has both.
 
     Attributes:
-        batches: that it computed, pieces of them by their size.
-        exchanged_s: in exchanges, hidden or not.
-        hidden_s: the part of these during which it computed.
+        background: of these `exchanges`, those that went on while devices computed, or could have.
+        sent_bytes: payload: inside of each device on average, between of each island.
+        exchanged_s: of all devices together.
+        hidden_s: the part of it during which they computed.
+        dropped_tokens: inside: whose gradients waited when an island was given other weights; None as long as it is not known.
     """
 
-    island: int
-    batches: float
-    tokens: int
-    present_s: float
-    computed_s: float
+    exchanges: int
+    background: int
+    sent_bytes: float
     exchanged_s: float
     hidden_s: float
-
-    @property
-    def talked_s(self) -> float:
-        """In exchanges that held it up."""
-        return self.exchanged_s - self.hidden_s
-
-    @property
-    def waited_s(self) -> float:
-        """For others: it neither computed nor exchanged anything."""
-        idle_s = self.present_s - self.computed_s - self.talked_s
-        return idle_s if idle_s > _ROUNDING * self.present_s else 0.0
-
-    @property
-    def busy(self) -> float | None:
-        """Computing time over time present."""
-        return self.computed_s / self.present_s if self.present_s else None
+    dropped_tokens: int | None = None
 
     @property
     def hidden(self) -> float | None:
-        """The share of its exchanges that was hidden."""
+        """The share of the exchanges that was hidden."""
         return self.hidden_s / self.exchanged_s if self.exchanged_s else None
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "talked_s": self.talked_s, "waited_s": self.waited_s}
+        return {**asdict(self), "hidden": self.hidden}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +74,7 @@ class OverlapSummary:
         failed: rounds that were void because somebody was not heard.
         most_tokens: of one round; `fewest_tokens` of one that committed any.
         devices_per_island: where devices have an algorithm of their own; `islands` are then these, counted through all islands.
+        inside: exchanges between devices of one island; `between`: those of islands. None where devices have no algorithm.
     """
 
     islands: tuple[IslandTimes, ...]
@@ -100,6 +85,8 @@ class OverlapSummary:
     most_tokens: int
     fewest_tokens: int
     devices_per_island: int | None = None
+    inside: Level | None = None
+    between: Level | None = None
 
     @property
     def hidden(self) -> float | None:
@@ -109,10 +96,12 @@ class OverlapSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the attributes' names, for JSON."""
-        record = {**asdict(self), "hidden": self.hidden}
-        if self.devices_per_island is None:
-            del record["devices_per_island"]
-        return {**record, "islands": [island.to_dict() for island in self.islands]}
+        record = {**asdict(self), "hidden": self.hidden, "islands": [island.to_dict() for island in self.islands]}
+        for name in ("inside", "between"):
+            level: Level | None = getattr(self, name)
+            record[name] = None if level is None else level.to_dict()
+        two_levels = ("devices_per_island", "inside", "between")
+        return {key: value for key, value in record.items() if value is not None or key not in two_levels}
 
 
 class Overlap:
@@ -125,9 +114,12 @@ class Overlap:
     """
 
     def __init__(self) -> None:
-        self._islands: dict[int, _Island] = {}
+        self._islands: dict[int, IslandAccount] = {}
         self._background = self._exchanges = self._skipped = self._failed = 0
         self._devices: int | None = None
+        self._inside = self._inside_background = self._inside_bytes = 0
+        self._between_bytes = 0.0
+        self._dropped_tokens: int | None = None
         self._tokens = 0
         self._round_tokens: tuple[int, int] | None = None
 
@@ -154,13 +146,18 @@ class Overlap:
                 self._failed += 1
             case RoundFinished():
                 self._finished(event)
+            case RunFinished():
+                self._between_bytes = event.sent_bytes_per_island
+                self._dropped_tokens = event.inside_dropped_tokens
             case _:
                 pass
 
     def summary(self) -> OverlapSummary:
         fewest, most = self._round_tokens or (0, 0)
+        accounts = {number: one.so_far() for number, one in sorted(self._islands.items())}
+        inside, between = self._levels(list(accounts.values())) if self._devices is not None else (None, None)
         return OverlapSummary(
-            islands=tuple(one.times(number) for number, one in sorted(self._islands.items())),
+            islands=tuple(one.times(number) for number, one in accounts.items()),
             background=self._background,
             exchanges=self._exchanges,
             skipped=self._skipped,
@@ -168,24 +165,52 @@ class Overlap:
             most_tokens=most,
             fewest_tokens=fewest,
             devices_per_island=self._devices,
+            inside=inside,
+            between=between,
         )
+
+    def _levels(self, accounts: list[IslandAccount]) -> tuple[Level, Level]:
+        """Those inside, and those between islands."""
+        exchanged_s, hidden_s = sum(one.inside_exchanged_s for one in accounts), sum(one.inside_hidden_s for one in accounts)
+        inside = Level(
+            exchanges=self._inside,
+            background=self._inside_background,
+            sent_bytes=self._inside_bytes / max(1, len(accounts)),
+            exchanged_s=exchanged_s,
+            hidden_s=hidden_s,
+            dropped_tokens=self._dropped_tokens,
+        )
+        between = Level(
+            exchanges=self._exchanges - self._inside,
+            background=self._background - self._inside_background,
+            sent_bytes=self._between_bytes,
+            exchanged_s=sum(one.exchanged_s for one in accounts) - exchanged_s,
+            hidden_s=sum(one.hidden_s for one in accounts) - hidden_s,
+        )
+        return inside, between
 
     def _exchanged(self, event: Exchanged) -> None:
         self._exchanges += 1
         self._background += event.background
+        if event.inside is not None:
+            self._inside += 1
+            self._inside_background += event.background
+            self._inside_bytes += sum(event.sent_bytes)
         for number, arrived_s in zip(event.islands, event.arrived_s, strict=True):
-            self._island(number).exchanges.append((max(arrived_s, event.start_s), event.end_s))
+            start_s = max(arrived_s, event.start_s)
+            self._island(number).exchanged(start_s, event.end_s, inside=event.inside is not None)
 
     def _finished(self, event: RoundFinished) -> None:
         for island in self._islands.values():
             island.settle()
+        self._between_bytes = event.sent_bytes_per_island
         tokens, self._tokens = event.tokens - self._tokens, event.tokens
         if tokens > 0:  # a round that was void or skipped committed none
             fewest, most = self._round_tokens or (tokens, tokens)
             self._round_tokens = min(fewest, tokens), max(most, tokens)
 
-    def _island(self, number: int) -> _Island:
-        return self._islands.setdefault(number, _Island([], []))
+    def _island(self, number: int) -> IslandAccount:
+        return self._islands.setdefault(number, IslandAccount())
 
 
 def read_overlap(folder: str | Path) -> OverlapSummary | None:
@@ -199,75 +224,7 @@ def read_overlap(folder: str | Path) -> OverlapSummary | None:
 
 
 def worth_telling(folder: str | Path) -> bool:
-    """Whether exchanges of the run in a folder were hidden, or something went wrong. The log is skimmed, not parsed."""
+    """Whether exchanges of the run in a folder were hidden, it has two levels, or something went wrong. The log is skimmed, not
+    parsed."""
     with (Path(folder) / "events.jsonl").open("rb") as log:
-        return any(sign in line for line in log for sign in _TELLING)
-
-
-def shared_s(one: Sequence[Stretch], two: Sequence[Stretch]) -> float:
-    """How long both go on. Each is in order, and its stretches do not overlap.
-
-    >>> shared_s([(0.0, 2.0), (3.0, 6.0)], [(1.0, 4.0), (5.0, 9.0)])
-    3.0
-    """
-    total_s, first, second = 0.0, 0, 0
-    while first < len(one) and second < len(two):
-        (start_s, end_s), (other_start_s, other_end_s) = one[first], two[second]
-        total_s += max(0.0, min(end_s, other_end_s) - max(start_s, other_start_s))
-        if end_s < other_end_s:
-            first += 1
-        else:
-            second += 1
-    return total_s
-
-
-@dataclass
-class _Island:
-    """One island's account. Stretches wait for the end of their round, for an exchange is told when it begins."""
-
-    stretches: list[Stretch]
-    exchanges: list[Stretch]
-    batches: float = 0.0
-    tokens: int = 0
-    computed_s: float = 0.0
-    exchanged_s: float = 0.0
-    hidden_s: float = 0.0
-    past_s: float = 0.0
-    since_s: float = 0.0
-    until_s: float = 0.0
-
-    def computed(self, event: Computed) -> None:
-        self.batches += event.batches
-        self.tokens += event.tokens
-        self.stretches.append((event.start_s, event.end_s))
-
-    def here_until(self, time_s: float) -> None:
-        self.until_s = max(self.until_s, time_s)
-
-    def settle(self) -> None:
-        """What the round came to."""
-        exchanges = [stretch for stretch in sorted(self.exchanges) if stretch[0] < stretch[1]]
-        self.computed_s += sum(end_s - start_s for start_s, end_s in self.stretches)
-        self.exchanged_s += sum(end_s - start_s for start_s, end_s in exchanges)
-        self.hidden_s += shared_s(sorted(self.stretches), exchanges)
-        for _, end_s in (*self.stretches, *exchanges):
-            self.here_until(end_s)
-        self.stretches, self.exchanges = [], []
-
-    def left(self) -> None:
-        self.settle()
-        self.past_s += self.until_s - self.since_s
-        self.since_s = self.until_s
-
-    def times(self, island: int) -> IslandTimes:
-        now = replace(self)
-        now.settle()  # of a round that is not over, what is known of it
-        return IslandTimes(
-            island=island,
-            batches=now.batches,
-            tokens=now.tokens,
-            present_s=now.past_s + now.until_s - now.since_s,
-            computed_s=now.computed_s,
-            exchanged_s=now.exchanged_s,
-            hidden_s=now.hidden_s,
-        )
+        return any(_TELLING.search(line) for line in log)

@@ -13,9 +13,10 @@ from atoll.errors import AtollError
 from atoll.events import Computed, Event, Exchanged, RoundFinished, RunStarted
 from atoll.extras import require
 from atoll.telemetry.drawing import COLOURS, new_figure, save_figure, short, time_unit
+from atoll.telemetry.island_times import IslandTimes, Stretch
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.levels import by_device, device_name
-from atoll.telemetry.overlap import IslandTimes, Stretch, read_overlap
+from atoll.telemetry.overlap import read_overlap
 from atoll.telemetry.units import human_count
 
 _ROUNDS = 4  # so many of the last are drawn
@@ -46,12 +47,11 @@ def overlap_figure(folder: str | Path) -> Any:
     lanes, devices = last_rounds(by_device(events)), summary.devices_per_island
     figure, (timeline, times, batches) = new_figure(3)
     _draw_lanes(timeline, {device_name(number, devices): lane for number, lane in lanes.items()})
+    timeline.set_ylabel("island" if devices is None else "island.device")
     _draw_times(times, summary.islands)
     _draw_batches(batches, summary.islands)
-    if devices is not None:
-        timeline.set_ylabel("island.device")
-        for panel in (times, batches):
-            panel.set_xlabel("device, counted through all islands")
+    for panel in (times, batches):
+        _name_islands(panel, devices)
     return figure
 
 
@@ -99,7 +99,6 @@ def _draw_lanes(panel: Any, lanes: dict[str, Lane]) -> None:
     panel.set_yticks(range(len(drawn)), list(drawn))
     panel.set_ylim(len(drawn) - 0.5, -0.5)  # the first island is on top
     panel.set_xlabel(f"virtual time of the last rounds ({unit})")
-    panel.set_ylabel("island")
     panel.grid(visible=False, axis="y")
     panel.legend(frameon=False, fontsize=10, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
@@ -117,7 +116,6 @@ def _draw_times(panel: Any, islands: Sequence[IslandTimes]) -> None:
     if hidden:
         marks = {"linestyle": "", "marker": "D", "color": _HIDDEN, "markeredgecolor": "white", "clip_on": False, "zorder": 3}
         panel.plot(*zip(*hidden, strict=True), label="of its exchanges hidden", **marks)
-    _name_islands(panel)
     panel.set_ylabel("its time (%)")
     panel.legend(frameon=False, fontsize=10, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
@@ -126,12 +124,12 @@ def _draw_batches(panel: Any, islands: Sequence[IslandTimes]) -> None:
     ticker = require("matplotlib.ticker", extra="plot", purpose="figures")
     panel.bar([island.island for island in islands], [island.batches for island in islands], color=_COMPUTING, width=0.8)
     panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: short(human_count(value))))
-    _name_islands(panel)
     panel.set_ylabel("batches computed")
 
 
-def _name_islands(panel: Any) -> None:
+def _name_islands(panel: Any, devices: int | None) -> None:
     ticker = require("matplotlib.ticker", extra="plot", purpose="figures")
     panel.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, integer=True))
-    panel.set_xlabel("island")
+    panel.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: device_name(round(value), devices)))
+    panel.set_xlabel("island" if devices is None else "island.device")
     panel.grid(visible=False, axis="x")

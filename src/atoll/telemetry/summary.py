@@ -70,7 +70,7 @@ class Summary:
     memory: MemorySummary | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values under the attributes' names; NaN and infinity as strings. The last three only where they have a value."""
+        """Plain values under the attributes' names; NaN and infinity as strings. From `val_accuracy` on, only what has a value."""
         record = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         for name in ("val_accuracy", "inside_bytes_per_device", "inside_dropped_tokens", "asynchrony", "overlap", "memory"):
             if record[name] is None:

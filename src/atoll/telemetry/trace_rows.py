@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from atoll.events import Evaluated, IslandLeft, RunStarted
+from atoll.telemetry.levels import device_name
 from atoll.telemetry.perfetto import Row, Timeline
 
 CLUSTER = 1
@@ -10,12 +11,9 @@ CLUSTER = 1
 ROUNDS, EVALUATIONS = Row(CLUSTER, 1), Row(CLUSTER, 2)
 
 
-def computing(timeline: Timeline, island: int, device: int | None = None) -> Row:
-    """The row for what an island computes, or one of its devices, which then has a process of its own."""
-    row = _island(timeline, island, 1)
-    if device is not None:
-        timeline.process_names[row.process] = f"device {island}"
-    return row
+def computing(timeline: Timeline, island: int) -> Row:
+    """The row for what an island computes."""
+    return _island(timeline, island, 1)
 
 
 def network(timeline: Timeline, island: int) -> Row:
@@ -23,11 +21,17 @@ def network(timeline: Timeline, island: int) -> Row:
     return _island(timeline, island, 2)
 
 
-def line(timeline: Timeline, island: int) -> Row:
+def background(timeline: Timeline, island: int) -> Row:
     """The row for exchanges that go on while the island computes."""
     row = _island(timeline, island, 3)
-    timeline.row_names[row] = "line"
+    timeline.row_names[row] = "background"
     return row
+
+
+def name_devices(timeline: Timeline, devices_per_island: int) -> None:
+    """Of a run of two levels: every process but the cluster's is a device's."""
+    for process in timeline.process_names.keys() - {CLUSTER}:
+        timeline.process_names[process] = f"device {device_name(process - CLUSTER - 1, devices_per_island)}"
 
 
 def draw_common(timeline: Timeline, event: RunStarted | Evaluated | IslandLeft) -> None:

@@ -55,11 +55,7 @@ def notice(event: Event) -> str | None:
             silent = ", ".join(map(str, event.islands))
             return f"round {event.round}: void, since {event.what} needs everybody and did not hear of: {silent}"
         case UpdateSkipped():
-            kind, where = ("island", "") if event.inside is None else ("device", f" of island {event.inside}")
-            culprits = f"{kind}{'s' if len(event.islands) > 1 else ''} {', '.join(map(str, event.islands))}{where}"
-            everyone = "all islands skip" if event.inside is None else "its devices skip"
-            why = f"gradients of {culprits} are not finite" if event.islands else f"nobody{where} has gradients"
-            return f"round {event.round}: {why}, so {everyone} the update"
+            return f"round {event.round}: {_skipped(event)}"
         case CaughtUp():
             return f"round {event.round}: island {event.island} caught up{_given(event)}"
         case Saved():
@@ -114,6 +110,16 @@ def perplexity(loss: float) -> float:
 
 def _given(event: CaughtUp | IslandJoined) -> str:
     return f", {human_bytes(event.sent_bytes)} from island {event.donor}" if event.donor is not None else ""
+
+
+def _skipped(event: UpdateSkipped) -> str:
+    """Why, and who; devices by island and number, as everywhere."""
+    inside = event.inside
+    names = [str(number) if inside is None else f"{inside}.{number}" for number in event.islands]
+    kind = ("island" if inside is None else "device") + ("s" if len(names) > 1 else "")
+    everyone = "all islands" if inside is None else f"all devices of island {inside}"
+    why = f"gradients of {kind} {', '.join(names)} are not finite" if names else "nobody has gradients"
+    return f"{why}, so {everyone} skip the update"
 
 
 def _metrics(metrics: dict[str, float]) -> str:
