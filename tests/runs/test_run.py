@@ -24,9 +24,9 @@ from atoll.optim.adam import AdamW
 from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD
-from atoll.protocols import Algorithm, AsyncAlgorithm, Plan, Rule
-from atoll.runs.run import Run, Train, candidates
-from atoll.runs.settings import from_json, override, to_json
+from atoll.protocols import Algorithm, AsyncAlgorithm, Plan, Rebases, Rule
+from atoll.runs.run import Run, Train, TrainsDevices, candidates
+from atoll.runs.settings import describe, from_json, override, to_json
 
 TOY = Run(
     recipe="toy",
@@ -205,3 +205,21 @@ def test_an_algorithm_inside_can_be_named_and_comes_back_from_a_file():
     assert run.inside == ACCO(pieces_per_half=2)
     assert from_json(json.loads(json.dumps(to_json(run), allow_nan=False))) == run
     assert override(run, ["inside=none"], candidates).inside is None
+
+
+def test_inside_offers_and_takes_algorithms_that_can_go_on_from_other_weights_alone():
+    [offered] = [setting.kind for setting in describe(PLAIN, candidates) if setting.path == "inside"]
+    assert offered == "DDP | ZeRO1 | ACCO | DPU | WP | none"
+    assert all(isinstance(kind(), Rebases) for kind in candidates(TrainsDevices))
+    with pytest.raises(ConfigError, match=r"inside=DiLoCo\(inner_steps=5\): this value cannot stand here. Allowed: DDP \| ZeRO1"):
+        override(PLAIN, ["inside=DiLoCo(inner_steps=5)", "cluster.devices_per_island=2"], candidates)
+    with pytest.raises(ConfigError, match=r"inside=DiLoCo cannot go on"):
+        replace(PLAIN, inside=DiLoCo(inner_steps=5), cluster=Cluster(devices_per_island=2))
+
+
+@pytest.mark.parametrize(("batch", "clock"), [("fixed", "commits"), ("free", "samples")])
+def test_a_resolved_run_says_what_its_clock_is(batch, clock):
+    run = replace(PLAIN, algorithm=ACCO(batch=batch))
+    assert run.algorithm.clock is None
+    assert run.resolved.algorithm.clock == clock
+    assert run.resolved.resolved == run.resolved

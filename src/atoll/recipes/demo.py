@@ -66,7 +66,7 @@ def demo_diloco() -> Run:
 
 def demo_two_level() -> Run:
     """Two levels: ACCO between the two devices of an island, DiLoCo between islands."""
-    run = replace(demo_diloco(), recipe="demo-two-level", inside=ACCO())
+    run = demo_diloco()
     # Twice the demo's devices, each as fast as one of its islands, with half the batch: as many samples per step in all, and in
     # the warm start.
     cluster = replace(
@@ -75,7 +75,8 @@ def demo_two_level() -> Run:
         devices_per_island=2,
         inside=Link(latency_s=0.0001, bandwidth_mbit_per_s=10_000.0),
     )
-    return replace(run, train=replace(run.train, batch_size=8, warm_start_steps=450), cluster=cluster)
+    train = replace(run.train, batch_size=8, warm_start_steps=450)
+    return replace(run, recipe="demo-two-level", train=train, cluster=cluster, inside=ACCO())
 
 
 def demo_async() -> Run:

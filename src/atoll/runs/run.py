@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -33,7 +33,14 @@ from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.optim.stale import DelayCompensation, Polynomial
-from atoll.protocols import Algorithm, AsyncAlgorithm, Correction, Rule
+from atoll.protocols import Algorithm, AsyncAlgorithm, Correction, Rebases, Rule
+from atoll.runs.fitting import check_habits, check_lines, check_pieces, check_warmup
+
+S = TypeVar("S")
+
+
+class TrainsDevices(Algorithm[S], Rebases[S], Protocol[S]):
+    """What can train the devices of one island: an algorithm that can go on from weights which islands agreed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +144,7 @@ class Run:
     cluster: Cluster = Cluster()
     keep: Keep = Keep()
     seed: int = 0
-    inside: Algorithm[Any] | None = None
+    inside: TrainsDevices[Any] | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -149,7 +156,7 @@ class Run:
                 "module that is bfloat16 itself, or device=auto or cuda."
             )
         self._check_pair()
-        self._check_inside()
+        self._check_together()
         if isinstance(self.algorithm, AsyncAlgorithm):
             self.cluster.check_asynchronous()
             speeds, islands = self.algorithm.plan.speeds, self.world.islands
@@ -181,16 +188,14 @@ class Run:
             f"Gaussians, and a Pretrained reads Instructions. Set {', or '.join(fit)}."
         )
 
-    def _check_inside(self) -> None:
-        if self.inside is None:
-            return
-        check_inside(self.algorithm, self.inside)
-        for name in ("fresh_optimizer", "peak_first"):
-            if getattr(self.train, name):
-                raise ConfigError(
-                    f"train.{name} is for islands that train alone, and with inside={type(self.inside).__name__} their devices "
-                    f"train together. Use train.{name}=false, or inside=none."
-                )
+    def _check_together(self) -> None:
+        if self.inside is not None:
+            check_inside(self.algorithm, self.inside)
+        check_habits(self.algorithm, self.inside, self.train)
+        check_lines(self.cluster, self.inside)
+        for at, algorithm in (("algorithm", self.algorithm), ("inside", self.inside)):
+            check_pieces(algorithm, at, self.train)
+            check_warmup(algorithm, at, self.train)
 
     @property
     def world(self) -> Cluster:
@@ -228,12 +233,14 @@ class Run:
         return replace(self, data=self._resolved_data(), optimizer=optimizer, algorithm=algorithm, inside=inside)
 
     def _filled(self, algorithm: Any, name: str, optimizer: InnerRule, rounds: int) -> Any:
-        """The algorithm with the run's optimizer and clipping where it has none, and schedules of so many rounds."""
+        """The algorithm with the run's optimizer and clipping where it has none, its clock, and schedules of so many rounds."""
         filled: dict[str, Any] = {}
         for field in fields(algorithm):
             value = getattr(algorithm, field.name)
             if value is None and field.name in ("optimizer", "clip_norm"):
                 filled[field.name] = optimizer if field.name == "optimizer" else self.train.clip_norm
+            elif value is None and field.name == "clock" and isinstance(algorithm, ACCO):
+                filled[field.name] = algorithm.ticks
             else:
                 with _named(f"{name}.{field.name}", f"{rounds} {'arrivals' if self._asynchronous else 'rounds'}"):
                     filled[field.name] = with_steps(value, rounds)
@@ -307,6 +314,7 @@ def _arrivals_per_step(rule: Any) -> int:
 
 _CANDIDATES: Mapping[Any, Sequence[type]] = {
     Algorithm: (DDP, ZeRO1, ACCO, DPU, WP, DiLoCo),
+    TrainsDevices: (DDP, ZeRO1, ACCO, DPU, WP),
     AsyncAlgorithm: (AsyncLocalSGD,),
     Rule: (SGD, Momentum, Nesterov, Adam, AdamW, DelayedNesterov, Buffered),
     Correction: (Polynomial, DelayCompensation),
