@@ -9,9 +9,7 @@ hide an exchange: the delayed update (DPU), with and without the warm-up of ZeRO
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import wording
 from async_demo import curves_figure
@@ -19,6 +17,7 @@ from atoll.telemetry.drawing import save_figure
 from atoll.telemetry.units import human_percent
 from cells import Outcome, Row, carry_out
 from claims import Claim, higher, judged
+from options import seeds_parser
 from page import fill
 from record import Record, default_path, markdown_table, script
 
@@ -29,7 +28,7 @@ MOST_LOSS = 0.02
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    options = seeds_parser(__doc__, "acco_demo", "docs/acco.md").parse_args(arguments)
     rows = all_rows(tuple(options.set))
     record = Record(options.record or default_path("acco_demo"))
     done = carry_out(
@@ -140,18 +139,6 @@ def hidden_text(outcome: Outcome) -> str:
 
 def _listed(lines: Sequence[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
-
-
-def _parser() -> argparse.ArgumentParser:
-    first = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run per row and seed")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every run")
-    parser.add_argument("--processes", type=int, default=2, help="cells that run at a time")
-    parser.add_argument("--record", type=Path, help="the record's folder; None: records/<today>_acco_demo")
-    parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables, such as docs/acco.md")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    return parser
 
 
 if __name__ == "__main__":

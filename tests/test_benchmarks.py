@@ -51,7 +51,19 @@ def outcome(b, *losses, tokens=100):
 
 @pytest.mark.parametrize(
     "name",
-    ["spread", "record", "wording", "claims", "demo_seeds", "async_demo", "async_rows", "async_claims", "acco_unequal", "page"],
+    [
+        "spread",
+        "record",
+        "wording",
+        "claims",
+        "demo_seeds",
+        "async_demo",
+        "async_rows",
+        "async_claims",
+        "acco_unequal",
+        "page",
+        "options",
+    ],
 )
 def test_examples_in_docstrings_are_true(b, name):
     assert doctest.testmod(getattr(b, name)).failed == 0
@@ -361,13 +373,13 @@ def test_the_demo_with_hidden_exchanges_leaves_a_record_and_goes_on_from_it(b, t
     page = tmp_path / "page.md"
     page.write_text("<!-- acco_demo:begin -->\n<!-- acco_demo:end -->\n")
     arguments = ["--seeds", "0", "--processes", "1", "--record", str(tmp_path), "--docs", str(page), "--quiet"]
-    arguments += small_settings("train.steps=4", "keep.evaluate_every=4")
+    arguments += small_settings("train.steps=41", "keep.evaluate_every=41")  # a warm-up is 40 updates, and leaves one to hide
     b.acco_demo.main(arguments)
     assert "\n### Rows\n" in page.read_text()
     assert "](./plot.png)" in page.read_text()
     cells, out = lines_of(tmp_path), capsys.readouterr().out
     assert len(cells) == 7
-    assert "All rows commit 512 tokens in 4 updates." in out
+    assert "All rows commit 5,248 tokens in 41 updates." in out
     assert all("islands" in json.loads(cell) for cell in cells)
     b.acco_demo.main(arguments)
     assert lines_of(tmp_path) == cells
@@ -414,12 +426,27 @@ def test_two_levels_are_recorded_against_each_alone_at_equal_tokens(b, tmp_path,
     b.two_level.main(arguments + small_settings("algorithm.inner_steps=10"))
     assert "\n### Rows\n" in page.read_text()
     out = capsys.readouterr().out
-    assert len(lines_of(tmp_path)) == 4
+    assert len(lines_of(tmp_path)) == 5
     assert "All rows train on" in out
+    assert (
+        out.index("Against ZeRO-1 alone, one ring between islands")
+        < out.index("times as long on a flat ring")
+        < out.index("Against Di")
+    )
     summaries = [json.loads(line)["summary"] for line in lines_of(tmp_path)]
-    assert [summary["islands"] for summary in summaries] == [4, 4, 8, 8]
-    assert [summary.get("inside_dropped_tokens") for summary in summaries] == [8 * 16, 0, None, None]
+    assert [summary["islands"] for summary in summaries] == [4, 4, 8, 8, 4]
+    assert [summary.get("inside_dropped_tokens") for summary in summaries] == [8 * 16, 0, None, None, None]
     assert "128 tokens in vain (2.5 % of those it trains on)" in out
+
+
+def test_one_ring_between_islands_trains_as_zero1_does_where_islands_are_as_fast_as_their_devices_together(b):
+    """Lines inside that cost nothing: the demo's islands, twice as fast, with its batch and its warm start."""
+    run = b.two_level.all_rows(())[b.two_level.BETWEEN].run(0)
+    zero1 = b.cells.Row(recipe="demo-zero1").run(0)
+    assert run.train == zero1.train
+    assert (run.cluster.islands, run.cluster.devices_per_island, run.cluster.link) == (4, 1, zero1.cluster.link)
+    both = [[cluster.step_time(island, 0) for island in range(4)] for cluster in (run.cluster, zero1.cluster)]
+    assert both[0] == [time_s / 2 for time_s in both[1]]
 
 
 # ------------------------------------------------------------------------------------------------------------------ memory
