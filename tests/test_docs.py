@@ -36,7 +36,9 @@ def blocks(page, language):
 
 
 def shell_lines(page):
-    return [line for block in blocks(page, "sh") for line in block.splitlines() if line and not line.startswith("#")]
+    """The command lines of a page; one that a backslash carries on is one."""
+    lines = (line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def first_column(page, heading):
@@ -276,6 +278,13 @@ def test_every_test_that_a_page_names_exists():
 
 def test_the_page_about_diloco_has_one_place_for_measurements():
     assert re.findall(r"<!-- ablations:(\w+) -->", (DOCS / "diloco.md").read_text()) == ["begin", "end"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_table_that_a_page_announces_is_there(page):
+    text = page.read_text()
+    assert "The record's tables go here" not in text, f"{page.name} waits for a record: run the benchmark that it names"
+    assert not re.search(r"<!-- (\w+):begin -->\s*<!-- \1:end -->", text), f"{page.name} has an empty place for a record"
 
 
 # ------------------------------------------------------------------------------------------------------------------- links
