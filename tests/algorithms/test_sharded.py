@@ -295,7 +295,7 @@ def test_slices_of_weights_and_moments_make_up_the_whole(kind, islands):
 @each_kind
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [({"accumulation": 0}, "accumulation=0.*at least 1 batch"), ({"wire": "fp8"}, "wire"), ({"weigh": "pounds"}, "weigh")],
+    [({"clip_norm": -1.0}, "clip_norm=-1.*more than 0"), ({"wire": "fp8"}, "wire"), ({"weigh": "pounds"}, "weigh")],
 )
 def test_impossible_settings_are_refused(kind, settings, says):
     with pytest.raises(ConfigError, match=says):

@@ -168,7 +168,7 @@ def test_decay_spares_vectors_unless_all_is_asked_for():
 
 
 def test_a_batch_cannot_be_cut_into_more_pieces_than_it_has_examples():
-    with pytest.raises(ConfigError, match=r"micro_batches=9.*holds 8 examples"):
+    with pytest.raises(ConfigError, match=r"holds 8 examples.*cut into 9.*train.micro_batches"):
         LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1), micro_batches=9).train(1, work())
 
 

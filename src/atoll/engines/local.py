@@ -190,7 +190,10 @@ class LocalReplica:
         pieces = list(_cut(batch, self._micro_batches))
         size = sum(_length(piece) for piece in pieces)
         if size < self._micro_batches:
-            raise ConfigError(f"micro_batches={self._micro_batches}, but a batch holds {size} examples only. Use at most {size}.")
+            raise ConfigError(
+                f"a batch, or piece of one, holds {size} examples and is to be cut into {self._micro_batches}: each needs at least "
+                f"one. Use larger batches, or fewer pieces (train.micro_batches, algorithm.pieces_per_half)."
+            )
         shares = [self._batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
         total: Tensor | None = None
         for piece, share in zip(pieces, shares, strict=True):

@@ -215,7 +215,9 @@ class AsyncSimEngine:
 
     # ------------------------------------------------------------------------------------------------- what workers ask for
 
-    def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float) -> Wait:
+    def compute(
+        self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float, draw: str | None = None
+    ) -> Wait:
         return Wait(partial(self._start_computing, self.workers[island], function, steps, batches))
 
     def _start_computing(

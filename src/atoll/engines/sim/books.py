@@ -103,10 +103,10 @@ class Books:
         round = self.totals.round if round is None else round
         for step, loss in enumerate(trained.losses):
             if not math.isfinite(loss):
+                step_text = f"at inner step {self.totals.steps + step}" if device is None else f"on its device {device}"
                 self.diverged = (
-                    f"the loss is {loss} on island {island} in round {round}, at inner step "
-                    f"{self.totals.steps + step}. The run stops; what was saved before this round stands. Lower the learning rate, "
-                    f"set train.clip_norm, or look at the data there."
+                    f"the loss is {loss} on island {island} in round {round}, {step_text}. The run stops; what was saved before "
+                    f"this round stands. Lower the learning rate, set train.clip_norm, or look at the data there."
                 )
                 if trained.moved:
                     raise TrainingDiverged(self.diverged)

@@ -16,14 +16,12 @@ from functools import partial
 from typing import Any
 
 from atoll.engines.local import LocalReplica, Trained
-from atoll.engines.sim import network
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.holding import check_held, held, load_held
 from atoll.engines.sim.inside import Inside, at_position
 from atoll.engines.sim.peers import Room, SimPeers, SimReplica
 from atoll.engines.states import agree, given, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed
-from atoll.events import Exchanged
 from atoll.leaves import recycle
 from atoll.protocols import Gradient, HoldsWeights, Owner, Weigh, Work, fields_owned
 from atoll.tree import Tree
@@ -122,25 +120,7 @@ class Devices:
         """Each device has a slice and sends it to the others. When that is over."""
         algorithm = self._inside.algorithm
         whole = held(algorithm, self.members) if isinstance(algorithm, HoldsWeights) else self.params()
-        ranks = range(len(self.members))
-        cost = network.all_gather(whole.numel, whole.flat.element_size(), self._room.links)
-        self._room.account(cost.sent_bytes, [0 for _ in ranks])
-        self._inside.sink.emit(
-            Exchanged(
-                round=self._inside.books.totals.round,
-                what="all_gather",
-                islands=list(ranks),
-                heard=[True for _ in ranks],
-                arrived_s=[start_s for _ in ranks],
-                start_s=start_s,
-                end_s=start_s + cost.seconds,
-                sent_bytes=cost.sent_bytes,
-                control_bytes=[0 for _ in ranks],
-                weight=float(len(ranks)),
-                inside=self._island,
-            )
-        )
-        return start_s + cost.seconds
+        return self._new_room().gather_anew(whole, start_s)
 
     def start_round(self, loop: Loop, schedule: int, task: Task) -> None:
         """One round of the algorithm inside, at this position of the schedule. `task` goes on when the last device is through."""
@@ -170,6 +150,7 @@ class Devices:
     def _close_round(self, before: Sequence[Any]) -> None:
         """All devices are through: they must hold the same shared fields, and from now on the same objects."""
         skipped, after = self._room.skipped, [device.state for device in self.members]
+        self._inside.books.totals.local_updates += len(self.members)
         for rank, device in enumerate(self.members):
             device.state = agree(self._room.name(rank), device.state, shared_fields(after[0]))
             waiting = waiting_tokens(device.state)  # they belong to the next update
@@ -202,10 +183,12 @@ class Devices:
 
     # ------------------------------------------------------------------------------------------- what devices ask for (Host)
 
-    def compute(self, device: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float) -> Wait:
+    def compute(
+        self, device: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float, draw: str | None = None
+    ) -> Wait:
         count = partial(self._count, self.members[device])
         wait = self._inside.stretches.wait
-        return wait(self._island, function, steps=steps, batches=batches, count=count, device=device)
+        return wait(self._island, function, steps=steps, batches=batches, count=count, device=device, draw=draw)
 
     def _count(self, device: Device, tokens: int) -> None:
         device.uncommitted_tokens += tokens

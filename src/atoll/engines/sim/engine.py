@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from atoll.engines.local import LocalReplica, Trained
-from atoll.engines.sim import network
 from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
@@ -77,6 +76,11 @@ class SimEngine:
         inside: Algorithm[Any] | None = None,
     ) -> None:
         cluster.check_synchronous()
+        if cluster.topology == "star" and isinstance(algorithm, HoldsWeights):
+            raise ConfigError(
+                f"cluster.topology=star, but {type(algorithm).__name__} scatters and gathers slices, which go round a ring. Use "
+                f"cluster.topology=ring, or an algorithm that takes means."
+            )
         if inside is not None:
             check_inside(algorithm, inside)
         per_round = algorithm.steps_per_round
@@ -109,6 +113,7 @@ class SimEngine:
         """The shared fields of the first island that left the round."""
         self._handed_out: dict[int, int] = {}
         """Steps of work that each island was given in this round."""
+        self._updates_before = 0
         for number in range(self.rounds):
             cluster.present(number, self.rounds)  # refuses a schedule that leaves nobody, before anything is trained
         self._admit_first(params.copy())  # buffers of States go back into circulation; the caller keeps its own
@@ -168,6 +173,7 @@ class SimEngine:
         loop = Loop(count) if count else Loop()
         before, self._agreed = [island.state for island in present], None
         self._handed_out = dict.fromkeys(self.islands, 0)
+        self._updates_before = self.books.totals.local_updates
         for rank, island in enumerate(present):
             state = island.state if self.cluster.loses_messages else given(island.state)  # no round will have to be repeated
             peers = SimPeers(self, room, rank, loop)
@@ -196,22 +202,19 @@ class SimEngine:
         """The round is void: everybody goes on from what it had before, and what was computed is lost."""
         self.books.totals.failed_rounds += 1
         self._stretches.see_through()  # what was begun beside a flight
-        time_s = void.time_s + self._put_weights_back()
+        self._sink.emit(RoundFailed(round=self.round, what=void.what, islands=void.silent, virtual_time_s=void.time_s))
+        time_s = self._put_weights_back(void.time_s)
         for island in present:
             self.books.ledgers[island.id].present_s += time_s - island.clock_s
             island.clock_s, island.uncommitted_tokens = time_s, waiting_tokens(island.state)
-        self._sink.emit(RoundFailed(round=self.round, what=void.what, islands=void.silent, virtual_time_s=void.time_s))
 
-    def _put_weights_back(self) -> float:
-        """Replicas that keep the weights from round to round may hold an estimate of others: they are gathered anew. How long that
-        takes."""
+    def _put_weights_back(self, time_s: float) -> float:
+        """Replicas that keep the weights from round to round may hold an estimate of others: they are gathered anew. When that is
+        over."""
         if not isinstance(self.algorithm, HoldsWeights):
-            return 0.0
+            return time_s
         load_held(self.algorithm, self.islands.values())
-        whole, islands = held(self.algorithm, self.islands.values()), list(self.islands)
-        cost = network.all_gather(whole.numel, whole.flat.element_size(), [self.cluster.line(island) for island in islands])
-        self.books.sent(islands, cost.sent_bytes, [0] * len(islands))
-        return cost.seconds
+        return self._room(list(self.islands)).gather_anew(held(self.algorithm, self.islands.values()), time_s)
 
     def _heard(self, island: int, islands: Sequence[int]) -> bool:
         """Whether the others hear this island in this round; alone, there is nobody whom a message could fail to reach."""
@@ -271,7 +274,10 @@ class SimEngine:
         )
 
     def _close_round(self) -> None:
-        before = self.books.totals.steps
+        totals = self.books.totals
+        if totals.local_updates == self._updates_before:  # nobody trained: all gradients of the round are one update of each island
+            totals.local_updates += len(self.islands)
+        before = totals.steps
         per_round = self.algorithm.steps_per_round
         if "steps" in self._shared:  # the State knows how far the run is; rounds that failed are spent all the same
             steps = whole_steps(self._shared["steps"]) + self.books.totals.failed_rounds * per_round
@@ -294,8 +300,11 @@ class SimEngine:
 
     # -------------------------------------------------------------------------------------------- what islands ask for (Host)
 
-    def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float) -> Wait:
-        return self._stretches.wait(island, function, steps=steps, batches=batches, count=partial(self._count, island))
+    def compute(
+        self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float, draw: str | None = None
+    ) -> Wait:
+        count = partial(self._count, island)
+        return self._stretches.wait(island, function, steps=steps, batches=batches, count=count, draw=draw)
 
     def _count(self, island: int, tokens: int) -> None:
         self.islands[island].uncommitted_tokens += tokens

@@ -11,10 +11,9 @@ from atoll.engines.sim.clock import Task, Wait
 class SimFlight:
     """A coroutine of an island beside its main one. A protocols.Flight."""
 
-    task: Task
-
     def __init__(self) -> None:
         self._over = False
+        self._result: Any = None
         self._waiting: Task | None = None
 
     def done(self) -> bool:
@@ -30,10 +29,10 @@ class SimFlight:
 
     def land(self, task: Task) -> None:
         """The coroutine is through."""
-        self._over = True
+        self._over, self._result = True, task.result
         if self._waiting is not None:
             self._resume(task.now_s)
 
     def _resume(self, time_s: float) -> None:
         assert self._waiting is not None
-        self._waiting.resume_at(time_s, lambda: self.task.result)
+        self._waiting.resume_at(time_s, lambda: self._result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atoll.engines.local import LocalReplica
@@ -19,7 +19,7 @@ from atoll.protocols import Algorithm, AsyncAlgorithm, Rebases, Sink
 def check_inside(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], inside: Algorithm[Any]) -> None:
     """Refuses algorithms that cannot work together: one between islands, and one between the devices of each."""
     outer, inner = type(algorithm).__name__, type(inside).__name__
-    if isinstance(algorithm, AsyncAlgorithm) or any(field.name == "optimizer" for field in fields(algorithm)):  # type: ignore[arg-type]
+    if isinstance(algorithm, AsyncAlgorithm | Rebases):  # what can train the devices of an island does not train islands
         raise ConfigError(
             f"inside={inner} trains an island's devices between two agreements of islands, and {outer} has islands agree at every "
             f"gradient, or through a hub. Use algorithm=DiLoCo(...), or inside=none, so that all devices are equals."

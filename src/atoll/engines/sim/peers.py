@@ -30,7 +30,10 @@ T = TypeVar("T")
 class Computes(Protocol):
     """What an engine does for an island's replica."""
 
-    def compute(self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float) -> Wait: ...
+    def compute(
+        self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float, draw: str | None = None
+    ) -> Wait:
+        """`draw` names what the time it takes is drawn by, where that is not the stretch itself."""
 
 
 class Host(Computes, Protocol):
@@ -68,8 +71,9 @@ class SimReplica:
         gradient: Gradient = await self._host.compute(
             self._island,
             lambda: self._replica.gradient(work, at=at, onto=onto, weigh=weigh, wide=wide),
-            steps=0 if onto else 1,
+            steps=0,  # what is made of gradients is one update a round, and counted there
             batches=1 / work.pieces if work.pieces > 1 else 1,
+            draw=f"{work.shard}.{work.start // work.pieces}" if work.pieces > 1 else None,  # pieces of a batch are slow together
         )
         return gradient
 
@@ -119,7 +123,7 @@ class SimPeers:
             coroutine.close()
             raise ExchangeFailed(f"{self._room.name(self._rank)} has a flight open already. Await it before the next.")
         flight = self._flight = SimFlight()
-        flight.task = self._loop.launch(f"flight of {self._room.name(self._rank)}", coroutine, flight.land)
+        self._loop.launch(f"flight of {self._room.name(self._rank)}", coroutine, flight.land)
         return flight
 
     @property
@@ -214,6 +218,28 @@ class Room:
         if len(arrivals) == len(self.islands):
             del self._waiting[call]
             self._hold(what, sorted(arrivals, key=lambda a: a.rank), option)
+
+    def gather_anew(self, whole: Tree, start_s: float) -> float:
+        """Everybody sends its slice of these weights, without being asked. When that is over."""
+        ranks = range(len(self.islands))
+        cost = network.all_gather(whole.numel, whole.flat.element_size(), self.links)
+        self.account(cost.sent_bytes, [0 for _ in ranks])
+        self.report.emit(
+            Exchanged(
+                round=self.round,
+                what="all_gather",
+                islands=list(self.islands),
+                heard=[True for _ in ranks],
+                arrived_s=[start_s for _ in ranks],
+                start_s=start_s,
+                end_s=start_s + cost.seconds,
+                sent_bytes=cost.sent_bytes,
+                control_bytes=[0 for _ in ranks],
+                weight=float(len(ranks)),
+                inside=self.inside,
+            )
+        )
+        return start_s + cost.seconds
 
     def name(self, rank: int) -> str:
         """What this rank is called."""

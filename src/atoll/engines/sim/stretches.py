@@ -43,9 +43,11 @@ class Stretches:
         batches: float,
         count: Callable[[int], None],
         device: int | None = None,
+        draw: str | None = None,
     ) -> Wait:
-        """A stretch of so many batches that begins when it is awaited; `count` is told its tokens at the end."""
-        return Wait(partial(self._start, island, device, function, steps, batches, count))
+        """A stretch of so many batches that begins when it is awaited; `count` is told its tokens at the end, and `draw` names what
+        its length is drawn by, if not its own number."""
+        return Wait(partial(self._start, island, device, function, steps, batches, count, draw))
 
     def _start(
         self,
@@ -55,10 +57,12 @@ class Stretches:
         steps: int,
         batches: float,
         count: Callable[[int], None],
+        draw: str | None,
         task: Task,
     ) -> None:
         ledger = self._books.ledger(island, device)
-        stretch = ledger.stretches if device is None else f"{ledger.stretches}.{device}"
+        number = ledger.stretches if draw is None else f"batch {draw}"
+        stretch = number if device is None else f"{number}.{device}"
         step_s = self._cluster.step_time(island, self._seed) * self._cluster.jitter(island, stretch, batches, self._seed)
         ledger.stretches += 1
         start_s, end_s = task.now_s, task.now_s + batches * step_s
