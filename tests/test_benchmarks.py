@@ -373,13 +373,13 @@ def test_the_demo_with_hidden_exchanges_leaves_a_record_and_goes_on_from_it(b, t
     page = tmp_path / "page.md"
     page.write_text("<!-- acco_demo:begin -->\n<!-- acco_demo:end -->\n")
     arguments = ["--seeds", "0", "--processes", "1", "--record", str(tmp_path), "--docs", str(page), "--quiet"]
-    arguments += small_settings("train.steps=41", "keep.evaluate_every=41")  # a warm-up is 40 updates, and leaves one to hide
+    arguments += ["--warmup", "2", *small_settings("train.steps=4", "keep.evaluate_every=4")]
     b.acco_demo.main(arguments)
     assert "\n### Rows\n" in page.read_text()
     assert "](./plot.png)" in page.read_text()
     cells, out = lines_of(tmp_path), capsys.readouterr().out
     assert len(cells) == 7
-    assert "All rows commit 5,248 tokens in 41 updates." in out
+    assert "All rows commit 512 tokens in 4 updates." in out
     assert all("islands" in json.loads(cell) for cell in cells)
     b.acco_demo.main(arguments)
     assert lines_of(tmp_path) == cells
@@ -389,17 +389,17 @@ def test_unequal_islands_leave_a_record_that_says_who_idles(b, tmp_path, capsys)
     arguments = ["--seeds", "0", "--steps", "24", "--rates", "0.01", "--processes", "1", "--record", str(tmp_path), "--quiet"]
     b.acco_unequal.main(arguments + small_settings())
     out = capsys.readouterr().out
-    assert "so DDP accumulates 2." in out
-    assert "samples per update agree within 10 %" in out
+    assert "so DDP accumulates 3:" in out
+    assert "**holds here**: samples per update agree within 10 %" in out
     idle = {row.split(" | ")[0] + row.split(" | ")[1]: row.split(" | ")[3] for row in out.splitlines() if "s a batch" in row}
-    free = "| ACCO, free, no warm-up"
+    free = "| ACCO, free"
     assert idle[f"{free}0 (1 s a batch)"] == idle[f"{free}3 (4 s a batch)"] == "100 %"
     assert idle["| DDP, accumulating0 (1 s a batch)"] in {"24 %", "25 %"}
 
 
 def test_learning_rates_go_by_samples_for_both(b):
     plan = b.acco_unequal.Plan(steps=900, base=())
-    acco, ddp = plan.acco(0.05).run(0), plan.ddp(0.05, 3).run(0)
+    acco, ddp = plan.acco(0.05, warm=True).run(0), plan.ddp(0.05, 3).run(0)
     for rule, batches in ((acco.algorithm.optimizer, 1), (ddp.algorithm.optimizer, 3)):
         assert (rule.lr.steps * batches, rule.lr.warmup * batches) == (900, 60)
     assert (acco.train.warm_start_steps, acco.train.warm_start_lr) == (ddp.train.warm_start_steps, ddp.train.warm_start_lr)
