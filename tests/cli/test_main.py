@@ -301,7 +301,10 @@ def test_prepared_text_can_be_trained_on(atoll, tmp_path):
         (["generate", "/nowhere/at/all"], "/nowhere/at/all", ""),
         (["show", "nothing"], "nothing", "demo-diloco"),
         (["run", "finetune"], "model.path and data.path", "atoll run finetune --set model.path="),
-        (["run", "finetune", *sets("model.path=/nowhere/at/all", "data.path=x.jsonl")], "/nowhere/at/all", "Give the folder"),
+        (["run", "finetune", *sets("model.path=nowhere", "data.path=x.jsonl")], "model.path='nowhere'", "Give the folder"),
+        (["run", "demo-acco", *sets("train.batch_size=7")], "train.batch_size=7", "train.batch_size=6 or 8"),
+        (["run", "demo-dpu", *sets("train.steps=9")], "algorithm.warmup=40", "algorithm.warmup="),
+        (["run", "demo-two-level", *sets("inside=DiLoCo(inner_steps=20)")], "DiLoCo", "DDP | ZeRO1 | ACCO | DPU | WP"),
         (["export", "/nowhere/at/all", "--out", "model"], "/nowhere/at/all", "--out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -314,6 +317,36 @@ def test_bad_input_gets_a_message_and_exit_code_2_and_no_traceback(arguments, gi
     assert given in err
     assert todo in err
     assert "Traceback" not in err
+    assert "folder: " not in err, "there is none"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_was_not_begun_when_it_was_interrupted_is_not_said_to_go_on(atoll, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("atoll.runs.execute.load_data", interrupted)
+    code, _, err = atoll("run", "demo-diloco", "--out", tmp_path / "run")
+    assert (code, err) == (130, "interrupted before the run began.\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "who"),
+    [
+        ([], "DDP on 4 islands, "),
+        (["cluster.devices_per_island=2"], "DDP on 8 devices of 4 islands, all equals, "),
+        (["cluster.devices_per_island=2", "cluster.islands=1"], "DDP on 2 devices of 1 island, all equals, "),
+        (["cluster.devices_per_island=2", "algorithm=DiLoCo(inner_steps=1)", "inside=DDP"], "over DDP on 4 islands of 2 devices, "),
+    ],
+)
+def test_a_run_says_where_it_lies_and_who_trains(settings, who, atoll, tmp_path):
+    code, _, err = atoll(
+        "run", "demo-ddp", *sets(*TINY, "train.steps=2", "train.warm_start_steps=0", *settings), "--out", tmp_path / "run"
+    )
+    assert code == 0, err
+    lines = err.splitlines()
+    assert lines[0] == f"folder: {tmp_path / 'run'}"
+    assert f"demo-ddp: {'DiLoCo ' if 'over' in who else ''}{who}" in lines[1]
 
 
 @pytest.mark.parametrize(

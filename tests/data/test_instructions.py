@@ -122,9 +122,9 @@ def test_nonsense_is_refused(change, message):
 
 
 def test_what_was_not_given_is_asked_for(spec):
-    with pytest.raises(ConfigError, match=r"path is not given.*--set data\.path=FILE"):
+    with pytest.raises(ConfigError, match=r"^data\.path is not given.*--set data\.path=FILE"):
         Instructions().load()
-    with pytest.raises(ConfigError, match=r"tokenizer is not given"):
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer is not given"):
         replace(spec, tokenizer=None).load()
 
 
@@ -140,5 +140,5 @@ def test_too_few_examples_are_refused(spec, tmp_path):
 
 
 def test_examples_from_which_nothing_can_be_learnt_are_refused(spec):
-    with pytest.raises(DataError, match=r"training examples have no token to learn within max_len=2. Raise max_len"):
+    with pytest.raises(DataError, match=r"training examples have no token to learn within data\.max_len=2. Raise data\.max_len"):
         replace(spec, max_len=2).load()

@@ -1,12 +1,19 @@
 """Fine-tuning with the paper's settings."""
 
 import pytest
+import torch
 
 import atoll
 from atoll import recipes
 from atoll.errors import ConfigError
+from atoll.events import Evaluated
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
+from atoll.runs.run import candidates
+from atoll.runs.settings import override
+from atoll.telemetry.jsonl import read_events
+from atoll.tensorfile import read_tensors
+from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 
 
 def test_recipe_has_the_papers_settings():
@@ -18,6 +25,28 @@ def test_recipe_has_the_papers_settings():
     micro_batches = run.algorithm.pieces
     assert run.train.batch_size / micro_batches == 4
     assert run.train.batch_size * run.cluster.islands == 128
+    assert run.train.precision == "all-bf16"
+
+
+@pytest.fixture
+def sums(tmp_path):
+    """The recipe on a tiny model, for a few steps."""
+    save_tiny_model(tmp_path / "model")
+    write_jsonl(tmp_path / "sums.jsonl", SUMS)
+    settings = [f"model.path={tmp_path / 'model'}", f"data.path={tmp_path / 'sums.jsonl'}", "data.learn=answer"]
+    settings += ["optimizer.lr.lr=0.01", "train.steps=12", "cluster.islands=2", "train.device=cpu"]
+    return override(recipes.finetune(), settings, candidates)
+
+
+def test_a_module_in_bfloat16_learns_and_is_exported_as_the_single_precision_masters(sums, tmp_path):
+    result = atoll.run(sums, out=tmp_path / "run")
+    assert {parameter.dtype for parameter in result.module.parameters()} == {torch.bfloat16}
+    first, *_, last = [event.loss for event in read_events(result.folder / "events.jsonl") if isinstance(event, Evaluated)]
+    assert last < first - 0.5
+    exported, _ = read_tensors(atoll.export(result.folder, tmp_path / "exported") / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
+    assert all(torch.equal(tensor.bfloat16(), dict(result.module.named_parameters())[name]) for name, tensor in exported.items())
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in exported.values()), "masters have more digits"
 
 
 def test_without_paths_the_recipe_says_the_command(tmp_path):

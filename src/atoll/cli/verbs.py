@@ -18,6 +18,7 @@ from rich.table import Table
 
 from atoll import recipes
 from atoll.errors import ConfigError
+from atoll.events import Event, RunStarted
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.protocols import Sink
@@ -219,16 +220,33 @@ def _meant_for(name: str, setting: str) -> str | None:
     return rest if recipe == name else None
 
 
-def _sinks(title: str, *, quiet: bool) -> list[Sink]:
-    return [] if quiet else [ConsoleSink(title)]
+def _sinks(title: str, run: Run, *, quiet: bool) -> list[Sink]:
+    return [] if quiet else [ConsoleSink(title, who=_equals(run))]
+
+
+def _equals(run: Run) -> str | None:
+    """Who trains, where devices of several islands are equals; events count each of them as an island."""
+    cluster = run.cluster
+    if run.inside is not None or cluster.devices_per_island == 1:
+        return None
+    return f"{cluster.devices} devices of {cluster.islands} island{'s' if cluster.islands != 1 else ''}, all equals"
+
+
+class _FolderLine:
+    """Says where a run lies, once there is a folder: one that is refused leaves none."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            print(f"folder: {self._folder}", file=sys.stderr)
 
 
 def _start(run: Run, out: Path | None, cache: Cache, *, quiet: bool) -> Result:
     folder = (out or default_path(run.recipe, run.seed)).expanduser()
     with _interruptible(folder):
-        sinks = _sinks(run.recipe, quiet=quiet)
-        if not quiet:
-            print(f"folder: {folder}", file=sys.stderr)
+        sinks = [] if quiet else [_FolderLine(folder), *_sinks(run.recipe, run, quiet=quiet)]
         return execute.run(run, out=folder, sinks=sinks, command=sys.argv, cache=cache)
 
 
@@ -239,9 +257,11 @@ def _resume(name: str | None, settings: Sequence[str], seed: int | None, folder:
     folder = folder.expanduser()
     if name is not None:
         RunFolder.open(folder).same_run(to_json(_run_of(name, settings, seed)))
-    if not execute.is_finished(RunFolder.open(folder)):
+    opened = RunFolder.open(folder)
+    if not execute.is_finished(opened):
         with _interruptible(folder):
-            execute.resume(folder, sinks=_sinks(f"resume {folder}", quiet=quiet), command=sys.argv)
+            sinks = _sinks(f"resume {folder}", from_json(opened.run_json), quiet=quiet)
+            execute.resume(folder, sinks=sinks, command=sys.argv)
     return folder
 
 
@@ -251,5 +271,6 @@ def _interruptible(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print(f"interrupted. Go on: atoll run --resume {folder}", file=sys.stderr)
+        begun = (folder / "run.json").exists()
+        print(f"interrupted. Go on: atoll run --resume {folder}" if begun else "interrupted before the run began.", file=sys.stderr)
         raise typer.Exit(130) from None

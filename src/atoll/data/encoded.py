@@ -118,7 +118,8 @@ def model_tokenizer(path: str) -> Any:
     folder = Path(path).expanduser()
     if not path or not folder.is_dir():
         raise ConfigError(
-            f"tokenizer={path!r} is not a folder (it is taken from {Path.cwd()}). Give the folder of a model with its tokenizer."
+            f"data.tokenizer={path!r} is not a folder (it is taken from {Path.cwd()}). Give the folder of a model with its "
+            f"tokenizer."
         )
     transformers = require("transformers", extra="hf", purpose="tokenizers of pretrained models")
     advice = "Save one there with `tokenizer.save_pretrained`, or name the folder of another: data.tokenizer=FOLDER."

@@ -77,9 +77,9 @@ class Instructions:
             DataError: records or the tokenizer cannot be read, or nothing can be learnt from them.
         """
         if not self.path:
-            raise ConfigError("path is not given: it is a .jsonl file of examples. Say which: --set data.path=FILE.")
+            raise ConfigError("data.path is not given: it is a .jsonl file of examples. Say which: --set data.path=FILE.")
         if self.tokenizer is None:
-            raise ConfigError("tokenizer is not given, and there is no model to bring one. Give the folder of a model.")
+            raise ConfigError("data.tokenizer is not given, and there is no model to bring one. Give the folder of a model.")
         tokenizer = model_tokenizer(self.tokenizer)
         train, validation = (
             encode(side, tokenizer, max_len=self.max_len, learn=self.learn) for side in self._sides(list(read_records(self.path)))
@@ -87,8 +87,8 @@ class Instructions:
         for name, side in (("training", train), ("validation", validation)):
             if side.targets == 0:
                 raise DataError(
-                    f"{self.path}: the {len(side)} {name} examples have no token to learn within max_len={self.max_len}. "
-                    f"Raise max_len, give longer examples, or use learn=all."
+                    f"{self.path}: the {len(side)} {name} examples have no token to learn within data.max_len={self.max_len}. "
+                    f"Raise data.max_len, give longer examples, or use data.learn=all."
                 )
         return LoadedInstructions(instructions=self, train=train, validation=validation, tokenizer=tokenizer)
 
@@ -99,14 +99,15 @@ class Instructions:
     def _sides(self, named: Sequence[tuple[str, Record]]) -> tuple[list[Record], list[Record]]:
         """What to train on, and what to validate on."""
         if self.validation_path is not None:
-            train, validation = [record for _, record in named], [record for _, record in read_records(self.validation_path)]
+            others = read_records(self.validation_path, "data.validation_path")
+            train, validation = [record for _, record in named], [record for _, record in others]
         else:
             # A copy of a record under another number is held out with it.
             documents = [Document(name, "", f"{record.prompt}\0{record.answer}") for name, record in named]
             if len(documents) < 2:
                 raise DataError(
                     f"{self.path} holds {len(documents)} examples: one to train on and one to validate on are needed. "
-                    f"Give more, or validation_path=FILE."
+                    f"Give more, or data.validation_path=FILE."
                 )
             split = plan(documents, self.validation_fraction)
             held_out = [split.sides(document)[VALIDATION] is not None for document in documents]

@@ -35,16 +35,17 @@ class Record:
     answer: str
 
 
-def read_records(path: str) -> Iterator[tuple[str, Record]]:
+def read_records(path: str, setting: str = "data.path") -> Iterator[tuple[str, Record]]:
     """All records, each with the name of its file and its number in it, in the order of the files' paths.
 
     Args:
         path: a file, a glob, or a folder, which is read with all .jsonl and .json files under it except hidden ones.
+        setting: what the path is called where it is set.
 
     Raises:
         DataError: there is nothing there, or something that is no record.
     """
-    for name, file in _files(path):
+    for name, file in _files(path, setting):
         for number, found in _objects(file):
             yield f"{name}#{number}", record_of(found, f"{file}, record {number}")
 
@@ -83,7 +84,7 @@ def _text(found: Mapping[str, Any], field: str, where: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def _files(path: str) -> list[tuple[str, Path]]:
+def _files(path: str, setting: str) -> list[tuple[str, Path]]:
     """The files, each with a name that does not depend on where the whole lies."""
     place = Path(path).expanduser()
     if place.is_file():
@@ -96,8 +97,8 @@ def _files(path: str) -> list[tuple[str, Path]]:
     found = sorted((name, file) for name, file in found if file.is_file())
     if not found:
         raise DataError(
-            f"path={path!r}: there is no {' or '.join(_SUFFIXES)} file (it is taken from {Path.cwd()}). Give a file, a folder with "
-            f"such files, or a glob that matches some."
+            f"{setting}={path!r}: there is no {' or '.join(_SUFFIXES)} file (it is taken from {Path.cwd()}). Give a file, a folder "
+            f"with such files, or a glob that matches some."
         )
     return found
 

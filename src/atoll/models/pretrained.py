@@ -45,22 +45,29 @@ class Pretrained:
     def __post_init__(self) -> None:
         check_types(self)
         if isinstance(self.frozen, str):
-            raise ConfigError(f"frozen={self.frozen!r} is not a list. Give one, such as [{self.frozen!r}].")
+            raise ConfigError(f"model.frozen={self.frozen!r} is not a list. Give one, such as [{self.frozen!r}].")
 
     @property
     def folder(self) -> Path:
-        """Where the model lies.
+        """Where the model lies. See `check`."""
+        self.check()
+        return Path(self.path).expanduser()
+
+    def check(self) -> None:
+        """Looks whether there is a model.
 
         Raises:
             ConfigError: there is no such folder, or it holds no model.
         """
         if not self.path:
-            raise ConfigError("path is not given: it is the folder of a Hugging Face model. Say which: --set model.path=FOLDER.")
+            raise ConfigError(
+                "model.path is not given: it is the folder of a Hugging Face model. Say which: --set model.path=FOLDER."
+            )
         folder = Path(self.path).expanduser()
         if not folder.is_dir():
             raise ConfigError(
-                f"path={self.path!r} is not a folder (it is taken from {Path.cwd()}). Give the folder of a model on this disk, as "
-                f"`save_pretrained` or `hf download NAME --local-dir FOLDER` writes it."
+                f"model.path={self.path!r} is not a folder (it is taken from {Path.cwd()}). Give the folder of a model on this "
+                f"disk, as `save_pretrained` or `hf download NAME --local-dir FOLDER` writes it."
             )
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} has no config.json, so it holds no model. Give the folder that does.")
@@ -69,7 +76,6 @@ class Pretrained:
                 f"{folder} has a config.json but no weights ({' or '.join(_WEIGHTS)}). Copy them there, or save the model with "
                 f"`save_pretrained`."
             )
-        return folder
 
     def build(self) -> nn.Module:
         """A new module in float32 with the folder's weights, in training mode. The global random numbers stay as they are.
@@ -102,14 +108,14 @@ class Pretrained:
                 names = [name for name, _ in named]
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
                 raise ConfigError(
-                    f"frozen: {pattern!r} is the name of no parameter of {self.path}. There are {len(names)}; near it: "
+                    f"model.frozen: {pattern!r} is the name of no parameter of {self.path}. There are {len(names)}; near it: "
                     f"{', '.join(near)}. A * stands for anything."
                 )
             for parameter in matches:
                 parameter.requires_grad_(False)
         if not any(parameter.requires_grad for _, parameter in named):
             raise ConfigError(
-                f"frozen={list(self.frozen)} leaves no parameter of {self.path} to train. Freeze fewer: leave out a pattern."
+                f"model.frozen={list(self.frozen)} leaves no parameter of {self.path} to train. Freeze fewer: leave out a pattern."
             )
 
 

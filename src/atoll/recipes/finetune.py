@@ -4,8 +4,9 @@ Which model and which examples is yours to say: `--set model.path=FOLDER --set d
 
 AdamW at 2e-5 along a cosine, without decay or warm-up; sequences of at most 512 tokens, padded to the longest of their batch; 8
 islands, micro-batches of 4, 2 of them in each half of a batch, so that 128 sequences make an update. The paper's 50,000
-micro-batches, over all islands, are 1,562 updates. It clips nothing. What it leaves open: the loss is over all tokens, every token
-weighs the same, and the rate goes down to 0.
+micro-batches, over all islands, are 1,562 updates. It clips nothing. The module is bfloat16 itself, as the paper's is, beside
+masters and moments in single precision. What the paper leaves open: the loss is over all tokens, every token weighs the same, and
+the rate goes down to 0.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def finetune() -> Run:
         data=Instructions(max_len=512),
         algorithm=ACCO(pieces_per_half=2, weigh="tokens"),
         optimizer=AdamW(lr=Cosine(lr=2e-5, warmup=0, floor=0.0), betas=(0.9, 0.95), weight_decay=0.0),
-        train=Train(steps=1_562, batch_size=16, clip_norm=None, device="auto", precision="bf16"),
+        train=Train(steps=1_562, batch_size=16, clip_norm=None, device="auto", precision="all-bf16"),
         cluster=Cluster(islands=8, step_time_s=(1.0,)),
         keep=Keep(evaluate_every=100, save_every=500),
     )

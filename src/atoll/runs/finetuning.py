@@ -94,3 +94,4 @@ def check_given(run: Run) -> None:
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given: fine-tuning needs the folder of a Hugging "
             f"Face model and a file of examples. Say where they are: atoll run {run.recipe} {settings}"
         )
+    run.model.check()  # before the data: else its tokenizer, which comes with it, would be missed first

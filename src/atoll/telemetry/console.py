@@ -31,6 +31,7 @@ class ConsoleSink:
         title: what to call the run.
         quiet: show nothing at all.
         steps: inner steps each island will take, if known before an event tells.
+        who: who trains, in words, where the number of islands does not say it all.
         console: where to write; standard error if None.
         clock: seconds of real time, for the pace of lines and the time that remains.
     """
@@ -41,10 +42,12 @@ class ConsoleSink:
         quiet: bool = False,
         *,
         steps: int | None = None,
+        who: str | None = None,
         console: Console | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._steps = steps
+        self._who = who
         self._clock = clock
         self._tally = Tally()
         self._text = ""
@@ -111,7 +114,7 @@ class ConsoleSink:
         return min(1.0, event.local_updates / local_updates_total(started)) if started is not None else self._fraction
 
     def _notice(self, display: Display, event: Event) -> None:
-        line = notice(event)
+        line = notice(event, self._who)
         if line is None:
             return
         kind = type(event)

@@ -24,17 +24,16 @@ from atoll.telemetry.tally import Tally
 from atoll.telemetry.units import human_bytes, human_count, human_percent, human_time
 
 
-def notice(event: Event) -> str | None:
-    """One line for an event worth a line of its own; None for the others.
+def notice(event: Event, who: str | None = None) -> str | None:
+    """One line for an event worth a line of its own; None for the others. `who` trains, if that is known better than by the event.
 
     >>> notice(IslandLeft(island=2, round=7, virtual_time_s=754.0))
     'round 7: island 2 left at 0:12:34'
     """
     match event:
         case RunStarted():
-            islands = f"{event.islands} islands" if event.islands != 1 else "1 island"
             return (
-                f"{event.recipe}: {event.algorithm} on {islands}, {human_count(event.params)} parameters, "
+                f"{event.recipe}: {event.algorithm} on {who or _islands(event)}, {human_count(event.params)} parameters, "
                 f"{event.steps} steps each, seed {event.seed}"
             )
         case WarmStartFinished():
@@ -64,6 +63,12 @@ def notice(event: Event) -> str | None:
             return f"finished: {_outcome(event)}"
         case _:
             return None
+
+
+def _islands(event: RunStarted) -> str:
+    islands = f"{event.islands} islands" if event.islands != 1 else "1 island"
+    each = event.devices_per_island
+    return islands if each is None else f"{islands} of {each} device{'s' if each != 1 else ''}"
 
 
 def figures(event: RoundFinished, tally: Tally) -> str:
