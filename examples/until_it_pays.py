@@ -2,6 +2,9 @@
 
 ACCO computes half a batch while the other half is on its way, so an update takes max(c, 2m) instead of c + m, where computing takes
 c and an exchange m. The more islands, the longer the ring: at some number 2m is more than c, and at some number ZeRO-1 is faster.
+
+Only the clock is looked at, so no text is read and no folder written: `simulate` runs an algorithm on a cluster with a linear
+model of a few weights. With a model and text it is `atoll.run`, as in the other examples.
 """
 
 import math

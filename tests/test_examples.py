@@ -65,6 +65,28 @@ def test_until_it_pays_shows_where_acco_hides_all_and_where_zero1_overtakes_it(s
     assert [row[4] for row in rows] == ["all hidden"] * 3 + ["some hidden"] + ["ZeRO-1 is faster"] * 2
 
 
+def test_two_levels_shows_where_zero1_alone_will_do_and_that_slow_lines_cost_it_most(shown):
+    found = re.findall(r"^\w+ \w+ +([\d.]+) +([\d.]+) +([\d.]+)   (.+)$", shown("two_levels"), flags=re.MULTILINE)
+    rows = [(float(zero1), float(diloco), float(both)) for zero1, diloco, both, _ in found]
+    assert len(rows) == 4
+    assert all(min(row) >= 0.1 for row in rows), "nothing is faster than computing alone"
+    slowdowns = [zero1 / both for zero1, _, both in rows]
+    assert slowdowns == sorted(slowdowns)
+    assert found[0][3] == "ZeRO-1 alone will do"
+    faster = float(re.fullmatch(r"two levels are ([\d.]+) times as fast as ZeRO-1", found[-1][3])[1])
+    assert faster == pytest.approx(slowdowns[-1], abs=0.1)
+    assert faster > 3
+
+
+def test_finetune_own_learns_and_leaves_a_folder_that_transformers_loads(shown, tmp_path):
+    pytest.importorskip("transformers")
+    out = shown("finetune_own")
+    losses = [float(loss) for loss in re.findall(r"after +\d+ updates: loss ([\d.]+)", out)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert re.search(r"models/sums says '2\+3=\d", out), "it answers in digits"
+    assert (tmp_path / "models/sums/model.safetensors").exists()
+
+
 def test_by_hand_drives_three_rounds_and_finds_slowmo_equal_to_outer_momentum(shown):
     out = shown("by_hand")
     assert "round 0: SlowMo at [-0.5, -0.3" in out

@@ -114,12 +114,13 @@ def test_each_level_is_told_by_itself_and_the_two_are_all():
     assert inside.dropped_tokens == finished.inside_dropped_tokens > 0
     assert between.sent_bytes == finished.sent_bytes_per_island
     assert between.hidden == 0.0 < inside.hidden
+    assert all(times.hidden == times.inside_hidden_s / times.inside_exchanged_s for times in summary.islands)
     assert json.loads(json.dumps(summary.to_dict()))["inside"]["hidden"] == inside.hidden
 
 
 def test_the_report_has_a_line_for_each_level():
     inside, between = overlap_headlines(summed_up(two_levels()[0]))
-    found = re.fullmatch(r"inside     \d+ exchanges, (.+) per device, (.+) of their time hidden, (.+) tokens dropped", inside)
+    found = re.fullmatch(r"inside     \d+ exchanges, (.+) per device, (.+) hidden, (.+) tokens dropped", inside)
     _, finished = two_levels()
     assert found[1] == human_bytes(finished.inside_bytes_per_device)
     assert found[3] == human_count(finished.inside_dropped_tokens)
@@ -138,6 +139,7 @@ def test_figures_name_devices_too(tmp_path):
     (tmp_path / "events.jsonl").write_text("\n".join(event.to_json() for event in two_levels()[0] if event.recorded) + "\n")
     timeline, *others = overlap_figure(tmp_path).axes
     assert [tick.get_text() for tick in timeline.get_yticklabels()] == ["0.0", "0.1", "1.0", "1.1"]
+    assert "of its exchanges inside hidden" in [text.get_text() for text in others[0].get_legend().get_texts()]
     for panel in others:
         assert panel.get_xlabel() == "island.device"
         assert panel.xaxis.get_major_formatter()(3.0, None) == "1.1"

@@ -21,6 +21,8 @@ class IslandTimes:
         batches: that it computed, pieces of them by their size.
         exchanged_s: in exchanges, hidden or not.
         hidden_s: the part of these during which it computed.
+        inside_exchanged_s: of a device, the part of `exchanged_s` with others of its island; None where devices have no algorithm.
+        inside_hidden_s: the part of that during which it computed.
     """
 
     island: int
@@ -30,6 +32,8 @@ class IslandTimes:
     computed_s: float
     exchanged_s: float
     hidden_s: float
+    inside_exchanged_s: float | None = None
+    inside_hidden_s: float | None = None
 
     @property
     def talked_s(self) -> float:
@@ -49,11 +53,14 @@ class IslandTimes:
 
     @property
     def hidden(self) -> float | None:
-        """The share of its exchanges that was hidden."""
-        return self.hidden_s / self.exchanged_s if self.exchanged_s else None
+        """The share of its exchanges that was hidden; of a device, of those inside its island."""
+        if self.inside_exchanged_s is None or self.inside_hidden_s is None:
+            return self.hidden_s / self.exchanged_s if self.exchanged_s else None
+        return self.inside_hidden_s / self.inside_exchanged_s if self.inside_exchanged_s else None
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "talked_s": self.talked_s, "waited_s": self.waited_s}
+        record = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**record, "talked_s": self.talked_s, "waited_s": self.waited_s}
 
 
 def shared_s(one: Sequence[Stretch], two: Sequence[Stretch]) -> float:
@@ -129,7 +136,7 @@ class IslandAccount:
         self.past_s += self.until_s - self.since_s
         self.since_s = self.until_s
 
-    def times(self, island: int) -> IslandTimes:
+    def times(self, island: int, *, two_levels: bool = False) -> IslandTimes:
         return IslandTimes(
             island=island,
             batches=self.batches,
@@ -138,6 +145,8 @@ class IslandAccount:
             computed_s=self.computed_s,
             exchanged_s=self.exchanged_s,
             hidden_s=self.hidden_s,
+            inside_exchanged_s=self.inside_exchanged_s if two_levels else None,
+            inside_hidden_s=self.inside_hidden_s if two_levels else None,
         )
 
 

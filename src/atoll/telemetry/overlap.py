@@ -157,7 +157,7 @@ class Overlap:
         accounts = {number: one.so_far() for number, one in sorted(self._islands.items())}
         inside, between = self._levels(list(accounts.values())) if self._devices is not None else (None, None)
         return OverlapSummary(
-            islands=tuple(one.times(number) for number, one in accounts.items()),
+            islands=tuple(one.times(number, two_levels=self._devices is not None) for number, one in accounts.items()),
             background=self._background,
             exchanges=self._exchanges,
             skipped=self._skipped,

@@ -48,7 +48,7 @@ def _level(level: Level, sender: str) -> str:
     """The exchanges of one level: how many, what a device or an island sent, how much was hidden, and what was dropped."""
     parts = [_counted(level.exchanges, "exchange"), f"{human_bytes(level.sent_bytes)} per {sender}"]
     if level.hidden is not None:
-        parts.append(f"{human_percent(level.hidden)} of their time hidden" if level.background else "none hidden")
+        parts.append(f"{human_percent(level.hidden)} hidden" if level.background else "none hidden")
     if level.dropped_tokens is not None:
         parts.append(f"{human_count(level.dropped_tokens)} tokens dropped")
     return ", ".join(parts)
@@ -67,7 +67,7 @@ def _table(summary: OverlapSummary) -> Table:
         "computing",
         "talking",
         "waiting",
-        "hidden",
+        "hidden" if summary.devices_per_island is None else "hidden inside",
     ):
         result.add_column(heading, justify="right", no_wrap=True)
     total = sum(island.batches for island in summary.islands)

@@ -115,7 +115,8 @@ def _draw_times(panel: Any, islands: Sequence[IslandTimes]) -> None:
     hidden = [(island.island, 100 * island.hidden) for island in here if island.hidden is not None]
     if hidden:
         marks = {"linestyle": "", "marker": "D", "color": _HIDDEN, "markeredgecolor": "white", "clip_on": False, "zorder": 3}
-        panel.plot(*zip(*hidden, strict=True), label="of its exchanges hidden", **marks)
+        where = "" if here[0].inside_exchanged_s is None else " inside"
+        panel.plot(*zip(*hidden, strict=True), label=f"of its exchanges{where} hidden", **marks)
     panel.set_ylabel("its time (%)")
     panel.legend(frameon=False, fontsize=10, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
