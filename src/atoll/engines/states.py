@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -31,10 +31,22 @@ def given(state: Any) -> Any:
 
 
 def _given(value: Any) -> Any:
+    return _with_trees(value, Tree.give)
+
+
+def on_device(value: Any, device: torch.device | str) -> Any:
+    """The value with all of its Trees there: what comes from a file lies elsewhere, where the fresh State had nothing."""
+    if isinstance(value, dict):
+        return {name: on_device(item, device) for name, item in value.items()}
+    return _with_trees(value, lambda tree: tree.to(device))
+
+
+def _with_trees(value: Any, change: Callable[[Tree], Tree]) -> Any:
+    """The same Tree, tuple or NamedTuple with every Tree in it changed."""
     if isinstance(value, Tree):
-        return value.give()
+        return change(value)
     if isinstance(value, tuple):
-        items = [_given(item) for item in value]
+        items = [_with_trees(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
 

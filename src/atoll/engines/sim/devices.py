@@ -20,7 +20,7 @@ from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.holding import check_held, held, load_held
 from atoll.engines.sim.inside import Inside, at_position
 from atoll.engines.sim.peers import Room, SimPeers, SimReplica
-from atoll.engines.states import agree, given, shared_fields, waiting_tokens, with_shared
+from atoll.engines.states import agree, given, on_device, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed
 from atoll.leaves import recycle
 from atoll.protocols import Gradient, HoldsWeights, Owner, Weigh, Work, fields_owned
@@ -223,7 +223,8 @@ class Devices:
         """Go on from what `parts` returned."""
         self._skipped_in_a_row = parts["skipped_in_a_row"]
         for device, part in zip(self.members, parts["devices"], strict=True):
-            device.state = with_shared(device.state, {**parts["shared"], **part["rest"]})
+            rest = on_device(part["rest"], device.replica.device)
+            device.state = with_shared(device.state, {**parts["shared"], **rest})
             device.replica.restore(part["replica"])
             device.uncommitted_tokens = part["uncommitted_tokens"]
         load_held(self._inside.algorithm, self.members)

@@ -30,7 +30,7 @@ from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import Room, RoundVoid, SimPeers, SimReplica
 from atoll.engines.sim.stretches import Stretches
 from atoll.engines.sim.world import Cluster
-from atoll.engines.states import agree, given, shared_fields, waiting_tokens, with_shared
+from atoll.engines.states import agree, given, on_device, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, RoundFailed, RunFinished, UpdateSkipped
 from atoll.leaves import recycle, tree_bytes, trees
@@ -453,7 +453,8 @@ class SimEngine:
                 replica.restore(part["replica"])
             else:
                 devices.restore(part["devices"])
-            state = with_shared(template, {**(part["shared"] or self._shared), **part["rest"]})
+            rest = on_device(part["rest"], replica.device)
+            state = with_shared(template, {**(part["shared"] or self._shared), **rest})
             clock_s, tokens = part["clock_s"], part["uncommitted_tokens"]
             self.islands[number] = Island(number, replica, state, part["version"], clock_s, clock_s, tokens, devices)
         load_held(self.algorithm, self.islands.values())
