@@ -3,7 +3,8 @@
     python benchmarks/acco_unequal.py                 seeds 0, 1 and 2, two cells at a time
     python benchmarks/acco_unequal.py --seeds 0 1     other seeds
 
-The demo's model, text and lines. ACCO accumulates freely, so that its batch is what the islands get done during an exchange. How
+The demo's model, text and lines, with half its batch: a free batch here is worth 3.25 of each island's, and with the demo's 16
+sequences too few updates would be left (docs/log.md has what they came to). ACCO accumulates freely, so that its batch is what the islands get done during an exchange. How
 many samples that is is measured first, on a short run; DDP then accumulates as many batches as come closest to it, so that updates
 of both are alike from the first to the last. Both read as many tokens, and their learning rate goes by samples: the same warm-up
 and the same cosine over the same tokens. The peak is the best for DDP, among a few, on the first seed, and ACCO has to take it as
@@ -30,6 +31,9 @@ from record import Record, default_path, markdown_table, script
 
 ACCO, WARM, DDP, OFTEN = "ACCO, free", "ACCO, free, warm-up", "DDP, accumulating", "DDP, every batch"
 STEP_TIMES_S = (1.0, 1.0, 1.0, 4.0)
+BATCH = ("train.batch_size=8", "train.warm_start_steps=450")
+"""Half the demo's, in twice its steps: as many tokens."""
+STEPS = 1800
 RATES = (0.025, 0.05, 0.1)
 MOST_LOSS, MOST_TIME, SAME_BATCH = 0.03, 0.45, 0.1
 """By how much ACCO may end above DDP, in what share of its virtual time, and how far their samples per update may lie apart."""
@@ -74,12 +78,12 @@ class Plan:
     def __init__(self, *, steps: int, base: tuple[str, ...]) -> None:
         self.steps = steps
         islands = ",".join(map(str, STEP_TIMES_S))
-        self.base = (f"cluster.islands={len(STEP_TIMES_S)}", f"cluster.step_time_s=[{islands}]", *base)
+        self.base = (f"cluster.islands={len(STEP_TIMES_S)}", f"cluster.step_time_s=[{islands}]", *BATCH, *base)
 
     @property
     def warmup(self) -> int:
         """Of the learning rate, and of ACCO in the row that has one, in batches of each island."""
-        return max(1, min(60, self.steps // 4))
+        return max(1, min(120, self.steps // 4))
 
     def acco(self, rate: float, *, warm: bool = False) -> Row:
         """Islands go on until their exchange is over; the learning rate and the end of the run go by samples."""
@@ -225,7 +229,7 @@ def _listed(lines: Sequence[str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = seeds_parser(__doc__, "acco_unequal", "docs/acco.md")
-    parser.add_argument("--steps", type=int, default=900, help="batches per island, if all were equally fast")
+    parser.add_argument("--steps", type=int, default=STEPS, help="batches per island, if all were equally fast")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="peaks that are tried for DDP")
     return parser
 

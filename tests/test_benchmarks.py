@@ -398,10 +398,10 @@ def test_unequal_islands_leave_a_record_that_says_who_idles(b, tmp_path, capsys)
 
 
 def test_learning_rates_go_by_samples_for_both(b):
-    plan = b.acco_unequal.Plan(steps=900, base=())
+    plan = b.acco_unequal.Plan(steps=1800, base=())
     acco, ddp = plan.acco(0.05, warm=True).run(0), plan.ddp(0.05, 3).run(0)
     for rule, batches in ((acco.algorithm.optimizer, 1), (ddp.algorithm.optimizer, 3)):
-        assert (rule.lr.steps * batches, rule.lr.warmup * batches) == (900, 60)
+        assert (rule.lr.steps * batches, rule.lr.warmup * batches) == (1800, 120)
     assert (acco.train.warm_start_steps, acco.train.warm_start_lr) == (ddp.train.warm_start_steps, ddp.train.warm_start_lr)
     assert acco.optimizer.lr.warmup == ddp.optimizer.lr.warmup  # which the warm start takes over
 
