@@ -4,13 +4,13 @@
     python benchmarks/acco_unequal.py --seeds 0 1     other seeds
 
 The demo's model, text and lines, with half its batch: a free batch here is worth 3.25 of each island's, and with the demo's 16
-sequences too few updates would be left (docs/log.md has what they came to). ACCO accumulates freely, so that its batch is what the islands get done during an exchange. How
-many samples that is is measured first, on a short run; DDP then accumulates as many batches as come closest to it, so that updates
-of both are alike from the first to the last. Both read as many tokens, and their learning rate goes by samples: the same warm-up
-and the same cosine over the same tokens. The peak is the best for DDP, among a few, on the first seed, and ACCO has to take it as
-it is. DDP that talks after every batch stands beside them, and ACCO that hides nothing while the rate warms up
-(`algorithm.warmup`). Nothing is judged by the latter: its early updates are smaller than DDP's, which helps it, and DDP, whose
-accumulation is fixed, cannot be given the same.
+sequences too few updates would be left (docs/log.md has what they came to). ACCO accumulates freely, so that its batch is what the
+islands get done during an exchange. How many samples that is is measured first, on a short run; DDP then accumulates as many
+batches as come closest to it, so that updates of both are alike from the first to the last. Both read as many tokens, and their
+learning rate goes by samples: the same warm-up and the same cosine over the same tokens. The peak is the best for DDP, among a few,
+on the first seed, and ACCO has to take it as it is. DDP that talks after every batch stands beside them, and ACCO that hides
+nothing while the rate warms up (`algorithm.warmup`). Nothing is judged by the latter: its early updates are smaller than DDP's,
+which helps it, and DDP, whose accumulation is fixed, cannot be given the same.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Plan:
 
     def probe(self) -> Row:
         """A short run of ACCO: who gets how much done does not depend on the learning rate."""
-        return self._row("probe", "demo-acco-free", RATES[0], batches=1, steps=min(60, self.steps))
+        return self._row("probe", "demo-acco-free", RATES[0], batches=1, steps=min(2 * self.warmup, self.steps))
 
     def _row(self, label: str, recipe: str, rate: float, *, batches: int, steps: int, more: tuple[str, ...] = ()) -> Row:
         warmup = max(1, round(self.warmup / batches))  # in updates
