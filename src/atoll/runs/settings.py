@@ -12,7 +12,7 @@ True
 On the command line each field has a path, and its type says how its new value is read:
 
 >>> override(work, ["start=20", "examples=1e3"])
-Work(shard=0, start=20, schedule=0, examples=1000)
+Work(shard=0, start=20, schedule=0, examples=1000, pieces=1)
 >>> override(work, ["exmples=1e3"])
 Traceback (most recent call last):
 atoll.errors.ConfigError: exmples: Work has no such setting. Near it: examples. ...
