@@ -150,7 +150,7 @@ class FlatModule:
 
     def _check(self) -> None:
         """`.to()`, `zero_grad()` to None and `load_state_dict(assign=True)` silently take a module out of its buffer."""
-        first = next(iter(trainable(self.module).values()))  # not as they were: they may have been replaced
+        first = self.module.get_parameter(next(iter(self._parameters)))  # not as it was: it may have been replaced
         astray = self._bound is not None and (first.grad is None or first.grad.data_ptr() != self._bound.data_ptr())
         if first.data_ptr() != self._params.data_ptr() or astray:
             raise RuntimeError(
