@@ -1,4 +1,7 @@
 import math
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -548,3 +551,11 @@ def test_a_given_tree_is_handed_on_by_a_cast_to_what_it_is_and_released_by_any_o
     window = some().shard(1, 3).give()
     assert window.cast(torch.bfloat16).equal(some().shard(1, 3).cast(torch.bfloat16))
     assert not window.given, "a window was not its own to give away"
+
+
+def test_a_tree_that_comes_from_another_process_is_laid_out_as_here():
+    """A hash of names differs from process to process, and a layout keeps its own."""
+    code = "import pickle, sys, torch; from atoll.tree import Tree; t = Tree.of({'w': torch.ones(2, 3)}); hash(t.layout); "
+    code += "sys.stdout.buffer.write(pickle.dumps(t))"
+    other = pickle.loads(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
+    assert other.equal(Tree.of({"w": torch.ones(2, 3)}))

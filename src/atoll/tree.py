@@ -99,6 +99,9 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self._hash == other._hash and self.pieces == other.pieces)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.pieces,)  # a hash is of no use in another process
+
     def slice(self, start: int, stop: int) -> Layout:
         """The layout of `buffer[start:stop]`."""
         return _slice(self, start, stop)

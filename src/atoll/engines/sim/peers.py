@@ -356,14 +356,15 @@ class Room:
 
 
 def ordered_sum(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
-    """The weighted sum, added up in rank order: every engine does it so, and therefore has these bits.
+    """The weighted sum, added up in rank order, and rounded after every product and every sum: every engine does it so, and
+    therefore has these bits, also where it sums slice by slice (what is rounded once is rounded otherwise at the end of a buffer).
 
     What weighs nothing is left out, whatever it holds: an island that is healing brings no sensible values.
     """
     (first, weight), *rest = [(tree, weight) for tree, weight in zip(trees, weights, strict=True) if weight]
     total = _borrowed(first) * weight
     for tree, weight in rest:
-        total = total.give().add(_borrowed(tree), weight)
+        total = total.give() + (_borrowed(tree) if weight == 1.0 else (_borrowed(tree) * weight).give())
     return total
 
 

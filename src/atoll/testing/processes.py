@@ -1,0 +1,104 @@
+"""Real processes for tests: a few of them, joined by gloo on this machine, that run the same function."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from atoll.engines.dist.driving import Line
+from atoll.engines.dist.peers import DistPeers
+from atoll.engines.dist.replica import DistReplica
+from atoll.engines.dist.wire import Wire
+from atoll.engines.local import InnerRule, LocalReplica
+from atoll.engines.sim.dealing import Dealing
+from atoll.engines.states import given
+from atoll.optim.sgd import SGD
+from atoll.protocols import Algorithm, HoldsWeights, Workload
+from atoll.tree import Tree
+
+T = TypeVar("T")
+_LIMIT_S = 60.0
+
+
+class Processes:
+    """So many processes that know each other. Functions and their arguments are pickled, so functions are a module's own."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._pool = ProcessPoolExecutor(size, mp_context=multiprocessing.get_context("spawn"))
+        self._calls = 0
+
+    def run(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """What the function returns in each process, in rank order. It is given a group, and the arguments."""
+        store = str(Path(self._folder.name) / f"store-{self._calls}")
+        self._calls += 1
+        futures = [self._pool.submit(_joined, rank, self._size, store, function, arguments) for rank in range(self._size)]
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._folder.cleanup()
+
+
+@contextmanager
+def processes(size: int) -> Iterator[Processes]:
+    """So many processes, for a while."""
+    started = Processes(size)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def _joined(rank: int, size: int, store: str, function: Callable[..., T], arguments: Sequence[Any]) -> T:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=_LIMIT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        return function(group, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def summed(group: dist.ProcessGroup, buffers: Sequence[torch.Tensor], weights: Sequence[float], piece_bytes: int) -> Any:
+    """This rank's slice of the weighted sum of the buffers, one per rank; all slices; and what it sent."""
+    wire = Wire(group, limit_s=_LIMIT_S, piece_bytes=piece_bytes)
+    mine = wire.scatter_sum(buffers[wire.rank].clone(), weights)
+    whole = torch.full_like(buffers[0], float("nan"))
+    start = whole.numel() * wire.rank // wire.size
+    whole[start : start + mine.numel()] = mine
+    wire.gather(whole)
+    return mine.clone(), whole, wire.sent_bytes
+
+
+def played(
+    group: dist.ProcessGroup, algorithm: Algorithm[Any], workload: Workload, rounds: int, inner: InnerRule | None = None
+) -> tuple[Tree, int]:
+    """An algorithm's weights after so many rounds, as far as this rank's State has them, and the payload that it sent."""
+    wire, line = Wire(group, limit_s=_LIMIT_S, piece_bytes=64), Line()
+    params, dealing = Tree.of(workload.module()), Dealing(workload.batches)
+    replica = LocalReplica(workload, optimizer=inner or SGD(lr=0.05), seed=wire.rank)
+    replica.load(params)
+    done = 0
+    peers = DistPeers(wire, line, lambda steps, batches, pieces: dealing.deal(wire.rank, batches, pieces, done), params.layout)
+    state = algorithm.init(params, peers)
+    if isinstance(algorithm, HoldsWeights):
+        replica.load(line.drive(peers.all_gather(algorithm.held(state))))
+    before = wire.sent_bytes
+    for _ in range(rounds):
+        state = line.drive(algorithm.round(given(state), DistReplica(replica), peers))
+        done += algorithm.steps_per_round
+    line.close()
+    return Tree(state.params.layout, state.params.flat.clone()), wire.sent_bytes - before
