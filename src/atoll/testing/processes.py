@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +24,7 @@ from atoll.engines.dist.wire import Wire
 from atoll.engines.local import InnerRule, LocalReplica
 from atoll.engines.sim.dealing import Dealing
 from atoll.engines.states import given
+from atoll.errors import ExchangeFailed
 from atoll.optim.sgd import SGD
 from atoll.protocols import Algorithm, HoldsWeights, Workload
 from atoll.tree import Tree
@@ -102,3 +106,45 @@ def played(
         done += algorithm.steps_per_round
     line.close()
     return Tree(state.params.layout, state.params.flat.clone()), wire.sent_bytes - before
+
+
+def outcomes(size: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[int | None, Any]]:
+    """What becomes of processes of which some may die: of each its exit code, and what it returned or the error that it raised."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(size)]
+        started = [
+            context.Process(target=_telling, args=(pipe[1], rank, size, f"{folder}/store", function, arguments))
+            for rank, pipe in enumerate(pipes)
+        ]
+        for process, (_, end) in zip(started, pipes, strict=True):
+            process.start()
+            end.close()
+        told = [_word(pipe) for pipe, _ in pipes]
+        for process in started:
+            process.join()
+        return [(process.exitcode, word) for process, word in zip(started, told, strict=True)]
+
+
+def _word(pipe: Connection) -> Any:
+    """What a process says before it ends; none if it says nothing."""
+    try:
+        return pipe.recv() if pipe.poll(_LIMIT_S) else None
+    except EOFError:
+        return None
+
+
+def _telling(pipe: Connection, rank: int, size: int, store: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    try:
+        pipe.send(_joined(rank, size, store, function, arguments))
+    except ExchangeFailed as error:
+        pipe.send(error)
+
+
+def cut_off(group: dist.ProcessGroup, victim: int, limit_s: float) -> None:
+    """Sums without end, in which one rank is killed."""
+    wire = Wire(group, limit_s=limit_s)
+    for turn in range(1000):
+        if turn == 3 and wire.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wire.scatter_sum(torch.ones(1_000_000), [1.0] * wire.size)

@@ -1,12 +1,17 @@
 """Sums over real processes have the simulator's bits and the formula's bytes, however buffers are cut."""
 
+import re
+import signal
+import time
+
 import pytest
 import torch
 
 from atoll.engines.sim import network
 from atoll.engines.sim.network import Link
 from atoll.engines.sim.peers import ordered_sum
-from atoll.testing.processes import processes, summed
+from atoll.errors import ExchangeFailed
+from atoll.testing.processes import cut_off, outcomes, processes, summed
 from atoll.tree import Tree
 
 SIZES = [1, 3, 64, 1001]  # fewer elements than ranks, and what no number of ranks or pieces divides
@@ -27,3 +32,16 @@ def test_sums_have_the_simulators_bits_and_the_formulas_bytes_at_any_size_of_pie
                     assert torch.equal(mine, expected[start:stop])
                     assert torch.equal(whole, expected)
                     assert sent_bytes == cost.sent_bytes[rank]
+
+
+def test_when_a_peer_is_killed_in_a_collective_the_others_say_whom_they_miss():
+    began = time.perf_counter()
+    (first, told), (second, nothing), (third, also) = outcomes(3, cut_off, 1, 20.0)
+    assert second == -signal.SIGKILL
+    assert nothing is None
+    assert (first, third) == (0, 0)
+    for error in (told, also):
+        assert isinstance(error, ExchangeFailed)
+        assert re.search(r"could not (send to|hear from) rank \d within 20 s", str(error))
+    assert "rank 1" in f"{told} {also}"
+    assert time.perf_counter() - began < 60
