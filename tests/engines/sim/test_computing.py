@@ -1,5 +1,6 @@
 """Computing on a pool: results when they are asked for, errors that come out, and settings that are put back."""
 
+import sys
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -112,3 +113,10 @@ def test_a_second_interrupt_does_not_leave_threads_behind(monkeypatch):
     with pool.open(replica()):
         assert pool.result(pool.begin(lambda: 3)) == 3
     assert calls == [True, True]
+
+
+def test_threads_take_turns_more_often_while_it_is_open_and_as_before_afterwards():
+    before, pool = sys.getswitchinterval(), computing()
+    with pool.open(replica()):
+        assert sys.getswitchinterval() < before
+    assert sys.getswitchinterval() == before

@@ -7,6 +7,7 @@ the order in which real threads finish changes nothing.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from atoll.tree import forget_spare_buffers
 
 T = TypeVar("T")
 _SIGN_OF_LIFE_S = 1.0  # between two reports while something computes
+_TURN_S = 0.0002
 
 
 class Computing:
@@ -45,7 +47,8 @@ class Computing:
         """
         self._closing = False
         try:
-            with torch_threads(self._threads), _Pool(self._workers(replica), self._threads) as self._pool:
+            pool = _Pool(self._workers(replica), self._threads)
+            with torch_threads(self._threads), _frequent_turns(), pool as self._pool:
                 try:
                     yield
                 finally:
@@ -80,6 +83,18 @@ class Computing:
         while not wait([future], timeout=_SIGN_OF_LIFE_S).done:
             self._sign_of_life()
         return future.result()
+
+
+@contextmanager
+def _frequent_turns() -> Iterator[None]:
+    """While islands compute on threads, Python lets them take turns more often than every 5 ms. The loop of the virtual clock is all
+    Python, and each operation of a thread that computes would wait for it so long."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class _Pool(ThreadPoolExecutor):
