@@ -106,5 +106,5 @@ def _demo(name: str, algorithm: Algorithm[Any] | AsyncAlgorithm[Any]) -> Run:
             link=Link(latency_s=0.030, bandwidth_mbit_per_s=100.0),
             threads_per_island=1,
         ),
-        keep=Keep(evaluate_every=60, save_every=300),
+        keep=Keep(evaluate_every=100, save_every=300),
     )

@@ -87,8 +87,8 @@ class Computing:
 
 @contextmanager
 def _frequent_turns() -> Iterator[None]:
-    """While islands compute on threads, Python lets them take turns more often than every 5 ms. The loop of the virtual clock is all
-    Python, and each operation of a thread that computes would wait for it so long."""
+    """While islands compute on threads, Python lets them take turns more often than every 5 ms. The loop of the virtual clock is
+    all Python, and each operation of a thread that computes would wait for it so long."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(_TURN_S)
     try:
