@@ -24,8 +24,9 @@ from atoll.errors import TrainingDiverged
 from atoll.events import Evaluated, Event, Progress, RoundFinished
 from atoll.runs import execute
 from atoll.runs.execute import Cache
+from atoll.runs.overrides import override
+from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run, candidates
-from atoll.runs.settings import from_json, override, to_json
 from atoll.telemetry.overlap import Overlap
 from progress import Watch
 from record import Record

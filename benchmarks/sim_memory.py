@@ -20,8 +20,8 @@ from atoll import recipes
 from atoll.errors import AtollError, ConfigError
 from atoll.models.gpt import GPT
 from atoll.runs.build import engine_of, island_workload
+from atoll.runs.overrides import override
 from atoll.runs.run import Run, candidates
-from atoll.runs.settings import override
 from atoll.telemetry.fanout import Fanout
 from atoll.tree import Tree
 from record import script

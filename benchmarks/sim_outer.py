@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from atoll.engines.local import torch_threads
-from atoll.engines.sim.peers import weighted_mean
+from atoll.engines.sim.room import weighted_mean
 from atoll.leaves import recycle
 from atoll.models.gpt import GPT
 from atoll.optim.sgd import Nesterov

@@ -24,8 +24,8 @@ from atoll.engines.sim.engine import SimEngine
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import at
 from atoll.runs.build import TextWorkload, island_workload, loss_of, replica_of
+from atoll.runs.overrides import override
 from atoll.runs.run import Run, candidates
-from atoll.runs.settings import override
 from atoll.telemetry.jsonl import JsonlSink
 from atoll.tree import Tree
 

@@ -19,8 +19,8 @@ from atoll.cli import main as cli
 from atoll.cli import verbs
 from atoll.data.text import Text
 from atoll.events import Event, RoundFinished
+from atoll.runs.overrides import override
 from atoll.runs.run import candidates
-from atoll.runs.settings import override
 from atoll.telemetry.summary import Summary
 from atoll.testing.small import SMALL as TINY
 

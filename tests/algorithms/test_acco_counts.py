@@ -17,8 +17,8 @@ from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.runs import execute
+from atoll.runs.overrides import override
 from atoll.runs.run import candidates
-from atoll.runs.settings import override
 from atoll.testing.conformance import detached, digests
 from atoll.testing.simulate import simulate, simulator
 from atoll.testing.small import SMALL

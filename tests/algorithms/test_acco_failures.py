@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atoll.algorithms.acco import ACCO
-from atoll.engines.sim.peers import RoundVoid
+from atoll.engines.sim.room import RoundVoid
 from atoll.engines.sim.world import Away, Cluster, Lost
 from atoll.events import Computed, Evaluated, Recut, RoundFailed
 from atoll.optim.adam import AdamW

@@ -40,8 +40,8 @@ def atoll(monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     from atoll.runs import execute
+    from atoll.runs.overrides import override
     from atoll.runs.run import candidates
-    from atoll.runs.settings import override
 
     run = override(recipes.demo_diloco(), [*SMALL, "algorithm.inner_steps=3"], candidates)
     return execute.run(run, out=tmp_path_factory.mktemp("cli") / "run").folder

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from atoll.engines.local import Evaluator, LocalReplica
+from atoll.engines.evaluator import Evaluator
+from atoll.engines.local import LocalReplica
 from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import WSD, Constant, Cosine

@@ -6,7 +6,8 @@ import torch
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
-from atoll.engines.local import Evaluator, LocalReplica, torch_threads
+from atoll.engines.evaluator import Evaluator
+from atoll.engines.local import LocalReplica, torch_threads
 from atoll.engines.masters import in_precision, initial
 from atoll.engines.sim.engine import SimEngine
 from atoll.engines.sim.world import Cluster

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from atoll.chunks import CHUNK
-from atoll.engines.sim.peers import weighted_mean
+from atoll.engines.sim.room import weighted_mean
 from atoll.errors import ConfigError, TreeGivenAway
 from atoll.leaves import trees
 from atoll.optim.adam import AdamW

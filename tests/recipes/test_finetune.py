@@ -9,8 +9,8 @@ from atoll.errors import ConfigError
 from atoll.events import Evaluated
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
+from atoll.runs.overrides import override
 from atoll.runs.run import candidates
-from atoll.runs.settings import override
 from atoll.telemetry.jsonl import read_events
 from atoll.tensorfile import read_tensors
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl

@@ -12,8 +12,8 @@ from atoll.errors import ConfigError
 from atoll.optim.adam import AdamW
 from atoll.protocols import Work
 from atoll.runs.build import device_of, island_workload, plain_workload, replica_of
+from atoll.runs.overrides import override
 from atoll.runs.run import candidates
-from atoll.runs.settings import override
 from atoll.testing.small import SMALL as TINY
 from atoll.tree import Tree
 

@@ -20,8 +20,8 @@ from atoll.runs.checkpoint import Checkpoints
 from atoll.runs.execute import Cache
 from atoll.runs.folder import RunFolder
 from atoll.runs.generate import generate
+from atoll.runs.overrides import override
 from atoll.runs.run import candidates
-from atoll.runs.settings import override
 from atoll.telemetry.fanout import Remembered
 from atoll.telemetry.jsonl import read_events
 from atoll.tensorfile import load_tree, read_tensors
@@ -125,7 +125,7 @@ KILLED = """
 import os, signal, sys
 import atoll
 from atoll.runs.run import candidates
-from atoll.runs.settings import override
+from atoll.runs.overrides import override
 
 class Bomb:
     def __init__(self, kind, count):

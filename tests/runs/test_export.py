@@ -13,8 +13,8 @@ from atoll import recipes
 from atoll.errors import CheckpointError, ConfigError, DataError
 from atoll.recipes import toy_sync
 from atoll.runs.export import export, load_exported, trained
+from atoll.runs.overrides import override
 from atoll.runs.run import candidates
-from atoll.runs.settings import override
 from atoll.tensorfile import read_tensors
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 from atoll.testing.small import SMALL

@@ -17,8 +17,8 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.engines.sim.network import Link
 from atoll.engines.sim.world import Cluster
 from atoll.errors import ConfigError
+from atoll.runs.overrides import override
 from atoll.runs.run import Run, candidates
-from atoll.runs.settings import override
 
 TWO_LEVELS = recipes.demo_two_level()
 

@@ -18,7 +18,7 @@ import torch
 
 from atoll.errors import ConfigError
 from atoll.runs.folder import RunFolder, default_path, differences, source, write_text
-from atoll.runs.settings import to_json
+from atoll.runs.plain import to_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import atoll
 from atoll import recipes
 from atoll.errors import ConfigError
 from atoll.runs.generate import generate
+from atoll.runs.overrides import override
 from atoll.runs.run import candidates
-from atoll.runs.settings import override
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 
 

@@ -25,8 +25,10 @@ from atoll.optim.delayed import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD
 from atoll.protocols import Algorithm, AsyncAlgorithm, Plan, Rebases, Rule
+from atoll.runs.overrides import override
+from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run, Train, TrainsDevices, candidates
-from atoll.runs.settings import describe, from_json, override, to_json
+from atoll.runs.settings import describe
 
 TOY = Run(
     recipe="toy",

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import ConfigError
-from atoll.runs.settings import describe, find_type, from_json, override, paths, to_json
+from atoll.runs.overrides import override
+from atoll.runs.plain import find_type, from_json, to_json
+from atoll.runs.settings import describe, paths
 
 T = TypeVar("T")
 

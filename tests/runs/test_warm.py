@@ -7,8 +7,8 @@ import pytest
 from atoll import recipes
 from atoll.protocols import Work
 from atoll.runs.build import plain_workload, replica_of
+from atoll.runs.overrides import override
 from atoll.runs.run import candidates
-from atoll.runs.settings import override
 from atoll.runs.warm import Cache, load_data, warm_start, warm_up
 from atoll.telemetry.fanout import Remembered
 from atoll.testing.small import SMALL as TINY

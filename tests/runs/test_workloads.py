@@ -26,8 +26,9 @@ from atoll.optim.sgd import SGD
 from atoll.protocols import Work
 from atoll.runs.build import replica_of
 from atoll.runs.generate import generate
+from atoll.runs.overrides import override
+from atoll.runs.plain import from_json
 from atoll.runs.run import Keep, Run, Train, candidates
-from atoll.runs.settings import from_json, override
 from atoll.runs.workloads import ToyWorkload, fingerprint, island_workload, plain_workload
 from atoll.telemetry.jsonl import read_events
 from atoll.testing.small import SMALL

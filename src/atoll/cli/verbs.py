@@ -25,8 +25,10 @@ from atoll.protocols import Sink
 from atoll.runs import execute
 from atoll.runs.execute import Cache, Result
 from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.overrides import override
+from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run, candidates
-from atoll.runs.settings import describe, from_json, override, to_json
+from atoll.runs.settings import describe
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.asynchrony import read_asynchrony
 from atoll.telemetry.asynchrony_text import asynchrony_section

@@ -213,3 +213,10 @@ def weights_of(module: nn.Module) -> Weights:
     """The module made flat, or borrowed as it is where its dtypes are mixed."""
     dtypes = {parameter.dtype for parameter in trainable(module).values()}
     return FlatModule(module) if len(dtypes) == 1 else BorrowedModule(module)
+
+
+def copy_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Write what a module keeps besides its parameters."""
+    for name, buffer in module.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])

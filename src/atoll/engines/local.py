@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from atoll.engines.flat import Weights, weights_of
+from atoll.engines.flat import Weights, copy_buffers, weights_of
 from atoll.engines.masters import InnerRule as InnerRule
 from atoll.engines.masters import Masters, in_precision, needs_masters
+from atoll.engines.pieces import cut, length, to_device
 from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Schedule, at
@@ -153,7 +154,7 @@ class LocalReplica:
         self._full = None
         batch = self._batches.batch(work.shard, work.start // work.pieces)
         if work.pieces > 1:
-            batch = list(_cut(batch, work.pieces))[work.start % work.pieces]
+            batch = list(cut(batch, work.pieces))[work.start % work.pieces]
         tokens = self._batches.tokens(batch)
         weight = float(tokens) if weigh == "tokens" else 1.0
         with self._own_randomness():
@@ -187,8 +188,8 @@ class LocalReplica:
 
         A piece counts for as many tokens as it has: examples may be padded.
         """
-        pieces = list(_cut(batch, self._micro_batches))
-        size = sum(_length(piece) for piece in pieces)
+        pieces = list(cut(batch, self._micro_batches))
+        size = sum(length(piece) for piece in pieces)
         if size < self._micro_batches:
             raise ConfigError(
                 f"a batch, or piece of one, holds {size} examples and is to be cut into {self._micro_batches}: each needs at least "
@@ -200,7 +201,7 @@ class LocalReplica:
             if share == 0 and any(shares):
                 continue  # nothing to learn from: its mean loss is not a number
             with self._precision():
-                loss = self._loss(self.weights.module, _to(piece, self.device)) * (share / (sum(shares) or 1))
+                loss = self._loss(self.weights.module, to_device(piece, self.device)) * (share / (sum(shares) or 1))
             (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
@@ -285,7 +286,7 @@ class LocalReplica:
             self._masters.restore(state["masters"])
         self._random = state["random"].clone()
         self.steps_taken = state["steps"]
-        _copy_buffers(self.weights.module, state["buffers"])
+        copy_buffers(self.weights.module, state["buffers"])
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """All that this replica holds, by what it is for."""
@@ -324,65 +325,3 @@ def _torch_optimizer(rule: InnerRule, weights: Weights) -> torch.optim.Optimizer
     momentum = 0.0 if isinstance(rule, SGD) else rule.momentum
     nesterov = isinstance(rule, Nesterov)
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=rule.weight_decay)
-
-
-def _copy_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    for name, buffer in module.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
-
-
-def _cut(batch: Any, pieces: int) -> Iterator[Any]:
-    """The batch in pieces along its first dimension; a batch may be a tensor, or tuples, lists and dicts of tensors."""
-    if pieces == 1:
-        yield batch
-    elif isinstance(batch, Tensor):
-        yield from torch.tensor_split(batch, pieces)
-    elif isinstance(batch, Mapping):
-        for parts in zip(*(_cut(item, pieces) for item in batch.values()), strict=True):
-            yield dict(zip(batch, parts, strict=True))
-    else:
-        for parts in zip(*(_cut(item, pieces) for item in batch), strict=True):
-            yield type(batch)(parts)
-
-
-def _length(batch: Any) -> int:
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
-    return batch.shape[0]
-
-
-def _to(batch: Any, device: str) -> Any:
-    if device == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {name: _to(item, device) for name, item in batch.items()}
-    return type(batch)(_to(item, device) for item in batch)
-
-
-class Evaluator:
-    """Judges weights on held-out data with a module of its own, so that no replica is disturbed."""
-
-    def __init__(self, workload: Workload, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
-        self._workload = workload
-        self._weights = weights_of(in_precision(workload.module().to(device), dtype))
-
-    def load(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Take these weights, and buffers if the module has some, judging nothing."""
-        self._weights.load(params)
-        _copy_buffers(self._weights.module, buffers or {})
-
-    def __call__(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> dict[str, float]:
-        """The measures of these weights."""
-        self.load(params, buffers)
-        module = self._weights.module
-        module.eval()
-        with torch.no_grad():
-            return dict(self._workload.evaluate(module))
-
-    @property
-    def module(self) -> nn.Module:
-        """The module with the weights that were judged last."""
-        return self._weights.module

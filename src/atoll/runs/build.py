@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from atoll.engines.local import Evaluator, LocalReplica, Loss
+from atoll.engines.evaluator import Evaluator
+from atoll.engines.local import LocalReplica, Loss
 from atoll.engines.sim.async_engine import AsyncSimEngine
 from atoll.engines.sim.books import Books
 from atoll.engines.sim.engine import SimEngine

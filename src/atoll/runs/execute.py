@@ -19,7 +19,7 @@ from torch import nn
 
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
-from atoll.engines.local import Evaluator
+from atoll.engines.evaluator import Evaluator
 from atoll.engines.masters import initial
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
@@ -28,8 +28,8 @@ from atoll.runs.build import Engine, engine_of
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
 from atoll.runs.finetuning import check_given
 from atoll.runs.folder import RunFolder, default_path, write_text
+from atoll.runs.plain import from_json, full_name, to_json
 from atoll.runs.run import Run, device_of, dtype_of
-from atoll.runs.settings import from_json, full_name, to_json
 from atoll.runs.warm import Cache as Cache
 from atoll.runs.warm import WarmStart, load_data, warm_up
 from atoll.runs.workloads import Loaded, fingerprint, island_workload, needs_weights, plain_workload

@@ -32,8 +32,8 @@ from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained, quiet
 from atoll.runs.execute import TOKENIZER, check_workload
 from atoll.runs.folder import RunFolder
+from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run
-from atoll.runs.settings import from_json, to_json
 from atoll.tensorfile import load_tree, read_tensors, write_tensors
 from atoll.tree import Tree, trainable
 

@@ -36,7 +36,7 @@ import torch
 import atoll
 from atoll.errors import ConfigError
 from atoll.files import replacing
-from atoll.runs.settings import from_json, to_json
+from atoll.runs.plain import from_json, to_json
 
 
 @dataclass(frozen=True)

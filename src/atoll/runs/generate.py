@@ -18,8 +18,8 @@ from atoll.models.pretrained import quiet
 from atoll.runs.execute import TOKENIZER, check_workload
 from atoll.runs.export import trained
 from atoll.runs.folder import RunFolder
+from atoll.runs.plain import from_json
 from atoll.runs.run import Run
-from atoll.runs.settings import from_json
 
 
 def generate(folder: Path, prompt: str, *, tokens: int, temperature: float, top_k: int | None, seed: int) -> Iterator[str]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import CheckpointError
-from atoll.runs.settings import find_type, full_name
+from atoll.runs.plain import find_type, full_name
 from atoll.tensorfile import layout_from_json, layout_to_json
 from atoll.tree import Layout, Tree
 

@@ -17,8 +17,8 @@ from atoll.events import Progress
 from atoll.optim.schedules import WSD, at
 from atoll.protocols import Sink, Work, Workload
 from atoll.runs.build import loss_of, replica_of
+from atoll.runs.plain import to_json
 from atoll.runs.run import Run, device_of, dtype_of
-from atoll.runs.settings import to_json
 from atoll.runs.workloads import Loaded, dealt, fingerprint, whole
 from atoll.tensorfile import load_tree, read_tensors, save_tree
 from atoll.tree import Tree

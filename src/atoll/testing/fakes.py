@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from atoll.engines.sim.peers import ordered_sum, weighted_mean
+from atoll.engines.sim.room import ordered_sum, weighted_mean
 from atoll.protocols import Algorithm, Gradient, Mean, Scattered, Task, Weigh, Work
 from atoll.tree import Tree
 

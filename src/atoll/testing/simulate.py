@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.engines.local import Evaluator, InnerRule, LocalReplica
+from atoll.engines.evaluator import Evaluator
+from atoll.engines.local import InnerRule, LocalReplica
 from atoll.engines.sim.async_engine import AsyncSimEngine
 from atoll.engines.sim.engine import SimEngine
 from atoll.engines.sim.world import Cluster

@@ -9,7 +9,7 @@ import torch
 
 from atoll.engines.sim import network
 from atoll.engines.sim.network import Link
-from atoll.engines.sim.peers import ordered_sum
+from atoll.engines.sim.room import ordered_sum
 from atoll.errors import ExchangeFailed
 from atoll.testing.processes import cut_off, outcomes, processes, summed
 from atoll.tree import Tree

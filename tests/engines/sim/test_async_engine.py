@@ -9,7 +9,8 @@ import torch
 
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.diloco import DiLoCo
-from atoll.engines.local import Evaluator, LocalReplica
+from atoll.engines.evaluator import Evaluator
+from atoll.engines.local import LocalReplica
 from atoll.engines.sim.async_engine import AsyncSimEngine
 from atoll.engines.sim.network import CONTROL_BYTES, Link
 from atoll.engines.sim.world import Away, Cluster, Lost, Outage

@@ -12,7 +12,7 @@ from atoll.algorithms.ddp import DDP, DDPState
 from atoll.algorithms.diloco import DiLoCo, DiLoCoState
 from atoll.engines.local import LocalReplica
 from atoll.engines.sim.network import Link
-from atoll.engines.sim.peers import weighted_mean
+from atoll.engines.sim.room import weighted_mean
 from atoll.engines.sim.world import Away, Cluster, Lost
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import CaughtUp, Computed, Exchanged, IslandJoined, IslandLeft, RoundFinished, UpdateSkipped

@@ -19,7 +19,8 @@ from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.holding import check_held, held, load_held
 from atoll.engines.sim.inside import Inside, at_position
-from atoll.engines.sim.peers import Room, SimPeers, SimReplica
+from atoll.engines.sim.peers import SimPeers, SimReplica
+from atoll.engines.sim.room import Room
 from atoll.engines.states import agree, given, on_device, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed
 from atoll.leaves import recycle

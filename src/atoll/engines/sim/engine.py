@@ -27,7 +27,8 @@ from atoll.engines.sim.inside import Inside, check_inside
 from atoll.engines.sim.islands import Island, cut_anew
 from atoll.engines.sim.memory import MemoryCount, is_counted
 from atoll.engines.sim.network import transfer_s
-from atoll.engines.sim.peers import Room, RoundVoid, SimPeers, SimReplica
+from atoll.engines.sim.peers import SimPeers, SimReplica
+from atoll.engines.sim.room import Room, RoundVoid
 from atoll.engines.sim.stretches import Stretches
 from atoll.engines.sim.world import Cluster
 from atoll.engines.states import agree, given, on_device, shared_fields, waiting_tokens, with_shared
