@@ -12,6 +12,7 @@ Counted are live tensors, each storage once, however many views there are of it:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.chunks import trees_in
 from atoll.engines.local import LocalReplica
+from atoll.errors import TreeGivenAway
 from atoll.events import MEMORY_KINDS
 from atoll.protocols import Gradient
 from atoll.tree import Tree
@@ -53,7 +55,7 @@ def hold(holding: Holding, value: Any, kind: str, named: frozenset[str] = frozen
 
 def _tensors(value: Any, kind: str, named: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tree):
-        if not value.given:
+        with suppress(TreeGivenAway):  # asked for at once: a replica that computes beside may take it at any moment
             yield kind, value.flat
     elif isinstance(value, Tensor):
         yield kind, value
