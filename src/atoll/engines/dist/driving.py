@@ -26,17 +26,46 @@ class Request:
 
 
 class Line:
-    """The thread that owns an island's communication."""
+    """The thread that owns an island's communication.
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "line", initializer=torch.set_num_threads, initargs=(1,))
+    Args:
+        device: where the island computes. On a GPU the thread has a stream of its own, which begins each request after what was
+            asked of the GPU before it, and is through with it when the request is over.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._cuda = torch.device(device) if device.startswith("cuda") else None
+        self._pool = ThreadPoolExecutor(1, "line", initializer=self._prepare)
+
+    def _prepare(self) -> None:
+        torch.set_num_threads(1)
+        if self._cuda is not None:
+            torch.cuda.set_device(self._cuda)
+            torch.cuda.set_stream(torch.cuda.Stream(self._cuda))  # type: ignore[no-untyped-call]
+
+    def _submit(self, call: Callable[[], T]) -> Future[T]:
+        if self._cuda is None:
+            return self._pool.submit(call)
+        asked = torch.cuda.current_stream(self._cuda).record_event()
+
+        def behind() -> T:
+            torch.cuda.current_stream().wait_event(asked)
+            result = call()
+            torch.cuda.current_stream().synchronize()
+            return result
+
+        return self._pool.submit(behind)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Have the line do something, and wait for it."""
+        return self._submit(function).result()
 
     def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end in this thread; what it exchanges is exchanged by the line."""
         try:
             request = coroutine.send(None)
             while True:
-                value = request.call() if request.waits else self._pool.submit(request.call).result()
+                value = request.call() if request.waits else self.call(request.call)
                 request = coroutine.send(value)
         except StopIteration as end:
             result: T = end.value
@@ -52,7 +81,7 @@ class Line:
             done: Future[T] = Future()
             done.set_result(end.value)
             return Flight(done)
-        return Flight(self._pool.submit(_fly, coroutine, request))
+        return Flight(self._submit(lambda: _fly(coroutine, request)))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -2,35 +2,32 @@
 
 gloo's own reduce-scatter sends what an all-reduce sends, and its all-reduce adds in an order of its own. Here every rank sends each
 other rank the slice that is to be its own, in pieces, and adds what it receives in rank order. So sums have the simulator's bits
-at any number of ranks, a rank sends exactly what it would send round a ring, and nothing needs more room than a few pieces.
+at any number of ranks, a rank sends exactly what it would send round a ring, and nothing needs more room than a few pieces. Several
+pieces are under way at a time, so that a line's latency is waited for once.
 
-A wire is used by one thread at a time.
+A wire is used by one thread at a time. Ranks may leave it: who is left goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from atoll.engines.dist.blame import Blame
+from atoll.engines.dist.carrier import Missed, carrier_of
 from atoll.errors import ExchangeFailed
 from atoll.tree import shard_range
 
 PIECE_BYTES = 1 << 20
 """gloo moves large messages one way at a time, and messages of this size both ways together."""
+UNDER_WAY = 4
+"""Pieces that are sent ahead of those that are waited for."""
 CONTROL = 8  # bytes of a number that travels beside the payload
-
-
-class _Open(NamedTuple):
-    """A message on its way."""
-
-    work: dist.Work
-    rank: int
-    doing: str
 
 
 class Wire:
@@ -38,21 +35,51 @@ class Wire:
 
     Args:
         group: a process group that nobody else uses: two threads on one group get each other's messages.
-        limit_s: how long a piece may take before the exchange has failed.
+        limit_s: how long a piece may take before the exchange has failed. It may be changed between two exchanges.
         piece_bytes: at most so much is sent in one message.
+        blame: finds out who is to be named when somebody is missed; none names the one who was missed here.
+        names: what members are called in errors; else by their rank in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, limit_s: float, piece_bytes: int = PIECE_BYTES) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        limit_s: float,
+        piece_bytes: int = PIECE_BYTES,
+        blame: Blame | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self._me = dist.get_rank(group)
+        self._members = list(range(dist.get_world_size(group)))
+        self._carrier = carrier_of(group)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+        self._piece_bytes, self._blame = piece_bytes, blame
+        self._names = names or [f"rank {rank}" for rank in self._members]
+        self.limit_s = limit_s
         self.sent_bytes = self.control_bytes = 0
         """Since the beginning: payload, and what travels beside it."""
-        self._group, self._limit_s, self._piece_bytes = group, limit_s, piece_bytes
+
+    @property
+    def rank(self) -> int:
+        """Among those who have not left."""
+        return self._members.index(self._me)
+
+    @property
+    def size(self) -> int:
+        return len(self._members)
+
+    def leave_out(self, ranks: Sequence[int]) -> None:
+        """These members have left; the ranks of the others close up."""
+        self._members = [member for rank, member in enumerate(self._members) if rank not in ranks]
+
+    # --------------------------------------------------------------------------------------------------------- collectives
 
     def tell(self, *numbers: float) -> list[list[float]]:
         """Everybody's numbers, in rank order."""
-        mine = torch.tensor(numbers, dtype=torch.float64)
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         theirs = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
-        self._wait([message for rank in self._others() for message in (self._send(mine, rank), self._receive(theirs[rank], rank))])
+        self._waiting(self._post(dict.fromkeys(self._others(), mine), {rank: theirs[rank] for rank in self._others()}))
         self.control_bytes += CONTROL * len(numbers) * (self.size - 1)
         return [numbers_of.tolist() for numbers_of in theirs]
 
@@ -64,42 +91,56 @@ class Wire:
         start, stop = shard_range(flat.numel(), self.rank, self.size)
         mine = flat[start:stop]
         total = mine if sums in (None, flat.dtype) else torch.empty(stop - start, dtype=sums, device=flat.device)
-        count = max(len(self._cuts(flat, rank)) for rank in range(self.size))
-        for number in range(count):
-            self._add_piece(flat, mine, total, number, weights)
+        self._pipeline(self._scattering(flat, mine, total, weights))
         self.sent_bytes += (flat.numel() - mine.numel()) * flat.element_size()
         return total
 
-    def _add_piece(self, flat: Tensor, mine: Tensor, total: Tensor, number: int, weights: Sequence[float]) -> None:
-        """One piece of everybody's slice: sent to whom it belongs, and added up by whom it belongs to."""
-        messages = [
-            self._send(flat[slice(*cuts[number])], rank)
-            for rank in self._others()
-            if number < len(cuts := self._cuts(flat, rank))
-        ]
-        cuts, (first, _) = self._cuts(flat, self.rank), shard_range(flat.numel(), self.rank, self.size)
-        if number >= len(cuts):
-            self._wait(messages)
-            return
-        piece = slice(cuts[number][0] - first, cuts[number][1] - first)
-        theirs = {rank: torch.empty_like(mine[piece]) for rank in self._others()}
-        self._wait([*messages, *(self._receive(buffer, rank) for rank, buffer in theirs.items())])
-        parts = [mine[piece] if rank == self.rank else theirs[rank] for rank in range(self.size)]
-        total[piece] = ordered_sum([part.to(total.dtype) for part in parts], weights)
+    def _scattering(self, flat: Tensor, mine: Tensor, total: Tensor, weights: Sequence[float]) -> Iterator[Callable[[], None]]:
+        """Each piece of everybody's slice: sent to whom it belongs, and added up by whom it belongs to."""
+        first, _ = shard_range(flat.numel(), self.rank, self.size)
+        cuts = [self._cuts(flat, rank) for rank in range(self.size)]
+        for number in range(max(map(len, cuts))):
+            sends = {rank: flat[slice(*cuts[rank][number])] for rank in self._others() if number < len(cuts[rank])}
+            if number >= len(cuts[self.rank]):
+                yield self._post(sends, {})
+                continue
+            piece = slice(cuts[self.rank][number][0] - first, cuts[self.rank][number][1] - first)
+            theirs = {rank: torch.empty_like(mine[piece]) for rank in self._others()}
+            arrived = self._post(sends, theirs)
+            parts = [mine[piece] if rank == self.rank else theirs[rank] for rank in range(self.size)]
+            yield partial(_add_when, arrived, parts, weights, total[piece])
 
     def gather(self, whole: Tensor) -> None:
         """Everybody's slice of a buffer, of which this rank has filled in its own."""
         start, stop = shard_range(whole.numel(), self.rank, self.size)
-        mine = self._cuts(whole, self.rank)
-        for number in range(max(len(self._cuts(whole, rank)) for rank in range(self.size))):
-            sends = [self._send(whole[slice(*mine[number])], rank) for rank in self._others()] if number < len(mine) else []
-            receives = [
-                self._receive(whole[slice(*cuts[number])], rank)
-                for rank in self._others()
-                if number < len(cuts := self._cuts(whole, rank))
-            ]
-            self._wait([*sends, *receives])
+        self._pipeline(self._gathering(whole))
         self.sent_bytes += (stop - start) * whole.element_size() * (self.size - 1)
+
+    def _gathering(self, whole: Tensor) -> Iterator[Callable[[], None]]:
+        cuts = [self._cuts(whole, rank) for rank in range(self.size)]
+        mine = cuts[self.rank]
+        for number in range(max(map(len, cuts))):
+            sends = dict.fromkeys(self._others(), whole[slice(*mine[number])]) if number < len(mine) else {}
+            receives = {rank: whole[slice(*cuts[rank][number])] for rank in self._others() if number < len(cuts[rank])}
+            yield self._post(sends, receives)
+
+    def hand_out(self, whole: Tensor) -> None:
+        """The first rank's buffer, written into everybody's. Counted nowhere: it is no algorithm's."""
+        for start in range(0, whole.numel(), length := max(1, self._piece_bytes // whole.element_size())):
+            piece = whole[start : start + length]
+            self._waiting(self._post(dict.fromkeys(self._others(), piece), {}) if self.rank == 0 else self._post({}, {0: piece}))
+
+    # -------------------------------------------------------------------------------------------------------------- pieces
+
+    def _pipeline(self, steps: Iterator[Callable[[], None]]) -> None:
+        """Begin steps ahead of those that are finished, in order."""
+        under_way: deque[Callable[[], None]] = deque()
+        for step in steps:
+            under_way.append(step)
+            if len(under_way) > UNDER_WAY:
+                self._waiting(under_way.popleft())
+        while under_way:
+            self._waiting(under_way.popleft())
 
     def _cuts(self, flat: Tensor, rank: int) -> list[tuple[int, int]]:
         """Where the pieces of a rank's slice begin and end."""
@@ -111,32 +152,35 @@ class Wire:
         """Beginning with the next one, so that not all send to the same at a time."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def _send(self, tensor: Tensor, rank: int) -> _Open:
-        work = dist.isend(tensor.contiguous(), group=self._group, group_dst=rank)
-        assert work is not None
-        return _Open(work, rank, "send to")
+    def _post(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], None]:
+        members = self._members
+        wait = self._carrier.post({members[r]: t for r, t in sends.items()}, {members[r]: t for r, t in receives.items()})
+        return lambda: wait(self.limit_s)
 
-    def _receive(self, tensor: Tensor, rank: int) -> _Open:
-        work = dist.irecv(tensor, group=self._group, group_src=rank)
-        assert work is not None
-        return _Open(work, rank, "hear from")
-
-    def _wait(self, messages: Sequence[_Open]) -> None:
-        for message in messages:
-            try:
-                message.work.wait(timedelta(seconds=self._limit_s))
-            except RuntimeError as error:
-                raise ExchangeFailed(
-                    f"rank {self.rank} could not {message.doing} rank {message.rank} within {self._limit_s:g} s: it died, or its "
-                    f"line is too slow for this limit. What was saved before this round stands. ({error})"
-                ) from error
+    def _waiting(self, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+        except Missed as missed:
+            guilty, says = self._blame.accuse(missed.rank) if self._blame else (missed.rank, "")
+            raise ExchangeFailed(
+                f"{self._names[self._me]} could not {missed.doing} {self._names[guilty]} within {self.limit_s:g} s{says}: it died, "
+                f"or its line is too slow for this limit. What was saved before this round stands. ({missed})"
+            ) from missed
 
 
-def ordered_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def _add_when(arrived: Callable[[], None], parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+    arrived()
+    add_up(parts, weights, out)
+
+
+def add_up(parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
     """The weighted sum in rank order, rounded after every product and every sum, so that its bits do not depend on where a buffer
-    is cut."""
-    (first, weight), *rest = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
-    total = first * weight
-    for part, weight in rest:
-        total += part if weight == 1.0 else part * weight
-    return total
+    is cut. Parts are overwritten, and `out` may be one of them."""
+    total: Tensor | None = None
+    for part, weight in zip(parts, weights, strict=True):
+        if weight:
+            term = part.to(out.dtype)
+            term = term if weight == 1.0 else term.mul_(weight)
+            total = term if total is None else total.add_(term)
+    if total is not None and total.data_ptr() != out.data_ptr():
+        out.copy_(total)

@@ -1,0 +1,105 @@
+"""Messages between the ranks of a process group: sent and received in the background, and waited for with a time limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Missed(Exception):
+    """A rank of the group was not heard, or could not be sent to."""
+
+    def __init__(self, rank: int, doing: str, why: str) -> None:
+        super().__init__(why)
+        self.rank, self.doing = rank, doing
+
+
+class Carrier(Protocol):
+    """Moves tensors between the ranks of one group. Messages from one rank to another arrive in the order they were sent in."""
+
+    def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[float], None]:
+        """Begin to send these tensors to these ranks, and to receive into those. Returns what waits for all of it, for at most so
+        many seconds, and raises Missed."""
+
+
+class _Message(NamedTuple):
+    work: dist.Work
+    rank: int
+    doing: str
+    arrived: Callable[[], object] | None = None
+
+
+class GlooCarrier:
+    """isend and irecv of gloo, which knows the memory of CPUs alone: what lies on a GPU goes through pinned memory."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[float], None]:
+        outgoing = {rank: _on_host(tensor) for rank, tensor in sends.items()}
+        if any(tensor.is_cuda for tensor in sends.values()):
+            torch.cuda.current_stream().synchronize()  # the copies to the host are this stream's
+        messages = [_Message(_begun(dist.isend(t, group=self._group, group_dst=r)), r, "send to") for r, t in outgoing.items()]
+        messages += [self._receive(rank, tensor) for rank, tensor in receives.items()]
+        return lambda limit_s: _wait(messages, limit_s)
+
+    def _receive(self, rank: int, tensor: Tensor) -> _Message:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
+        work = _begun(dist.irecv(host, group=self._group, group_src=rank))
+        return _Message(work, rank, "hear from", None if host is tensor else lambda: tensor.copy_(host, non_blocking=True))
+
+
+class BatchCarrier:
+    """All messages of a post as one batch, which is how NCCL wants them: it knows no order between single ones."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[float], None]:
+        operations = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for rank, tensor in sends.items()]
+        operations += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for rank, tensor in receives.items()]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        ranks = sorted({*sends, *receives})
+
+        def wait(limit_s: float) -> None:
+            deadline = time.monotonic() + limit_s
+            while not all(work.is_completed() for work in works):
+                if time.monotonic() > deadline:  # NCCL's own wait holds up the stream, and not this thread
+                    raise Missed(ranks[0], "exchange with", f"one of ranks {ranks} did not answer")
+                time.sleep(2e-4)
+            for work in works:
+                work.wait()
+
+        return wait
+
+
+def carrier_of(group: dist.ProcessGroup) -> Carrier:
+    """The one for this group's backend."""
+    return BatchCarrier(group) if dist.get_backend(group) == "nccl" else GlooCarrier(group)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.contiguous()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is no member of the group"
+    return work
+
+
+def _wait(messages: Sequence[_Message], limit_s: float) -> None:
+    for message in messages:
+        try:
+            message.work.wait(timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            raise Missed(message.rank, message.doing, str(error)) from error
+        if message.arrived is not None:
+            message.arrived()
