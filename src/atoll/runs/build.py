@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
+from atoll.engines.books import Books
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.local import LocalReplica, Loss
 from atoll.engines.sim.async_engine import AsyncSimEngine
-from atoll.engines.sim.books import Books
 from atoll.engines.sim.engine import SimEngine
 from atoll.events import RunFinished
 from atoll.protocols import AsyncAlgorithm, Sink, Workload

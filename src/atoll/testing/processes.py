@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from atoll.engines.dealing import Dealing
 from atoll.engines.dist.driving import Line
 from atoll.engines.dist.peers import DistPeers
 from atoll.engines.dist.replica import DistReplica
 from atoll.engines.dist.wire import Wire
 from atoll.engines.local import InnerRule, LocalReplica
-from atoll.engines.sim.dealing import Dealing
 from atoll.engines.states import given
 from atoll.errors import ExchangeFailed
 from atoll.optim.sgd import SGD

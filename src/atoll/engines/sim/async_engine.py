@@ -20,9 +20,9 @@ import torch
 
 from atoll.algorithms.hub import Applied, Hub, Outcome, Push, Refusal
 from atoll.algorithms.scheduler import Closing, Dispatch, Return
+from atoll.engines.books import Books
 from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim import reports
-from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.network import CONTROL_BYTES

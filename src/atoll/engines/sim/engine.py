@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from atoll.engines.books import Books
+from atoll.engines.dealing import Dealing
 from atoll.engines.local import LocalReplica, Trained
-from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
-from atoll.engines.sim.dealing import Dealing
 from atoll.engines.sim.devices import Devices, rest_of
 from atoll.engines.sim.holding import check_held, held, load_held
 from atoll.engines.sim.inside import Inside, check_inside

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from atoll.engines.books import Books
+from atoll.engines.dealing import Dealing
 from atoll.engines.local import LocalReplica
-from atoll.engines.sim.books import Books
-from atoll.engines.sim.dealing import Dealing
 from atoll.engines.sim.stretches import Stretches
 from atoll.engines.sim.world import Cluster
 from atoll.errors import ConfigError

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from atoll.engines.books import Books
 from atoll.engines.local import LocalReplica
-from atoll.engines.sim.books import Books
 from atoll.engines.sim.devices import Devices, rest_of
 from atoll.engines.sim.world import Cluster
 from atoll.engines.slices import missing_bytes, recut

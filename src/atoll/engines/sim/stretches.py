@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from atoll.engines.books import Books
 from atoll.engines.local import Trained
-from atoll.engines.sim.books import Books
 from atoll.engines.sim.clock import Task, Wait
 from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.world import Cluster

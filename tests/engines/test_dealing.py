@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from atoll.engines.sim.dealing import Dealing
+from atoll.engines.dealing import Dealing
 from atoll.testing.workloads import RegressionBatches
 
 

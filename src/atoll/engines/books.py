@@ -1,4 +1,4 @@
-"""The simulator's books: what each island did and what all of them did together, since the warm start.
+"""An engine's books: what each island did and what all of them did together, since the warm start.
 
 Every figure that is reported comes from here, and all of it is saved with a checkpoint.
 """
