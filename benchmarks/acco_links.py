@@ -165,7 +165,7 @@ def mbit_per_s(exchange_s: float, islands: int) -> float:
 def update(algorithm: Algorithm[Any], cluster: Cluster) -> dict[str, Any]:
     """Seconds of virtual time per update once it has settled, how far single ones are from that, and payload bytes per island."""
     done = simulate(algorithm, steps=UPDATES, workload=WORKLOAD, cluster=cluster, evaluate_every=UPDATES)
-    ends = [event.virtual_time_s for event in done.of(RoundFinished)][SETTLED - 1 :]
+    ends = [event.time_s for event in done.of(RoundFinished)][SETTLED - 1 :]
     update_s = (ends[-1] - ends[0]) / (len(ends) - 1)
     apart = max(abs(two - one - update_s) for one, two in pairwise(ends))
     sent = [event.sent_bytes for event in done.of(Exchanged) if event.round == UPDATES - 1]

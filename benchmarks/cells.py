@@ -231,7 +231,7 @@ class _Curve:
 
     def emit(self, event: Event) -> None:
         if isinstance(event, Evaluated):
-            self.points.append((event.virtual_time_s, event.local_updates, event.loss))
+            self.points.append((event.time_s, event.local_updates, event.loss))
 
 
 class _Times:

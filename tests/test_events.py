@@ -1,13 +1,26 @@
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.events import Compared, Evaluated, Event, Exchanged, Progress, RoundFinished, RunFinished, Saved, from_json
+from atoll.errors import AtollError
+from atoll.events import (
+    Compared,
+    Evaluated,
+    Event,
+    Exchanged,
+    Progress,
+    RoundFinished,
+    RunFinished,
+    RunStarted,
+    Saved,
+    Timed,
+    from_json,
+)
 
 KINDS = Event.__subclasses__()
 TEXT = st.text(st.characters(codec="utf-8"), max_size=10).filter(lambda text: text not in ("NaN", "Infinity", "-Infinity"))
@@ -50,7 +63,8 @@ def test_every_event_is_one_line_of_strict_json_that_names_itself_first(kind):
         line = event.to_json()
         record = json.loads(line, parse_constant=no_constant)
         assert "\n" not in line
-        assert list(record) == ["event", *(field.name for field in fields(kind))]
+        assert list(record) == ["event", *(field.name for field in fields(kind) if field.name in record)]
+        assert {field.name for field in fields(kind)} - set(record) <= {"wall_time_s"}
         assert record["event"] == kind.__name__
 
     is_one_line()
@@ -61,6 +75,38 @@ def test_the_text_of_an_event_is_stable():
         '{"event": "RoundFinished", "round": 3, "islands": 2, "steps": 40, "virtual_time_s": 0.1, "tokens": 4096, '
         '"local_updates": 80, "loss": 2.5, "sent_bytes_per_island": 1000000.0}'
     )
+
+
+def test_a_moment_on_real_machines_is_written_beside_a_virtual_time_of_null():
+    measured = replace(round_finished(loss=2.5), virtual_time_s=None, wall_time_s=0.25)
+    assert '"virtual_time_s": null, "wall_time_s": 0.25, ' in measured.to_json()
+    assert from_json(measured.to_json()) == measured
+
+
+def test_the_time_of_an_event_is_on_the_clock_that_counts():
+    simulated = round_finished(loss=2.5)
+    assert simulated.time_s == 0.1
+    assert replace(simulated, virtual_time_s=None, wall_time_s=0.25).time_s == 0.25
+    assert replace(simulated, virtual_time_s=0.0).time_s == 0.0
+
+
+def test_an_event_without_a_time_says_so_when_it_is_asked_for_one():
+    with pytest.raises(AtollError, match="RoundFinished has neither virtual_time_s nor wall_time_s"):
+        _ = replace(round_finished(loss=2.5), virtual_time_s=None).time_s
+
+
+def test_every_event_with_a_virtual_time_has_a_wall_time_too():
+    names = {kind: {field.name for field in fields(kind)} for kind in KINDS}
+    timed = [kind for kind in KINDS if "virtual_time_s" in names[kind]]
+    assert timed == [kind for kind in KINDS if "wall_time_s" in names[kind]]
+    assert timed == [kind for kind in KINDS if issubclass(kind, Timed)]
+
+
+def test_a_log_that_names_no_engine_was_simulated():
+    line = '{"event": "RunStarted", "recipe": "r", "algorithm": "DDP", "islands": 1, "params": 1, "steps": 1, "seed": 0}'
+    started = from_json(line)
+    assert isinstance(started, RunStarted)
+    assert started.engine == "sim"
 
 
 def test_floats_are_written_to_the_last_bit():

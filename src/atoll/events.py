@@ -1,11 +1,17 @@
 """What can be reported: one class per thing that happens, one JSON line per event.
 
-Every figure in an event is a function of the Run and its seed. What depends on the machine (wall-clock time, where the run was
-resumed) is written elsewhere, so that two runs with the same seed have the same log to the last digit.
-Virtual times and counts start at the end of the warm start. What happens within a round carries its number, counted from 0; what
+Under a virtual clock every figure in an event is a function of the Run and its seed. What depends on the machine (wall-clock time,
+where the run was resumed) is written elsewhere, so that two runs with the same seed have the same log to the last digit. On real
+machines times are measured: there two logs differ in their times and in what follows from times alone (utilisation, the limit of
+an exchange), and in nothing else.
+Times and counts start at the end of the warm start. What happens within a round carries its number, counted from 0; what
 happens between two rounds (RoundFinished, Evaluated, Saved) carries the number of rounds that are over.
 In an asynchronous run a round is one worker's: it begins when the hub sends the worker off, which numbers it, and it is over with
 the hub's step for what the worker brought. So rounds need not be over in the order of their numbers.
+
+A run has one clock. What happens at a moment carries it as `virtual_time_s`, seconds on the simulated cluster's clock, or as
+`wall_time_s`, seconds that have passed on real machines (a run that is resumed goes on from where its checkpoint stood). The other
+is None, and `time_s` is whichever counts. Every other time (`start_s`, `end_s`, `arrived_s` and so on) is on the same clock.
 """
 
 from __future__ import annotations
@@ -14,7 +20,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
+
+from atoll.errors import AtollError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +33,40 @@ class Event:
     """Whether the event belongs in the run's log; progress does not."""
 
     def to_json(self) -> str:
-        """One line. Floats are written so that they read back as the same float; NaN and infinity as {"float": "nan"} and so on."""
+        """One line. Floats are written so that they read back as the same float; NaN and infinity as {"float": "nan"} and so on.
+        `wall_time_s` is left out where the clock is virtual."""
         # Field by field: `asdict` copies what is in them, and a log has a dozen events per round.
-        return json.dumps(
-            {"event": type(self).__name__} | {f.name: _plain(getattr(self, f.name)) for f in fields(self)}, allow_nan=False
-        )
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        record = {name: _plain(value) for name, value in values.items() if name != "wall_time_s" or value is not None}
+        return json.dumps({"event": type(self).__name__} | record, allow_nan=False)
+
+
+class _Moment(Protocol):
+    """A moment on one of the two clocks."""
+
+    @property
+    def virtual_time_s(self) -> float | None: ...
+    @property
+    def wall_time_s(self) -> float | None: ...
+
+
+class Timed:
+    """What happens at a moment of the run.
+
+    >>> RoundFailed(round=0, what="total", islands=[1], virtual_time_s=None, wall_time_s=2.5).time_s
+    2.5
+    """
+
+    @property
+    def time_s(self: _Moment) -> float:
+        """On the run's clock, virtual or real."""
+        time_s = self.wall_time_s if self.virtual_time_s is None else self.virtual_time_s
+        if time_s is None:
+            raise AtollError(
+                f"{type(self).__name__} has neither virtual_time_s nor wall_time_s: a run has one clock or the other. "
+                f"Give the time on the clock that counts."
+            )
+        return time_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +81,8 @@ class RunStarted(Event):
     seed: int
     devices_per_island: int | None = None
     """Where the devices of an island have an algorithm of their own."""
+    engine: str = "sim"
+    """What ran it, and so which clock counts: sim (a virtual one), dist (a real one)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +95,7 @@ class WarmStartFinished(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Computed(Event):
-    """An island computed from `start_s` to `end_s`: `steps` optimizer steps, or the gradients of `batches`."""
+    """An island computed from `start_s` to `end_s` on the run's clock: `steps` optimizer steps, or the gradients of `batches`."""
 
     island: int
     round: int
@@ -73,7 +112,10 @@ class Computed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged(Event):
-    """Islands met, or the devices of one of them. Lists run over the islands in `islands`."""
+    """Islands met, or the devices of one of them. Lists run over the islands in `islands`; times are on the run's clock.
+
+    `arrived_s` is when each was ready to exchange; the exchange went from `start_s`, when it began, to `end_s`.
+    """
 
     round: int
     what: str
@@ -90,6 +132,15 @@ class Exchanged(Event):
     """Whether islands computed meanwhile."""
     inside: int | None = None
     """The island whose devices met, over the lines between them; `islands` are then the devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitSet(Event):
+    """How long an exchange between real machines may take before those who did not answer are given up."""
+
+    limit_s: float
+    why: str
+    """How it was derived, or who gave it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,25 +171,27 @@ class CaughtUp(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IslandJoined(Event):
+class IslandJoined(Timed, Event):
     island: int
     round: int
-    virtual_time_s: float
+    virtual_time_s: float | None
     """When it can begin: after it received the shared fields."""
+    wall_time_s: float | None = None
     donor: int | None
     sent_bytes: int
     """By the donor."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class IslandLeft(Event):
+class IslandLeft(Timed, Event):
     island: int
     round: int
-    virtual_time_s: float
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dispatched(Event):
+class Dispatched(Timed, Event):
     """The hub sent a worker off with its present weights."""
 
     island: int
@@ -151,7 +204,8 @@ class Dispatched(Event):
     schedule: int
     """Position on the learning-rate schedule, which follows the shard."""
     steps: int
-    virtual_time_s: float
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
     begin_s: float
     """When the worker has the weights."""
     sent_bytes: int
@@ -159,7 +213,7 @@ class Dispatched(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrived(Event):
+class Arrived(Timed, Event):
     """A worker's update reached the hub, which took its step."""
 
     island: int
@@ -170,8 +224,9 @@ class Arrived(Event):
     steps: int
     pushed_s: float
     """When the worker began to send."""
-    virtual_time_s: float
+    virtual_time_s: float | None
     """When it was there."""
+    wall_time_s: float | None = None
     version: int
     """Updates that the hub has applied, this one included if it was."""
     staleness: int
@@ -185,7 +240,7 @@ class Arrived(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowClosed(Event):
+class WindowClosed(Timed, Event):
     """The hub has waited long enough: those who arrived in the window are sent off together."""
 
     window: int
@@ -193,34 +248,37 @@ class WindowClosed(Event):
     """In order of arrival."""
     opened_s: float
     """The first arrival."""
-    virtual_time_s: float
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
     idle_s: list[float]
     """How long each of them waited."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused(Event):
+class Refused(Timed, Event):
     """The hub did not take an update; its weights stayed as they were, and the round does not count."""
 
     island: int
     round: int
-    virtual_time_s: float
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Returned(Event):
+class Returned(Timed, Event):
     """A round ended without an update: its shard's count was put back."""
 
     island: int
     round: int
     shard: int
     steps: int
-    virtual_time_s: float
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundFailed(Event):
+class RoundFailed(Timed, Event):
     """An exchange that needs everybody did without somebody: the round is void for all, and the weights before it stand."""
 
     round: int
@@ -228,17 +286,19 @@ class RoundFailed(Event):
     """reduce_scatter, all_gather or total."""
     islands: list[int]
     """Those that were not heard."""
-    virtual_time_s: float
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateSkipped(Event):
+class UpdateSkipped(Timed, Event):
     """Somebody's gradients were not finite, or nobody had any: all islands leave out the update, and their weights stay."""
 
     round: int
     islands: list[int]
     """Whose gradients were not finite."""
-    virtual_time_s: float
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
     inside: int | None = None
     """The island whose devices left it out, and nobody else; `islands` are then the devices."""
 
@@ -283,14 +343,15 @@ class Recut(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundFinished(Event):
+class RoundFinished(Timed, Event):
     """All islands of the round are through; of an asynchronous run, one worker is. Totals are since the end of the warm start."""
 
     round: int
     islands: int
     steps: int
     """Position on the schedule: inner steps each island present from the start has taken."""
-    virtual_time_s: float
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
     tokens: int
     local_updates: int
     loss: float
@@ -299,13 +360,14 @@ class RoundFinished(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated(Event):
+class Evaluated(Timed, Event):
     """The global weights on held-out data. `loss` and `accuracy` are among the metrics; they stand by themselves for whoever reads
     the log with other tools."""
 
     round: int
     steps: int
-    virtual_time_s: float
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
     tokens: int
     local_updates: int
     sent_bytes_per_island: float
@@ -326,7 +388,7 @@ class Saved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFinished(Event):
+class RunFinished(Timed, Event):
     rounds: int
     outer_steps: int
     """Exchanges that changed the global weights."""
@@ -335,6 +397,7 @@ class RunFinished(Event):
     warm_start_tokens: int
     local_updates: int
     virtual_time_s: float | None
+    wall_time_s: float | None = None
     utilisation: float | None
     """Mean over islands of computing time over time present."""
     sent_bytes_per_island: float

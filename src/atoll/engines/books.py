@@ -60,9 +60,10 @@ class Books:
     Args:
         islands: how many there are at most.
         devices: of each island, where they have an algorithm of their own; else none.
+        real: whether the times that it is given were measured on real machines; else they are a virtual clock's.
     """
 
-    def __init__(self, islands: int, devices: int = 0) -> None:
+    def __init__(self, islands: int, devices: int = 0, *, real: bool = False) -> None:
         self.ledgers = [Ledger() for _ in range(islands)]
         self.inside = [[Ledger() for _ in range(devices)] for _ in range(islands if devices else 0)]
         """Of the devices, by island."""
@@ -70,6 +71,7 @@ class Books:
         self.diverged = ""
         """What there is to say about the last loss that was not finite."""
         self._losses: list[float] = []
+        self._real = real
 
     def sent(self, islands: Sequence[int], payload: Sequence[int], control: Sequence[int]) -> None:
         """An exchange took place."""
@@ -153,11 +155,13 @@ class Books:
     def _closed(self, islands: int, time_s: float) -> RoundFinished:
         self.totals.round += 1
         losses, self._losses = self._losses, []
+        virtual_s, wall_s = self._clocks(time_s)
         return RoundFinished(
             round=self.totals.round,
             islands=islands,
             steps=self.totals.steps,
-            virtual_time_s=time_s,
+            virtual_time_s=virtual_s,
+            wall_time_s=wall_s,
             tokens=self.totals.tokens,
             local_updates=self.totals.local_updates,
             loss=fmean(losses) if losses else math.nan,
@@ -169,10 +173,12 @@ class Books:
         if "loss" not in metrics:
             raise ConfigError(f"Workload.evaluate returned {sorted(metrics)}: it must have at least `loss`. Add it to the mapping.")
         self.totals.metrics = {name: float(value) for name, value in metrics.items()}
+        virtual_s, wall_s = self._clocks(time_s)
         return Evaluated(
             round=self.totals.round,
             steps=self.totals.steps,
-            virtual_time_s=time_s,
+            virtual_time_s=virtual_s,
+            wall_time_s=wall_s,
             tokens=self.totals.tokens,
             local_updates=self.totals.local_updates,
             sent_bytes_per_island=self._mean("sent_bytes"),
@@ -181,6 +187,7 @@ class Books:
 
     def finished(self, time_s: float, warm_start_tokens: int, digest: str) -> RunFinished:
         """The run is over."""
+        virtual_s, wall_s = self._clocks(time_s)
         return RunFinished(
             rounds=self.totals.round,
             outer_steps=self.totals.outer_steps,
@@ -188,7 +195,8 @@ class Books:
             tokens=self.totals.tokens,
             warm_start_tokens=warm_start_tokens,
             local_updates=self.totals.local_updates,
-            virtual_time_s=time_s,
+            virtual_time_s=virtual_s,
+            wall_time_s=wall_s,
             utilisation=fmean(ledger.computed_s / ledger.present_s for ledger in self._seen()),
             sent_bytes_per_island=self._mean("sent_bytes"),
             control_bytes_per_island=self._mean("control_bytes"),
@@ -197,6 +205,10 @@ class Books:
             inside_bytes_per_device=self._inside_bytes(),
             inside_dropped_tokens=self.totals.dropped_tokens if self.inside else None,
         )
+
+    def _clocks(self, time_s: float) -> tuple[float | None, float | None]:
+        """The same moment on the virtual and on the real clock; None on the one that does not count."""
+        return (None, time_s) if self._real else (time_s, None)
 
     def _inside_bytes(self) -> float | None:
         """Over the devices of islands that have been there at all."""

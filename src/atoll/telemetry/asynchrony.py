@@ -153,18 +153,18 @@ class Asynchrony:
                 self._refused += 1
                 # An update from a stranger, or one that comes a second time, ends nobody's round.
                 if event.island in self._workers:
-                    self._workers[event.island].lost(event.round, event.virtual_time_s)
+                    self._workers[event.island].lost(event.round, event.time_s)
             case Returned():
                 self._returned += 1
-                self._worker(event.island).lost(event.round, event.virtual_time_s)
+                self._worker(event.island).lost(event.round, event.time_s)
             case IslandJoined():
-                self._worker(event.island).joined(event.virtual_time_s)
+                self._worker(event.island).joined(event.time_s)
             case IslandLeft():
-                self._worker(event.island).left(event.virtual_time_s)
+                self._worker(event.island).left(event.time_s)
             case _:
                 pass
         if isinstance(event, Dispatched | Arrived | WindowClosed | Refused | Returned | IslandJoined | IslandLeft | RunFinished):
-            self._now_s = max(self._now_s, event.virtual_time_s or 0.0)
+            self._now_s = max(self._now_s, event.time_s)
 
     def summary(self) -> AsynchronySummary | None:
         """The figures up to the latest event; None for a run that is not asynchronous."""
@@ -231,8 +231,8 @@ class _Worker:
 
     def sent_off(self, task: Dispatched) -> None:
         if self.here_since_s is None:  # there from the start: nobody announced it
-            self.joined(task.virtual_time_s)
-        self._stop_waiting(task.virtual_time_s)
+            self.joined(task.time_s)
+        self._stop_waiting(task.time_s)
         self.task, self.task_computed_s = task, 0.0
 
     def computed(self, event: Computed) -> None:
@@ -242,14 +242,14 @@ class _Worker:
     def arrived(self, event: Arrived) -> None:
         self.rounds += 1
         self.steps += event.steps
-        self.talked_s += event.virtual_time_s - event.pushed_s
+        self.talked_s += event.time_s - event.pushed_s
         if self.task is not None:
-            self.talked_s += self.task.begin_s - self.task.virtual_time_s
-        self.task, self.waiting_since_s = None, event.virtual_time_s
+            self.talked_s += self.task.begin_s - self.task.time_s
+        self.task, self.waiting_since_s = None, event.time_s
 
     def lost(self, number: int, now_s: float) -> None:
         if self.task is not None and self.task.round == number:
-            self.unfinished_s += now_s - self.task.virtual_time_s - self.task_computed_s
+            self.unfinished_s += now_s - self.task.time_s - self.task_computed_s
             self.task, self.waiting_since_s = None, now_s
 
     def left(self, now_s: float) -> None:
@@ -262,7 +262,7 @@ class _Worker:
     def times(self, island: int, now_s: float) -> WorkerTimes:
         here_s = now_s - self.here_since_s if self.here_since_s is not None else 0.0
         waiting_s = now_s - self.waiting_since_s if self.waiting_since_s is not None else 0.0
-        away_s = now_s - self.task.virtual_time_s - self.task_computed_s if self.task is not None else 0.0
+        away_s = now_s - self.task.time_s - self.task_computed_s if self.task is not None else 0.0
         return WorkerTimes(
             island=island,
             rounds=self.rounds,

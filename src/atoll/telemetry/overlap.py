@@ -137,7 +137,7 @@ class Overlap:
                 for number in event.islands:
                     self._island(number).here_until(event.end_s)
             case IslandJoined():
-                self._island(event.island).since_s = self._island(event.island).until_s = event.virtual_time_s
+                self._island(event.island).since_s = self._island(event.island).until_s = event.time_s
             case IslandLeft():
                 self._island(event.island).left()
             case UpdateSkipped():

@@ -56,9 +56,9 @@ def comparison_figure(folders: Sequence[str | Path]) -> Any:
     """What plot_comparison writes, as a matplotlib Figure: for notebooks, or to change it before it is saved."""
     curves = _curves(folders)
     figure, panels = new_figure(3, share_y=True)
-    unit, unit_s = time_unit(max(curve.points[-1].virtual_time_s for curve in curves))
+    unit, unit_s = time_unit(max(curve.points[-1].time_s for curve in curves))
     _draw(panels[0], curves, lambda e: e.tokens, "tokens", human_count)
-    _draw(panels[1], curves, lambda e: e.virtual_time_s / unit_s, f"virtual time ({unit})", "{:g}".format)
+    _draw(panels[1], curves, lambda e: e.time_s / unit_s, f"virtual time ({unit})", "{:g}".format)
     _draw(panels[2], curves, lambda e: e.sent_bytes_per_island, "bytes sent per island", human_bytes)
     panels[0].set_ylabel("validation loss")
     handles = panels[0].get_lines()

@@ -35,7 +35,7 @@ def asynchrony_figure(folder: str | Path) -> Any:
         what = "is not asynchronous" if summary is None else "has no arrivals yet"
         raise AtollError(f"the run in {folder} {what}, so there is no staleness to draw. Draw it with plot_run.")
     points = [
-        (event.virtual_time_s, event.staleness)
+        (event.time_s, event.staleness)
         for event in read_events(Path(folder) / "events.jsonl", kinds=(Arrived,))
         if isinstance(event, Arrived)
     ]

@@ -15,7 +15,7 @@ from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.memory import MemorySummary, read_memory
 from atoll.telemetry.overlap import OverlapSummary, read_overlap, worth_telling
 from atoll.telemetry.tally import Tally
-from atoll.telemetry.wording import perplexity
+from atoll.telemetry.wording import clock_of, perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,13 @@ class Summary:
         outer_steps: exchanges that changed the global weights.
         val_loss: of the final global weights, in nats; `val_perplexity` is its exponential.
         virtual_time_s: on the simulated cluster's clock; None where the cluster was real.
-        wall_time_s: of the process that finished the run; None where it was not noted.
+        wall_time_s: on a real cluster, of the whole run; of a simulated one, how long the process that finished it worked, which
+            says nothing about the cluster. None where it was not noted.
         sent_bytes_per_island: payload, mean over islands; control bytes apart.
         utilisation: time spent computing over time passed, mean over islands.
         resumed_from_round: where the process that finished the run began; 0 if it was never resumed.
         digest: of the final global weights.
+        engine: what ran it: sim, where `virtual_time_s` counts, or dist, where `wall_time_s` does.
         val_accuracy: of the final global weights, in [0, 1]; None where it was not measured.
         inside_bytes_per_device: payload over the lines inside islands, mean over devices; None where islands have no inside.
         inside_dropped_tokens: tokens whose gradients waited in a device when its island was given other weights; None likewise.
@@ -62,12 +64,23 @@ class Summary:
     rounds: int
     steps: int
     digest: str
+    engine: str = "sim"
     val_accuracy: float | None = None
     inside_bytes_per_device: float | None = None
     inside_dropped_tokens: int | None = None
     asynchrony: AsynchronySummary | None = None
     overlap: OverlapSummary | None = None
     memory: MemorySummary | None = None
+
+    @property
+    def clock(self) -> str:
+        """Which of the two times counts: virtual or wall."""
+        return clock_of(self.engine)
+
+    @property
+    def time_s(self) -> float | None:
+        """On the clock that counts."""
+        return self.virtual_time_s if self.clock == "virtual" else self.wall_time_s
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the attributes' names; NaN and infinity as strings. From `val_accuracy` on, only what has a value."""
@@ -99,6 +112,8 @@ class RunProgress:
     loss: float | None
     val_loss: float | None
     virtual_time_s: float | None
+    wall_time_s: float | None
+    """On real machines; None under a virtual clock."""
     sent_bytes_per_island: float | None
     utilisation: float | None
     finished: bool
@@ -143,8 +158,9 @@ def read_progress(folder: str | Path) -> RunProgress:
         loss=last.loss if last else None,
         val_loss=evaluation.metrics.get("loss") if evaluation else None,
         virtual_time_s=last.virtual_time_s if last else None,
+        wall_time_s=last.wall_time_s if last else None,
         sent_bytes_per_island=last.sent_bytes_per_island if last else None,
-        utilisation=tally.utilisation(last.virtual_time_s) if last else None,
+        utilisation=tally.utilisation(last.time_s) if last else None,
         finished=tally.finished is not None,
         run_dir=str(folder),
     )
@@ -167,7 +183,7 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
 
 
 def _summary(folder: Path, started: RunStarted, finished: RunFinished, evaluated: Evaluated | None) -> Summary:
-    wall_time_s, resumed_from_round = _timing(folder)
+    process_s, resumed_from_round = _timing(folder)
     # Of the final weights, like the loss: an earlier evaluation's accuracy would be another model's.
     last = evaluated.metrics if evaluated is not None and evaluated.local_updates == finished.local_updates else {}
     return Summary(
@@ -182,7 +198,7 @@ def _summary(folder: Path, started: RunStarted, finished: RunFinished, evaluated
         val_loss=finished.val_loss,
         val_perplexity=perplexity(finished.val_loss),
         virtual_time_s=finished.virtual_time_s,
-        wall_time_s=wall_time_s,
+        wall_time_s=process_s if finished.wall_time_s is None else finished.wall_time_s,
         sent_bytes_per_island=finished.sent_bytes_per_island,
         control_bytes_per_island=finished.control_bytes_per_island,
         utilisation=finished.utilisation,
@@ -192,6 +208,7 @@ def _summary(folder: Path, started: RunStarted, finished: RunFinished, evaluated
         rounds=finished.rounds,
         steps=finished.steps,
         digest=finished.digest,
+        engine=started.engine,
         val_accuracy=last.get("accuracy"),
         inside_bytes_per_device=finished.inside_bytes_per_device,
         inside_dropped_tokens=finished.inside_dropped_tokens,
@@ -202,7 +219,7 @@ def _summary(folder: Path, started: RunStarted, finished: RunFinished, evaluated
 
 
 def _timing(folder: Path) -> tuple[float | None, int]:
-    """Wall-clock seconds and the round the last process began at, from timing.jsonl."""
+    """Wall-clock seconds of the last process and the round that it began at, from timing.jsonl."""
     wall_time_s, resumed_from_round = None, 0
     path = folder / "timing.jsonl"
     for line in path.read_bytes().splitlines() if path.exists() else []:

@@ -73,13 +73,13 @@ class Tally:
             case Refused() | Returned():
                 # An update that is delivered a second time is refused too, but its round was over before.
                 if event.island in self._away and self._away[event.island].round == event.round:
-                    self._give_up(event.island, event.virtual_time_s)
+                    self._give_up(event.island, event.time_s)
             case IslandJoined():
-                self._since_s[event.island] = event.virtual_time_s
+                self._since_s[event.island] = event.time_s
             case IslandLeft():
                 if event.island in self._away:
-                    self._give_up(event.island, event.virtual_time_s)
-                here_s = event.virtual_time_s - self._since_s.pop(event.island, event.virtual_time_s)
+                    self._give_up(event.island, event.time_s)
+                here_s = event.time_s - self._since_s.pop(event.island, event.time_s)
                 self._past_s[event.island] = self._past_s.get(event.island, 0.0) + here_s
             case _:
                 pass
@@ -106,7 +106,7 @@ class Tally:
             # Islands that are to join later count in RunStarted but are not here yet; whoever is here is sent off.
             self.asynchronous, self._since_s = True, {}
         if self.started is not None:
-            self._since_s.setdefault(event.island, event.virtual_time_s)
+            self._since_s.setdefault(event.island, event.time_s)
         self._away[event.island] = event
 
     def _computed(self, event: Computed) -> None:

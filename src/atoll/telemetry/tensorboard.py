@@ -44,7 +44,7 @@ class TensorBoardSink:
                 self._against("train_loss", event.loss, event)
                 self._write("cluster/islands", event.islands, event.steps)
                 self._write("cluster/sent_bytes_per_island", event.sent_bytes_per_island, event.steps)
-                utilisation = self._tally.utilisation(event.virtual_time_s)
+                utilisation = self._tally.utilisation(event.time_s)
                 if utilisation is not None:
                     self._write("cluster/utilisation", utilisation, event.steps)
             case Evaluated():
@@ -55,7 +55,7 @@ class TensorBoardSink:
             case Arrived():
                 self._arrivals += 1
                 self._write("hub/staleness_by_arrival", event.staleness, self._arrivals)
-                self._write("hub/staleness_by_virtual_ms", event.staleness, round(1000 * event.virtual_time_s))
+                self._write("hub/staleness_by_virtual_ms", event.staleness, round(1000 * event.time_s))
                 self._write("delta/norm_by_arrival", event.norm, self._arrivals)
             case WindowClosed():
                 self._write("hub/arrivals_by_window", len(event.islands), event.window)
@@ -77,7 +77,7 @@ class TensorBoardSink:
         self._write(f"{tag}/by_steps", value, event.steps)
         self._write(f"{tag}/by_tokens", value, event.tokens)
         self._write(f"{tag}/by_sent_bytes", value, round(event.sent_bytes_per_island))
-        self._write(f"{tag}/by_virtual_ms", value, round(1000 * event.virtual_time_s))
+        self._write(f"{tag}/by_virtual_ms", value, round(1000 * event.time_s))
 
     def _compared(self, event: Compared) -> None:
         if event.norms:

@@ -59,7 +59,7 @@ def _draw_all(timeline: Timeline, events: Iterable[Event]) -> None:
     for event in events:
         devices = event.devices_per_island if isinstance(event, RunStarted) else devices
         _draw(timeline, event, boundary_s, devices)
-        boundary_s = event.virtual_time_s if isinstance(event, RoundFinished) else boundary_s
+        boundary_s = event.time_s if isinstance(event, RoundFinished) else boundary_s
     if devices is not None:
         name_devices(timeline, devices)
 
@@ -85,13 +85,13 @@ def _draw(timeline: Timeline, event: Event, boundary_s: float, devices: int | No
         case UpdateSkipped():
             names = [device_name(number, devices if event.inside is not None else None) for number in event.islands]
             where = {"round": event.round, "not finite on": ", ".join(names)}
-            timeline.moment(ROUNDS, event.virtual_time_s, "update skipped", where, across=True)
+            timeline.moment(ROUNDS, event.time_s, "update skipped", where, across=True)
         case RoundFailed():
             where = {"round": event.round, "what": event.what, "not heard": ", ".join(map(str, event.islands))}
-            timeline.moment(ROUNDS, event.virtual_time_s, "round void", where, across=True)
+            timeline.moment(ROUNDS, event.time_s, "round void", where, across=True)
         case RoundFinished():
             counts = {"loss": event.loss, "tokens": event.tokens, "islands": event.islands}
-            timeline.span(ROUNDS, boundary_s, event.virtual_time_s, f"round {event.round}", "round", counts)
+            timeline.span(ROUNDS, boundary_s, event.time_s, f"round {event.round}", "round", counts)
         case _:
             pass
 
@@ -115,7 +115,7 @@ def _received(timeline: Timeline, event: CaughtUp | IslandJoined, boundary_s: fl
         name, category, start_s, end_s = "catch up", "catching up", event.start_s, event.end_s
     else:
         # This event has only the end. Islands are admitted between rounds, so the transfer began at the last boundary.
-        name, category, start_s, end_s = "join", "joining", min(boundary_s, event.virtual_time_s), event.virtual_time_s
+        name, category, start_s, end_s = "join", "joining", min(boundary_s, event.time_s), event.time_s
     donor = event.donor if devices is None or event.donor is None else device_name(event.donor, devices)
     args = {"round": event.round, "donor": donor, "bytes": event.sent_bytes}
     timeline.span(network(timeline, event.island), start_s, end_s, name, category, args)

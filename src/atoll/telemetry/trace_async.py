@@ -60,20 +60,20 @@ class _Drawing:
                 self._arrived(event)
             case WindowClosed():
                 args = {"islands": ", ".join(map(str, event.islands)), "arrivals": len(event.islands)}
-                self._timeline.span(ROUNDS, event.opened_s, event.virtual_time_s, f"window {event.window}", "window", args)
+                self._timeline.span(ROUNDS, event.opened_s, event.time_s, f"window {event.window}", "window", args)
             case Refused():
-                self._moment(event.island, event.virtual_time_s, "refused", {"round": event.round, "reason": event.reason})
-                self._lose(event.island, event.round, event.virtual_time_s)
+                self._moment(event.island, event.time_s, "refused", {"round": event.round, "reason": event.reason})
+                self._lose(event.island, event.round, event.time_s)
             case Returned():
                 args = {"round": event.round, "shard": event.shard, "steps": event.steps}
-                self._moment(event.island, event.virtual_time_s, "returned", args)
-                self._lose(event.island, event.round, event.virtual_time_s)
+                self._moment(event.island, event.time_s, "returned", args)
+                self._lose(event.island, event.round, event.time_s)
             case IslandJoined() | IslandLeft():
                 self._came_or_left(event)
             case _:
                 pass
         if isinstance(event, Dispatched | Arrived | WindowClosed | Refused | Returned | IslandJoined | IslandLeft | RunFinished):
-            self._now_s = max(self._now_s, event.virtual_time_s or 0.0)
+            self._now_s = max(self._now_s, event.time_s)
 
     def finish(self) -> None:
         """What is not over when the log ends is drawn up to there."""
@@ -83,40 +83,40 @@ class _Drawing:
             self._stop_waiting(island, self._now_s)
 
     def _dispatched(self, event: Dispatched) -> None:
-        self._stop_waiting(event.island, event.virtual_time_s)
+        self._stop_waiting(event.island, event.time_s)
         self._tasks[event.island] = event
-        self._timeline.count(CLUSTER, event.virtual_time_s, event.sent_bytes)
+        self._timeline.count(CLUSTER, event.time_s, event.sent_bytes)
 
     def _arrived(self, event: Arrived) -> None:
         args = {"shard": event.shard, "staleness": event.staleness, "applied": event.applied}
         self._draw_stretches(event.island, args)
         task = self._tasks.pop(event.island, None)
         if task is not None:
-            self._pulled(task, event.virtual_time_s)
+            self._pulled(task, event.time_s)
         row = network(self._timeline, event.island)
         more = {"round": event.round, "bytes": event.sent_bytes, "norm": event.norm}
-        self._timeline.span(row, event.pushed_s, event.virtual_time_s, "push", "talking", {**more, **args})
-        self._timeline.count(CLUSTER, event.virtual_time_s, event.sent_bytes)
-        self._timeline.gauge(CLUSTER, event.virtual_time_s, "version", event.version)
-        self._timeline.gauge(CLUSTER, event.virtual_time_s, "staleness", event.staleness)
-        self._waiting_since_s[event.island] = event.virtual_time_s
+        self._timeline.span(row, event.pushed_s, event.time_s, "push", "talking", {**more, **args})
+        self._timeline.count(CLUSTER, event.time_s, event.sent_bytes)
+        self._timeline.gauge(CLUSTER, event.time_s, "version", event.version)
+        self._timeline.gauge(CLUSTER, event.time_s, "staleness", event.staleness)
+        self._waiting_since_s[event.island] = event.time_s
 
     def _pulled(self, task: Dispatched, now_s: float) -> None:
         """Drawn when the round is over: who leaves while the weights are on their way never has them."""
         args = {"round": task.round, "version": task.version, "shard": task.shard, "bytes": task.sent_bytes}
         row = network(self._timeline, task.island)
-        self._timeline.span(row, task.virtual_time_s, min(task.begin_s, now_s), "pull", "talking", args)
+        self._timeline.span(row, task.time_s, min(task.begin_s, now_s), "pull", "talking", args)
 
     def _came_or_left(self, event: IslandJoined | IslandLeft) -> None:
         if isinstance(event, IslandLeft):
             task = self._tasks.get(event.island)
             if task is not None:
-                self._lose(event.island, task.round, event.virtual_time_s)
-            self._stop_waiting(event.island, event.virtual_time_s)
+                self._lose(event.island, task.round, event.time_s)
+            self._stop_waiting(event.island, event.time_s)
             draw_common(self._timeline, event)
         else:
-            self._waiting_since_s[event.island] = event.virtual_time_s
-            self._moment(event.island, event.virtual_time_s, "joined", {"round": event.round})
+            self._waiting_since_s[event.island] = event.time_s
+            self._moment(event.island, event.time_s, "joined", {"round": event.round})
 
     def _lose(self, island: int, number: int, now_s: float, why: str = "lost") -> None:
         """A round that brings nothing: its computing is drawn as far as it is known, else as one span up to now."""

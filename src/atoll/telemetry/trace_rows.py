@@ -39,9 +39,9 @@ def draw_common(timeline: Timeline, event: RunStarted | Evaluated | IslandLeft) 
         case RunStarted():
             timeline.process_names[CLUSTER] = f"{event.recipe} ({event.algorithm})"
         case Evaluated():
-            timeline.moment(EVALUATIONS, event.virtual_time_s, "evaluation", {"round": event.round, **event.metrics}, across=True)
+            timeline.moment(EVALUATIONS, event.time_s, "evaluation", {"round": event.round, **event.metrics}, across=True)
         case IslandLeft():
-            timeline.moment(network(timeline, event.island), event.virtual_time_s, "left", {"round": event.round})
+            timeline.moment(network(timeline, event.island), event.time_s, "left", {"round": event.round})
 
 
 def _island(timeline: Timeline, island: int, row: int) -> Row:

@@ -41,11 +41,11 @@ def notice(event: Event, who: str | None = None) -> str | None:
         case Evaluated():
             return f"round {event.round}, step {event.steps}: {_metrics(event.metrics)}, {human_count(event.tokens)} tokens"
         case IslandJoined():
-            return f"round {event.round}: island {event.island} joined at {human_time(event.virtual_time_s)}{_given(event)}"
+            return f"round {event.round}: island {event.island} joined at {human_time(event.time_s)}{_given(event)}"
         case IslandLeft():
-            return f"round {event.round}: island {event.island} left at {human_time(event.virtual_time_s)}"
+            return f"round {event.round}: island {event.island} left at {human_time(event.time_s)}"
         case Refused():
-            at = human_time(event.virtual_time_s)
+            at = human_time(event.time_s)
             return f"the update of island {event.island} from its round no. {event.round} was refused at {at} ({event.reason})"
         case Returned():
             lost = f"{event.steps} steps of shard {event.shard} are put back"
@@ -72,7 +72,7 @@ def _islands(event: RunStarted) -> str:
 
 
 def figures(event: RoundFinished, tally: Tally) -> str:
-    """What stands beside the bar: loss, validation loss, virtual time, bytes per island, utilisation, as far as known.
+    """What stands beside the bar: loss, validation loss, the run's time, bytes per island, utilisation, as far as known.
 
     With a hub also how many local updates are done, how late the last arrivals were, and how many workers there are.
     """
@@ -81,11 +81,25 @@ def figures(event: RoundFinished, tally: Tally) -> str:
         parts.append(f"val {tally.evaluation.metrics['loss']:.3f}")
     if tally.asynchronous:
         parts += _at_the_hub(event, tally)
-    parts += [f"virtual time {human_time(event.virtual_time_s)}", f"{human_bytes(event.sent_bytes_per_island)} per island"]
-    utilisation = tally.utilisation(event.virtual_time_s)
+    parts += [f"{clock(event)} time {human_time(event.time_s)}", f"{human_bytes(event.sent_bytes_per_island)} per island"]
+    utilisation = tally.utilisation(event.time_s)
     if utilisation is not None:
         parts.append(f"busy {human_percent(utilisation)}")
     return "  ".join(parts)
+
+
+def clock(event: RoundFinished | Evaluated | RunFinished) -> str:
+    """Which clock an event's time is on: virtual or wall."""
+    return "wall" if event.virtual_time_s is None else "virtual"
+
+
+def clock_of(engine: str) -> str:
+    """Which clock counts where this engine ran: virtual or wall.
+
+    >>> clock_of("sim"), clock_of("dist")
+    ('virtual', 'wall')
+    """
+    return "virtual" if engine == "sim" else "wall"
 
 
 def local_updates_total(started: RunStarted) -> int:
@@ -136,8 +150,7 @@ def _metrics(metrics: dict[str, float]) -> str:
 def _outcome(event: RunFinished) -> str:
     parts = [f"val loss {event.val_loss:.4g}", f"{event.rounds} rounds", f"{human_count(event.tokens)} tokens"]
     parts.append(f"{human_bytes(event.sent_bytes_per_island)} sent per island")
-    if event.virtual_time_s is not None:
-        parts.append(f"{human_time(event.virtual_time_s)} of virtual time")
+    parts.append(f"{human_time(event.time_s)} of {clock(event)} time")
     if event.utilisation is not None:
         parts.append(f"{human_percent(event.utilisation)} of it computing")
     return ", ".join(parts)
