@@ -15,14 +15,15 @@ import torch
 T = TypeVar("T")
 
 
-class Request:
+class Request(Generic[T]):
     """What a coroutine awaits: something to be called, by the communication's thread unless it is only to be waited for."""
 
-    def __init__(self, call: Callable[[], Any], *, waits: bool = False) -> None:
+    def __init__(self, call: Callable[[], T], *, waits: bool = False) -> None:
         self.call, self.waits = call, waits
 
-    def __await__(self) -> Generator[Request, Any, Any]:
-        return (yield self)
+    def __await__(self) -> Generator[Request[Any], Any, T]:
+        result: T = yield self
+        return result
 
 
 class Line:
@@ -87,7 +88,7 @@ class Line:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _fly(coroutine: Coroutine[Any, Any, T], request: Request) -> T:
+def _fly(coroutine: Coroutine[Any, Any, T], request: Request[Any]) -> T:
     try:
         while True:
             request = coroutine.send(request.call())
@@ -107,5 +108,5 @@ class Flight(Generic[T]):
     def done(self) -> bool:
         return self._future.done()
 
-    def __await__(self) -> Generator[Request, Any, T]:
+    def __await__(self) -> Generator[Request[Any], Any, T]:
         return Request(self._future.result, waits=True).__await__()

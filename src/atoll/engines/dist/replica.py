@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from atoll.engines.local import LocalReplica
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from atoll.engines.dist.clock import WallClock
+from atoll.engines.dist.diary import Stretch
+from atoll.engines.local import LocalReplica, Trained
+from atoll.errors import TrainingDiverged
 from atoll.protocols import Gradient, Weigh, Work
 from atoll.tree import Tree
 
 
 class DistReplica:
-    """This island's model. A protocols.Replica."""
+    """This process's model. A protocols.Replica.
 
-    def __init__(self, replica: LocalReplica) -> None:
-        self._replica = replica
+    Args:
+        replica: computes.
+        clock: of the run.
+        note: takes a record of each stretch of computing.
+        pause_s: so long it sleeps besides for each batch, to play a slower machine.
+    """
+
+    def __init__(
+        self,
+        replica: LocalReplica,
+        *,
+        clock: WallClock | None = None,
+        note: Callable[[Stretch], object] = lambda stretch: None,
+        pause_s: float = 0.0,
+    ) -> None:
+        self._replica, self._clock, self._note, self._pause_s = replica, clock or WallClock(), note, pause_s
 
     def load(self, params: Tree) -> None:
         self._replica.load(params)
@@ -20,7 +42,7 @@ class DistReplica:
         return self._replica.params()
 
     async def train(self, steps: int, work: Work) -> None:
-        self._replica.train(steps, work)
+        self._computed(lambda: (None, self._replica.train(steps, work)), steps, float(steps))
 
     async def gradient(
         self,
@@ -31,4 +53,22 @@ class DistReplica:
         weigh: Weigh = "batches",
         wide: bool = False,
     ) -> Gradient:
-        return self._replica.gradient(work, at=at, onto=onto, weigh=weigh, wide=wide)[0]
+        def compute() -> tuple[Gradient, Trained]:
+            return self._replica.gradient(work, at=at, onto=onto, weigh=weigh, wide=wide)
+
+        gradient: Gradient = self._computed(compute, 0, 1 / work.pieces)
+        return gradient
+
+    def _computed(self, compute: Callable[[], tuple[Any, Trained]], steps: int, batches: float) -> Any:
+        start_s = self._clock.now_s()
+        result, trained = compute()
+        if self._pause_s:
+            time.sleep(self._pause_s * batches)
+        loss = math.fsum(trained.losses) / len(trained.losses)
+        if trained.moved and not math.isfinite(loss):
+            raise TrainingDiverged(
+                f"the loss is {loss} within {steps} inner steps. The run stops; what was saved before this round stands. Lower the "
+                f"learning rate, set train.clip_norm, or look at the data there."
+            )
+        self._note(Stretch(start_s, self._clock.now_s(), steps, batches, trained.tokens, loss, trained.moved))
+        return result

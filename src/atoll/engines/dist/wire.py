@@ -10,6 +10,7 @@ A wire is used by one thread at a time. Ranks may leave it: who is left goes on.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -83,19 +84,24 @@ class Wire:
         self.control_bytes += CONTROL * len(numbers) * (self.size - 1)
         return [numbers_of.tolist() for numbers_of in theirs]
 
-    def scatter_sum(self, flat: Tensor, weights: Sequence[float], sums: torch.dtype | None = None) -> Tensor:
+    def scatter_sum(
+        self, flat: Tensor, weights: Sequence[float], sums: torch.dtype | None = None, *, products: Tensor | None = None
+    ) -> Tensor:
         """This rank's slice of the sum of everybody's buffer times its weight, added up in rank order.
 
         It lies in `flat`, or in a buffer of its own if it is summed in another precision, `sums`. What weighs nothing is left out.
+        The inner products of everybody's slices are added to `products`, to about six digits.
         """
         start, stop = shard_range(flat.numel(), self.rank, self.size)
         mine = flat[start:stop]
         total = mine if sums in (None, flat.dtype) else torch.empty(stop - start, dtype=sums, device=flat.device)
-        self._pipeline(self._scattering(flat, mine, total, weights))
+        self._pipeline(self._scattering(flat, mine, total, weights, products))
         self.sent_bytes += (flat.numel() - mine.numel()) * flat.element_size()
         return total
 
-    def _scattering(self, flat: Tensor, mine: Tensor, total: Tensor, weights: Sequence[float]) -> Iterator[Callable[[], None]]:
+    def _scattering(
+        self, flat: Tensor, mine: Tensor, total: Tensor, weights: Sequence[float], products: Tensor | None
+    ) -> Iterator[Callable[[], None]]:
         """Each piece of everybody's slice: sent to whom it belongs, and added up by whom it belongs to."""
         first, _ = shard_range(flat.numel(), self.rank, self.size)
         cuts = [self._cuts(flat, rank) for rank in range(self.size)]
@@ -108,7 +114,7 @@ class Wire:
             theirs = {rank: torch.empty_like(mine[piece]) for rank in self._others()}
             arrived = self._post(sends, theirs)
             parts = [mine[piece] if rank == self.rank else theirs[rank] for rank in range(self.size)]
-            yield partial(_add_when, arrived, parts, weights, total[piece])
+            yield partial(_add_when, arrived, parts, weights, total[piece], products)
 
     def gather(self, whole: Tensor) -> None:
         """Everybody's slice of a buffer, of which this rank has filled in its own."""
@@ -168,9 +174,21 @@ class Wire:
             ) from missed
 
 
-def _add_when(arrived: Callable[[], None], parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+def _add_when(
+    arrived: Callable[[], None], parts: Sequence[Tensor], weights: Sequence[float], out: Tensor, products: Tensor | None
+) -> None:
     arrived()
+    if products is not None:
+        _multiply(parts, products)
     add_up(parts, weights, out)
+
+
+def _multiply(parts: Sequence[Tensor], products: Tensor) -> None:
+    """Adds inner products. A piece lies in the cache, and is short enough for its own precision."""
+    for one, two in itertools.combinations_with_replacement(range(len(parts)), 2):
+        product = float(torch.dot(parts[one].float(), parts[two].float()))
+        products[one, two] += product
+        products[two, one] += product if one != two else 0.0
 
 
 def add_up(parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:

@@ -1,0 +1,143 @@
+"""This process among all: who they are, in which groups they talk, and what they can leave for each other in a store.
+
+torchrun starts the processes and tells each its rank. Ranks are dealt out to islands in order: with d devices per island, rank r is
+device r % d of island r // d. Each process has a group with its counterparts, the same device of every island, over which weights
+travel between islands; one with the devices of its own island; and one with everybody, for whatever is not training.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from atoll.engines.dist.blame import Blame
+from atoll.engines.dist.wire import Wire
+from atoll.errors import ConfigError, ExchangeFailed
+
+START_LIMIT_S = 3600.0
+"""For what is waited for before and between rounds: the first rank's warm start and evaluations, everybody's data, a checkpoint."""
+
+
+@dataclass
+class World:
+    """This process among all.
+
+    Attributes:
+        rank: among all processes.
+        size: how many processes there are.
+        local_rank: among those of this machine.
+        devices: per island.
+        store: outlives ranks.
+        everybody: a wire with all, for the thread that computes.
+        islands: a wire with this device's counterparts in all islands, for the line.
+        inside: a wire with the devices of this island, for the line; none where an island is one device.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    devices: int
+    store: Store
+    everybody: Wire
+    islands: Wire
+    inside: Wire | None
+
+    @property
+    def island(self) -> int:
+        return self.rank // self.devices
+
+    @property
+    def device(self) -> int:
+        return self.rank % self.devices
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all: it alone reports and judges."""
+        return self.rank == 0
+
+    def leave_word(self, key: str, text: str) -> None:
+        """For others to read."""
+        self.store.set(key, text)
+
+    def word(self, key: str) -> str:
+        """What another left; waits for it."""
+        try:
+            return self.store.get(key).decode()
+        except RuntimeError as error:
+            raise ExchangeFailed(
+                f"rank {self.rank} waited {START_LIMIT_S:g} s for `{key}`, which another process was to leave: it died, or takes "
+                f"longer than this. ({error})"
+            ) from error
+
+    def agreed(self, key: str, text: str, what: str) -> None:
+        """Check that all processes say the same here."""
+        self.leave_word(f"{key}/{self.rank}", text)
+        said = [self.word(f"{key}/{rank}") for rank in range(self.size)]
+        others = [rank for rank, word in enumerate(said) if word != said[0]]
+        if others:
+            raise ConfigError(f"ranks {others} have {what} that differ from rank 0's. All processes need the same: bring it there.")
+
+    def meet(self) -> None:
+        """Wait for everybody."""
+        self.everybody.tell()
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def is_started() -> bool:
+    """Whether torchrun, or something like it, has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def size_given() -> int:
+    """How many processes were started."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def join(devices: int = 1, *, backend: str = "gloo", limit_s: float = START_LIMIT_S) -> World:
+    """Join the other processes. All of them call this.
+
+    Args:
+        devices: per island.
+        backend: of the groups that weights travel in.
+        limit_s: of exchanges, to begin with.
+    """
+    wait = timedelta(seconds=START_LIMIT_S)
+    store, rank, size = next(rendezvous("env://", timeout=wait))
+    store.set_timeout(wait)
+    if size % devices:
+        raise ConfigError(f"{size} processes cannot be islands of {devices} devices each. Start a multiple of {devices}.")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+    counterparts = [list(range(device, size, devices)) for device in range(devices)]
+    neighbours = [list(range(first, first + devices)) for first in range(0, size, devices)]
+    islands = _wire(counterparts, rank, backend, limit_s, store)
+    inside = _wire(neighbours, rank, backend, limit_s, store) if devices > 1 else None
+    everybody = _wire([list(range(size))], rank, "gloo", START_LIMIT_S, store)
+    assert islands is not None
+    assert everybody is not None
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return World(rank, size, local_rank, devices, store, everybody, islands, inside)
+
+
+def _wire(groups: list[list[int]], rank: int, backend: str, limit_s: float, store: Store) -> Wire | None:
+    """The wire of that group which this rank is in. Everybody makes all of them, in the same order."""
+    mine: Wire | None = None
+    for ranks in groups:
+        group: Any = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=START_LIMIT_S))
+        if rank in ranks:
+            names = [f"rank {member}" for member in ranks]
+            mine = Wire(group, limit_s=limit_s, blame=Blame(store, rank, ranks), names=names)
+    return mine
+
+
+def device_for(world: World, asked: str) -> str:
+    """Where this process computes: on a GPU of its own, as far as there are some."""
+    return f"cuda:{world.local_rank % torch.cuda.device_count()}" if asked == "cuda" else asked
