@@ -12,7 +12,7 @@ from atoll.errors import ConfigError
 from atoll.telemetry.labels import RunName, distinct_labels
 from atoll.telemetry.summary import read_settings, read_summary
 from atoll.telemetry.units import human_accuracy, human_bytes, human_count, human_percent, human_time, human_times
-from atoll.telemetry.verdict import Row, bytes_ratio, losses_as_text, reference, verdict
+from atoll.telemetry.verdict import Row, bytes_ratio, losses_as_text, on_both_clocks, reference, verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,7 +49,7 @@ def comparison(folders: Sequence[str | Path]) -> Comparison:
     if not folders:
         raise ConfigError("no run folders were given, so there is nothing to compare. Give one folder or more.")
     summaries = [read_summary(folder) for folder in folders]
-    labels = distinct_labels([RunName(recipe=s.recipe, seed=s.seed, folder=s.run_dir) for s in summaries])
+    labels = distinct_labels([RunName(recipe=s.recipe, seed=s.seed, folder=s.run_dir, engine=s.engine) for s in summaries])
     rows = zip(labels, summaries, folders, strict=True)
     return Comparison(rows=tuple(Row(label=label, summary=s, data=_data(folder)) for label, s, folder in rows))
 
@@ -74,8 +74,9 @@ def table(comparison: Comparison) -> Table:
         side: Literal["left", "right"] = "left" if number < 2 else "right"
         lines = heading.replace(" ", "\n") if crowded else "\n".join(heading.rsplit(" ", 1))
         result.add_column(lines, justify=side, no_wrap=kept, overflow="fold")
-    for cells in _cells(comparison):
-        result.add_row(*cells)
+    for name, algorithm, *figures in _cells(comparison):
+        # A clock's name stands below its time where there is little room.
+        result.add_row(name, algorithm, *(figure.replace(" (", "\n(") if crowded else figure for figure in figures))
     return result
 
 
@@ -104,7 +105,18 @@ def _headings(comparison: Comparison) -> list[str]:
     against = [f"against {comparison.most.label}"] if len(comparison.rows) > 1 else []
     accuracy = ["accuracy"] if _judged_by_accuracy(comparison) else []
     memory = ["peak memory"] if _differ_in_memory(comparison) else []
-    return ["run", "algorithm", "val loss", *accuracy, "tokens", "sent per island", *against, "virtual time", "busy", *memory]
+    return [
+        "run",
+        "algorithm",
+        "val loss",
+        *accuracy,
+        "tokens",
+        "sent per island",
+        *against,
+        _time_heading(comparison),
+        "busy",
+        *memory,
+    ]
 
 
 def _cells(comparison: Comparison) -> list[list[str]]:
@@ -122,12 +134,24 @@ def _cells(comparison: Comparison) -> list[list[str]]:
                 human_count(summary.tokens),
                 human_bytes(summary.sent_bytes_per_island),
                 *([_times_less(row, comparison.most)] if len(comparison.rows) > 1 else []),
-                human_time(summary.virtual_time_s) if summary.virtual_time_s is not None else "-",
+                _time(row, comparison),
                 human_percent(summary.utilisation) if summary.utilisation is not None else "-",
                 *([memory] if _differ_in_memory(comparison) else []),
             ]
         )
     return rows
+
+
+def _time_heading(comparison: Comparison) -> str:
+    return "time" if on_both_clocks(comparison.rows) else f"{comparison.rows[0].summary.clock} time"
+
+
+def _time(row: Row, comparison: Comparison) -> str:
+    """With the name of its clock, where the heading cannot name one for all."""
+    summary = row.summary
+    if summary.time_s is None:
+        return "-"
+    return human_time(summary.time_s) + (f" ({summary.clock})" if on_both_clocks(comparison.rows) else "")
 
 
 def _judged_by_accuracy(comparison: Comparison) -> bool:

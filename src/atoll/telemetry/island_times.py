@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from atoll.events import Computed
 
 Stretch = tuple[float, float]
-"""From when to when, in seconds of virtual time."""
+"""From when to when, in seconds on the run's clock."""
 _ROUNDING = 1e-9  # shares of time below this are what adding up floats leaves
 
 
@@ -42,7 +42,7 @@ class IslandTimes:
 
     @property
     def waited_s(self) -> float:
-        """For others: it neither computed nor exchanged anything."""
+        """For others: it neither computed nor exchanged anything. On real machines it may have saved or evaluated meanwhile."""
         idle_s = self.present_s - self.computed_s - self.talked_s
         return idle_s if idle_s > _ROUNDING * self.present_s else 0.0
 
@@ -114,7 +114,7 @@ class IslandAccount:
 
     def settle(self) -> None:
         """What the round came to."""
-        stretches, between, inside = sorted(self.stretches), sorted(self.between), sorted(self.inside)
+        stretches, between, inside = one_by_one(self.stretches), one_by_one(self.between), one_by_one(self.inside)
         inside_s, inside_hidden_s = _length_s(inside), shared_s(stretches, inside)
         self.computed_s += _length_s(stretches)
         self.exchanged_s += _length_s(between) + inside_s
@@ -148,6 +148,21 @@ class IslandAccount:
             inside_exchanged_s=self.inside_exchanged_s if two_levels else None,
             inside_hidden_s=self.inside_hidden_s if two_levels else None,
         )
+
+
+def one_by_one(stretches: Iterable[Stretch]) -> list[Stretch]:
+    """In order, each from where the one before it ends. Where times are measured, an island may be in its next exchange before all
+    others are out of the last, and no second may count twice.
+
+    >>> one_by_one([(4.0, 5.0), (0.0, 2.0), (1.5, 3.0), (2.0, 2.5)])
+    [(0.0, 2.0), (2.0, 3.0), (4.0, 5.0)]
+    """
+    kept: list[Stretch] = []
+    for start_s, end_s in sorted(stretches):
+        start_s = max(start_s, kept[-1][1]) if kept else start_s
+        if start_s < end_s:
+            kept.append((start_s, end_s))
+    return kept
 
 
 def _length_s(stretches: Sequence[Stretch]) -> float:

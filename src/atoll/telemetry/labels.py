@@ -14,19 +14,24 @@ class RunName:
     recipe: str
     seed: int
     folder: str
+    engine: str = "sim"
 
 
 def distinct_labels(names: Sequence[RunName]) -> list[str]:
-    """The recipes; where runs share one, what tells them apart: the seed, else the folder.
+    """The recipes; where runs share one, what tells them apart: the seed, the engine, both, or else the folder.
 
     >>> distinct_labels([RunName(recipe="ddp", seed=0, folder="a"), RunName(recipe="diloco", seed=0, folder="b")])
     ['ddp', 'diloco']
     >>> distinct_labels([RunName(recipe="ddp", seed=0, folder="a"), RunName(recipe="ddp", seed=1, folder="b")])
     ['ddp (seed 0)', 'ddp (seed 1)']
+    >>> distinct_labels([RunName(recipe="ddp", seed=0, folder=engine, engine=engine) for engine in ("sim", "dist")])
+    ['ddp (sim)', 'ddp (dist)']
     """
     ways = [
         [name.recipe for name in names],
         [f"{name.recipe} (seed {name.seed})" for name in names],
+        [f"{name.recipe} ({name.engine})" for name in names],
+        [f"{name.recipe} (seed {name.seed}, {name.engine})" for name in names],
         [f"{name.recipe} ({Path(name.folder).name})" for name in names],
     ]
     # All runs take the same form, so that nobody asks why one shows its seed and another does not.

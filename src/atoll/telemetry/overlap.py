@@ -31,7 +31,7 @@ from atoll.telemetry.island_times import IslandAccount, IslandTimes
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.levels import by_device
 
-_TELLING = re.compile(rb'"background": true|"devices_per_island": \d|\{"event": "(UpdateSkipped|RoundFailed)"')
+_TELLING = re.compile(rb'"background": true|"devices_per_island": \d|"engine": "(?!sim")|\{"event": "(UpdateSkipped|RoundFailed)"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,7 @@ def read_overlap(folder: str | Path) -> OverlapSummary | None:
 
 
 def worth_telling(folder: str | Path) -> bool:
-    """Whether exchanges of the run in a folder were hidden, it has two levels, or something went wrong. The log is skimmed, not
-    parsed."""
+    """Whether exchanges of the run in a folder were hidden, it has two levels or a real clock, or something went wrong. The log is
+    skimmed, not parsed."""
     with (Path(folder) / "events.jsonl").open("rb") as log:
         return any(_TELLING.search(line) for line in log)

@@ -1,4 +1,4 @@
-"""Figures of runs: validation loss against tokens, virtual time and bytes; and one run's losses and agreement.
+"""Figures of runs: validation loss against tokens, time and bytes; and one run's losses and agreement.
 
 Needs the extra `plot`. A figure is made as an object and written to a file; pyplot, and with it the user's own backend and open
 figures, is never touched. Runs that are not finished can be drawn too.
@@ -15,6 +15,7 @@ from typing import Any
 from atoll.errors import AtollError, ConfigError
 from atoll.events import Compared, Evaluated, RoundFinished, RunStarted
 from atoll.telemetry.asynchrony import is_asynchronous
+from atoll.telemetry.clocks import Clock, clock_name, clock_of
 from atoll.telemetry.drawing import COLOURS, format_axis, new_figure, save_figure, time_unit
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.labels import RunName, distinct_labels
@@ -31,6 +32,7 @@ class _Curve:
 
     label: str
     points: list[Evaluated]
+    clock: Clock
 
     @property
     def losses(self) -> list[float]:
@@ -38,7 +40,9 @@ class _Curve:
 
 
 def plot_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
-    """Validation loss of several runs against tokens, virtual time and bytes sent per island, as one figure.
+    """Validation loss of several runs against tokens, time and bytes sent per island, as one figure.
+
+    The axis of times names the clock. Where some runs were simulated and others were not, it names both, and the legend each one's.
 
     Args:
         folders: the runs' folders, in the order of the legend.
@@ -58,7 +62,8 @@ def comparison_figure(folders: Sequence[str | Path]) -> Any:
     figure, panels = new_figure(3, share_y=True)
     unit, unit_s = time_unit(max(curve.points[-1].time_s for curve in curves))
     _draw(panels[0], curves, lambda e: e.tokens, "tokens", human_count)
-    _draw(panels[1], curves, lambda e: e.time_s / unit_s, f"virtual time ({unit})", "{:g}".format)
+    clock = clock_name(curve.clock for curve in curves)
+    _draw(panels[1], curves, lambda e: e.time_s / unit_s, f"{clock} ({unit})", "{:g}".format)
     _draw(panels[2], curves, lambda e: e.sent_bytes_per_island, "bytes sent per island", human_bytes)
     panels[0].set_ylabel("validation loss")
     handles = panels[0].get_lines()
@@ -90,16 +95,20 @@ def run_figure(folder: str | Path) -> Any:
 def _curves(folders: Sequence[str | Path]) -> list[_Curve]:
     if not folders:
         raise ConfigError("no run folders were given, so there is nothing to draw. Give one folder or more.")
-    names, points = [], []
+    names, points, clocks = [], [], []
     for folder in folders:
         events = list(read_events(Path(folder) / "events.jsonl", kinds=(RunStarted, Evaluated)))
         started = next((event for event in events if isinstance(event, RunStarted)), None)
         evaluations = [event for event in events if isinstance(event, Evaluated) and "loss" in event.metrics]
         if started is None or not evaluations:
             raise AtollError(f"the run in {folder} has not been evaluated yet, so it has no curve. Leave it out, or let it run on.")
-        names.append(RunName(recipe=started.recipe, seed=started.seed, folder=str(folder)))
+        names.append(RunName(recipe=started.recipe, seed=started.seed, folder=str(folder), engine=started.engine))
         points.append(evaluations)
-    return [_Curve(label=label, points=run) for label, run in zip(distinct_labels(names), points, strict=True)]
+        clocks.append(clock_of(started.engine))
+    labels = distinct_labels(names)
+    if len(set(clocks)) > 1:
+        labels = [f"{label}, {clock} time" for label, clock in zip(labels, clocks, strict=True)]
+    return [_Curve(label=label, points=run, clock=clock) for label, run, clock in zip(labels, points, clocks, strict=True)]
 
 
 def _read_run(folder: Path) -> tuple[list[RoundFinished], list[Evaluated], list[tuple[int, Compared]]]:

@@ -1,4 +1,4 @@
-"""One asynchronous run as a figure: staleness over virtual time, arrivals per window, steps per shard, and each worker's time.
+"""One asynchronous run as a figure: staleness over time, arrivals per window, steps per shard, and each worker's time.
 
 Needs the extra `plot`. Runs that are not finished can be drawn too.
 """
@@ -14,6 +14,7 @@ from atoll.errors import AtollError
 from atoll.events import Arrived
 from atoll.extras import require
 from atoll.telemetry.asynchrony import AsynchronySummary, WorkerTimes, read_asynchrony
+from atoll.telemetry.clocks import read_clock
 from atoll.telemetry.drawing import COLOURS, new_figure, save_figure, short, time_unit
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.units import human_count
@@ -41,6 +42,7 @@ def asynchrony_figure(folder: str | Path) -> Any:
     ]
     figure, (staleness, windows, shards, workers) = new_figure(4)
     _draw_staleness(staleness, points, summary)
+    staleness.set_xlabel(f"{read_clock(folder)} time ({time_unit(points[-1][0])[0]})")
     _draw_bars(windows, summary.arrivals_per_window.counts, "arrivals in a window", "windows")
     _draw_bars(shards, summary.steps_per_shard, "shard", "inner steps that arrived")
     _draw_times(workers, summary.workers)
@@ -65,7 +67,7 @@ def in_bins(points: Sequence[tuple[float, int]], bins: int) -> list[tuple[float,
 
 def _draw_staleness(panel: Any, points: Sequence[tuple[float, int]], summary: AsynchronySummary) -> None:
     """A dot per arrival; where these would run together, the mean in a band from least to most."""
-    unit, unit_s = time_unit(points[-1][0])
+    _, unit_s = time_unit(points[-1][0])
     if len(points) <= _DOTS:
         times = [time_s / unit_s for time_s, _ in points]
         panel.plot(times, [value for _, value in points], linestyle="", marker="o", markersize=4.5, color=COLOURS[0], alpha=0.6)
@@ -77,7 +79,6 @@ def _draw_staleness(panel: Any, points: Sequence[tuple[float, int]], summary: As
         panel.plot(times, [mean for _, mean, *_ in binned], color=COLOURS[0], linewidth=1.8, label="mean")
     mean = summary.staleness.mean
     panel.axhline(mean, color=COLOURS[1], linewidth=1.2, linestyle="--", label=f"mean of the run ({mean:.3g})")
-    panel.set_xlabel(f"virtual time ({unit})")
     panel.set_ylabel("staleness (updates)")
     panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
     panel.yaxis.set_major_locator(_whole_numbers())

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from atoll.errors import AtollError
 from atoll.events import Computed, Event, Exchanged, RoundFinished, RunStarted
 from atoll.extras import require
+from atoll.telemetry.clocks import Clock, read_clock
 from atoll.telemetry.drawing import COLOURS, new_figure, save_figure, short, time_unit
 from atoll.telemetry.island_times import IslandTimes, Stretch
 from atoll.telemetry.jsonl import read_events
@@ -46,7 +47,7 @@ def overlap_figure(folder: str | Path) -> Any:
     events = read_events(Path(folder) / "events.jsonl", kinds=(RunStarted, Computed, Exchanged, RoundFinished))
     lanes, devices = last_rounds(by_device(events)), summary.devices_per_island
     figure, (timeline, times, batches) = new_figure(3)
-    _draw_lanes(timeline, {device_name(number, devices): lane for number, lane in lanes.items()})
+    _draw_lanes(timeline, {device_name(number, devices): lane for number, lane in lanes.items()}, read_clock(folder))
     timeline.set_ylabel("island" if devices is None else "island.device")
     _draw_times(times, summary.islands)
     _draw_batches(batches, summary.islands)
@@ -79,7 +80,7 @@ def _lane(lanes: dict[int, Lane], island: int) -> Lane:
     return lanes.setdefault(island, Lane([], [], []))
 
 
-def _draw_lanes(panel: Any, lanes: dict[str, Lane]) -> None:
+def _draw_lanes(panel: Any, lanes: dict[str, Lane], clock: Clock) -> None:
     """Two bars for each island: above what it computed, below its exchanges. Where the upper one has a gap, it was idle."""
     drawn = dict(list(lanes.items())[:_LANES])
     everything = [stretch for lane in drawn.values() for part in lane for stretch in part]
@@ -98,7 +99,7 @@ def _draw_lanes(panel: Any, lanes: dict[str, Lane]) -> None:
             panel.broken_barh(spans, (place + below, height), facecolors=colour, edgecolors="white", linewidth=0.4)
     panel.set_yticks(range(len(drawn)), list(drawn))
     panel.set_ylim(len(drawn) - 0.5, -0.5)  # the first island is on top
-    panel.set_xlabel(f"virtual time of the last rounds ({unit})")
+    panel.set_xlabel(f"{clock} time of the last rounds ({unit})")
     panel.grid(visible=False, axis="y")
     panel.legend(frameon=False, fontsize=10, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 

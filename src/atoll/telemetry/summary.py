@@ -11,11 +11,12 @@ from typing import Any
 from atoll.errors import AtollError, CheckpointError
 from atoll.events import Evaluated, RunFinished, RunStarted
 from atoll.telemetry.asynchrony import AsynchronySummary, read_asynchrony
+from atoll.telemetry.clocks import Clock, clock_of
 from atoll.telemetry.jsonl import read_events
 from atoll.telemetry.memory import MemorySummary, read_memory
 from atoll.telemetry.overlap import OverlapSummary, read_overlap, worth_telling
 from atoll.telemetry.tally import Tally
-from atoll.telemetry.wording import clock_of, perplexity
+from atoll.telemetry.wording import perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ class Summary:
         inside_bytes_per_device: payload over the lines inside islands, mean over devices; None where islands have no inside.
         inside_dropped_tokens: tokens whose gradients waited in a device when its island was given other weights; None likewise.
         asynchrony: staleness, windows, workers and shards of an asynchronous run; None for a synchronous one.
-        overlap: where each island's time went, if exchanges were hidden behind the computing or something went wrong; else None.
+        overlap: where each island's time went, if it was measured, exchanges were hidden behind the computing, or something went
+            wrong; else None.
         memory: what each island held in live tensors at most, and the paper's formula; None where it was not counted.
     """
 
@@ -73,8 +75,8 @@ class Summary:
     memory: MemorySummary | None = None
 
     @property
-    def clock(self) -> str:
-        """Which of the two times counts: virtual or wall."""
+    def clock(self) -> Clock:
+        """Which of the two times counts."""
         return clock_of(self.engine)
 
     @property

@@ -1,7 +1,8 @@
-"""A run in TensorBoard: losses against steps, tokens, bytes and virtual time; how far the islands agreed, or how late updates came.
+"""A run in TensorBoard: losses against steps, tokens, bytes and time; how far the islands agreed, or how late updates came.
 
 Needs the extra `tensorboard`. TensorBoard's horizontal axis counts in whole numbers, so each measure is written once per
-quantity, under its own tag: `val_loss/by_steps`, `val_loss/by_tokens`, `val_loss/by_sent_bytes`, `val_loss/by_virtual_ms`.
+quantity, under its own tag: `val_loss/by_steps`, `val_loss/by_tokens`, `val_loss/by_sent_bytes`, `val_loss/by_virtual_ms`, or
+`val_loss/by_wall_ms` where the machines are real.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from atoll.events import Arrived, Compared, Evaluated, Event, RoundFinished, WindowClosed
 from atoll.extras import require
+from atoll.telemetry.clocks import clock_at
 from atoll.telemetry.tally import Tally
 
 
@@ -55,7 +57,7 @@ class TensorBoardSink:
             case Arrived():
                 self._arrivals += 1
                 self._write("hub/staleness_by_arrival", event.staleness, self._arrivals)
-                self._write("hub/staleness_by_virtual_ms", event.staleness, round(1000 * event.time_s))
+                self._write(f"hub/staleness_by_{clock_at(event)}_ms", event.staleness, round(1000 * event.time_s))
                 self._write("delta/norm_by_arrival", event.norm, self._arrivals)
             case WindowClosed():
                 self._write("hub/arrivals_by_window", len(event.islands), event.window)
@@ -77,7 +79,7 @@ class TensorBoardSink:
         self._write(f"{tag}/by_steps", value, event.steps)
         self._write(f"{tag}/by_tokens", value, event.tokens)
         self._write(f"{tag}/by_sent_bytes", value, round(event.sent_bytes_per_island))
-        self._write(f"{tag}/by_virtual_ms", value, round(1000 * event.time_s))
+        self._write(f"{tag}/by_{clock_at(event)}_ms", value, round(1000 * event.time_s))
 
     def _compared(self, event: Compared) -> None:
         if event.norms:

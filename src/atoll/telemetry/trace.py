@@ -1,4 +1,4 @@
-"""The virtual timeline of a run for a trace viewer: who computed, waited and talked when.
+"""The timeline of a run for a trace viewer: who computed, waited and talked when.
 
 Each island is a process with two rows: `computing`, and `network` for waiting, exchanges, catching up and joining, since an
 island may talk while it computes. Exchanges that go on in the background have a third, `background`: one of them may begin while
@@ -38,7 +38,7 @@ from atoll.telemetry.trace_rows import CLUSTER, EVALUATIONS, ROUNDS, background,
 def write_trace(folder: str | Path, path: str | Path) -> Path:
     """Writes the timeline of the run in `folder` as JSON, to be opened in ui.perfetto.dev or chrome://tracing.
 
-    A run that is not finished gives what it has so far. Times are microseconds of virtual time.
+    A run that is not finished gives what it has so far. Times are microseconds on the run's clock.
     """
     path = Path(path)
     timeline = Timeline(process_names={CLUSTER: "cluster"}, row_names={ROUNDS: "rounds", EVALUATIONS: "evaluations"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from atoll.events import Evaluated, IslandLeft, RunStarted
+from atoll.telemetry.clocks import clock_of
 from atoll.telemetry.levels import device_name
 from atoll.telemetry.perfetto import Row, Timeline
 
@@ -37,7 +38,9 @@ def name_devices(timeline: Timeline, devices_per_island: int) -> None:
 def draw_common(timeline: Timeline, event: RunStarted | Evaluated | IslandLeft) -> None:
     match event:
         case RunStarted():
-            timeline.process_names[CLUSTER] = f"{event.recipe} ({event.algorithm})"
+            timeline.process_names[CLUSTER] = f"{event.recipe} ({event.algorithm})" + (
+                ", wall time" if clock_of(event.engine) == "wall" else ""
+            )
         case Evaluated():
             timeline.moment(EVALUATIONS, event.time_s, "evaluation", {"round": event.round, **event.metrics}, across=True)
         case IslandLeft():

@@ -1,7 +1,8 @@
 """What a comparison means, in one plain sentence computed from the figures.
 
 The run that sent most is the reference, and the others are told against it: the loss reached, the bytes and the time it took.
-The sentence says as plainly when an alternative is worse, and when runs cannot be compared because they did different work.
+The sentence says as plainly when an alternative is worse, and when runs cannot be compared because they did different work. Times
+are compared on one clock only: what was simulated says nothing about how long real machines take, nor they about it.
 """
 
 from __future__ import annotations
@@ -33,12 +34,19 @@ def verdict(rows: Sequence[Row]) -> str:
     """One sentence about one run or more."""
     if len(rows) == 1:
         return _alone(rows[0])
-    return _different_work(rows) or (_one_by_one(rows) if len(rows) <= _TOLD_ONE_BY_ONE else _best(rows))
+    told = _different_work(rows) or (_one_by_one(rows) if len(rows) <= _TOLD_ONE_BY_ONE else _best(rows))
+    return f"{told}{_apart(rows)}."
 
 
 def reference(rows: Sequence[Row]) -> Row:
-    """The run that sent most; among equals the slowest, then the first."""
-    return max(rows, key=lambda row: (row.summary.sent_bytes_per_island, row.summary.virtual_time_s or 0.0))
+    """The run that sent most; among equals the slowest, if they have the same clock, then the first."""
+    timed = not on_both_clocks(rows)
+    return max(rows, key=lambda row: (row.summary.sent_bytes_per_island, (row.summary.time_s or 0.0) if timed else 0.0))
+
+
+def on_both_clocks(rows: Sequence[Row]) -> bool:
+    """Whether some of the runs were simulated and some were not."""
+    return len({row.summary.clock for row in rows}) > 1
 
 
 def losses_as_text(rows: Sequence[Row]) -> dict[str, str]:
@@ -62,7 +70,8 @@ def _alone(row: Row) -> str:
     summary = row.summary
     loss = losses_as_text([row])[row.label]
     reached = f"{row.label} reaches {loss}" if math.isfinite(summary.val_loss) else f"{row.label} diverged (its loss is {loss})"
-    time = f" in {human_time(summary.virtual_time_s)}" if summary.virtual_time_s is not None else ""
+    wall = " of wall time" if summary.clock == "wall" else ""
+    time = f" in {human_time(summary.time_s)}{wall}" if summary.time_s is not None else ""
     sent = f"sending {human_bytes(summary.sent_bytes_per_island)} per island"
     return f"{reached} after {human_count(summary.tokens)} tokens, {sent}{time}."
 
@@ -72,16 +81,16 @@ def _different_work(rows: Sequence[Row]) -> str:
     differing = _differing_data(rows)
     if differing:
         told = [f"{row.label} has {', '.join(f'{key}={row.data[key]}' for key in differing)}" for row in rows]
-        return f"These runs are not comparable, because their data differ: {_listed(told)}."
+        return f"These runs are not comparable, because their data differ: {_listed(told)}"
     params = [row.summary.params for row in rows]
     tokens = [_seen(row.summary) + row.summary.warm_start_tokens for row in rows]
     if len(set(params)) > 1:
         told = [f"{row.label} has {human_count(count)}" for row, count in zip(rows, params, strict=True)]
-        return f"These runs are not comparable, because their models differ in parameters: {_listed(told)}."
+        return f"These runs are not comparable, because their models differ in parameters: {_listed(told)}"
     asked_for = [count - _past_the_end(row.summary) for row, count in zip(rows, tokens, strict=True)]
     if max(asked_for) > (1 + _SAME_WORK) * min(tokens):
         told = [f"{row.label} saw {human_count(count)}" for row, count in zip(rows, tokens, strict=True)]
-        return f"These runs are not comparable, because they trained on different numbers of tokens: {_listed(told)}."
+        return f"These runs are not comparable, because they trained on different numbers of tokens: {_listed(told)}"
     return ""
 
 
@@ -95,7 +104,7 @@ def _past_the_end(summary: Summary) -> float:
     """Tokens beyond those asked for that a run may have seen: a hub stops with the arrival that reaches them, and islands that
     accumulate freely, so that commits differ in size, with the commit that does."""
     rounds = summary.overlap
-    if rounds is not None and rounds.most_tokens > rounds.fewest_tokens:
+    if rounds is not None and rounds.background and rounds.most_tokens > rounds.fewest_tokens:
         return rounds.most_tokens
     if summary.asynchrony is None or not summary.local_updates:
         return 0.0
@@ -117,7 +126,7 @@ def _one_by_one(rows: Sequence[Row]) -> str:
             outcome = _outcome(row, against, losses, first=not clauses)
             cost = " ".join(part for part in (_bytes(row, against), _time(row, against)) if part)
             clauses.append(f"{outcome} {cost}")
-    return "; ".join(clauses) + "."
+    return "; ".join(clauses)
 
 
 def _outcome(row: Row, against: Row, losses: dict[str, str], *, first: bool) -> str:
@@ -146,8 +155,8 @@ def _bytes(row: Row, against: Row) -> str:
 
 
 def _time(row: Row, against: Row) -> str:
-    mine_s, other_s = row.summary.virtual_time_s, against.summary.virtual_time_s
-    if not mine_s or not other_s:
+    mine_s, other_s = row.summary.time_s, against.summary.time_s
+    if not mine_s or not other_s or row.summary.clock != against.summary.clock:
         return ""
     ratio = mine_s / other_s
     if abs(ratio - 1) < _SAME:
@@ -159,19 +168,31 @@ def _best(rows: Sequence[Row]) -> str:
     """Of many runs, the ones that win at something."""
     finite = [row for row in rows if math.isfinite(row.summary.val_loss)]
     if not finite:
-        return f"All {len(rows)} runs diverged."
+        return f"All {len(rows)} runs diverged"
     lowest = min(finite, key=lambda row: row.summary.val_loss)
     least = min(finite, key=lambda row: row.summary.sent_bytes_per_island)
     told = [
         f"{lowest.label} reaches the lowest loss ({losses_as_text(rows)[lowest.label]})",
         f"{least.label} sends least ({human_bytes(least.summary.sent_bytes_per_island)} per island)",
     ]
-    timed = [(row.summary.virtual_time_s, row.label) for row in finite if row.summary.virtual_time_s is not None]
-    if len(timed) == len(finite):
+    timed = [(row.summary.time_s, row.label) for row in finite if row.summary.time_s is not None]
+    if len(timed) == len(finite) and not on_both_clocks(finite):
         time_s, label = min(timed)
         told.append(f"{label} is fastest ({human_time(time_s)})")
     diverged = len(rows) - len(finite)
-    return f"Of {len(rows)} runs, {_listed(told)}" + (f"; {diverged} diverged." if diverged else ".")
+    return f"Of {len(rows)} runs, {_listed(told)}" + (f"; {diverged} diverged" if diverged else "")
+
+
+def _apart(rows: Sequence[Row]) -> str:
+    """Which times are not set side by side; empty if all runs have the same clock."""
+    if not on_both_clocks(rows):
+        return ""
+    parts = []
+    for clock in ("virtual", "wall"):
+        labels = [row.label for row in rows if row.summary.clock == clock]
+        few = len(rows) <= _TOLD_ONE_BY_ONE
+        parts.append(f"{clock} times ({_listed(labels) if few else len(labels)})")
+    return f"; {' and '.join(parts)} are not compared"
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from atoll.events import (
     Event,
     IslandJoined,
     IslandLeft,
+    LimitSet,
     Refused,
     Returned,
     RoundFailed,
@@ -20,6 +21,7 @@ from atoll.events import (
     UpdateSkipped,
     WarmStartFinished,
 )
+from atoll.telemetry.clocks import clock_at
 from atoll.telemetry.tally import Tally
 from atoll.telemetry.units import human_bytes, human_count, human_percent, human_time
 
@@ -32,10 +34,13 @@ def notice(event: Event, who: str | None = None) -> str | None:
     """
     match event:
         case RunStarted():
+            where = f"{who or _islands(event)}{_engine(event)}"
             return (
-                f"{event.recipe}: {event.algorithm} on {who or _islands(event)}, {human_count(event.params)} parameters, "
+                f"{event.recipe}: {event.algorithm} on {where}, {human_count(event.params)} parameters, "
                 f"{event.steps} steps each, seed {event.seed}"
             )
+        case LimitSet():
+            return f"an exchange may take {human_time(event.limit_s)} ({event.why})"
         case WarmStartFinished():
             return f"warm start: {event.steps} steps, {human_count(event.tokens)} tokens, loss {event.loss:.4g}"
         case Evaluated():
@@ -71,6 +76,11 @@ def _islands(event: RunStarted) -> str:
     return islands if each is None else f"{islands} of {each} device{'s' if each != 1 else ''}"
 
 
+def _engine(event: RunStarted) -> str:
+    """Only where the machines are real: a run is simulated unless it is said."""
+    return "" if event.engine == "sim" else f" (engine {event.engine})"
+
+
 def figures(event: RoundFinished, tally: Tally) -> str:
     """What stands beside the bar: loss, validation loss, the run's time, bytes per island, utilisation, as far as known.
 
@@ -81,25 +91,11 @@ def figures(event: RoundFinished, tally: Tally) -> str:
         parts.append(f"val {tally.evaluation.metrics['loss']:.3f}")
     if tally.asynchronous:
         parts += _at_the_hub(event, tally)
-    parts += [f"{clock(event)} time {human_time(event.time_s)}", f"{human_bytes(event.sent_bytes_per_island)} per island"]
+    parts += [f"{clock_at(event)} time {human_time(event.time_s)}", f"{human_bytes(event.sent_bytes_per_island)} per island"]
     utilisation = tally.utilisation(event.time_s)
     if utilisation is not None:
         parts.append(f"busy {human_percent(utilisation)}")
     return "  ".join(parts)
-
-
-def clock(event: RoundFinished | Evaluated | RunFinished) -> str:
-    """Which clock an event's time is on: virtual or wall."""
-    return "wall" if event.virtual_time_s is None else "virtual"
-
-
-def clock_of(engine: str) -> str:
-    """Which clock counts where this engine ran: virtual or wall.
-
-    >>> clock_of("sim"), clock_of("dist")
-    ('virtual', 'wall')
-    """
-    return "virtual" if engine == "sim" else "wall"
 
 
 def local_updates_total(started: RunStarted) -> int:
@@ -150,7 +146,7 @@ def _metrics(metrics: dict[str, float]) -> str:
 def _outcome(event: RunFinished) -> str:
     parts = [f"val loss {event.val_loss:.4g}", f"{event.rounds} rounds", f"{human_count(event.tokens)} tokens"]
     parts.append(f"{human_bytes(event.sent_bytes_per_island)} sent per island")
-    parts.append(f"{human_time(event.time_s)} of {clock(event)} time")
+    parts.append(f"{human_time(event.time_s)} of {clock_at(event)} time")
     if event.utilisation is not None:
         parts.append(f"{human_percent(event.utilisation)} of it computing")
     return ", ".join(parts)
