@@ -80,7 +80,7 @@ def test_what_was_saved_is_loaded_with_its_bits(tmp_path):
     newest = checkpoints.newest()
     assert holds(checkpoints, newest, 3)
     assert newest.path == tmp_path / "checkpoints" / "00000003"
-    assert newest.parts == ["shared", "island0"]
+    assert newest.parts == ["island0", "shared"]
     assert newest.metadata == {"events_bytes": 300}
 
 
@@ -326,7 +326,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path):
 
 def test_a_part_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
     checkpoints = saved(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"has no part 'island1'. It has: shared, island0.*resume with the settings"):
+    with pytest.raises(CheckpointError, match=r"has no part 'island1'. It has: island0, shared.*resume with the settings"):
         checkpoints.load(checkpoints.newest(), "island1", like=None)
 
 

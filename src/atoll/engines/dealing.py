@@ -34,3 +34,7 @@ class Dealing:
 
     def from_parts(self, parts: Iterable[tuple[int, int]]) -> None:
         self.positions = [Fraction(*position) for position in parts]
+
+    def set(self, shard: int, position: tuple[int, int]) -> None:
+        """Put a shard's position, as a ratio of whole numbers."""
+        self.positions[shard] = Fraction(*position)

@@ -84,25 +84,42 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written. The older ones are untouched.
         """
-        if not 0 <= round < 10**8:
-            raise ValueError(f"round {round}: rounds are counted from 0 and have at most 8 digits.")
         for name in parts:
             if not re.fullmatch(r"\w[\w.-]*", name):
                 raise ValueError(f"a part cannot be called {name!r}: it is a file's name. Use letters, digits, '_', '-' and '.'.")
         packed = {name: pack(value) for name, value in parts.items()}
-        target = self._path(round)
+        with self.writing(round, metadata or {}) as folder:
+            for part, (structure, tensors) in packed.items():
+                write_tensors(folder / f"{part}{_SUFFIX}", tensors, {"structure": json.dumps(structure, allow_nan=False)})
+        return self._path(round)
+
+    @contextmanager
+    def writing(self, round: int, metadata: Mapping[str, Any]) -> Iterator[Path]:
+        """A new folder to write a checkpoint's files into. When they are there, it is sealed and put in its place, and the oldest
+        are removed; if they are not, it is removed itself.
+
+        Raises:
+            CheckpointError: it could not be written. The older ones are untouched.
+        """
+        if not 0 <= round < 10**8:
+            raise ValueError(f"round {round}: rounds are counted from 0 and have at most 8 digits.")
+        target, saving = self._path(round), self.unfinished(round)
         with self._explained(round):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clean()
-            saving = _hidden(target, _SAVING)
             try:
-                _write(saving, round, packed, metadata or {})
+                saving.mkdir()
+                yield saving
+                _seal(saving, round, metadata)
                 self._put_in_place(saving, target)
             except BaseException:
                 shutil.rmtree(saving, ignore_errors=True)
                 raise
         self._prune(target)
-        return target
+
+    def unfinished(self, round: int) -> Path:
+        """Where the checkpoint of this round lies as long as it is being written."""
+        return _hidden(self._path(round), _SAVING)
 
     @contextmanager
     def _explained(self, round: int) -> Iterator[None]:
@@ -205,17 +222,26 @@ class Checkpoints:
                 f"It is the checkpoint of another run or version: resume with the settings it was saved with."
             )
         path = checkpoint.path / name
-        try:
-            if _digest(path) != checkpoint.files[name][1]:
-                raise self._damaged(path, "does not match its digest: some of its bits have changed", checkpoint.round)
-        except OSError as error:
-            raise self._damaged(path, f"cannot be read: {error.strerror}", checkpoint.round) from error
+        self.verify(checkpoint, name)
         tensors, metadata = read_tensors(path)
         packed = Packed(json.loads(metadata["structure"]), tensors)
         try:
             return unpack(packed, like, check_layout=check_layout, device=device)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
+
+    def verify(self, checkpoint: Checkpoint, name: str) -> None:
+        """Check a file against its digest.
+
+        Raises:
+            CheckpointError: it was changed, or cannot be read.
+        """
+        path = checkpoint.path / name
+        try:
+            if _digest(path) != checkpoint.files[name][1]:
+                raise self._damaged(path, "does not match its digest: some of its bits have changed", checkpoint.round)
+        except OSError as error:
+            raise self._damaged(path, f"cannot be read: {error.strerror}", checkpoint.round) from error
 
     def _folders(self) -> dict[int, Path]:
         """The folder of each round's checkpoint."""
@@ -259,14 +285,9 @@ class Checkpoints:
 # ------------------------------------------------------------------------------------------------------------ on the disk
 
 
-def _write(folder: Path, round: int, parts: Mapping[str, Packed], metadata: Mapping[str, Any]) -> None:
-    """A whole checkpoint into a new folder, on the disk when this returns."""
-    folder.mkdir()
-    files: dict[str, Any] = {}
-    for part, packed in parts.items():
-        path = folder / f"{part}{_SUFFIX}"
-        write_tensors(path, packed.tensors, {"structure": json.dumps(packed.structure, allow_nan=False)})
-        files[path.name] = {"bytes": path.stat().st_size, "blake2b": _digest(path)}
+def _seal(folder: Path, round: int, metadata: Mapping[str, Any]) -> None:
+    """Write down what a checkpoint consists of; on the disk when this returns."""
+    files = {p.name: {"bytes": p.stat().st_size, "blake2b": _digest(p)} for p in sorted(folder.iterdir())}
     # Through JSON and back, so that the digest is that of what will be read: tuples are lists there, and keys text.
     content = json.loads(json.dumps({"format": FORMAT, "round": round, "files": files, "metadata": dict(metadata)}))
     with open(folder / _META, "x", encoding="utf-8") as file:

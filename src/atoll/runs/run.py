@@ -21,8 +21,8 @@ from atoll.checks import check_types
 from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions
 from atoll.data.text import Text
+from atoll.engines.levels import check_inside
 from atoll.engines.local import InnerRule
-from atoll.engines.sim.inside import check_inside
 from atoll.engines.sim.world import Cluster
 from atoll.errors import ConfigError
 from atoll.models.gpt import GPT

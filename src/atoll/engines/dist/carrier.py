@@ -45,13 +45,17 @@ class GlooCarrier:
         outgoing = {rank: _on_host(tensor) for rank, tensor in sends.items()}
         if any(tensor.is_cuda for tensor in sends.values()):
             torch.cuda.current_stream().synchronize()  # the copies to the host are this stream's
-        messages = [_Message(_begun(dist.isend(t, group=self._group, group_dst=r)), r, "send to") for r, t in outgoing.items()]
+        messages = [self._send(rank, tensor) for rank, tensor in outgoing.items()]
         messages += [self._receive(rank, tensor) for rank, tensor in receives.items()]
         return lambda limit_s: _wait(messages, limit_s)
 
+    def _send(self, rank: int, tensor: Tensor) -> _Message:
+        work = _begun(lambda: dist.isend(tensor, group=self._group, group_dst=rank), rank, "send to")
+        return _Message(work, rank, "send to")
+
     def _receive(self, rank: int, tensor: Tensor) -> _Message:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
-        work = _begun(dist.irecv(host, group=self._group, group_src=rank))
+        work = _begun(lambda: dist.irecv(host, group=self._group, group_src=rank), rank, "hear from")
         return _Message(work, rank, "hear from", None if host is tensor else lambda: tensor.copy_(host, non_blocking=True))
 
 
@@ -90,7 +94,11 @@ def _on_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
+def _begun(call: Callable[[], dist.Work | None], rank: int, doing: str) -> dist.Work:
+    try:
+        work = call()
+    except RuntimeError as error:  # its end is known to be closed
+        raise Missed(rank, doing, str(error)) from error
     assert work is not None, "this process is no member of the group"
     return work
 

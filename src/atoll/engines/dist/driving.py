@@ -84,8 +84,9 @@ class Line:
             return Flight(done)
         return Flight(self._submit(lambda: _fly(coroutine, request)))
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Take nothing more on, and wait for what is being done. Without waiting, what was asked for before is still done."""
+        self._pool.shutdown(wait=wait, cancel_futures=wait)
 
 
 def _fly(coroutine: Coroutine[Any, Any, T], request: Request[Any]) -> T:

@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from atoll.engines.dist.clock import Limit, WallClock
+from atoll.engines.dist.collectives import Collectives
 from atoll.engines.dist.diary import Likeness, Meeting
 from atoll.engines.dist.driving import Flight, Line, Request
-from atoll.engines.dist.wire import Wire
 from atoll.errors import ExchangeFailed
 from atoll.protocols import Mean, Scattered, Work
 from atoll.tree import Layout, Tree, empty
@@ -50,7 +50,7 @@ class DistPeers:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: Collectives,
         line: Line,
         deal: Callable[[int, int, int], Work],
         layout: Layout,

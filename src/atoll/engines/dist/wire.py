@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -83,6 +84,46 @@ class Wire:
         self._waiting(self._post(dict.fromkeys(self._others(), mine), {rank: theirs[rank] for rank in self._others()}))
         self.control_bytes += CONTROL * len(numbers) * (self.size - 1)
         return [numbers_of.tolist() for numbers_of in theirs]
+
+    def tell_those_left(self, *numbers: float, left: Callable[[int], bool]) -> list[list[float] | None]:
+        """`tell` among members of whom some may have left without a word: none in their place.
+
+        `left` is asked of a member of the group that is missed. All that are there have the same of each other, so that they need
+        not begin again.
+        """
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        theirs = {rank: torch.empty_like(mine) for rank in self._others()}
+        posted = {rank: self._posted(rank, mine, theirs[rank]) for rank in self._others()}
+        told: list[list[float] | None] = [list(numbers)] * self.size
+        for rank, wait in posted.items():
+            try:
+                wait()
+                told[rank] = theirs[rank].tolist()
+            except Missed as missed:
+                if not left(missed.rank):
+                    raise self._failure(missed) from missed
+                told[rank] = None
+        self.control_bytes += CONTROL * len(numbers) * (self.size - 1)
+        return told
+
+    def post_last_words(self, *numbers: float) -> Callable[[], None]:
+        """What members who tell next will hear of this one, and nothing after it. Returns what waits until all have heard it."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        posted = [self._posted(rank, mine, torch.empty_like(mine)) for rank in self._others()]
+
+        def wait() -> None:
+            for one in posted:
+                with suppress(Missed):
+                    one()
+
+        return wait
+
+    def _posted(self, rank: int, mine: Tensor, theirs: Tensor) -> Callable[[], None]:
+        """Numbers to and from one rank, which may not be there any more."""
+        try:
+            return self._post({rank: mine}, {rank: theirs})
+        except Missed as error:
+            return partial(_raise, error)
 
     def scatter_sum(
         self, flat: Tensor, weights: Sequence[float], sums: torch.dtype | None = None, *, products: Tensor | None = None
@@ -167,11 +208,18 @@ class Wire:
         try:
             wait()
         except Missed as missed:
-            guilty, says = self._blame.accuse(missed.rank) if self._blame else (missed.rank, "")
-            raise ExchangeFailed(
-                f"{self._names[self._me]} could not {missed.doing} {self._names[guilty]} within {self.limit_s:g} s{says}: it died, "
-                f"or its line is too slow for this limit. What was saved before this round stands. ({missed})"
-            ) from missed
+            raise self._failure(missed) from missed
+
+    def _failure(self, missed: Missed) -> ExchangeFailed:
+        guilty, says = self._blame.accuse(missed.rank) if self._blame else (missed.rank, "")
+        return ExchangeFailed(
+            f"{self._names[self._me]} could not {missed.doing} {self._names[guilty]} within {self.limit_s:g} s{says}: it died, "
+            f"or its line is too slow for this limit. What was saved before this round stands. ({missed})"
+        )
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _add_when(

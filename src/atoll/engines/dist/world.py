@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.engines.dist.blame import Blame
@@ -102,20 +102,28 @@ def size_given() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def join(devices: int = 1, *, backend: str = "gloo", limit_s: float = START_LIMIT_S) -> World:
+def meet() -> tuple[Store, int, int]:
+    """Find the other processes: a store that all of them see, this one's rank, and how many they are."""
+    wait = timedelta(seconds=START_LIMIT_S)
+    store, rank, size = next(rendezvous("env://", timeout=wait))
+    store.set_timeout(wait)
+    dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=rank, world_size=size, timeout=wait)
+    return PrefixStore("atoll", store), rank, size
+
+
+def join(store: Store, rank: int, size: int, *, devices: int = 1, backend: str = "gloo", limit_s: float = START_LIMIT_S) -> World:
     """Join the other processes. All of them call this.
 
     Args:
+        store: that all of them see.
+        rank: of this one.
+        size: how many they are.
         devices: per island.
         backend: of the groups that weights travel in.
         limit_s: of exchanges, to begin with.
     """
-    wait = timedelta(seconds=START_LIMIT_S)
-    store, rank, size = next(rendezvous("env://", timeout=wait))
-    store.set_timeout(wait)
     if size % devices:
         raise ConfigError(f"{size} processes cannot be islands of {devices} devices each. Start a multiple of {devices}.")
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     counterparts = [list(range(device, size, devices)) for device in range(devices)]
     neighbours = [list(range(first, first + devices)) for first in range(0, size, devices)]
     islands = _wire(counterparts, rank, backend, limit_s, store)
@@ -123,8 +131,7 @@ def join(devices: int = 1, *, backend: str = "gloo", limit_s: float = START_LIMI
     everybody = _wire([list(range(size))], rank, "gloo", START_LIMIT_S, store)
     assert islands is not None
     assert everybody is not None
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return World(rank, size, local_rank, devices, store, everybody, islands, inside)
+    return World(rank, size, int(os.environ.get("LOCAL_RANK", "0")), devices, store, everybody, islands, inside)
 
 
 def _wire(groups: list[list[int]], rank: int, backend: str, limit_s: float, store: Store) -> Wire | None:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from atoll.engines.levels import at_position
 from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.holding import check_held, held, load_held
-from atoll.engines.sim.inside import Inside, at_position
+from atoll.engines.sim.inside import Inside
 from atoll.engines.sim.peers import SimPeers, SimReplica
 from atoll.engines.sim.room import Room
 from atoll.engines.states import agree, given, on_device, shared_fields, waiting_tokens, with_shared

@@ -18,12 +18,13 @@ import torch
 
 from atoll.engines.books import Books
 from atoll.engines.dealing import Dealing
+from atoll.engines.levels import check_inside
 from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.devices import Devices, rest_of
 from atoll.engines.sim.holding import check_held, held, load_held
-from atoll.engines.sim.inside import Inside, check_inside
+from atoll.engines.sim.inside import Inside
 from atoll.engines.sim.islands import Island, cut_anew
 from atoll.engines.sim.memory import MemoryCount, is_counted
 from atoll.engines.sim.network import transfer_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from atoll.engines.books import Books
@@ -11,29 +11,7 @@ from atoll.engines.dealing import Dealing
 from atoll.engines.local import LocalReplica
 from atoll.engines.sim.stretches import Stretches
 from atoll.engines.sim.world import Cluster
-from atoll.errors import ConfigError
-from atoll.optim.schedules import Schedule, at
-from atoll.protocols import Algorithm, AsyncAlgorithm, Rebases, Sink
-
-
-def check_inside(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], inside: Algorithm[Any]) -> None:
-    """Refuses algorithms that cannot work together: one between islands, and one between the devices of each."""
-    outer, inner = type(algorithm).__name__, type(inside).__name__
-    if isinstance(algorithm, AsyncAlgorithm | Rebases):  # what can train the devices of an island does not train islands
-        raise ConfigError(
-            f"inside={inner} trains an island's devices between two agreements of islands, and {outer} has islands agree at every "
-            f"gradient, or through a hub. Use algorithm=DiLoCo(...), or inside=none, so that all devices are equals."
-        )
-    if not isinstance(inside, Rebases):
-        raise ConfigError(
-            f"inside={inner} cannot go on from weights that islands agreed on: it has no `rebase`. "
-            f"Use DDP, ZeRO1, ACCO, DPU or WP inside."
-        )
-    if algorithm.steps_per_round % inside.steps_per_round:
-        raise ConfigError(
-            f"a round between islands has {algorithm.steps_per_round} steps, which is not a multiple of the "
-            f"{inside.steps_per_round} of a round of {inner} inside. Use {inside.steps_per_round} steps, or a multiple."
-        )
+from atoll.protocols import Algorithm, Sink
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +40,3 @@ class Inside:
         """The island's devices among those of all islands."""
         count = self.cluster.devices_per_island
         return range(island * count, (island + 1) * count)
-
-
-def at_position(algorithm: Algorithm[Any], schedule: int) -> Algorithm[Any]:
-    """The algorithm with its optimizer's rate as it is at this position of the schedule, which is the run's: rules count their own
-    updates, and those of an island that came late would begin the schedule anew."""
-    rule: Any = getattr(algorithm, "optimizer", None)
-    lr = getattr(rule, "lr", None)
-    if not isinstance(lr, Schedule):
-        return algorithm
-    paced: Algorithm[Any] = replace(algorithm, optimizer=replace(rule, lr=at(lr, schedule)))  # type: ignore[type-var]
-    return paced

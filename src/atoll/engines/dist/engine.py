@@ -1,0 +1,351 @@
+"""Islands that are processes: the engine of one of them. All run the same text, each with its own rank.
+
+Every round, this process runs the algorithm's coroutine: it computes itself, and a thread of its own exchanges with the others.
+What it did it writes down and leaves for the first rank, which is one round behind in reading, so that nobody waits for the
+books. The first rank alone reports and judges; all of them save, each what it holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from atoll.engines.books import MOST_SKIPPED, Books
+from atoll.engines.dealing import Dealing
+from atoll.engines.dist.clerk import Clerk
+from atoll.engines.dist.clock import Limit, WallClock
+from atoll.engines.dist.devices import Together
+from atoll.engines.dist.diary import Diary
+from atoll.engines.dist.driving import Line
+from atoll.engines.dist.peers import DistPeers
+from atoll.engines.dist.replica import DistReplica
+from atoll.engines.dist.seats import Alone, Load, Part, Seat, check_sliced, gathered
+from atoll.engines.dist.world import World
+from atoll.engines.local import LocalReplica
+from atoll.engines.states import given, on_device, shared_fields, waiting_tokens, with_shared
+from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
+from atoll.events import LimitSet, Progress, RunFinished
+from atoll.leaves import recycle, trees
+from atoll.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned, whole_steps
+from atoll.tree import Tree
+
+_ALIVE_S = 0.5  # between two signs of life
+
+
+class DistEngine:
+    """Runs one algorithm, as one of many processes.
+
+    Args:
+        algorithm: what each island does.
+        world: this process among all.
+        params: the weights to begin with, the same everywhere.
+        batches: the data; process i reads shard i, or i modulo the number of shards where there are fewer.
+        make_replica: makes process i's replica, with a fresh optimizer.
+        evaluate: judges the global weights, with the buffers of the first process.
+        sink: takes events, on the first rank.
+        steps: inner steps that each island takes in all.
+        inside: what the devices of each island do together; none if an island is one device.
+        evaluate_every: rounds between evaluations; the last round is always evaluated.
+        save: writes a checkpoint, together with all others; none saves nothing.
+        save_every: rounds between checkpoints; the last round is always saved.
+        limit: of exchanges.
+        pause_s: so long this process sleeps for each batch besides computing it.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: Algorithm[Any],
+        world: World,
+        params: Tree,
+        batches: Batches,
+        make_replica: Callable[[int], LocalReplica],
+        evaluate: Callable[[Tree, Mapping[str, torch.Tensor]], Mapping[str, float]],
+        sink: Sink,
+        steps: int,
+        inside: Algorithm[Any] | None = None,
+        evaluate_every: int = 1,
+        save: Callable[[DistEngine], None] | None = None,
+        save_every: int = 1,
+        limit: Limit | None = None,
+        pause_s: float = 0.0,
+    ) -> None:
+        self.algorithm, self.world, self.steps = algorithm, world, steps
+        self.books = Books(world.size // world.devices, world.devices if inside is not None else 0, real=True)
+        self.clock = WallClock()
+        self.round = self.steps_taken = 0
+        self._limit = limit or Limit()
+        self._told_s: float | None = None
+        """The limit that was last reported."""
+        self._evaluate, self._sink, self._save = evaluate, sink, save
+        self._evaluate_every, self._save_every = evaluate_every, save_every
+        self._layout = params.layout
+        self._clerk = Clerk(self.books, world.devices, inside=inside is not None, sink=sink)
+        self._dealing = Dealing(batches)
+        self._diary = Diary()
+        self._unread: list[tuple[int, int, float]] = []
+        """Rounds whose diaries the first rank has not read: their numbers, the steps they led to, and when they were over."""
+        self._handed_out = self._read = self._uncommitted = self._skipped_in_a_row = 0
+        self._seen_s = time.monotonic()
+        replica = make_replica(world.rank)
+        replica.stopped = self._sign_of_life
+        self._line = Line(replica.device)
+        # Through the diary of the moment: a new one is begun every round.
+        self.peers = DistPeers(
+            world.islands,
+            self._line,
+            self._hand_out,
+            params.layout,
+            clock=self.clock,
+            limit=self._limit,
+            note=lambda meeting: self._diary.meetings.append(meeting),
+            liken=lambda likeness: self._diary.likenesses.append(likeness),
+        )
+        mine = DistReplica(replica, clock=self.clock, note=self._computed, pause_s=pause_s)
+        self._seat = self._seated(replica, mine, inside, params)
+        self._state = algorithm.init(self._seat.share(params).copy(), self.peers)
+        self._load_held()
+
+    def _seated(self, replica: LocalReplica, mine: DistReplica, inside: Algorithm[Any] | None, params: Tree) -> Seat:
+        readers, shards = self.world.size, len(self._dealing.positions)
+        if readers > shards and "free" in (getattr(self.algorithm, "batch", None), getattr(inside, "batch", None)):
+            raise ConfigError(
+                f"{readers} processes read {shards} shards of the data, and with batch=free nobody knows how far the others have "
+                f"read. Use data.shards={readers}, or batch=fixed."
+            )
+        if inside is None:
+            return Alone(replica, mine, self.world.rank)
+        check_sliced(self.algorithm)
+        return Together(
+            inside,
+            replica,
+            mine,
+            self.world,
+            self._line,
+            params,
+            deal=self._deal,
+            diary=lambda: self._diary,
+            clock=self.clock,
+            limit=self._limit,
+        )
+
+    # -------------------------------------------------------------------------------------------------------- the whole run
+
+    def run(self, warm_start_tokens: int = 0) -> RunFinished | None:
+        """All rounds that remain. The first rank's figures; none elsewhere."""
+        self.world.meet()
+        self.clock.set(self.clock.now_s() if self.round else 0.0)
+        self._clerk.begin(self.clock.now_s())
+        self._tell_limit()
+        if self.round == 0:
+            self._judge()
+        while not self.over:
+            self._play_round()
+            self._close_round()
+        self.check_digests()
+        params = self.params()
+        if not self.world.first:
+            return None
+        finished = self.books.finished(self.clock.now_s(), warm_start_tokens, params.digest())
+        self._sink.emit(finished)
+        return finished
+
+    @property
+    def over(self) -> bool:
+        return self.steps_taken >= self.steps
+
+    @property
+    def limit_s(self) -> float:
+        return self._limit.limit_s
+
+    def params(self) -> Tree:
+        """The global weights. All processes ask for them together."""
+        if "params" in shared_fields(self._state):
+            return self._seat.whole(self._state.params)
+        assert isinstance(self.algorithm, HoldsWeights)
+        if self.algorithm.held(self._state).flat.dtype == self._state.params.flat.dtype:  # nothing was lost on the way
+            return self._seat.replica.params()
+        return gathered(self._line, self.world.islands, self._state.params, self._layout)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What the module keeps besides its weights."""
+        return self._seat.replica.buffers()
+
+    def close(self) -> None:
+        self._line.close()
+
+    # ------------------------------------------------------------------------------------------------------------- a round
+
+    def _play_round(self) -> None:
+        before = self._state
+        self._handed_out = self._read = 0
+        coroutine = self.algorithm.round(given(before), self._seat.trained(), self.peers)
+        after = self._line.drive(coroutine)
+        if self.peers.flying:
+            raise ExchangeFailed(f"rank {self.world.rank} leaves round {self.round} with a flight open. Await it within the round.")
+        self._count(after)
+        recycle([before, *self.peers.results], [after])
+        self.peers.results.clear()
+        self._state = after
+        if not after.params.is_finite():
+            raise TrainingDiverged(
+                f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; what was "
+                f"saved before this round stands. Lower the learning rates, the outer one too, or set train.clip_norm."
+            )
+
+    def _count(self, after: Any) -> None:
+        """What went into this round's update."""
+        useless = next((m.useless for m in reversed(self._diary.meetings) if m.what in ("mean", "reduce_scatter")), False)
+        waiting, read = waiting_tokens(after), self._uncommitted + self._seat.tokens(self._read)
+        self._diary.tokens = 0 if useless else read - waiting
+        self._uncommitted = waiting
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if useless else 0
+        if self._skipped_in_a_row == MOST_SKIPPED:
+            raise TrainingDiverged(
+                f"{MOST_SKIPPED} updates in a row were skipped: gradients were not finite, or nobody had any. Look at the data, or "
+                f"lower the learning rate."
+            )
+
+    def _close_round(self) -> None:
+        before, per_round = self.steps_taken, self.algorithm.steps_per_round
+        shared = shared_fields(self._state)
+        self.steps_taken = whole_steps(shared["steps"]) if "steps" in shared else before + per_round
+        self.world.leave_word(f"diary/{self.round}/{self.world.rank}", self._diary.to_line())
+        self._unread.append((self.round, self.steps_taken, self.clock.now_s()))
+        self._diary = Diary()
+        self.round += 1
+        self._read_diaries(all_of_them=False)
+        self._tell_limit()
+        if self.over or self._passed(before, self._evaluate_every):
+            self._judge()
+        if self._save is not None and (self.over or self._passed(before, self._save_every)):
+            self._read_diaries(all_of_them=True)
+            self.check_digests()
+            self._save(self)
+
+    def _read_diaries(self, *, all_of_them: bool) -> None:
+        """The first rank enters rounds that are over; the newest only if it must, since not all may have told of it yet."""
+        while len(self._unread) > (0 if all_of_them else 1):
+            number, steps, now_s = self._unread.pop(0)
+            if not self.world.first:
+                continue
+            keys = [f"diary/{number}/{rank}" for rank in range(self.world.size)]
+            self._clerk.enter([Diary.from_line(self.world.word(key)) for key in keys], steps, now_s)
+            for key in keys:
+                self.world.store.delete_key(key)
+
+    def _passed(self, before: int, rounds: int) -> bool:
+        """Whether the run has just passed a multiple of so many rounds' steps."""
+        interval = rounds * self.algorithm.steps_per_round
+        return self.steps_taken // interval > before // interval
+
+    def _judge(self) -> None:
+        self._read_diaries(all_of_them=True)
+        params = self.params()
+        if self.world.first:
+            metrics = self._evaluate(params, self.buffers())
+            self._sink.emit(self.books.evaluated(metrics, self.clock.now_s()))
+
+    def check_digests(self) -> None:
+        """Islands that agreed hold the same bits."""
+        held = self._seat.replica.weights.read() if isinstance(self.algorithm, HoldsWeights) else None
+        digests = [tree.digest() for tree in ([held] if held is not None else trees(shared_fields(self._state)))]
+        key = f"digests/{self.round}/{self.world.device}"
+        self.world.leave_word(f"{key}/{self.world.island}", " ".join(digests))
+        said = [self.world.word(f"{key}/{island}") for island in range(self.world.size // self.world.devices)]
+        apart = [island for island, word in enumerate(said) if word != said[0]]
+        if apart:
+            raise ExchangeFailed(
+                f"islands {apart} hold other weights than island 0 after round {self.round}, though they agreed on them. Shared "
+                f"fields must be computed from shared fields and from what an exchange returned, and from nothing else; or a "
+                f"machine computes wrongly. What was saved before stands."
+            )
+
+    def _load_held(self) -> None:
+        """Where replicas keep the weights from round to round, they are gathered."""
+        if isinstance(self.algorithm, HoldsWeights):
+            mine = self.algorithm.held(self._state)
+            self._seat.replica.load(gathered(self._line, self.world.islands, mine, self._layout))
+
+    # ------------------------------------------------------------------------------------------------------- what is asked for
+
+    def _hand_out(self, steps: int, batches: int, pieces: int) -> Work:
+        schedule = self.steps_taken + self._handed_out
+        self._handed_out += steps
+        if isinstance(self._seat, Together):  # its devices are dealt theirs when they ask
+            readers = range(self.world.island * self.world.devices, (self.world.island + 1) * self.world.devices)
+            return Work(shard=readers[0], start=0, schedule=schedule, examples=self._dealing.examples(readers), pieces=pieces)
+        return self._deal(batches, pieces, schedule)
+
+    def _deal(self, batches: int, pieces: int, schedule: int) -> Work:
+        """Where several processes share a shard, all of them ask alike, so each knows what the others are dealt."""
+        shards, mine = len(self._dealing.positions), self.world.rank
+        dealt = {r: self._dealing.deal(r, batches, pieces, schedule) for r in range(mine % shards, self.world.size, shards)}
+        return dealt[mine]
+
+    def _computed(self, stretch: Any) -> None:
+        self._diary.stretches.append(stretch)
+        self._read += stretch.tokens
+
+    def _sign_of_life(self) -> bool:
+        """Asked before each step. Nobody has to stop."""
+        if self.world.first and time.monotonic() - self._seen_s > _ALIVE_S:
+            self._seen_s = time.monotonic()
+            done = min(self.steps, self._seat.replica.steps_taken)
+            self._sink.emit(Progress(phase="training", done=done, total=self.steps))
+        return False
+
+    def _tell_limit(self) -> None:
+        """Reported when it is first known, and when it has grown a lot."""
+        limit_s = self._limit.limit_s
+        if self.world.first and (self._told_s is None or not self._told_s / 2 < limit_s < self._told_s * 2):
+            self._told_s = limit_s
+            self._sink.emit(LimitSet(limit_s=limit_s, why=self._limit.why))
+
+    # -------------------------------------------------------------------------------------------------------------- saving
+
+    def plain(self) -> dict[str, Any]:
+        """What the first rank knows, and what all of them must know to go on. Between two rounds only."""
+        return {**self.books.to_parts(), "round": self.round, "steps": self.steps_taken, "wall_time_s": self.clock.now_s()}
+
+    def parts(self) -> dict[str, Part]:
+        """What this process holds, by part. Parts of one name on several processes are slices of a whole, or equal."""
+        world, rank = self.world, self.world.rank
+        position = self._dealing.positions[rank % len(self._dealing.positions)].as_integer_ratio()
+        own = {"uncommitted": self._uncommitted, "position": position, "skipped_in_a_row": self._skipped_in_a_row}
+        return {
+            "shared": Part(shared_fields(self._state), (world.device, world.devices)),
+            "sharded": Part(fields_owned(self._state, Owner.SHARDED), (world.island, world.size // world.devices)),
+            f"own-{rank}": Part({**own, "state": fields_owned(self._state, Owner.OWN)}),
+            **self._seat.parts(),
+        }
+
+    def restore(self, plain: Mapping[str, Any], load: Load) -> None:
+        """Go on from a checkpoint, which another number of processes may have saved."""
+        self.round, self.steps_taken = plain["round"], plain["steps"]
+        self.clock.set(plain["wall_time_s"])
+        self._restore_books(plain)
+        here = self.parts()
+        state = {name: load(name, here[name]) for name in ("shared", "sharded")}
+        rank, shards = self.world.rank, len(self._dealing.positions)
+        own = load(f"own-{rank}", Part({**here[f"own-{rank}"].value}))
+        if own is not None:
+            self._uncommitted, self._skipped_in_a_row = own["uncommitted"], own["skipped_in_a_row"]
+        read = own if rank < shards else load(f"own-{rank % shards}", Part({**here[f"own-{rank}"].value}))
+        if read is not None:
+            self._dealing.set(rank % shards, read["position"])
+        device = self._seat.replica.device
+        rest = {**(state["sharded"] or {}), **(own["state"] if own is not None else {})}
+        self._state = with_shared(self._state, {**on_device(state["shared"], device), **on_device(rest, device)})
+        self._seat.restore(load)
+        self._load_held()
+
+    def _restore_books(self, plain: Mapping[str, Any]) -> None:
+        """Islands that have gone are forgotten, and new ones begin with nothing."""
+        fresh = Books(len(self.books.ledgers), self.world.devices if self.books.inside else 0, real=True)
+        self.books.from_parts(plain)
+        self.books.ledgers = [*self.books.ledgers, *fresh.ledgers[len(self.books.ledgers) :]][: len(fresh.ledgers)]
+        self.books.inside = [*self.books.inside, *fresh.inside[len(self.books.inside) :]][: len(fresh.inside)]
