@@ -45,8 +45,10 @@ class GlooCarrier:
         outgoing = {rank: _on_host(tensor) for rank, tensor in sends.items()}
         if any(tensor.is_cuda for tensor in sends.values()):
             torch.cuda.current_stream().synchronize()  # the copies to the host are this stream's
-        messages = [self._send(rank, tensor) for rank, tensor in outgoing.items()]
-        messages += [self._receive(rank, tensor) for rank, tensor in receives.items()]
+        # Receives first: gloo sends nothing before it is told that there is room, and on a slow line that word would queue up behind
+        # the payload that goes the other way, so that one end would stand idle for as long as a piece takes.
+        messages = [self._receive(rank, tensor) for rank, tensor in receives.items()]
+        messages += [self._send(rank, tensor) for rank, tensor in outgoing.items()]
         return lambda limit_s: _wait(messages, limit_s)
 
     def _send(self, rank: int, tensor: Tensor) -> _Message:
