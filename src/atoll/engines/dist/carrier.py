@@ -45,7 +45,7 @@ class GlooCarrier:
         outgoing = {rank: _on_host(tensor) for rank, tensor in sends.items()}
         if any(tensor.is_cuda for tensor in sends.values()):
             torch.cuda.current_stream().synchronize()  # the copies to the host are this stream's
-        # Receives first: gloo sends nothing before it is told that there is room, and on a slow line that word would queue up behind
+        # Receives first: gloo sends nothing before it is told that there is room, and on a slow line that word would queue behind
         # the payload that goes the other way, so that one end would stand idle for as long as a piece takes.
         messages = [self._receive(rank, tensor) for rank, tensor in receives.items()]
         messages += [self._send(rank, tensor) for rank, tensor in outgoing.items()]
