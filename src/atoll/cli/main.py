@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -34,6 +34,8 @@ Settings = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Of weights, data order and everything the cluster draws.")]
+Engine = Literal["sim", "dist"]
+Backend = Literal["gloo", "nccl"]
 Json = Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")]
 
 
@@ -80,10 +82,21 @@ def run(
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    engine: Annotated[
+        Engine | None, typer.Option(help="sim: one process and a virtual clock. dist: real processes. By default sim.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="dist: start so many here; by default one per device.")] = None,
+    pace: Annotated[float | None, typer.Option(min=0.0, help="dist: sleep so many times cluster.step_time_s per batch.")] = None,
+    limit: Annotated[float | None, typer.Option(help="dist: seconds that an exchange may take; by default derived.")] = None,
+    backend: Annotated[Backend | None, typer.Option(help="dist: what carries weights. By default gloo.")] = None,
 ) -> None:
-    """Carry out a recipe."""
+    """Carry out a recipe: in a simulated cluster, or by real processes (also under torchrun, on several machines)."""
+    from atoll.cli.processes import carry_out_by_processes
     from atoll.cli.verbs import carry_out
 
+    how = {"processes": processes, "pace": pace, "limit_s": limit, "backend": backend}
+    if carry_out_by_processes(recipe, settings or [], seed, out, resume, json, quiet, engine, how):
+        return
     carry_out(recipe, settings or [], seed, out=out, resume_from=resume, as_json=json, quiet=quiet)
 
 

@@ -51,7 +51,7 @@ def list_recipes() -> None:
 
 
 def show_recipe(name: str, settings: Sequence[str], seed: int | None, *, as_json: bool) -> None:
-    run = _run_of(name, settings, seed)
+    run = run_of(name, settings, seed)
     if as_json:
         print(json.dumps(to_json(run)))
         return
@@ -81,7 +81,12 @@ def carry_out(
     elif name is None:
         raise ConfigError(f"no recipe was given. There are: {', '.join(recipes.ALL)}. Or go on with a run: --resume DIR.")
     else:
-        folder = _start(_run_of(name, settings, seed), out, Cache(), quiet=quiet).folder
+        folder = _start(run_of(name, settings, seed), out, Cache(), quiet=quiet).folder
+    show_result(folder, as_json=as_json)
+
+
+def show_result(folder: Path, *, as_json: bool) -> None:
+    """The figures of a finished run."""
     if as_json:
         print(read_summary(folder).to_json())
     else:
@@ -102,7 +107,7 @@ def compare_runs(
 ) -> None:
     root = out or default_path("compare", seed or 0)
     # Everything is looked up before anything runs: a misspelt last name should not cost the first runs.
-    planned = [_run_of(item, settings, seed) if item in recipes.ALL or not Path(item).is_dir() else Path(item) for item in what]
+    planned = [run_of(item, settings, seed) if item in recipes.ALL or not Path(item).is_dir() else Path(item) for item in what]
     cache = Cache()
     folders = [
         item if isinstance(item, Path) else _start(item, root / f"{item.recipe}-{index}", cache, quiet=quiet).folder
@@ -193,7 +198,7 @@ def prepare_data(
     print(f"{prepared}\nuse it with: --set data.corpus=prepared:{out}")
 
 
-def _run_of(name: str, settings: Sequence[str], seed: int | None) -> Run:
+def run_of(name: str, settings: Sequence[str], seed: int | None) -> Run:
     run = recipes.recipe(name)
     mine = [setting for setting in map(partial(_meant_for, name), settings) if setting is not None]
     for setting in [setting for setting in mine if setting.removeprefix("model=") in PRESETS]:
@@ -222,7 +227,7 @@ def _meant_for(name: str, setting: str) -> str | None:
     return rest if recipe == name else None
 
 
-def _sinks(title: str, run: Run, *, quiet: bool) -> list[Sink]:
+def sinks_of(title: str, run: Run, *, quiet: bool) -> list[Sink]:
     return [] if quiet else [ConsoleSink(title, who=_equals(run))]
 
 
@@ -234,7 +239,7 @@ def _equals(run: Run) -> str | None:
     return f"{cluster.devices} devices of {cluster.islands} island{'s' if cluster.islands != 1 else ''}, all equals"
 
 
-class _FolderLine:
+class FolderLine:
     """Says where a run lies, once there is a folder: one that is refused leaves none."""
 
     def __init__(self, folder: Path) -> None:
@@ -247,8 +252,8 @@ class _FolderLine:
 
 def _start(run: Run, out: Path | None, cache: Cache, *, quiet: bool) -> Result:
     folder = (out or default_path(run.recipe, run.seed)).expanduser()
-    with _interruptible(folder):
-        sinks = [] if quiet else [_FolderLine(folder), *_sinks(run.recipe, run, quiet=quiet)]
+    with interruptible(folder):
+        sinks = [] if quiet else [FolderLine(folder), *sinks_of(run.recipe, run, quiet=quiet)]
         return execute.run(run, out=folder, sinks=sinks, command=sys.argv, cache=cache)
 
 
@@ -258,17 +263,17 @@ def _resume(name: str | None, settings: Sequence[str], seed: int | None, folder:
         raise ConfigError("--set and --seed with --resume: a run goes on as it began. Leave them out.")
     folder = folder.expanduser()
     if name is not None:
-        RunFolder.open(folder).same_run(to_json(_run_of(name, settings, seed)))
+        RunFolder.open(folder).same_run(to_json(run_of(name, settings, seed)))
     opened = RunFolder.open(folder)
     if not execute.is_finished(opened):
-        with _interruptible(folder):
-            sinks = _sinks(f"resume {folder}", from_json(opened.run_json), quiet=quiet)
+        with interruptible(folder):
+            sinks = sinks_of(f"resume {folder}", from_json(opened.run_json), quiet=quiet)
             execute.resume(folder, sinks=sinks, command=sys.argv)
     return folder
 
 
 @contextmanager
-def _interruptible(folder: Path) -> Iterator[None]:
+def interruptible(folder: Path) -> Iterator[None]:
     """Ctrl-C ends a run with a word on how it goes on."""
     try:
         yield

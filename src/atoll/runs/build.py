@@ -29,14 +29,14 @@ def loss_of(run: Run, workload: Workload) -> Loss:
     return torch.compile(workload.loss) if run.train.compile else workload.loss
 
 
-def replica_of(run: Run, workload: Workload, loss: Loss, island: int) -> LocalReplica:
-    """One island's model and inner optimizer."""
+def replica_of(run: Run, workload: Workload, loss: Loss, island: int, device: str | None = None) -> LocalReplica:
+    """One island's model and inner optimizer, on the run's device unless another is given."""
     return LocalReplica(
         workload,
         optimizer=run.optimizer,
         clip_norm=run.train.clip_norm,
         micro_batches=run.train.micro_batches,
-        device=device_of(run),
+        device=device or device_of(run),
         autocast=run.train.precision == "bf16",
         dtype=dtype_of(run),
         loss=loss,

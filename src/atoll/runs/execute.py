@@ -10,12 +10,12 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
@@ -86,11 +86,11 @@ def run(
         cache: give several runs the same one, and they share data and warm start.
     """
     cache = cache or Cache()
-    _refuse_impossible(run.resolved, workload, cache)
+    refuse_impossible(run.resolved, workload, cache)
     path = Path(out or default_path(run.recipe, run.seed)).expanduser()
     folder = RunFolder.create(path, to_json(run), list(command or sys.argv))
     with folder.lock():
-        return _Execution(run, folder, workload, sinks, cache).start()
+        return Execution(run, folder, workload, sinks, cache).start()
 
 
 def resume(
@@ -115,10 +115,10 @@ def resume(
         folder.same_run(to_json(expected))
     with folder.lock():
         folder.resumed(list(command or sys.argv))
-        return _Execution(from_json(folder.run_json), folder, workload, sinks, Cache()).resume()
+        return Execution(from_json(folder.run_json), folder, workload, sinks, Cache()).resume()
 
 
-class _Execution:
+class Execution:
     """One process's share of a run."""
 
     def __init__(self, given: Run, folder: RunFolder, workload: Workload | None, sinks: Sequence[Sink], cache: Cache) -> None:
@@ -137,11 +137,11 @@ class _Execution:
         if self._given_workload is not None:
             write_text(self._folder.path / WORKLOAD, f"{full_name(type(self._given_workload))}\n")
         else:
-            self._keep_tokenizer()
-        self._note("started")
+            self.keep_tokenizer()
+        self.note("started")
         return self._carry_out(None)
 
-    def _keep_tokenizer(self) -> None:
+    def keep_tokenizer(self) -> None:
         """So that the model can be used without the text it was trained on."""
         data = self._data()
         if isinstance(data, LoadedText) and isinstance(data.tokenizer, BPETokenizer):
@@ -152,11 +152,11 @@ class _Execution:
         if is_finished(self._folder):
             return self._reopen()
         checkpoint = self._checkpoints.newest()
-        self._note("resumed", round=checkpoint.round if checkpoint else 0)
+        self.note("resumed", round=checkpoint.round if checkpoint else 0)
         return self._carry_out(checkpoint)
 
     def _carry_out(self, checkpoint: Checkpoint | None) -> Result:
-        with Fanout([self._open_log(checkpoint), *self._more_sinks(resuming=checkpoint is not None), *self._sinks]) as sink:
+        with Fanout(self.sinks(checkpoint)) as sink:
             warm = self._warm_up(sink, silent=checkpoint is not None)
             workload = self._given_workload or island_workload(self._run, self._data(), warm.params)
             self._origin = {"run": digest_of(to_json(self._run)), "data": fingerprint(workload)}
@@ -170,11 +170,20 @@ class _Execution:
                     )
                 )
             finished = engine.run(warm.tokens)
-            self._leave(engine, finished, checkpoint)
+            self.leave(engine.params, engine.buffers(), finished, checkpoint)
         evaluator.load(engine.params, engine.buffers())
-        return self._result(evaluator, engine.params)
+        return self.result(evaluator, engine.params)
 
     # ------------------------------------------------------------------------------------------------------- the beginning
+
+    def sinks(self, checkpoint: Checkpoint | None) -> list[Sink]:
+        """Who takes the events of a run that begins, or goes on from a checkpoint."""
+        return [self._open_log(checkpoint), *self._more_sinks(resuming=checkpoint is not None), *self._sinks]
+
+    def log_bytes(self) -> int:
+        """How long the log is."""
+        assert self._log is not None, "the log is not open"
+        return self._log.position()
 
     def _open_log(self, checkpoint: Checkpoint | None) -> JsonlSink:
         self._log = JsonlSink(self._folder.events, append_at=checkpoint.metadata["events_bytes"] if checkpoint else None)
@@ -208,14 +217,14 @@ class _Execution:
     def _warm_up(self, sink: Sink, *, silent: bool) -> WarmStart:
         plain, steps = self._plain(), self._run.train.warm_start_steps
         if not silent:
-            sink.emit(self._started(plain))
+            sink.emit(self.started(plain))
         shared = self._cache if self._given_workload is None else None
         warm = warm_up(self._run, plain, file=self._folder.warm_start, cache=shared, sink=sink)
         if steps and not silent:
             sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
         return warm
 
-    def _started(self, workload: Workload) -> Event:
+    def started(self, workload: Workload, engine: str = "sim") -> Event:
         run = self._run
         params = sum(p.numel() for p in workload.module().parameters() if p.requires_grad)
         name = type(run.algorithm).__name__
@@ -228,6 +237,7 @@ class _Execution:
             params=params,
             steps=run.train.steps,
             seed=run.seed,
+            engine=engine,
             devices_per_island=None if run.inside is None else run.cluster.devices_per_island,
         )
 
@@ -235,21 +245,21 @@ class _Execution:
 
     def _saver(self, sink: Sink) -> Callable[[Engine], None]:
         def save(engine: Engine) -> None:
-            assert self._log is not None
             sink.emit(Saved(round=engine.round, name=f"{engine.round:08}"))
-            self._checkpoints.save(engine.round, engine.parts(), {"events_bytes": self._log.position(), **self._origin})
+            self._checkpoints.save(engine.round, engine.parts(), {"events_bytes": self.log_bytes(), **self._origin})
 
         return save
 
-    def _leave(self, engine: Engine, finished: RunFinished, checkpoint: Checkpoint | None) -> None:
-        self._note(
+    def leave(self, params: Tree, buffers: Mapping[str, Tensor], finished: RunFinished, checkpoint: Checkpoint | None) -> None:
+        """What is left behind of a run that is over."""
+        self.note(
             "finished", wall_time_s=time.perf_counter() - self._began, resumed_from_round=checkpoint.round if checkpoint else 0
         )
-        if buffers := engine.buffers():
+        if buffers:
             write_tensors(self._buffers_file, buffers)
-        save_tree(self._folder.final, engine.params, {"recipe": self._run.recipe, "round": str(finished.rounds)})
+        save_tree(self._folder.final, params, {"recipe": self._run.recipe, "round": str(finished.rounds)})
 
-    def _result(self, evaluator: Evaluator, params: Tree) -> Result:
+    def result(self, evaluator: Evaluator, params: Tree) -> Result:
         summary = read_summary(self._folder.path)
         write_text(self._folder.summary, summary.to_json() + "\n")
         return Result(summary, evaluator.module, params, self._folder.path)
@@ -260,9 +270,9 @@ class _Execution:
         evaluator = Evaluator(self._plain(), dtype=dtype_of(self._run))
         buffers = read_tensors(self._buffers_file)[0] if self._buffers_file.exists() else {}
         evaluator.load(params, buffers)
-        return self._result(evaluator, params)
+        return self.result(evaluator, params)
 
-    def _note(self, what: str, **figures: float) -> None:
+    def note(self, what: str, **figures: float) -> None:
         """What depends on the machine goes into a file of its own."""
         try:
             with self._folder.timing.open("a") as file:
@@ -282,7 +292,7 @@ def is_finished(folder: RunFolder) -> bool:
     return folder.final.exists()
 
 
-def _refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> None:
+def refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> None:
     """What cannot be run is refused before there is a folder."""
     device_of(run)
     for number in range(run.rounds(run.train.steps) if run.cluster.away else 0):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -98,7 +99,7 @@ class ShardedCheckpoints:
                 written: Any = tensor.detach()
                 if cut is not None and path in sliced:
                     all_of_them = [lengths[rank][name][path] for rank in self._holders(cut[1])]
-                    written = Slice(written, sum(all_of_them[: cut[0]]), sum(all_of_them))
+                    written = Slice.of(written, sum(all_of_them[: cut[0]]), sum(all_of_them))
                 found[f"{self._name(name)}/{path}"] = written
         return found
 
@@ -118,7 +119,7 @@ class ShardedCheckpoints:
     def _write(self, folder: Path, tensors: dict[str, Any]) -> None:
         try:
             save(tensors, checkpoint_id=str(folder))
-        except Exception as error:  # torch wraps what every rank ran into
+        except (Exception, CheckpointException) as error:  # torch wraps what any rank ran into, not as an Exception
             raise CheckpointError(f"a checkpoint could not be written to {folder}: {error}") from error
 
     def _spread_index(self, folder: Path, round: int) -> None:
@@ -166,12 +167,12 @@ class ShardedCheckpoints:
             wanted[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
             if like.cut is not None and node["kind"] == "tree":
                 start, stop = shard_range(entry.size[0], *like.cut)
-                wanted[key] = Slice(wanted[key][start:stop].clone(), start, entry.size[0])
+                wanted[key] = Slice.of(wanted[key][start:stop].clone(), start, entry.size[0])
                 if path in known:  # cut for so many as there are now
                     node["pieces"] = layout_to_json(known[path].layout)
         try:
             load(wanted, checkpoint_id=str(checkpoint.path), no_dist=True)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"{checkpoint.path}: {name} cannot be read on rank {self._world.rank}: {error}. If machines do not share a disk, "
                 f"put the files of this checkpoint from all of them into one folder, or start the processes where they were."
@@ -180,14 +181,23 @@ class ShardedCheckpoints:
         return unpack(Packed(structure, tensors), like.value)
 
 
-class Slice:
-    """A slice of a flat buffer, in the words of torch.distributed.checkpoint: it asks objects with these methods what to write, and
-    where what it reads belongs."""
+class Slice(Tensor):
+    """A slice of a flat buffer, in the words of torch.distributed.checkpoint: it asks tensors with these methods what to write, and
+    where what it reads belongs. Nothing is computed with it."""
 
-    def __init__(self, flat: Tensor, start: int, numel: int) -> None:
-        self.flat, self._start, self._numel = flat, start, numel
+    flat: Tensor
+    _start: int
+    _numel: int
 
-    def size(self) -> torch.Size:
+    @staticmethod
+    def of(flat: Tensor, start: int, numel: int) -> Slice:
+        """These are the elements from `start` on of so many."""
+        this = flat.as_subclass(Slice)
+        this.flat, this._start, this._numel = flat, start, numel
+        return this
+
+    def size(self) -> torch.Size:  # type: ignore[override]
+        """Of the whole."""
         return torch.Size([self._numel])
 
     def _chunk(self) -> ChunkStorageMetadata:

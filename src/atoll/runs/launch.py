@@ -1,0 +1,75 @@
+"""Starting processes on this machine: torchrun's own agent, which starts one worker per process and watches them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from atoll.errors import AtollError
+
+LOGS = "logs"
+
+
+class ProcessFailed(AtollError):
+    """A process of a run has failed, or was killed; the others were stopped."""
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    """What a rank writes down, and all that it prints unless it is the first."""
+    return folder / LOGS / f"rank-{rank}.log"
+
+
+def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
+    """Start so many processes of the command `atoll` with these arguments, and wait for them.
+
+    Raises:
+        ProcessFailed: one of them failed; says which and why. The others have been stopped.
+        KeyboardInterrupt: somebody pressed Ctrl-C. All of them have been stopped.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says of failures we say ourselves
+    # gloo listens where the machine's name points to, which need not be this machine.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "atoll", *arguments)
+    except ChildFailedError as error:
+        raise ProcessFailed(_why(error, folder)) from error
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from error
+        raise ProcessFailed(f"the run was stopped by {error.sigval.name}. Go on: atoll run --resume {folder}") from error
+
+
+def _why(error: ChildFailedError, folder: Path) -> str:
+    """The first that failed, and its last words."""
+    rank, failure = error.get_first_failure()
+    words = last_words(log_of(folder, rank))
+    if failure.exitcode < 0:
+        words = f"it was killed by {signal.Signals(-failure.exitcode).name}"
+    stands = f"Go on: atoll run --resume {folder}" if any((folder / "checkpoints").glob("[0-9]*")) else "Nothing was saved yet."
+    return f"rank {rank} has failed, and the others were stopped: {words or f'see {log_of(folder, rank)}'}. {stands}"
+
+
+def last_words(log: Path) -> str:
+    """The error that a rank ended with, if it wrote one down."""
+    lines = log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
+    return next((line.removeprefix("error: ").rstrip(".") for line in reversed(lines) if line.startswith("error: ")), "")

@@ -1,0 +1,83 @@
+"""Where a Run is carried out: in one process under a virtual clock, or by real processes. It is no part of the Run, which says what
+is done; a run's folder remembers it, so that the run goes on in the same way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from atoll.checks import check_types
+from atoll.errors import ConfigError
+from atoll.protocols import AsyncAlgorithm
+from atoll.runs.folder import write_text
+from atoll.runs.run import Run
+
+PLACE = "engine.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dist:
+    """Real processes, on torch.distributed.
+
+    Args:
+        processes: how many; none: as many as the run's cluster has devices.
+        pace: each batch takes so many times the cluster's step time longer, asleep; none: computing takes what it takes.
+        limit_s: how long an exchange may take; none derives it from how long rounds take.
+        backend: what carries weights: gloo, or nccl between GPUs.
+    """
+
+    processes: int | None = None
+    pace: float | None = None
+    limit_s: float | None = None
+    backend: Literal["gloo", "nccl"] = "gloo"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.processes is not None and self.processes < 1:
+            raise ConfigError(f"processes={self.processes}: at least 1. Leave it out for as many as the cluster has devices.")
+        if self.pace is not None and not self.pace >= 0:
+            raise ConfigError(f"pace={self.pace}: it is 0 or more. Leave it out so that computing takes what it takes.")
+        if self.limit_s is not None and not self.limit_s > 0:
+            raise ConfigError(f"limit_s={self.limit_s}: it is more than 0 seconds. Leave it out to derive it.")
+
+
+def write_place(folder: Path, place: Dist) -> None:
+    write_text(folder / PLACE, json.dumps({"engine": "dist", **asdict(place)}) + "\n")
+
+
+def read_place(folder: Path) -> Dist | None:
+    """Where this folder's run is carried out; none in one process, under a virtual clock."""
+    path = folder / PLACE
+    if not path.is_file():
+        return None
+    record = json.loads(path.read_text("utf-8"))
+    record.pop("engine")
+    return Dist(**record)
+
+
+def placed(run: Run, processes: int) -> Run:
+    """The run on so many processes: with as many islands as they make up, and its data cut as it was."""
+    devices = run.cluster.devices_per_island
+    if processes % devices:
+        raise ConfigError(
+            f"processes={processes} cannot be islands of cluster.devices_per_island={devices} devices each. Use a multiple of it."
+        )
+    if isinstance(run.algorithm, AsyncAlgorithm):
+        raise ConfigError(
+            f"{type(run.algorithm).__name__} has a hub and workers that come when they can, and --engine dist has rounds that all "
+            f"take part in. Use --engine sim, or an algorithm such as DiLoCo."
+        )
+    # A run that is resumed by another number of processes reads the shards that it began with.
+    data = replace(run.data, shards=run.data.shards or processes)
+    return replace(run, cluster=replace(run.cluster, islands=processes // devices), data=data)
+
+
+def ignored(run: Run, place: Dist) -> str:
+    """What real machines do not take from the cluster's settings, in one line."""
+    cluster = run.cluster
+    what = ["cluster.link", *(["cluster.step_time_s"] if place.pace is None else [])]
+    what += ["lost messages"] if cluster.loses_messages else []
+    what += ["islands that come and go"] if cluster.away or cluster.pool != "constant" else []
+    return f"{', '.join(what)}: ignored, since real processes compute and talk as fast as they can."
