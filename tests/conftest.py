@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from atoll.testing.processes import processes
+
 torch.set_num_threads(1)
 
 
@@ -10,3 +12,10 @@ torch.set_num_threads(1)
 def _one_thread():
     yield
     assert torch.get_num_threads() == 1, "a test or an engine changed the number of torch threads and did not put it back"
+
+
+@pytest.fixture(scope="session")
+def four():
+    """Four processes: they cost more to start than the tests take, so all tests share them."""
+    with processes(4) as together:
+        yield together

@@ -33,20 +33,28 @@ T = TypeVar("T")
 _LIMIT_S = 60.0
 
 
+def _context() -> Any:
+    """Processes are forked off one that has imported what they need, and has done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["atoll.testing.distributed"])
+    return context
+
+
 class Processes:
     """So many processes that know each other. Functions and their arguments are pickled, so functions are a module's own."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._folder = tempfile.TemporaryDirectory()
-        self._pool = ProcessPoolExecutor(size, mp_context=multiprocessing.get_context("spawn"))
+        self._pool = ProcessPoolExecutor(size, mp_context=_context())
         self._calls = 0
 
-    def run(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """What the function returns in each process, in rank order. It is given a group, and the arguments."""
+    def run(self, function: Callable[..., T], *arguments: Any, size: int | None = None) -> list[T]:
+        """What the function returns in each process, or in so many of them, in rank order. It is given a group and the arguments."""
+        size = size or self._size
         store = str(Path(self._folder.name) / f"store-{self._calls}")
         self._calls += 1
-        futures = [self._pool.submit(_joined, rank, self._size, store, function, arguments) for rank in range(self._size)]
+        futures = [self._pool.submit(_joined, rank, size, store, function, arguments) for rank in range(size)]
         return [future.result() for future in futures]
 
     def close(self) -> None:
@@ -110,7 +118,7 @@ def played(
 
 def outcomes(size: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[int | None, Any]]:
     """What becomes of processes of which some may die: of each its exit code, and what it returned or the error that it raised."""
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         started = [

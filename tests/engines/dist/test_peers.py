@@ -11,7 +11,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.engines.sim.world import Cluster
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.testing.processes import played, processes
+from atoll.testing.processes import played
 from atoll.testing.simulate import simulate
 from atoll.testing.workloads import Regression
 from atoll.tree import Tree
@@ -29,15 +29,14 @@ ALGORITHMS = [
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_real_processes_give_the_simulators_weights_to_the_bit(size):
+def test_real_processes_give_the_simulators_weights_to_the_bit(four, size):
     workload = Regression(hidden=3)
-    with processes(size) as together:
-        for algorithm in ALGORITHMS:
-            rounds = 6
-            done = simulate(algorithm, steps=rounds * algorithm.steps_per_round, cluster=Cluster(islands=size), workload=workload)
-            played_ = together.run(played, algorithm, workload, rounds)
-            states = [params for params, _ in played_]
-            whole = states[0] if states[0].layout == done.params.layout else Tree.join(states)
-            assert whole.equal(done.params), algorithm
-            sent = sum(sent_bytes for _, sent_bytes in played_)
-            assert sent == size * done.finished.sent_bytes_per_island, algorithm
+    for algorithm in ALGORITHMS:
+        rounds = 6
+        done = simulate(algorithm, steps=rounds * algorithm.steps_per_round, cluster=Cluster(islands=size), workload=workload)
+        played_ = four.run(played, algorithm, workload, rounds, size=size)
+        states = [params for params, _ in played_]
+        whole = states[0] if states[0].layout == done.params.layout else Tree.join(states)
+        assert whole.equal(done.params), algorithm
+        sent = sum(sent_bytes for _, sent_bytes in played_)
+        assert sent == size * done.finished.sent_bytes_per_island, algorithm

@@ -1,0 +1,83 @@
+"""A whole run on real processes in one call, for tests: what `testing.simulate` is to the simulator."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from atoll.engines.dist.clock import Limit
+from atoll.engines.dist.engine import DistEngine
+from atoll.engines.dist.world import World, join
+from atoll.engines.evaluator import Evaluator
+from atoll.engines.local import InnerRule, LocalReplica
+from atoll.events import Event, RunFinished
+from atoll.optim.sgd import SGD
+from atoll.protocols import Algorithm, Workload
+from atoll.testing.simulate import Recorder
+from atoll.tree import Tree
+
+_LIMIT_S = 60.0
+
+
+class Ran(NamedTuple):
+    """What came of it on one rank: figures and events on the first alone."""
+
+    params: Tree
+    finished: RunFinished | None
+    events: list[Event]
+
+
+def world_of(group: dist.ProcessGroup, devices: int = 1) -> World:
+    """The processes of a group as islands of so many devices each."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    place: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(place)
+    return join(FileStore(str(Path(place[0]) / "words"), size), rank, size, devices=devices, limit_s=_LIMIT_S)
+
+
+def engine_of(
+    world: World,
+    algorithm: Algorithm[Any],
+    workload: Workload,
+    steps: int,
+    inner: InnerRule | None = None,
+    inside: Algorithm[Any] | None = None,
+    **options: Any,
+) -> tuple[DistEngine, Recorder]:
+    """An engine ready to run, and what it reports to. The same choices as `testing.simulate.simulator`."""
+    sink = Recorder()
+    engine = DistEngine(
+        algorithm=algorithm,
+        world=world,
+        params=Tree.of(workload.module()),
+        batches=workload.batches,
+        make_replica=lambda number: LocalReplica(workload, optimizer=inner or SGD(lr=0.05), seed=number),
+        evaluate=Evaluator(workload),
+        sink=sink,
+        steps=steps,
+        inside=inside,
+        limit=Limit(_LIMIT_S),
+        **options,
+    )
+    return engine, sink
+
+
+def ran(
+    group: dist.ProcessGroup,
+    algorithm: Algorithm[Any],
+    workload: Workload,
+    steps: int,
+    inner: InnerRule | None = None,
+    inside: Algorithm[Any] | None = None,
+    devices: int = 1,
+) -> Ran:
+    """An algorithm's run on the processes of a group."""
+    engine, sink = engine_of(world_of(group, devices), algorithm, workload, steps, inner, inside)
+    finished = engine.run()
+    params = engine.params().copy()
+    engine.close()
+    return Ran(params, finished, sink.events)

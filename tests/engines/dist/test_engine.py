@@ -1,0 +1,52 @@
+"""Runs on real processes: the simulator's weights, losses, tokens and bytes, and times that were measured."""
+
+import pytest
+
+from atoll.algorithms.acco import ACCO
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.zero1 import ZeRO1
+from atoll.engines.sim.world import Cluster
+from atoll.events import Compared, Computed, Evaluated, Exchanged, RoundFinished
+from atoll.optim.adam import AdamW
+from atoll.testing.distributed import ran
+from atoll.testing.simulate import simulate
+from atoll.testing.workloads import Regression, RegressionBatches
+
+RULE = AdamW(lr=0.05)
+ALGORITHMS = [
+    DDP(optimizer=RULE, accumulation=2),
+    ZeRO1(optimizer=RULE, clip_norm=0.5),
+    DiLoCo(inner_steps=3),
+    ACCO(optimizer=RULE, pieces_per_half=2),
+    ACCO(optimizer=RULE, wire="bf16", sums="fp32"),
+]
+SAME = ("rounds", "outer_steps", "steps", "tokens", "local_updates", "sent_bytes_per_island", "val_loss", "digest")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_weights_losses_tokens_and_bytes_are_the_simulators(four, size):
+    workload = Regression(hidden=3, batches=RegressionBatches(num_shards=size))
+    for algorithm in ALGORITHMS:
+        steps = 4 * algorithm.steps_per_round
+        expected = simulate(algorithm, steps=steps, cluster=Cluster(islands=size), workload=workload)
+        first, *rest = four.run(ran, algorithm, workload, steps, size=size)
+        assert first.params.equal(expected.params), algorithm
+        assert all(other.params.equal(expected.params) and other.finished is None for other in rest)
+        for name in SAME:
+            assert getattr(first.finished, name) == getattr(expected.finished, name), (algorithm, name)
+        losses = [[e.loss for e in events if isinstance(e, Evaluated)] for events in (first.events, expected.events)]
+        assert losses[0] == losses[1], algorithm
+        for kind in (Computed, Exchanged, Compared, RoundFinished):
+            assert len([e for e in first.events if isinstance(e, kind)]) == len(expected.of(kind)), (algorithm, kind)
+
+
+@pytest.mark.parametrize("inside", [DDP(optimizer=RULE), ZeRO1(optimizer=RULE), ACCO(optimizer=RULE)], ids=lambda a: type(a).__name__)
+def test_islands_of_two_devices_give_the_simulators_two_levels(four, inside):
+    workload, algorithm = Regression(hidden=3), DiLoCo(inner_steps=2)
+    cluster = Cluster(islands=2, devices_per_island=2)
+    expected = simulate(algorithm, steps=6, cluster=cluster, workload=workload, inside=inside)
+    first, *_ = four.run(ran, algorithm, workload, 6, None, inside, 2)
+    assert first.params.equal(expected.params)
+    for name in (*SAME, "inside_bytes_per_device", "inside_dropped_tokens"):
+        assert getattr(first.finished, name) == getattr(expected.finished, name), name
