@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from atoll.engines.sim.world import Outage as Outage
     from atoll.errors import AtollError as AtollError
     from atoll.errors import ConfigError as ConfigError
+    from atoll.loop.islands import islands as islands
+    from atoll.loop.joining import join as join
     from atoll.models.gpt import GPT as GPT
     from atoll.models.mlp import MLP as MLP
     from atoll.models.pretrained import Pretrained as Pretrained
@@ -85,6 +87,8 @@ _HOME = {
     "Outage": "atoll.engines.sim.world",
     "AtollError": "atoll.errors",
     "ConfigError": "atoll.errors",
+    "islands": "atoll.loop.islands",
+    "join": "atoll.loop.joining",
     "GPT": "atoll.models.gpt",
     "MLP": "atoll.models.mlp",
     "Pretrained": "atoll.models.pretrained",

@@ -13,8 +13,12 @@ class Collectives(Protocol):
     """The collectives of one group; `Wire` says what each of them does."""
 
     limit_s: float
-    sent_bytes: int
-    control_bytes: int
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    @property
+    def control_bytes(self) -> int: ...
 
     @property
     def rank(self) -> int: ...

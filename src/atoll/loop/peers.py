@@ -1,0 +1,70 @@
+"""The other islands, seen from a user's loop: what this one brings weighs as much as the steps that it took."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from atoll.engines.dist.driving import Flight
+from atoll.engines.dist.peers import DistPeers
+from atoll.loop.company import Company
+from atoll.loop.replica import LoopReplica
+from atoll.protocols import Mean, Scattered, Work
+from atoll.tree import Tree
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class LoopPeers:
+    """Islands that may be through before others. A protocols.Peers.
+
+    Whether this island is through is looked at when an exchange begins, not when its turn on the line comes: meanwhile the user may
+    have brought gradients, which are then still to be told of.
+    """
+
+    def __init__(self, peers: DistPeers, company: Company, replica: LoopReplica) -> None:
+        self._peers, self._company, self._replica = peers, company, replica
+        self.launched = False
+        """Whether something was put on its way in this round."""
+
+    @property
+    def rank(self) -> int:
+        return self._peers.rank
+
+    @property
+    def size(self) -> int:
+        return self._peers.size
+
+    def begin_round(self) -> None:
+        self.launched = False
+        self._peers.results.clear()
+
+    def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
+        return self._peers.work(steps, batches, pieces=pieces)
+
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
+        self._look()
+        return await self._peers.mean(tree, weight * self._replica.share(), compare=compare)
+
+    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
+        self._look()
+        return await self._peers.reduce_scatter(tree, weight, wide=wide)
+
+    async def all_gather(self, shard: Tree) -> Tree:
+        return await self._peers.all_gather(shard)
+
+    async def total(self, number: float) -> float:
+        return await self._peers.total(number)
+
+    def background(self, coroutine: Coroutine[Any, Any, T], /) -> Flight[T]:
+        self._look()
+        self.launched = True
+        return self._peers.background(coroutine)
+
+    async def catch_up(self, state: S) -> S:
+        return state
+
+    def _look(self) -> None:
+        if not self._peers.flying:
+            self._company.through = self._replica.through

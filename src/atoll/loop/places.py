@@ -1,0 +1,122 @@
+"""This process's place: which island it is, which device of it, and over which lines it talks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from atoll.engines.dist.blame import Blame
+from atoll.engines.dist.wire import Wire
+from atoll.errors import ConfigError
+from atoll.loop.company import Lone
+from atoll.loop.joining import join
+
+_MEETING_S = 600.0
+"""How long processes wait for each other when they make a group."""
+
+
+class Departures:
+    """Who left by an exception, written down where all can read it."""
+
+    def __init__(self, store: Store | None, island: int) -> None:
+        self._store, self._island = store, island
+
+    def announce(self) -> None:
+        """This island leaves."""
+        try:
+            if self._store is not None:
+                self._store.set(f"left/{self._island}", "1")
+        except RuntimeError:  # the store is gone: its host left before, and nobody can read there any more
+            self._store = None
+
+    def has_left(self, island: int) -> bool:
+        try:
+            return self._store is not None and bool(self._store.check([f"left/{island}"]))
+        except RuntimeError:
+            return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This process among all.
+
+    Attributes:
+        island: its number.
+        islands: how many there are.
+        device: of the island, counted from 0.
+        devices: of each island.
+        between: a wire with this device's counterparts in all islands.
+        inside: a wire with the devices of this island; none where it has one.
+        departures: who left.
+        groups: the process groups that were made for it.
+    """
+
+    island: int = 0
+    islands: int = 1
+    device: int = 0
+    devices: int = 1
+    between: Wire | Lone
+    inside: Wire | None = None
+    departures: Departures
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+    def close(self) -> None:
+        """Give the groups back: nobody will talk in them any more."""
+        for group in self.groups:
+            dist.destroy_process_group(group)
+
+
+def find_place(mesh: DeviceMesh | None) -> Place:
+    """This process's place. All processes ask together: they make groups of their own, which nobody else talks in."""
+    rank, size = join()
+    if mesh is None:
+        grid = [[rank] for rank in range(size)]
+    else:
+        _check_mesh(mesh, size)
+        grid = mesh.mesh.tolist()
+    if size == 1:
+        return Place(between=Lone(), departures=Departures(None, 0))
+    island, device = next((i, d) for i, ranks in enumerate(grid) for d, other in enumerate(ranks) if other == rank)
+    counterparts = [list(column) for column in zip(*grid, strict=True)]
+    between = _group(counterparts, rank)
+    inside = _group(grid, rank) if len(grid[0]) > 1 else None
+    store = PrefixStore(f"atoll/{between.group_name}", _get_default_store())
+    islands = [f"island {number}" for number in range(len(grid))]
+    return Place(
+        island=island,
+        islands=len(grid),
+        device=device,
+        devices=len(grid[0]),
+        between=_wire(between, islands, store) if len(grid) > 1 else Lone(),
+        inside=_wire(inside, [f"device {number} of island {island}" for number in range(len(grid[0]))], store) if inside else None,
+        departures=Departures(store, island),
+        groups=(between, inside) if inside else (between,),
+    )
+
+
+def _check_mesh(mesh: DeviceMesh, size: int) -> None:
+    if mesh.mesh_dim_names != ("island", "device"):
+        raise ConfigError(
+            f"the mesh has the dimensions {mesh.mesh_dim_names}: it needs ('island', 'device'), in this order. Make it with "
+            f'init_device_mesh("cuda", (islands, devices), mesh_dim_names=("island", "device")).'
+        )
+    if mesh.size() != size:
+        raise ConfigError(f"the mesh has {mesh.size()} processes, and {size} have joined: all of them must be in it.")
+
+
+def _group(groups: Sequence[list[int]], rank: int) -> dist.ProcessGroup:
+    """The group of these that this rank is in. All processes make all of them, in the same order."""
+    made: list[Any] = [dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=_MEETING_S)) for ranks in groups]
+    mine: dist.ProcessGroup = next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
+    return mine
+
+
+def _wire(group: dist.ProcessGroup, names: Sequence[str], store: Store) -> Wire:
+    ranks = dist.get_process_group_ranks(group)
+    return Wire(group, limit_s=_MEETING_S, blame=Blame(store, dist.get_rank(), ranks), names=names)

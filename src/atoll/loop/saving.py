@@ -1,0 +1,71 @@
+"""A loop's state as plain dictionaries of numbers, text and tensors, which torch.save writes and torch.load reads as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.errors import CheckpointError
+from atoll.protocols import Owner, fields_owned
+from atoll.runs.pack import Packed, unpack
+
+_KIND = "atoll.islands"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a loop remembers.
+
+    Attributes:
+        rounds: that were over.
+        steps: that this island's user had taken.
+        taken: of them, those since the last round was over.
+        island: whose it is.
+        islands: how many there were.
+        device: of the island.
+        devices: how many it had.
+        packed: the algorithm's State when the last round was over.
+    """
+
+    rounds: int
+    steps: int
+    taken: int
+    island: int
+    islands: int
+    device: int
+    devices: int
+    packed: Packed
+
+    def to_dict(self) -> dict[str, Any]:
+        numbers = {name: value for name, value in vars(self).items() if name != "packed"}
+        tensors = {name: tensor.detach().clone() for name, tensor in self.packed.tensors.items()}
+        return {"kind": _KIND, "version": _VERSION, **numbers, "structure": self.packed.structure, "tensors": tensors}
+
+    @staticmethod
+    def from_dict(given: Mapping[str, Any]) -> Saved:
+        if given.get("kind") != _KIND or given.get("version") != _VERSION:
+            raise CheckpointError(
+                f"this is not what islands.state_dict() of this version gives, but has {sorted(map(str, given))[:8]}. Give "
+                f"back what it gave, or begin afresh."
+            )
+        names = ("rounds", "steps", "taken", "island", "islands", "device", "devices")
+        return Saved(**{name: int(given[name]) for name in names}, packed=Packed(given["structure"], dict(given["tensors"])))
+
+
+def unpack_state(saved: Saved, like: Any, *, island: int, islands: int, device: int, devices: int) -> Any:
+    """The State that was saved, for this process.
+
+    Raises:
+        CheckpointError: it is another algorithm's, or a slice of it that is another process's.
+    """
+    sliced = devices > 1 or bool(fields_owned(like, Owner.SHARDED))
+    mine, theirs = (island, islands, device, devices), (saved.island, saved.islands, saved.device, saved.devices)
+    if (sliced and mine != theirs) or devices != saved.devices:
+        raise CheckpointError(
+            f"this state was saved by device {saved.device} of {saved.devices} in island {saved.island} of {saved.islands}, and "
+            f"holds a slice. Here is device {device} of {devices} in island {island} of {islands}: give each process its own, with as "
+            f"many processes as then."
+        )
+    return unpack(saved.packed, like)
