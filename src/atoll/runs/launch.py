@@ -35,7 +35,8 @@ def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
         ProcessFailed: one of them failed; says which and why. The others have been stopped.
         KeyboardInterrupt: somebody pressed Ctrl-C. All of them have been stopped.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says of failures we say ourselves
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says of failures we say ourselves
     # gloo listens where the machine's name points to, which need not be this machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     config = LaunchConfig(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,9 @@ class ShardedCheckpoints:
                 if path in known:  # cut for so many as there are now
                     node["pieces"] = layout_to_json(known[path].layout)
         try:
-            load(wanted, checkpoint_id=str(checkpoint.path), no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads what it needs, by itself
+                load(wanted, checkpoint_id=str(checkpoint.path), no_dist=True)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"{checkpoint.path}: {name} cannot be read on rank {self._world.rank}: {error}. If machines do not share a disk, "
