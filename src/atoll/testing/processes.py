@@ -50,7 +50,7 @@ class Processes:
         self._calls = 0
 
     def run(self, function: Callable[..., T], *arguments: Any, size: int | None = None) -> list[T]:
-        """What the function returns in each process, or in `size` of them, in rank order. It is given a group, and the arguments."""
+        """What the function returns in each process, or in `size` of them, in rank order. It is given a group and arguments."""
         size = size or self._size
         store = str(Path(self._folder.name) / f"store-{self._calls}")
         self._calls += 1
