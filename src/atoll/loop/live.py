@@ -61,8 +61,8 @@ class Live:
         inside = self.place.inside
         if self._module.sharded and inside is None:
             raise ConfigError(
-                "the model is sharded by FSDP2, over processes that atoll takes for islands. Give a mesh that says which of them are "
-                'one island: islands(..., mesh=init_device_mesh("cuda", (islands, devices), mesh_dim_names=("island", "device"))).'
+                "the model is sharded by FSDP2, over processes that atoll takes for islands. Say which of them are one island: "
+                'mesh=init_device_mesh("cuda", (islands, devices), mesh_dim_names=("island", "device")).'
             )
         return self._module if inside is None or self._module.sharded else SlicedWeights(self._module, inside, self._line)
 

@@ -65,7 +65,7 @@ def unpack_state(saved: Saved, like: Any, *, island: int, islands: int, device: 
     if (sliced and mine != theirs) or devices != saved.devices:
         raise CheckpointError(
             f"this state was saved by device {saved.device} of {saved.devices} in island {saved.island} of {saved.islands}, and "
-            f"holds a slice. Here is device {device} of {devices} in island {island} of {islands}: give each process its own, with as "
-            f"many processes as then."
+            f"holds a slice. Here is device {device} of {devices} in island {island} of {islands}: give each process its own, with "
+            f"as many processes as then."
         )
     return unpack(saved.packed, like)

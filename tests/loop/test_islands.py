@@ -1,0 +1,101 @@
+"""A plain loop inside of `atoll.islands` gives the bits of the same algorithm on any engine."""
+
+import torch
+import torch.distributed as dist
+
+import atoll
+from atoll.algorithms.acco import ACCO
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.delayed_update import DPU
+from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.weight_prediction import WP
+from atoll.algorithms.zero1 import ZeRO1
+from atoll.engines.pieces import cut
+from atoll.engines.sim.world import Cluster
+from atoll.optim.adam import AdamW
+from atoll.optim.sgd import SGD
+from atoll.testing.simulate import simulate
+from atoll.testing.workloads import Regression
+from atoll.tree import Tree
+
+WORKLOAD = Regression(hidden=3)
+TRAINING = [DiLoCo(inner_steps=3), DiLoCo(inner_steps=2, weighting="examples"), DiLoCo(inner_steps=1, outer=SGD(lr=1.0))]
+STEPPING = [
+    DDP(optimizer=AdamW(lr=0.1), accumulation=2, clip_norm=0.5),
+    ZeRO1(optimizer=AdamW(lr=0.1), clip_norm=0.5),
+    ACCO(optimizer=AdamW(lr=0.1), clip_norm=0.5),
+    ACCO(optimizer=AdamW(lr=0.1), pieces_per_half=2, sums="fp32", warmup=2),
+    DPU(optimizer=SGD(lr=0.02), warmup=2),
+    WP(optimizer=AdamW(lr=0.05)),
+]
+ROUNDS = 6
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def train(model, optimizer, steps, batches=WORKLOAD.batches):
+    """A user's loop, on the batches that a run would deal out."""
+    for step in range(steps):
+        WORKLOAD.loss(model, batches.batch(rank(), step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(group, algorithms):
+    """What is in the module after each, and what was sent."""
+    found = []
+    for algorithm in algorithms:
+        model = WORKLOAD.module()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with atoll.islands(model, optimizer, algorithm, examples=WORKLOAD.batches.examples(0)) as islands:
+            train(model, optimizer, ROUNDS * algorithm.inner_steps)
+        assert islands.rounds == ROUNDS
+        found.append((Tree.of(model), islands.sent_bytes))
+    return found
+
+
+def stepped(group, algorithms):
+    found = []
+    for algorithm in algorithms:
+        model = WORKLOAD.module()
+        pieces, accumulation = getattr(algorithm, "pieces", 1), getattr(algorithm, "accumulation", 1)
+        with atoll.islands(model, None, algorithm) as islands:
+            for position in range(ROUNDS * accumulation):
+                for piece in cut(WORKLOAD.batches.batch(rank(), position), pieces):
+                    WORKLOAD.loss(model, piece).backward()
+                    islands.step()
+        assert islands.rounds == ROUNDS
+        found.append(Tree.of(model))
+    return found
+
+
+def simulated(algorithm, islands):
+    return simulate(
+        algorithm, steps=ROUNDS * algorithm.steps_per_round, workload=WORKLOAD, inner=SGD(lr=0.05), cluster=Cluster(islands=islands)
+    )
+
+
+def test_a_plain_loop_gives_the_simulators_weights_to_the_bit_and_its_bytes(two, three):
+    for size, together in ((2, two), (3, three)):
+        for algorithm, *found in zip(TRAINING, *together.run(trained, TRAINING), strict=True):
+            expected = simulated(algorithm, size)
+            assert all(params.equal(expected.params) for params, _ in found), algorithm
+            assert sum(sent for _, sent in found) == size * expected.finished.sent_bytes_per_island
+
+
+def test_where_the_algorithm_steps_by_itself_a_loop_gives_the_simulators_weights_to_the_bit(two, three):
+    for size, together in ((2, two), (3, three)):
+        for algorithm, *found in zip(STEPPING, *together.run(stepped, STEPPING), strict=True):
+            expected = simulated(algorithm, size).params
+            assert all(params.equal(expected) for params in found), algorithm
+
+
+def test_one_process_is_one_island_and_needs_no_network():
+    for algorithm, (params, sent) in zip(TRAINING, trained(None, TRAINING), strict=True):
+        assert params.equal(simulated(algorithm, 1).params)
+        assert sent == 0
+    for algorithm, params in zip(STEPPING, stepped(None, STEPPING), strict=True):
+        assert params.equal(simulated(algorithm, 1).params)
+    assert not dist.is_initialized()

@@ -1,0 +1,207 @@
+"""Islands with different numbers of batches end without a hang, and so do those whose neighbour raises."""
+
+import os
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import atoll
+from atoll.algorithms.acco import ACCO
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.delayed_update import DPU
+from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.weight_prediction import WP
+from atoll.algorithms.zero1 import ZeRO1
+from atoll.errors import ExchangeFailed
+from atoll.optim.adam import AdamW
+from atoll.optim.sgd import SGD
+from atoll.testing.processes import outcomes
+from atoll.testing.workloads import Regression
+from atoll.tree import Tree
+
+WORKLOAD = Regression(hidden=3)
+LIMIT_S = 30.0
+STEPPING = [
+    DDP(optimizer=AdamW(lr=0.1), accumulation=2),
+    ZeRO1(optimizer=AdamW(lr=0.1), accumulation=2, clip_norm=0.5),
+    ACCO(optimizer=AdamW(lr=0.1), clip_norm=0.5),
+    ACCO(optimizer=AdamW(lr=0.1), batch="free"),
+    DPU(optimizer=AdamW(lr=0.1), warmup=1),
+    WP(optimizer=AdamW(lr=0.1)),
+]
+
+
+def backward(model, step):
+    WORKLOAD.loss(model, WORKLOAD.batches.batch(dist.get_rank(), step)).backward()
+
+
+def trained(group, algorithm, steps, finish="together"):
+    """Each island takes its own number of steps; what comes of it, and how many islands were there at the end."""
+    model = WORKLOAD.module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with atoll.islands(model, optimizer, algorithm, finish=finish, limit_s=LIMIT_S) as islands:
+        for step in range(steps[islands.rank]):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    return Tree.of(model), islands.rounds, islands.present
+
+
+def stepped(group, algorithms, steps):
+    found = []
+    for algorithm in algorithms:
+        model = WORKLOAD.module()
+        with atoll.islands(model, None, algorithm, limit_s=LIMIT_S) as islands:
+            for step in range(steps[islands.rank]):
+                backward(model, step)
+                islands.step()
+        found.append((Tree.of(model), islands.rounds))
+    return found
+
+
+def alone(steps, start, rank):
+    """One island's weights after some steps from others."""
+    model = WORKLOAD.module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(start[name])
+    for step in steps:
+        WORKLOAD.loss(model, WORKLOAD.batches.batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Tree.of(model)
+
+
+def test_what_an_island_did_since_the_last_agreement_weighs_as_much_as_the_steps_it_took(two):
+    (one, _, _), (other, rounds, _) = two.run(trained, DiLoCo(inner_steps=4, outer=SGD(lr=1.0)), (5, 7))
+    start = Tree.of(WORKLOAD.module())
+    first = (alone(range(4), start, 0) + alone(range(4), start, 1)) / 2
+    last = (alone(range(4, 5), first, 0) + alone(range(4, 7), first, 1) * 3) / 4
+    assert rounds == 2
+    assert one.equal(other)
+    torch.testing.assert_close(one.flat, last.flat)
+
+
+@pytest.mark.parametrize("steps", [(2, 13, 7), (0, 5, 6), (0, 0, 1), (0, 0, 0), (6, 3, 3)])
+def test_islands_that_are_through_stay_and_all_end_with_the_same_weights(three, steps):
+    found = three.run(trained, DiLoCo(inner_steps=3), steps)
+    assert all(params.equal(found[0][0]) for params, _, _ in found)
+    assert {rounds for _, rounds, _ in found} == {-(-max(steps) // 3)}
+    assert {present for _, _, present in found} == {3}
+    assert found[0][0].equal(Tree.of(WORKLOAD.module())) == (max(steps) == 0)
+
+
+def test_islands_that_stay_change_nothing_in_what_the_others_do(two, three):
+    (expected, _, _), _ = two.run(trained, DiLoCo(inner_steps=3), (9, 6))
+    *both, (idle, _, _) = three.run(trained, DiLoCo(inner_steps=3), (9, 6, 0))
+    assert [params.equal(expected) for params, _, _ in both] == [True, True]
+    assert idle.equal(expected)
+
+
+def test_islands_that_leave_alone_are_left_out_and_those_that_leave_together_hold_the_same(three):
+    found = three.run(trained, DiLoCo(inner_steps=3), (2, 13, 14), "alone")
+    assert [present for _, _, present in found] == [3, 2, 2]
+    assert [rounds for _, rounds, _ in found] == [1, 5, 5]
+    assert found[1][0].equal(found[2][0])
+    assert not found[0][0].equal(found[1][0])
+
+
+def test_an_island_without_batches_meets_the_others_once_to_say_that_it_leaves(three):
+    found = three.run(trained, DiLoCo(inner_steps=3), (0, 6, 6), "alone")
+    assert [present for _, _, present in found] == [3, 2, 2]
+    assert found[1][0].equal(found[2][0])
+    assert [rounds for _, rounds, _ in found] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("steps", [(1, 8, 5), (0, 4, 7), (0, 0, 1), (0, 0, 0)])
+def test_where_the_algorithm_steps_by_itself_unequal_islands_end_with_the_same_weights_and_nothing_is_lost(three, steps):
+    for algorithm, *found in zip(STEPPING, *three.run(stepped, STEPPING, steps), strict=True):
+        assert all(params.equal(found[0][0]) for params, _ in found), algorithm
+        assert len({rounds for _, rounds in found}) == 1
+        assert found[0][0].equal(Tree.of(WORKLOAD.module())) == (max(steps) == 0), algorithm
+
+
+def test_every_micro_batch_of_unequal_islands_weighs_the_same(two):
+    """ZeRO-1 of plain descent over two micro-batches on one island and four on the other: one step along the mean of all six."""
+    ((params, rounds),), _ = two.run(stepped, [ZeRO1(optimizer=SGD(lr=0.1), accumulation=4)], (2, 4))
+    model = WORKLOAD.module()
+    for rank, steps in enumerate((2, 4)):
+        for step in range(steps):
+            (WORKLOAD.loss(model, WORKLOAD.batches.batch(rank, step)) / 6).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert rounds == 1
+    torch.testing.assert_close(params.flat, Tree.of(model).flat)
+
+
+# -------------------------------------------------------------------------------------------------------------- exceptions
+
+
+def raising(group, algorithm, culprit, at, steps):
+    """One island raises after so many steps. What the others come to; of the culprit, how long it took to get out."""
+    model = WORKLOAD.module()
+    form = hasattr(algorithm, "optimizer")
+    optimizer = None if form else torch.optim.SGD(model.parameters(), lr=0.05)
+    try:
+        with atoll.islands(model, optimizer, algorithm, limit_s=LIMIT_S) as islands:
+            for step in range(steps):
+                if islands.rank == culprit and step == at:
+                    began = time.perf_counter()
+                    raise ZeroDivisionError("the user's own mistake")
+                backward(model, step)
+                islands.optimizer.step()
+                islands.optimizer.zero_grad()
+    except ZeroDivisionError:
+        took_s = time.perf_counter() - began
+        group.barrier().wait()  # it lives on until the others are through
+        return took_s
+    except ExchangeFailed as failed:
+        group.barrier().wait()
+        return str(failed)
+    group.barrier().wait()
+    return Tree.of(model), islands.present, islands.rounds
+
+
+def test_when_an_island_raises_its_exception_goes_up_at_once_and_the_others_go_on_without_it(three):
+    one, took_s, other = three.run(raising, DiLoCo(inner_steps=3), 1, 4, 9)
+    assert took_s < 5.0
+    assert one[0].equal(other[0])
+    assert one[1:] == other[1:] == (2, 3)
+
+
+def test_when_an_island_raises_where_states_lie_in_slices_the_others_stop_and_say_why(three):
+    for algorithm in (ZeRO1(optimizer=AdamW()), ACCO(optimizer=AdamW())):
+        one, took_s, other = three.run(raising, algorithm, 1, 4, 9)
+        assert took_s < 5.0
+        for said in (one, other):
+            assert re.search(
+                r"island 1 left by an exception, and its slice .* went with it. .* go on from what was last saved", said
+            )
+
+
+def dying(group, culprit):
+    """One island raises, and its process ends before the others have heard of it."""
+    model = WORKLOAD.module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    try:
+        with atoll.islands(model, optimizer, DiLoCo(inner_steps=3), limit_s=LIMIT_S) as islands:
+            for step in range(9):
+                if islands.rank == culprit and step == 4:
+                    raise ZeroDivisionError("the user's own mistake")
+                backward(model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+    except ZeroDivisionError:
+        os._exit(7)
+    return Tree.of(model).digest(), islands.present
+
+
+@pytest.mark.usefixtures("_importable")
+def test_when_the_process_of_an_island_that_raised_is_gone_the_others_find_out_and_go_on():
+    (_, one), (code, nothing), (_, other) = outcomes(3, dying, 1)
+    assert (code, nothing) == (7, None)
+    assert one == other
+    assert one[1] == 2
