@@ -1,8 +1,10 @@
 """Coroutines without an event loop: one thread computes, another one owns the line."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from atoll.engines.dist.driving import Line, Request
 
@@ -71,3 +73,17 @@ def test_what_goes_wrong_in_a_flight_is_raised_where_it_is_awaited(line):
 
     with pytest.raises(ConnectionError, match="the other end is gone"):
         line.drive(main())
+
+
+def test_a_line_takes_one_torch_thread_and_leaves_the_others_theirs():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        line = Line()
+        assert line.call(torch.get_num_threads) == 1
+        assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor(1) as another:
+            assert another.submit(torch.get_num_threads).result() == 3
+        line.close()
+    finally:
+        torch.set_num_threads(before)

@@ -37,6 +37,10 @@ class Line:
     def __init__(self, device: str = "cpu") -> None:
         self._cuda = torch.device(device) if device.startswith("cuda") else None
         self._pool = ThreadPoolExecutor(1, "line", initializer=self._prepare)
+        # A number of threads that one thread sets is also that of threads which come to torch later. Set it back for them.
+        threads = torch.get_num_threads()
+        self._pool.submit(lambda: None).result()
+        torch.set_num_threads(threads)
 
     def _prepare(self) -> None:
         torch.set_num_threads(1)
