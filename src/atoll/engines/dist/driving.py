@@ -39,7 +39,7 @@ class Line:
         self._pool = ThreadPoolExecutor(1, "line", initializer=self._prepare)
         # A number of threads that one thread sets is also that of threads which come to torch later. Set it back for them.
         threads = torch.get_num_threads()
-        self._pool.submit(lambda: None).result()
+        self._pool.submit(torch.get_num_threads).result()  # asking fixes it for the line
         torch.set_num_threads(threads)
 
     def _prepare(self) -> None:
