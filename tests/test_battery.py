@@ -7,6 +7,7 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.fsdp import FSDP
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.optim.adam import Adam, AdamW
@@ -40,6 +41,7 @@ ALGORITHMS = [
     ZeRO1(optimizer=AdamW(lr=0.1)),
     ZeRO1(optimizer=SGD(lr=0.05), accumulation=3, clip_norm=1.0),
     ZeRO1(optimizer=AdamW(lr=0.1), wire="bf16", weigh="tokens"),
+    FSDP(optimizer=AdamW(lr=0.1), accumulation=2),
     ACCO(optimizer=AdamW(lr=0.1)),
     ACCO(optimizer=SGD(lr=0.05), pieces_per_half=2, clip_norm=1.0, warmup=2),
     ACCO(optimizer=AdamW(lr=0.1), batch="free", clock="samples"),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from atoll.algorithms.ddp import DDP as DDP
     from atoll.algorithms.delayed_update import DPU as DPU
     from atoll.algorithms.diloco import DiLoCo as DiLoCo
+    from atoll.algorithms.fsdp import FSDP as FSDP
     from atoll.algorithms.weight_prediction import WP as WP
     from atoll.algorithms.zero1 import ZeRO1 as ZeRO1
     from atoll.data.gaussians import Gaussians as Gaussians
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from atoll.runs.execute import run as run
     from atoll.runs.export import export as export
     from atoll.runs.export import load_exported as load_exported
+    from atoll.runs.place import Dist as Dist
     from atoll.runs.run import Keep as Keep
     from atoll.runs.run import Run as Run
     from atoll.runs.run import Train as Train
@@ -71,6 +73,7 @@ _HOME = {
     "DDP": "atoll.algorithms.ddp",
     "DPU": "atoll.algorithms.delayed_update",
     "DiLoCo": "atoll.algorithms.diloco",
+    "FSDP": "atoll.algorithms.fsdp",
     "WP": "atoll.algorithms.weight_prediction",
     "ZeRO1": "atoll.algorithms.zero1",
     "Gaussians": "atoll.data.gaussians",
@@ -109,6 +112,7 @@ _HOME = {
     "run": "atoll.runs.execute",
     "export": "atoll.runs.export",
     "load_exported": "atoll.runs.export",
+    "Dist": "atoll.runs.place",
     "Keep": "atoll.runs.run",
     "Run": "atoll.runs.run",
     "Train": "atoll.runs.run",

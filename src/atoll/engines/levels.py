@@ -21,7 +21,7 @@ def check_inside(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], inside: Algori
     if not isinstance(inside, Rebases):
         raise ConfigError(
             f"inside={inner} cannot go on from weights that islands agreed on: it has no `rebase`. "
-            f"Use DDP, ZeRO1, ACCO, DPU or WP inside."
+            f"Use DDP, ZeRO1, FSDP, ACCO, DPU or WP inside."
         )
     if algorithm.steps_per_round % inside.steps_per_round:
         raise ConfigError(

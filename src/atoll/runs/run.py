@@ -14,6 +14,7 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.fsdp import FSDP
 from atoll.algorithms.pace import dynamic_steps
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
@@ -313,8 +314,8 @@ def _arrivals_per_step(rule: Any) -> int:
 
 
 _CANDIDATES: Mapping[Any, Sequence[type]] = {
-    Algorithm: (DDP, ZeRO1, ACCO, DPU, WP, DiLoCo),
-    TrainsDevices: (DDP, ZeRO1, ACCO, DPU, WP),
+    Algorithm: (DDP, ZeRO1, FSDP, ACCO, DPU, WP, DiLoCo),
+    TrainsDevices: (DDP, ZeRO1, FSDP, ACCO, DPU, WP),
     AsyncAlgorithm: (AsyncLocalSGD,),
     Rule: (SGD, Momentum, Nesterov, Adam, AdamW, DelayedNesterov, Buffered),
     Correction: (Polynomial, DelayCompensation),
