@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from atoll.optim.sgd import Nesterov as Nesterov
     from atoll.optim.stale import DelayCompensation as DelayCompensation
     from atoll.optim.stale import Polynomial as Polynomial
+    from atoll.runs.distributed import resume_on as resume_on
+    from atoll.runs.distributed import run_on as run_on
     from atoll.runs.execute import Result as Result
     from atoll.runs.execute import resume as resume
     from atoll.runs.execute import run as run
@@ -107,6 +109,8 @@ _HOME = {
     "Nesterov": "atoll.optim.sgd",
     "DelayCompensation": "atoll.optim.stale",
     "Polynomial": "atoll.optim.stale",
+    "resume_on": "atoll.runs.distributed",
+    "run_on": "atoll.runs.distributed",
     "Result": "atoll.runs.execute",
     "resume": "atoll.runs.execute",
     "run": "atoll.runs.execute",

@@ -13,11 +13,9 @@ from atoll.engines.dist.world import is_started, size_given
 from atoll.errors import ConfigError
 from atoll.protocols import Sink
 from atoll.runs import execute
-from atoll.runs.distributed import Order, resume_order, start_order, take_part
+from atoll.runs.distributed import Order, create_folder, resume_order, start_here, start_order, take_part
 from atoll.runs.folder import RunFolder, default_path
-from atoll.runs.launch import launch
-from atoll.runs.place import Dist, ignored, placed, read_place, write_place
-from atoll.runs.plain import from_json, to_json
+from atoll.runs.place import Dist, ignored, read_place
 from atoll.runs.run import Run
 
 
@@ -81,22 +79,12 @@ def _new_run(name: str | None, settings: Sequence[str], seed: int | None) -> Run
 def _start(run: Run | None, place: Dist, folder: Path | None, out: Path | None, *, as_json: bool, quiet: bool) -> None:
     """Start processes here. The folder is made first, so that what is impossible is refused before anything is started."""
     if run is not None:
-        processes = place.processes or run.cluster.devices
-        folder = (out or default_path(run.recipe, run.seed)).expanduser()
-        mine = placed(run, processes)
-        execute.refuse_impossible(mine.resolved, None, execute.Cache())
-        RunFolder.create(folder, to_json(mine), sys.argv)
+        folder = create_folder(run, place, (out or default_path(run.recipe, run.seed)).expanduser(), sys.argv)
         if not quiet:
             print(f"folder: {folder}\n{ignored(run, place)}", file=sys.stderr)
-    else:
-        assert folder is not None
-        mine = from_json(RunFolder.open(folder).run_json)
-        processes = place.processes or mine.cluster.devices
-        placed(mine, processes)
-    write_place(folder, place)
-    arguments = ["run", "--resume", str(folder), *(["--quiet"] if quiet else [])]
+    assert folder is not None
     with interruptible(folder):
-        launch(processes, arguments, folder)
+        start_here(folder, place, quiet=quiet)
     show_result(folder, as_json=as_json)
 
 

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,18 @@ import torch
 
 from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.engine import DistEngine
-from atoll.engines.dist.world import World, join, meet
+from atoll.engines.dist.world import World, is_started, join, meet
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.masters import initial
-from atoll.errors import AtollError, CheckpointError
+from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import Progress, Saved, WarmStartFinished
 from atoll.protocols import Algorithm, Sink, Workload
 from atoll.runs.build import loss_of, replica_of
 from atoll.runs.checkpoint import Checkpoint
-from atoll.runs.execute import Execution, Result, digest_of
-from atoll.runs.folder import RunFolder
-from atoll.runs.launch import log_of
-from atoll.runs.place import Dist, placed, write_place
+from atoll.runs.execute import Execution, Result, digest_of, is_finished, refuse_impossible, resume
+from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.launch import launch, log_of
+from atoll.runs.place import Dist, placed, read_place, write_place
 from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.sharded_checkpoint import ShardedCheckpoints
@@ -67,12 +67,81 @@ class Order:
         return Order(from_json(record["run"]), Dist(**record["place"]), Path(record["folder"]))
 
 
-def take_part(prepare: Callable[[int], Order], sinks: Callable[[Order], Sequence[Sink]]) -> Result | None:
+def run_on(
+    place: Dist,
+    run: Run,
+    *,
+    out: str | Path | None = None,
+    workload: Workload | None = None,
+    sinks: Sequence[Sink] = (),
+    command: Sequence[str] | None = None,
+) -> Result | None:
+    """Carries out a Run by real processes, in a new folder.
+
+    In a process that torchrun started, this is one of them: the first rank is given the result, the others none. Else the processes
+    are started here, by the command `atoll`, and the result is that of the first.
+
+    Args:
+        place: how many processes, and how.
+        run: what to do; `processes` overrides the number of its islands.
+        out: the folder; by default a new one under runs/.
+        workload: what to train instead of the Run's model and data; under torchrun only.
+        sinks: who else takes the events, on the first rank; under torchrun only.
+        command: how the run was asked for, for the record.
+    """
+    folder = Path(out or default_path(run.recipe, run.seed)).expanduser()
+    command = list(command or sys.argv)
+    if is_started():
+        return take_part(start_order(run, place, folder, command, workload), lambda order: sinks, workload)
+    if workload is not None or sinks:
+        raise ConfigError(
+            "a workload or sinks of your own live in this process, and the processes that are started here would not have them. "
+            "Start this script by torchrun, or leave them out."
+        )
+    start_here(create_folder(run, place, folder, command), place)
+    return resume(folder, command=command)
+
+
+def resume_on(out: str | Path, place: Dist | None = None, *, command: Sequence[str] | None = None) -> Result | None:
+    """Goes on with a run of real processes, by the same number of them or another; see `run_on`."""
+    folder, command = Path(out).expanduser(), list(command or sys.argv)
+    place = place or read_place(folder)
+    if place is None:
+        raise ConfigError(f"{out} is no run of real processes. Use atoll.resume.")
+    if is_started():
+        return take_part(resume_order(folder, place, command), lambda order: ())
+    if not is_finished(RunFolder.open(folder)):
+        start_here(folder, place)
+    return resume(folder, command=command)
+
+
+def create_folder(run: Run, place: Dist, folder: Path, command: Sequence[str], workload: Workload | None = None) -> Path:
+    """A new folder for this run on so many processes as the place says. What is impossible is refused before it is there."""
+    mine = placed(run, place.processes or run.cluster.devices)
+    refuse_impossible(mine.resolved, workload, Cache())
+    RunFolder.create(folder, to_json(mine), list(command))
+    write_place(folder, place)
+    return folder
+
+
+def start_here(folder: Path, place: Dist, *, quiet: bool = True) -> None:
+    """Have processes on this machine go on with the run in this folder, and wait for them."""
+    mine = from_json(RunFolder.open(folder).run_json)
+    processes = place.processes or mine.cluster.devices
+    placed(mine, processes)
+    write_place(folder, place)
+    launch(processes, ["run", "--resume", str(folder), *(["--quiet"] if quiet else [])], folder)
+
+
+def take_part(
+    prepare: Callable[[int], Order], sinks: Callable[[Order], Sequence[Sink]], workload: Workload | None = None
+) -> Result | None:
     """Carry out a run as one of the processes that torchrun started.
 
     Args:
         prepare: asked on the first rank, with the number of processes: what is to be done. It makes or opens the run's folder.
         sinks: who takes the events, on the first rank.
+        workload: what to train instead of the Run's model and data.
     """
     store, rank, size = meet()
     try:
@@ -92,20 +161,21 @@ def take_part(prepare: Callable[[int], Order], sinks: Callable[[Order], Sequence
             folder = RunFolder(order.folder)
             if world.first:
                 stack.enter_context(folder.lock())
-            result = _Share(order, folder, world, limit, sinks(order) if world.first else ()).carry_out()
+            result = _Share(order, folder, world, limit, sinks(order) if world.first else (), workload).carry_out()
         world.meet()
         world.close()
         return result
 
 
-def start_order(run: Run, place: Dist, folder: Path, command: Sequence[str]) -> Callable[[int], Order]:
+def start_order(
+    run: Run, place: Dist, folder: Path, command: Sequence[str], workload: Workload | None = None
+) -> Callable[[int], Order]:
     """What begins a new run, in a new folder."""
 
     def prepare(size: int) -> Order:
-        mine = placed(run, size)
-        RunFolder.create(folder, to_json(mine), list(command))
-        write_place(folder, place)
-        return Order(mine, place, folder)
+        here = replace(place, processes=size)
+        create_folder(run, here, folder, command, workload)
+        return Order(placed(run, size), here, folder)
 
     return prepare
 
@@ -116,8 +186,9 @@ def resume_order(folder: Path, place: Dist, command: Sequence[str]) -> Callable[
     def prepare(size: int) -> Order:
         opened = RunFolder.open(folder)
         opened.resumed(list(command))
-        write_place(folder, place)
-        return Order(placed(from_json(opened.run_json), size), place, folder)
+        here = replace(place, processes=size)
+        write_place(folder, here)
+        return Order(placed(from_json(opened.run_json), size), here, folder)
 
     return prepare
 
@@ -125,10 +196,13 @@ def resume_order(folder: Path, place: Dist, command: Sequence[str]) -> Callable[
 class _Share:
     """One process's share of a run."""
 
-    def __init__(self, order: Order, folder: RunFolder, world: World, limit: Limit, sinks: Sequence[Sink]) -> None:
+    def __init__(
+        self, order: Order, folder: RunFolder, world: World, limit: Limit, sinks: Sequence[Sink], workload: Workload | None
+    ) -> None:
         self._run, self._place = order.run.resolved, order.place
         self._folder, self._world, self._limit = folder, world, limit
-        self._books = Execution(order.run, folder, None, sinks, Cache())
+        self._given = workload
+        self._books = Execution(order.run, folder, workload, sinks, Cache())
         """The first rank's log and figures; elsewhere it is not used."""
         self._checkpoints = ShardedCheckpoints(folder.checkpoints, self._run.keep.checkpoints, world)
         self._origin: dict[str, str | None] = {}
@@ -154,13 +228,12 @@ class _Share:
 
     def _set_up(self, sink: Sink, checkpoint: Checkpoint | None) -> tuple[DistEngine, Evaluator, WarmStart]:
         run, world = self._run, self._world
-        data = load_data(run, self._cache)
-        plain = plain_workload(run, data)
+        plain = self._given or plain_workload(run, load_data(run, self._cache))
         if world.first and checkpoint is None:
-            self._books.keep_tokenizer()
+            self._books.keep_what_is_read()
             sink.emit(self._books.started(plain, engine="dist"))
         warm = self._warm_start(plain, sink, silent=checkpoint is not None)
-        workload = island_workload(run, data, warm.params)
+        workload = self._given or island_workload(run, load_data(run, self._cache), warm.params)
         self._origin = {"run": _digest_without_size(run), "data": fingerprint(workload)}
         world.agreed("data", str(self._origin["data"]), "data")
         engine, evaluator = self._engine(workload, warm.params, sink)
@@ -277,15 +350,19 @@ def _own_log(folder: Path, rank: int) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as log:
         _LOG.append(log)
-        if rank != 0:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
+        console = {number: os.dup(number) for number in (1, 2)} if rank != 0 else {}
+        for number in console:
+            os.dup2(log.fileno(), number)
         try:
             yield
         except BaseException as error:
             _leave_at_once(error, log)
         finally:
             _LOG.clear()
+            for number, before in console.items():
+                sys.stdout.flush()
+                os.dup2(before, number)
+                os.close(before)
 
 
 def _leave_at_once(error: BaseException, log: Any) -> None:

@@ -134,15 +134,15 @@ class Execution:
         self._began = time.perf_counter()
 
     def start(self) -> Result:
-        if self._given_workload is not None:
-            write_text(self._folder.path / WORKLOAD, f"{full_name(type(self._given_workload))}\n")
-        else:
-            self.keep_tokenizer()
+        self.keep_what_is_read()
         self.note("started")
         return self._carry_out(None)
 
-    def keep_tokenizer(self) -> None:
-        """So that the model can be used without the text it was trained on."""
+    def keep_what_is_read(self) -> None:
+        """The name of a workload that was given; else the tokenizer, so that the model can be used without the text."""
+        if self._given_workload is not None:
+            write_text(self._folder.path / WORKLOAD, f"{full_name(type(self._given_workload))}\n")
+            return
         data = self._data()
         if isinstance(data, LoadedText) and isinstance(data.tokenizer, BPETokenizer):
             write_text(self._folder.path / TOKENIZER, data.tokenizer.text)
