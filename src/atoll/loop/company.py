@@ -34,8 +34,8 @@ class Lone:
     def tell_those_left(self, *numbers: float, left: Callable[[int], bool]) -> list[list[float] | None]:
         return [list(numbers)]
 
-    def post_last_words(self, *numbers: float) -> Callable[[], None]:
-        return lambda: None
+    def post_last_words(self, *numbers: float) -> object:
+        return None
 
     def leave_out(self, ranks: Sequence[int]) -> None:
         assert not ranks, "an island cannot leave itself out"
@@ -118,8 +118,8 @@ class Company:
         self._leaving = [] if self._together else [rank for rank in through if rank != self.rank]
         return [row[: len(numbers)] for row in there]
 
-    def say_goodbye(self) -> Callable[[], None]:
-        """Tell whoever tells next that this island is gone. Returns what waits until all have heard it."""
+    def say_goodbye(self) -> object:
+        """Tell whoever tells next that this island is gone. Keep what is returned for as long as they may hear it."""
         return self._wire.post_last_words(*[0.0] * _NUMBERS, GONE)
 
     def _lose(self, ranks: Sequence[int]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
-import threading
 from typing import Any
 
 import torch
@@ -197,9 +197,13 @@ class Live:
         forget_spare_buffers()
 
     async def _goodbye(self) -> None:
-        heard = await Request(self._company.say_goodbye)
-        # A daemon: a process that ends does not wait for it. The others then find in the store that it left.
-        threading.Thread(target=heard, name="goodbye", daemon=True).start()
+        words = await Request(self._company.say_goodbye)
+        # Kept until the process ends, which waits for nobody: the others then find in the store that it left.
+        atexit.register(_let_go, words)
+
+
+def _let_go(words: object) -> None:
+    """Of last words, when there is nobody left to say them."""
 
 
 def _company(settings: Settings, place: Place) -> Company:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -106,17 +105,11 @@ class Wire:
         self.control_bytes += CONTROL * len(numbers) * (self.size - 1)
         return told
 
-    def post_last_words(self, *numbers: float) -> Callable[[], None]:
-        """What members who tell next will hear of this one, and nothing after it. Returns what waits until all have heard it."""
+    def post_last_words(self, *numbers: float) -> object:
+        """What members who tell next will hear of this one, and nothing after it. Nobody waits for that: keep what is returned for
+        as long as they may hear it."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        posted = [self._posted(rank, mine, torch.empty_like(mine)) for rank in self._others()]
-
-        def wait() -> None:
-            for one in posted:
-                with suppress(Missed):
-                    one()
-
-        return wait
+        return [self._posted(rank, mine, torch.empty_like(mine)) for rank in self._others()]
 
     def _posted(self, rank: int, mine: Tensor, theirs: Tensor) -> Callable[[], None]:
         """Numbers to and from one rank, which may not be there any more."""
