@@ -70,6 +70,8 @@ class Books:
         self.totals = Totals()
         self.diverged = ""
         """What there is to say about the last loss that was not finite."""
+        self.counts_inside = True
+        """Whether anybody knows what devices of an island send to each other."""
         self._losses: list[float] = []
         self._real = real
 
@@ -212,7 +214,11 @@ class Books:
 
     def _inside_bytes(self) -> float | None:
         """Over the devices of islands that have been there at all."""
-        seen = [devices for devices, island in zip(self.inside, self.ledgers, strict=False) if island.present_s > 0]
+        seen = (
+            []
+            if not self.counts_inside
+            else [devices for devices, island in zip(self.inside, self.ledgers, strict=False) if island.present_s > 0]
+        )
         return fmean(ledger.sent_bytes for devices in seen for ledger in devices) if seen else None
 
     def _mean(self, name: str) -> float:

@@ -90,7 +90,7 @@ class LocalReplica:
         """Asked before each step of `train`: whether to give up."""
         self._batches = workload.batches
         self._loss = loss or workload.loss
-        self._optimizer = _torch_optimizer(optimizer, self.weights)
+        self._optimizer = torch_optimizer(optimizer, self.weights)
         self._masters: Masters | None = None
         """Made when a module in half precision is first trained: whoever asks for gradients alone keeps masters of its own."""
         self._full: Tree | None = None
@@ -310,7 +310,7 @@ def peak(lr: float | Schedule) -> float:
     return lr.lr if isinstance(lr, Schedule) else lr
 
 
-def _torch_optimizer(rule: InnerRule, weights: Weights) -> torch.optim.Optimizer:
+def torch_optimizer(rule: InnerRule, weights: Weights) -> torch.optim.Optimizer:
     """torch's own optimizer for an inner rule. Two groups: what decays, and what does not."""
     lr = at(rule.lr, 0)
     matrices, rest = weights.groups()

@@ -19,11 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from atoll.algorithms.fsdp import FSDP
 from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.engine import DistEngine
+from atoll.engines.dist.fsdp import ShardedModel
 from atoll.engines.dist.world import World, is_started, join, meet
 from atoll.engines.evaluator import Evaluator
+from atoll.engines.local import Loss
 from atoll.engines.masters import initial
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import Progress, Saved, WarmStartFinished
@@ -155,7 +159,9 @@ def take_part(
         run = order.run.resolved
         torch.set_num_threads(run.cluster.threads_per_island)
         devices = run.cluster.devices_per_island if run.inside is not None else 1
-        world = join(store, rank, size, devices=devices, backend=order.place.backend, limit_s=limit.limit_s)
+        world = join(
+            store, rank, size, devices=devices, inside=run.inside is not None, backend=order.place.backend, limit_s=limit.limit_s
+        )
         _say(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         with ExitStack() as stack:
             folder = RunFolder(order.folder)
@@ -273,6 +279,7 @@ class _Share:
             params=params.to(device),
             batches=workload.batches,
             make_replica=lambda number: replica_of(run, workload, loss, number, device),
+            make_sharded=lambda mesh: _sharded_of(run, workload, loss, mesh, device),
             evaluate=evaluator,
             sink=sink,
             steps=run.train.steps,
@@ -303,6 +310,17 @@ class _Share:
                     f"{checkpoint.path} was saved by another run: {found} differ from what rank {self._world.rank} has now. Bring "
                     f"back what it was saved with, or start afresh in another folder."
                 )
+
+
+def _sharded_of(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, device: str) -> ShardedModel:
+    """A model that FSDP2 cuts over the devices of an island."""
+    assert isinstance(run.inside, FSDP)
+    if run.train.precision == "all-bf16" or run.train.micro_batches > 1:
+        raise ConfigError(
+            "inside=FSDP with train.precision=all-bf16 or train.micro_batches: FSDP2 keeps its weights in fp32 and takes batches "
+            "as they are. Use precision=bf16 and inside.accumulation, or inside=ZeRO1."
+        )
+    return ShardedModel(workload, mesh=mesh, algorithm=run.inside, device=device, bf16=run.train.precision == "bf16", loss=loss)
 
 
 class _Silent:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from atoll.algorithms.fsdp import FSDP
 from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.engine import DistEngine
+from atoll.engines.dist.fsdp import ShardedModel
 from atoll.engines.dist.world import World, join
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.local import InnerRule, LocalReplica
@@ -31,12 +33,12 @@ class Ran(NamedTuple):
     events: list[Event]
 
 
-def world_of(group: dist.ProcessGroup, devices: int = 1) -> World:
-    """The processes of a group as islands of so many devices each."""
+def world_of(group: dist.ProcessGroup, devices: int = 1, *, inside: bool = False) -> World:
+    """The processes of a group as islands of so many devices each, which may have an algorithm of their own."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     place: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(place)
-    return join(FileStore(str(Path(place[0]) / "words"), size), rank, size, devices=devices, limit_s=_LIMIT_S)
+    return join(FileStore(str(Path(place[0]) / "words"), size), rank, size, devices=devices, inside=inside, limit_s=_LIMIT_S)
 
 
 def engine_of(
@@ -56,6 +58,7 @@ def engine_of(
         params=Tree.of(workload.module()),
         batches=workload.batches,
         make_replica=lambda number: LocalReplica(workload, optimizer=inner or SGD(lr=0.05), seed=number),
+        make_sharded=lambda mesh: ShardedModel(workload, mesh=mesh, algorithm=_fsdp(inside), device="cpu"),
         evaluate=Evaluator(workload),
         sink=sink,
         steps=steps,
@@ -64,6 +67,11 @@ def engine_of(
         **options,
     )
     return engine, sink
+
+
+def _fsdp(inside: Any) -> FSDP:
+    assert isinstance(inside, FSDP)
+    return inside
 
 
 def ran(
@@ -76,7 +84,8 @@ def ran(
     devices: int = 1,
 ) -> Ran:
     """An algorithm's run on the processes of a group."""
-    engine, sink = engine_of(world_of(group, devices), algorithm, workload, steps, inner, inside)
+    world = world_of(group, devices, inside=inside is not None)
+    engine, sink = engine_of(world, algorithm, workload, steps, inner, inside)
     finished = engine.run()
     params = engine.params().copy()
     engine.close()

@@ -1,10 +1,14 @@
 """Runs on real processes: the simulator's weights, losses, tokens and bytes, and times that were measured."""
 
+from dataclasses import dataclass
+
 import pytest
+import torch
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.fsdp import FSDP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.engines.sim.world import Cluster
 from atoll.events import Compared, Computed, Evaluated, Exchanged, RoundFinished
@@ -41,7 +45,7 @@ def test_weights_losses_tokens_and_bytes_are_the_simulators(four, size):
             assert len([e for e in first.events if isinstance(e, kind)]) == len(expected.of(kind)), (algorithm, kind)
 
 
-@pytest.mark.parametrize("inside", [DDP(optimizer=RULE), ZeRO1(optimizer=RULE), ACCO(optimizer=RULE)], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("inside", [kind(optimizer=RULE) for kind in (DDP, ZeRO1, ACCO)], ids=lambda a: type(a).__name__)
 def test_islands_of_two_devices_give_the_simulators_two_levels(four, inside):
     workload, algorithm = Regression(hidden=3), DiLoCo(inner_steps=2)
     cluster = Cluster(islands=2, devices_per_island=2)
@@ -50,3 +54,42 @@ def test_islands_of_two_devices_give_the_simulators_two_levels(four, inside):
     assert first.params.equal(expected.params)
     for name in (*SAME, "inside_bytes_per_device", "inside_dropped_tokens"):
         assert getattr(first.finished, name) == getattr(expected.finished, name), name
+
+
+@pytest.mark.parametrize("inside", [kind(optimizer=RULE) for kind in (DDP, ZeRO1, FSDP)], ids=lambda a: type(a).__name__)
+def test_two_devices_to_an_island_are_one_with_the_double_batch_within_rounding(four, inside):
+    halves, steps = RegressionBatches(num_shards=4, batch_size=4, shard_examples=32), 6
+    together, *_ = four.run(ran, DiLoCo(inner_steps=3), Regression(hidden=3, batches=halves), steps, None, inside, 2)
+    doubled = Regression(hidden=3, batches=Doubled(halves))
+    alone, *_ = four.run(ran, DiLoCo(inner_steps=3), doubled, steps, RULE, size=2)
+    torch.testing.assert_close(together.params.flat, alone.params.flat, rtol=1e-5, atol=1e-6)
+    assert together.finished.sent_bytes_per_island == alone.finished.sent_bytes_per_island
+    assert together.finished.tokens == alone.finished.tokens
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Two shards of other batches as one, with batches of both."""
+
+    halves: RegressionBatches
+
+    @property
+    def num_shards(self):
+        return self.halves.num_shards // 2
+
+    def examples(self, shard):
+        return 2 * self.halves.shard_examples
+
+    def batch(self, shard, position):
+        both = [self.halves.batch(2 * shard + half, position) for half in (0, 1)]
+        return tuple(torch.cat(parts) for parts in zip(*both, strict=True))
+
+    def tokens(self, batch):
+        return len(batch[0])
+
+    def all_examples(self):
+        return self.halves.all_examples()
+
+    @property
+    def dimensions(self):
+        return self.halves.dimensions

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from atoll.algorithms.fsdp import FSDP
 from atoll.engines.books import MOST_SKIPPED, Books
 from atoll.engines.dealing import Dealing
 from atoll.engines.dist.clerk import Clerk
@@ -20,6 +22,7 @@ from atoll.engines.dist.clock import Limit, WallClock
 from atoll.engines.dist.devices import Together
 from atoll.engines.dist.diary import Diary
 from atoll.engines.dist.driving import Line
+from atoll.engines.dist.fsdp import Fully, ShardedModel
 from atoll.engines.dist.peers import DistPeers
 from atoll.engines.dist.replica import DistReplica
 from atoll.engines.dist.seats import Alone, Load, Part, Seat, check_sliced, gathered
@@ -44,6 +47,7 @@ class DistEngine:
         params: the weights to begin with, the same everywhere.
         batches: the data; process i reads shard i, or i modulo the number of shards where there are fewer.
         make_replica: makes process i's replica, with a fresh optimizer.
+        make_sharded: makes a model that FSDP2 cuts over these devices, where the algorithm inside islands is FSDP.
         evaluate: judges the global weights, with the buffers of the first process.
         sink: takes events, on the first rank.
         steps: inner steps that each island takes in all.
@@ -67,6 +71,7 @@ class DistEngine:
         sink: Sink,
         steps: int,
         inside: Algorithm[Any] | None = None,
+        make_sharded: Callable[[DeviceMesh], ShardedModel] | None = None,
         evaluate_every: int = 1,
         save: Callable[[DistEngine], None] | None = None,
         save_every: int = 1,
@@ -90,9 +95,10 @@ class DistEngine:
         """Rounds whose diaries the first rank has not read: their numbers, the steps they led to, and when they were over."""
         self._handed_out = self._read = self._uncommitted = self._skipped_in_a_row = 0
         self._seen_s = time.monotonic()
-        replica = make_replica(world.rank)
-        replica.stopped = self._sign_of_life
-        self._line = Line(replica.device)
+        sharded = make_sharded is not None and isinstance(inside, FSDP)
+        model = make_sharded(self._mesh(params)) if make_sharded is not None and sharded else make_replica(world.rank)
+        self._line = Line(model.device)
+        self.books.counts_inside = not sharded  # what FSDP2 sends, only torch knows
         # Through the diary of the moment: a new one is begun every round.
         self.peers = DistPeers(
             world.islands,
@@ -104,33 +110,30 @@ class DistEngine:
             note=lambda meeting: self._diary.meetings.append(meeting),
             liken=lambda likeness: self._diary.likenesses.append(likeness),
         )
-        mine = DistReplica(replica, clock=self.clock, note=self._computed, pause_s=pause_s)
-        self._seat = self._seated(replica, mine, inside, params)
+        self._seat = self._seated(model, inside, params, pause_s)
         self._state = algorithm.init(self._seat.share(params).copy(), self.peers)
         self._load_held()
 
-    def _seated(self, replica: LocalReplica, mine: DistReplica, inside: Algorithm[Any] | None, params: Tree) -> Seat:
+    def _mesh(self, params: Tree) -> DeviceMesh:
+        return self.world.mesh(params.flat.device.type)
+
+    def _seated(self, model: LocalReplica | ShardedModel, inside: Algorithm[Any] | None, params: Tree, pause_s: float) -> Seat:
         readers, shards = self.world.size, len(self._dealing.positions)
         if readers > shards and "free" in (getattr(self.algorithm, "batch", None), getattr(inside, "batch", None)):
             raise ConfigError(
                 f"{readers} processes read {shards} shards of the data, and with batch=free nobody knows how far the others have "
                 f"read. Use data.shards={readers}, or batch=fixed."
             )
+        if inside is not None:
+            check_sliced(self.algorithm)
+        common: dict[str, Any] = {"deal": self._deal, "diary": lambda: self._diary, "clock": self.clock}
+        if isinstance(model, ShardedModel):
+            return Fully(model, self.world, params, pause_s=pause_s, **common)
+        model.stopped = self._sign_of_life
+        mine = DistReplica(model, clock=self.clock, note=self._computed, pause_s=pause_s)
         if inside is None:
-            return Alone(replica, mine, self.world.rank)
-        check_sliced(self.algorithm)
-        return Together(
-            inside,
-            replica,
-            mine,
-            self.world,
-            self._line,
-            params,
-            deal=self._deal,
-            diary=lambda: self._diary,
-            clock=self.clock,
-            limit=self._limit,
-        )
+            return Alone(model, mine, self.world.rank)
+        return Together(inside, model, mine, self.world, self._line, params, limit=self._limit, **common)
 
     # -------------------------------------------------------------------------------------------------------- the whole run
 
@@ -167,7 +170,7 @@ class DistEngine:
             return self._seat.whole(self._state.params)
         assert isinstance(self.algorithm, HoldsWeights)
         if self.algorithm.held(self._state).flat.dtype == self._state.params.flat.dtype:  # nothing was lost on the way
-            return self._seat.replica.params()
+            return self._local().params()
         return gathered(self._line, self.world.islands, self._state.params, self._layout)
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -251,7 +254,7 @@ class DistEngine:
 
     def check_digests(self) -> None:
         """Islands that agreed hold the same bits."""
-        held = self._seat.replica.weights.read() if isinstance(self.algorithm, HoldsWeights) else None
+        held = self._local().weights.read() if isinstance(self.algorithm, HoldsWeights) else None
         digests = [tree.digest() for tree in ([held] if held is not None else trees(shared_fields(self._state)))]
         key = f"digests/{self.round}/{self.world.device}"
         self.world.leave_word(f"{key}/{self.world.island}", " ".join(digests))
@@ -264,18 +267,23 @@ class DistEngine:
                 f"machine computes wrongly. What was saved before stands."
             )
 
+    def _local(self) -> LocalReplica:
+        """The replica, where it has the whole of the weights."""
+        assert isinstance(self._seat, Alone), "an algorithm that keeps weights in replicas has islands of one device"
+        return self._seat.replica
+
     def _load_held(self) -> None:
         """Where replicas keep the weights from round to round, they are gathered."""
         if isinstance(self.algorithm, HoldsWeights):
             mine = self.algorithm.held(self._state)
-            self._seat.replica.load(gathered(self._line, self.world.islands, mine, self._layout))
+            self._local().load(gathered(self._line, self.world.islands, mine, self._layout))
 
     # ------------------------------------------------------------------------------------------------------- what is asked for
 
     def _hand_out(self, steps: int, batches: int, pieces: int) -> Work:
         schedule = self.steps_taken + self._handed_out
         self._handed_out += steps
-        if isinstance(self._seat, Together):  # its devices are dealt theirs when they ask
+        if not isinstance(self._seat, Alone):  # its devices are dealt theirs when they ask
             readers = range(self.world.island * self.world.devices, (self.world.island + 1) * self.world.devices)
             return Work(shard=readers[0], start=0, schedule=schedule, examples=self._dealing.examples(readers), pieces=pieces)
         return self._deal(batches, pieces, schedule)

@@ -31,10 +31,21 @@ Load = Callable[[str, Part], Any]
 """Gives back the value of a part, with the types of the one that it is shown; None if there is no such part."""
 
 
+class Model(Protocol):
+    """What computes here."""
+
+    device: str
+    steps_taken: int
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What the module keeps besides its weights."""
+
+
 class Seat(Protocol):
     """This process's place in its island."""
 
-    replica: LocalReplica
+    @property
+    def replica(self) -> Model: ...
 
     def trained(self) -> Replica:
         """What a round between islands is handed."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -37,7 +37,7 @@ class World:
         store: outlives ranks.
         everybody: a wire with all, for the thread that computes.
         islands: a wire with this device's counterparts in all islands, for the line.
-        inside: a wire with the devices of this island, for the line; none where an island is one device.
+        inside: a wire with the devices of this island, for the line; none where they have no algorithm of their own.
     """
 
     rank: int
@@ -88,6 +88,11 @@ class World:
         """Wait for everybody."""
         self.everybody.tell()
 
+    def mesh(self, kind: str) -> DeviceMesh:
+        """The devices of this island, as torch's own parallelism wants them: cpu or cuda. All processes ask for it together."""
+        shape = (self.size // self.devices, self.devices)
+        return init_device_mesh(kind, shape, mesh_dim_names=("island", "device"))["device"]
+
     def close(self) -> None:
         dist.destroy_process_group()
 
@@ -111,7 +116,9 @@ def meet() -> tuple[Store, int, int]:
     return PrefixStore("atoll", store), rank, size
 
 
-def join(store: Store, rank: int, size: int, *, devices: int = 1, backend: str = "gloo", limit_s: float = START_LIMIT_S) -> World:
+def join(
+    store: Store, rank: int, size: int, *, devices: int = 1, inside: bool = False, backend: str = "gloo", limit_s: float = START_LIMIT_S
+) -> World:
     """Join the other processes. All of them call this.
 
     Args:
@@ -119,6 +126,7 @@ def join(store: Store, rank: int, size: int, *, devices: int = 1, backend: str =
         rank: of this one.
         size: how many they are.
         devices: per island.
+        inside: whether these have an algorithm of their own.
         backend: of the groups that weights travel in.
         limit_s: of exchanges, to begin with.
     """
@@ -127,11 +135,11 @@ def join(store: Store, rank: int, size: int, *, devices: int = 1, backend: str =
     counterparts = [list(range(device, size, devices)) for device in range(devices)]
     neighbours = [list(range(first, first + devices)) for first in range(0, size, devices)]
     islands = _wire(counterparts, rank, backend, limit_s, store)
-    inside = _wire(neighbours, rank, backend, limit_s, store) if devices > 1 else None
+    within = _wire(neighbours, rank, backend, limit_s, store) if inside else None
     everybody = _wire([list(range(size))], rank, "gloo", START_LIMIT_S, store)
     assert islands is not None
     assert everybody is not None
-    return World(rank, size, int(os.environ.get("LOCAL_RANK", "0")), devices, store, everybody, islands, inside)
+    return World(rank, size, int(os.environ.get("LOCAL_RANK", "0")), devices, store, everybody, islands, within)
 
 
 def _wire(groups: list[list[int]], rank: int, backend: str, limit_s: float, store: Store) -> Wire | None:
@@ -144,7 +152,3 @@ def _wire(groups: list[list[int]], rank: int, backend: str, limit_s: float, stor
             mine = Wire(group, limit_s=limit_s, blame=Blame(store, rank, ranks), names=names)
     return mine
 
-
-def device_for(world: World, asked: str) -> str:
-    """Where this process computes: on a GPU of its own, as far as there are some."""
-    return f"cuda:{world.local_rank % torch.cuda.device_count()}" if asked == "cuda" else asked
