@@ -23,7 +23,8 @@ class Blame:
         """Writes down that this rank of the group was missed. Who is to be named, and who said so if it was another."""
         guilty, path = self._ranks[rank], [self._rank]
         try:
-            while (accused := self._accused_by(guilty)) is not None and guilty not in path:
+            # Who was missed by somebody that it misses itself is not the end of a chain: both wait, and for each other.
+            while (accused := self._accused_by(guilty)) is not None and accused not in path:
                 path.append(guilty)
                 guilty = accused
             self._store.set(f"accused/{self._rank}", str(guilty))

@@ -66,23 +66,39 @@ class BatchCarrier:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        # NCCL's own wait holds up the stream, and not this thread; gloo does not know that a message is there before it waits.
+        self._wait = _poll if dist.get_backend(group) == "nccl" else _wait_at_most
 
     def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[float], None]:
-        operations = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for rank, tensor in sends.items()]
-        operations += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for rank, tensor in receives.items()]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        ranks = sorted({*sends, *receives})
+        operations = [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for rank, tensor in receives.items()]
+        operations += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for rank, tensor in sends.items()]
+        ranks = [*receives, *sends]
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise Missed(ranks[0], "exchange with", f"one of ranks {sorted({*ranks})}: {error}") from error
+        return lambda limit_s: self._finish(works, ranks, time.monotonic() + limit_s)
 
-        def wait(limit_s: float) -> None:
-            deadline = time.monotonic() + limit_s
-            while not all(work.is_completed() for work in works):
-                if time.monotonic() > deadline:  # NCCL's own wait holds up the stream, and not this thread
-                    raise Missed(ranks[0], "exchange with", f"one of ranks {ranks} did not answer")
-                time.sleep(2e-4)
-            for work in works:
-                work.wait()
+    def _finish(self, works: Sequence[dist.Work], ranks: Sequence[int], deadline_s: float) -> None:
+        for number, work in enumerate(works):
+            try:
+                self._wait(work, deadline_s)
+            except RuntimeError as error:
+                # Where a batch is one work, nobody knows whose message it was that did not come.
+                rank = ranks[number if len(works) == len(ranks) else 0]
+                raise Missed(rank, "exchange with", f"one of ranks {sorted({*ranks})}: {error}") from error
 
-        return wait
+
+def _poll(work: dist.Work, deadline_s: float) -> None:
+    while not work.is_completed():
+        if time.monotonic() > deadline_s:
+            raise RuntimeError("it did not answer")
+        time.sleep(2e-4)
+    work.wait()
+
+
+def _wait_at_most(work: dist.Work, deadline_s: float) -> None:
+    work.wait(timedelta(seconds=max(1e-3, deadline_s - time.monotonic())))
 
 
 def carrier_of(group: dist.ProcessGroup) -> Carrier:
