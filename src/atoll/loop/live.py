@@ -54,8 +54,12 @@ class Live:
         self._rounds = Rounds(self._algorithm, self._replica, self._peers, self._line, company, self._between)
         where = f"island {self.place.island} of {self.place.islands}"
         _LOG.info("%s: an exchange may take %g s (%s)", where, limit.limit_s, limit.why)
-        self._agree_on_the_start(saved)
-        self.begin(saved)
+        try:
+            self._agree_on_the_start(saved)
+            self.begin(saved)
+        except BaseException:
+            self.abandon()
+            raise
 
     def _speaks_for(self) -> Weights:
         inside = self.place.inside

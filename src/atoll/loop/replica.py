@@ -105,6 +105,7 @@ class LoopReplica:
         """The gradients of a micro-batch of so many tokens are there."""
         if self._weigh == "tokens" and tokens is None:
             raise ConfigError('weigh="tokens" needs the tokens of each micro-batch: call islands.step(tokens=...).')
+        self._module.check_gradients()
         self._tokens = tokens
 
     def begin_round(self) -> None:

@@ -1,0 +1,151 @@
+"""A loop that was saved goes on to the bit."""
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import atoll
+from atoll.algorithms.acco import ACCO
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.delayed_update import DPU
+from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.zero1 import ZeRO1
+from atoll.errors import CheckpointError, ConfigError
+from atoll.optim.adam import AdamW
+from atoll.testing.workloads import Regression
+from atoll.tree import Tree
+
+WORKLOAD = Regression(hidden=3)
+STEPPING = [
+    (DDP(optimizer=AdamW(lr=0.1), accumulation=3), 7, 1),
+    (ZeRO1(optimizer=AdamW(lr=0.1), accumulation=2), 6, 0),
+    (ACCO(optimizer=AdamW(lr=0.1)), 7, 0),
+    (DPU(optimizer=AdamW(lr=0.1), warmup=1, accumulation=2), 7, 1),
+]
+"""With how many micro-batches are brought before it is saved, and how many of them belong to no update."""
+
+
+def through_a_file(state):
+    """As it comes back from torch.load, which runs nobody's code."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def backward(model, step):
+    WORKLOAD.loss(model, WORKLOAD.batches.batch(dist.get_rank() if dist.is_initialized() else 0, step)).backward()
+
+
+def entered(model, optimizer, algorithm, saved=None, where="before"):
+    islands = atoll.islands(model, optimizer, algorithm, limit_s=30.0)
+    if saved is not None and where == "before":
+        load(model, optimizer, islands, saved)
+    with islands:
+        if saved is not None and where == "inside":
+            load(model, optimizer, islands, saved)
+        yield islands
+
+
+def load(model, optimizer, islands, saved):
+    model.load_state_dict(saved["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(saved["optimizer"])
+    islands.load_state_dict(saved["islands"])
+
+
+def trained(group, algorithm, start, stop, saved=None, where="before"):
+    """The weights at the end, and everything that there was to save when the last step was over."""
+    model = WORKLOAD.module()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for islands in entered(model, optimizer, algorithm, saved and saved[dist.get_rank()], where):
+        for step in range(start, stop):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert islands.steps == stop
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "islands": islands.state_dict()}
+        state = through_a_file(state)
+    return Tree.of(model), state
+
+
+def stepped(group, algorithm, batches, saved=None):
+    model = WORKLOAD.module()
+    for islands in entered(model, None, algorithm, saved and saved[dist.get_rank()]):
+        dropped = islands.dropped
+        for step in batches:
+            backward(model, step)
+            islands.step()
+        state = through_a_file({"model": model.state_dict(), "islands": islands.state_dict()})
+    return Tree.of(model), state, dropped
+
+
+@pytest.mark.parametrize(("stop", "where"), [(7, "before"), (7, "inside"), (6, "before")])
+def test_a_round_that_was_saved_in_its_middle_goes_on_to_the_bit(two, stop, where):
+    algorithm = DiLoCo(inner_steps=3)
+    straight = two.run(trained, algorithm, 0, 11)
+    parts = [state for _, state in two.run(trained, algorithm, 0, stop)]
+    assert [part["islands"]["taken"] for part in parts] == [stop % 3, stop % 3]
+    resumed = two.run(trained, algorithm, stop, 11, parts, where)
+    for (params, _), (expected, _) in zip(resumed, straight, strict=True):
+        assert params.equal(expected)
+
+
+def test_where_the_algorithm_steps_by_itself_a_state_is_that_of_the_last_update_and_the_rest_is_dropped(two):
+    for algorithm, brought, dropped in STEPPING:
+        batches = list(range(16))
+        parts = [state for _, state, _ in two.run(stepped, algorithm, batches[:brought])]
+        resumed = two.run(stepped, algorithm, batches[brought - dropped :], parts)
+        straight = two.run(stepped, algorithm, batches)
+        assert {found[2] for found in resumed} == {dropped}, algorithm
+        assert all(one[0].equal(other[0]) for one, other in zip(resumed, straight, strict=True)), algorithm
+
+
+def refused(group, algorithm, parts, order):
+    """What is said when states are loaded that do not belong together."""
+    model = WORKLOAD.module()
+    optimizer = None if hasattr(algorithm, "optimizer") else torch.optim.AdamW(model.parameters())
+    islands = atoll.islands(model, optimizer, algorithm, limit_s=30.0)
+    mine = order[dist.get_rank()]
+    if mine is not None:
+        islands.load_state_dict(parts[mine]["islands"])
+    try:
+        with islands:
+            return "entered"
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_states_that_were_not_saved_together_are_refused(two):
+    algorithm = DiLoCo(inner_steps=3)
+    early, late = (two.run(trained, algorithm, 0, stop)[0][1] for stop in (3, 6))
+    for said in two.run(refused, algorithm, [early, late], (0, 1)):
+        assert "go on from round 1, round 2. Load on all of them" in said
+    for said in two.run(refused, algorithm, [early], (0, None)):
+        assert "go on from round 1, nothing" in said
+    sliced = ZeRO1(optimizer=AdamW())
+    parts = [state for _, state, _ in two.run(stepped, sliced, range(2))]
+    for said in two.run(refused, sliced, parts, (1, 0)):
+        assert "holds a slice. Here is device 0 of 1 in island" in said
+    for said in two.run(refused, DDP(optimizer=AdamW()), parts, (0, 1)):
+        assert "checkpoint of another run" in said
+
+
+def test_what_is_no_state_and_what_comes_too_late_is_refused():
+    model = WORKLOAD.module()
+    optimizer = torch.optim.AdamW(model.parameters())
+    islands = atoll.islands(model, optimizer, DiLoCo(inner_steps=3))
+    with pytest.raises(CheckpointError, match=r"not what islands.state_dict\(\) of this version gives, but has \['params'\]"):
+        islands.load_state_dict({"params": 1})
+    with islands:
+        saved = islands.state_dict()
+        backward(model, 0)
+        optimizer.step()
+        with pytest.raises(ConfigError, match="1 steps were taken in this block already"):
+            islands.load_state_dict(saved)
+    with pytest.raises(ConfigError, match=r"this block is over\. Make new islands"):
+        islands.load_state_dict(saved)
+    with pytest.raises(ConfigError, match=r"entered before\. Make new ones"), islands:
+        pass

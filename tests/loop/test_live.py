@@ -1,0 +1,84 @@
+"""Islands begin alike, or not at all."""
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import atoll
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.diloco import DiLoCo
+from atoll.errors import ConfigError
+from atoll.optim.sgd import SGD
+
+
+def module(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    return model
+
+
+def entered(group):
+    """Weights and buffers of a module that every island initialised otherwise, after entry, and after a step with BatchNorm."""
+    model = module(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with atoll.islands(model, optimizer, DiLoCo(inner_steps=1)) as islands:
+        begun = {name: value.clone() for name, value in model.state_dict().items()}
+        model(torch.randn(8, 3)).sum().backward()
+        optimizer.step()
+        size, first = islands.size, islands.is_first
+    return begun, model.state_dict(), (size, first)
+
+
+def test_all_islands_take_over_the_first_ones_weights_also_those_that_are_not_trained(two):
+    (begun, after, one), (other_begun, other_after, other) = two.run(entered)
+    assert (one, other) == ((2, True), (2, False))
+    expected = module(0).state_dict()
+    for name, value in expected.items():
+        assert torch.equal(begun[name], value)
+        assert torch.equal(other_begun[name], value)
+    assert torch.equal(after["2.weight"], other_after["2.weight"])
+    assert not torch.equal(after["2.weight"], expected["2.weight"])
+
+
+def test_running_means_stay_each_islands_own(two):
+    (_, after, _), (_, other, _) = two.run(entered)
+    assert not torch.equal(after["1.running_mean"], other["1.running_mean"])
+
+
+def refused(group):
+    """What is said to islands that do not fit together, and to a model that talks after every step."""
+    said, rank = [], dist.get_rank()
+    for algorithm in (DiLoCo(inner_steps=2 + rank), DiLoCo(inner_steps=2)):
+        model = nn.Linear(3, 1 if algorithm.inner_steps != 2 or rank == 0 else 2)
+        try:
+            atoll.islands(model, torch.optim.SGD(model.parameters()), algorithm).__enter__()
+        except ConfigError as error:
+            said.append(str(error))
+    wrapped = DistributedDataParallel(nn.Linear(3, 1))
+    try:
+        atoll.islands(wrapped, None, DDP(optimizer=SGD(lr=0.1)))
+    except ConfigError as error:
+        said.append(str(error))
+    return said
+
+
+def test_islands_that_do_not_fit_together_are_refused(two):
+    for other_algorithm, other_model, wrapped in two.run(refused):
+        assert "different models, algorithms or ways to finish; here it is DiLoCo(inner_steps=" in other_algorithm
+        assert "different models" in other_model
+        assert "DistributedDataParallel over 2 processes, which talk after every step" in wrapped
+
+
+def test_the_time_limit_is_said_once(caplog):
+    model = nn.Linear(2, 1)
+    with caplog.at_level(logging.INFO, "atoll"):
+        for limit_s in (None, 90.0):
+            with atoll.islands(model, torch.optim.SGD(model.parameters()), DiLoCo(inner_steps=2), limit_s=limit_s):
+                pass
+    derived, given = caplog.messages
+    assert "island 0 of 1: an exchange may take 600 s (before the first exchange; from then on ten times" in derived
+    assert "90 s (as given)" in given
