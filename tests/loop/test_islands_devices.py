@@ -1,0 +1,128 @@
+"""Islands of two devices come to what islands of one come to at twice the batch, and each device sends half."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import atoll
+from atoll.algorithms.acco import ACCO
+from atoll.algorithms.diloco import DiLoCo
+from atoll.errors import ConfigError
+from atoll.optim.adam import AdamW
+from atoll.testing.workloads import Regression, RegressionBatches
+
+WORKLOAD = Regression(hidden=16, batches=RegressionBatches(batch_size=4))
+ALGORITHM = DiLoCo(inner_steps=3)
+STEPS = 8
+"""Which the inner steps do not divide."""
+
+
+def wrapped(how, mesh, model):
+    if how == "ddp":
+        return DistributedDataParallel(model, process_group=mesh["device"].get_group())
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh["device"])
+    return fully_shard(model, mesh=mesh["device"])
+
+
+def whole(model):
+    """The weights as plain tensors."""
+    tensors = (parameter.detach() for parameter in model.parameters())
+    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def piece(island, step, device):
+    inputs, targets = WORKLOAD.batches.batch(island, 2 * step + device)
+    return inputs, targets
+
+
+def of_devices(group, how, saved=None, start=0, stop=STEPS):
+    """What two islands of two come to, what each process sent, and its state after the last step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "device"))
+    model = wrapped(how, mesh, WORKLOAD.module())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    islands = atoll.islands(model, optimizer, ALGORITHM, mesh=mesh, limit_s=30.0)
+    if saved is not None:
+        mine = saved[dist.get_rank()]
+        model.load_state_dict(mine["model"])
+        islands.load_state_dict(mine["islands"])
+    with islands:
+        for step in range(start, stop):
+            WORKLOAD.loss(model, piece(islands.rank, step, mesh.get_local_rank("device"))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.ones(1, 5))  # an evaluation, which leaves FSDP2's parameters whole
+        state = {"islands": islands.state_dict(), "model": None if how == "fsdp" else copy.deepcopy(model.state_dict())}
+    return whole(model), islands.sent_bytes, state
+
+
+def of_one(group):
+    model = WORKLOAD.module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with atoll.islands(model, optimizer, ALGORITHM, limit_s=30.0) as islands:
+        for step in range(STEPS):
+            pieces = [piece(islands.rank, step, device) for device in range(2)]
+            WORKLOAD.loss(model, [torch.cat(parts) for parts in zip(*pieces, strict=True)]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model), islands.sent_bytes
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_islands_of_two_devices_are_two_islands_at_twice_the_batch_and_each_device_sends_half(two, four, how):
+    (expected, sent_bytes), _ = two.run(of_one)
+    found = four.run(of_devices, how)
+    for weights, _, _ in found:
+        for one, other in zip(weights, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        assert all(torch.equal(one, other) for one, other in zip(weights, found[0][0], strict=True))
+    assert sum(sent for _, sent, _ in found) == 2 * sent_bytes
+    # FSDP2 cuts rows, so that a tensor of one row is one device's.
+    assert max(sent for _, sent, _ in found) <= (0.51 if how == "ddp" else 0.6) * sent_bytes
+
+
+def test_devices_go_on_from_their_own_slices(four):
+    straight = four.run(of_devices, "ddp")
+    parts = [state for _, _, state in four.run(of_devices, "ddp", None, 0, 5)]
+    resumed = four.run(of_devices, "ddp", parts, 5)
+    for (weights, *_), (expected, *_) in zip(resumed, straight, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+
+
+def refused(group):
+    """What cannot be done with several devices."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "device"))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    sharded = fully_shard(nn.Linear(2, 2), mesh=mesh["device"])
+    said = []
+    for arguments, settings in (
+        ((model, None, ACCO(optimizer=AdamW())), {"mesh": mesh}),
+        ((model, optimizer, DiLoCo(inner_steps=2, pruned=0.5)), {"mesh": mesh}),
+        ((model, optimizer, ALGORITHM), {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))}),
+        ((model, optimizer, ALGORITHM), {"mesh": init_device_mesh("cpu", (4,), mesh_dim_names=("island",))}),
+        ((sharded, torch.optim.SGD(sharded.parameters()), ALGORITHM), {}),
+    ):
+        try:
+            atoll.islands(*arguments, **settings).__enter__()
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_done_with_several_devices_is_refused(four):
+    for gradients, pruned, names, flat, sharded in four.run(refused):
+        assert "gradients of several devices are not taken together yet" in gradients
+        assert "pruned=0.5 with several devices per island" in pruned
+        assert "dimensions ('dp', 'tp'): it needs ('island', 'device')" in names
+        assert "dimensions ('island',)" in flat
+        assert "sharded by FSDP2, over processes that atoll takes for islands" in sharded
