@@ -304,7 +304,7 @@ def test_prepared_text_can_be_trained_on(atoll, tmp_path):
         (["run", "finetune", *sets("model.path=nowhere", "data.path=x.jsonl")], "model.path='nowhere'", "Give the folder"),
         (["run", "demo-acco", *sets("train.batch_size=7")], "train.batch_size=7", "train.batch_size=6 or 8"),
         (["run", "demo-dpu", *sets("train.steps=9")], "algorithm.warmup=40", "algorithm.warmup="),
-        (["run", "demo-two-level", *sets("inside=DiLoCo(inner_steps=20)")], "DiLoCo", "DDP | ZeRO1 | ACCO | DPU | WP"),
+        (["run", "demo-two-level", *sets("inside=DiLoCo(inner_steps=20)")], "DiLoCo", "DDP | ZeRO1 | FSDP | ACCO | DPU | WP"),
         (["export", "/nowhere/at/all", "--out", "model"], "/nowhere/at/all", "--out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -88,15 +88,21 @@ def run(
     processes: Annotated[int | None, typer.Option(min=1, help="dist: start so many here; by default one per device.")] = None,
     pace: Annotated[float | None, typer.Option(min=0.0, help="dist: sleep so many times cluster.step_time_s per batch.")] = None,
     limit: Annotated[float | None, typer.Option(help="dist: seconds that an exchange may take; by default derived.")] = None,
+    start_limit: Annotated[
+        float | None, typer.Option(help="dist: seconds that others are waited for outside of rounds. By default 3600.")
+    ] = None,
     backend: Annotated[Backend | None, typer.Option(help="dist: what carries weights. By default gloo.")] = None,
 ) -> None:
     """Carry out a recipe: in a simulated cluster, or by real processes (also under torchrun, on several machines)."""
-    from atoll.cli.processes import carry_out_by_processes
+    how = {"processes": processes, "pace": pace, "limit_s": limit, "start_limit_s": start_limit, "backend": backend}
+    real_before = resume is not None and (resume.expanduser() / "engine.json").is_file()
+    if engine == "dist" or real_before or any(value is not None for value in how.values()):
+        from atoll.cli.processes import carry_out_by_processes  # brings a good part of torch.distributed with it
+
+        carry_out_by_processes(recipe, settings or [], seed, out, resume, json, quiet, engine, how)
+        return
     from atoll.cli.verbs import carry_out
 
-    how = {"processes": processes, "pace": pace, "limit_s": limit, "backend": backend}
-    if carry_out_by_processes(recipe, settings or [], seed, out, resume, json, quiet, engine, how):
-        return
     carry_out(recipe, settings or [], seed, out=out, resume_from=resume, as_json=json, quiet=quiet)
 
 

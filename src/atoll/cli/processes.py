@@ -29,26 +29,23 @@ def carry_out_by_processes(
     quiet: bool,
     engine: str | None,
     how: Mapping[str, Any],
-) -> bool:
-    """Carries out a run by real processes, if that is asked for; else says no."""
+) -> None:
+    """Carries out a run by real processes."""
     folder = resume.expanduser() if resume is not None else None
     before = read_place(folder) if folder is not None else None
     _check(engine, before, folder, how)
-    if engine != "dist" and before is None:
-        return False
     given = {key: value for key, value in how.items() if value is not None}
     place = Dist(**{**({} if before is None else vars(before)), **given})
     if folder is not None:
         _check_resume(name, settings, seed, out, folder)
         if execute.is_finished(RunFolder.open(folder)):
             show_result(folder, as_json=as_json)
-            return True
+            return
     run = None if folder is not None else _new_run(name, settings, seed)
     if is_started():
         _take_part(run, place, folder, out, as_json=as_json, quiet=quiet)
     else:
         _start(run, place, folder, out, as_json=as_json, quiet=quiet)
-    return True
 
 
 def _check(engine: str | None, before: Dist | None, folder: Path | None, how: Mapping[str, Any]) -> None:
@@ -56,7 +53,7 @@ def _check(engine: str | None, before: Dist | None, folder: Path | None, how: Ma
         raise ConfigError(f"--engine sim with --resume {folder}: this run is one of real processes. Leave out --engine.")
     if engine == "dist" and folder is not None and before is None:
         raise ConfigError(f"--engine dist with --resume {folder}: this run is a simulated one. Leave out --engine, or start anew.")
-    asked = [f"--{'limit' if key == 'limit_s' else key}" for key, value in how.items() if value is not None]
+    asked = [f"--{key.removesuffix('_s').replace('_', '-')}" for key, value in how.items() if value is not None]
     if engine != "dist" and before is None and asked:
         raise ConfigError(f"{', '.join(asked)}: for real processes. Add --engine dist, or leave it out.")
     if is_started() and how["processes"] is not None and how["processes"] != size_given():
@@ -102,6 +99,6 @@ def _take_part(run: Run | None, place: Dist, folder: Path | None, out: Path | No
         lines = [] if quiet or run is None else [FolderLine(order.folder)]
         return [*lines, *watching]
 
-    result = take_part(prepare, sinks)
+    result = take_part(prepare, sinks, start_limit_s=place.start_limit_s)
     if result is not None and run is not None:  # whoever started processes to go on with a folder shows it
         show_result(result.folder, as_json=as_json)

@@ -37,7 +37,7 @@ from atoll.runs.checkpoint import Checkpoint
 from atoll.runs.execute import Execution, Result, digest_of, is_finished, refuse_impossible, resume
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.launch import launch, log_of
-from atoll.runs.place import Dist, placed, read_place, write_place
+from atoll.runs.place import START_LIMIT_S, Dist, placed, read_place, write_place
 from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.sharded_checkpoint import ShardedCheckpoints
@@ -96,7 +96,9 @@ def run_on(
     folder = Path(out or default_path(run.recipe, run.seed)).expanduser()
     command = list(command or sys.argv)
     if is_started():
-        return take_part(start_order(run, place, folder, command, workload), lambda order: sinks, workload)
+        return take_part(
+            start_order(run, place, folder, command, workload), lambda order: sinks, workload, start_limit_s=place.start_limit_s
+        )
     if workload is not None or sinks:
         raise ConfigError(
             "a workload or sinks of your own live in this process, and the processes that are started here would not have them. "
@@ -113,7 +115,7 @@ def resume_on(out: str | Path, place: Dist | None = None, *, command: Sequence[s
     if place is None:
         raise ConfigError(f"{out} is no run of real processes. Use atoll.resume.")
     if is_started():
-        return take_part(resume_order(folder, place, command), lambda order: ())
+        return take_part(resume_order(folder, place, command), lambda order: (), start_limit_s=place.start_limit_s)
     if not is_finished(RunFolder.open(folder)):
         start_here(folder, place)
     return resume(folder, command=command)
@@ -138,7 +140,11 @@ def start_here(folder: Path, place: Dist, *, quiet: bool = True) -> None:
 
 
 def take_part(
-    prepare: Callable[[int], Order], sinks: Callable[[Order], Sequence[Sink]], workload: Workload | None = None
+    prepare: Callable[[int], Order],
+    sinks: Callable[[Order], Sequence[Sink]],
+    workload: Workload | None = None,
+    *,
+    start_limit_s: float = START_LIMIT_S,
 ) -> Result | None:
     """Carry out a run as one of the processes that torchrun started.
 
@@ -146,8 +152,9 @@ def take_part(
         prepare: asked on the first rank, with the number of processes: what is to be done. It makes or opens the run's folder.
         sinks: who takes the events, on the first rank.
         workload: what to train instead of the Run's model and data.
+        start_limit_s: how long the others are waited for outside of rounds.
     """
-    store, rank, size = meet()
+    store, rank, size = meet(start_limit_s)
     try:
         order = prepare(size) if rank == 0 else Order.from_text(store.get("order").decode())
         if rank == 0:
@@ -160,7 +167,13 @@ def take_part(
         torch.set_num_threads(run.cluster.threads_per_island)
         devices = run.cluster.devices_per_island if run.inside is not None else 1
         world = join(
-            store, rank, size, devices=devices, inside=run.inside is not None, backend=order.place.backend, limit_s=limit.limit_s
+            store,
+            rank,
+            size,
+            devices=devices,
+            inside=run.inside is not None,
+            backend=order.place.backend,
+            start_limit_s=order.place.start_limit_s,
         )
         _say(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         with ExitStack() as stack:

@@ -15,6 +15,7 @@ from atoll.runs.folder import write_text
 from atoll.runs.run import Run
 
 PLACE = "engine.json"
+START_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +26,14 @@ class Dist:
         processes: how many; none: as many as the run's cluster has devices.
         pace: each batch takes so many times the cluster's step time longer, asleep; none: computing takes what it takes.
         limit_s: how long an exchange may take; none derives it from how long rounds take.
+        start_limit_s: how long others are waited for outside of rounds: to come, to read their data, to evaluate and to save.
         backend: what carries weights: gloo, or nccl between GPUs.
     """
 
     processes: int | None = None
     pace: float | None = None
     limit_s: float | None = None
+    start_limit_s: float = START_LIMIT_S
     backend: Literal["gloo", "nccl"] = "gloo"
 
     def __post_init__(self) -> None:
@@ -41,6 +44,8 @@ class Dist:
             raise ConfigError(f"pace={self.pace}: it is 0 or more. Leave it out so that computing takes what it takes.")
         if self.limit_s is not None and not self.limit_s > 0:
             raise ConfigError(f"limit_s={self.limit_s}: it is more than 0 seconds. Leave it out to derive it.")
+        if not self.start_limit_s > 0:
+            raise ConfigError(f"start_limit_s={self.start_limit_s}: it is more than 0 seconds. Leave it out for an hour.")
 
 
 def write_place(folder: Path, place: Dist) -> None:

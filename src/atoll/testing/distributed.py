@@ -38,7 +38,7 @@ def world_of(group: dist.ProcessGroup, devices: int = 1, *, inside: bool = False
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     place: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(place)
-    return join(FileStore(str(Path(place[0]) / "words"), size), rank, size, devices=devices, inside=inside, limit_s=_LIMIT_S)
+    return join(FileStore(str(Path(place[0]) / "words"), size), rank, size, devices=devices, inside=inside, start_limit_s=_LIMIT_S)
 
 
 def engine_of(

@@ -21,8 +21,6 @@ from atoll.engines.dist.blame import Blame
 from atoll.engines.dist.wire import Wire
 from atoll.errors import ConfigError, ExchangeFailed
 
-START_LIMIT_S = 3600.0
-"""For what is waited for before and between rounds: the first rank's warm start and evaluations, everybody's data, a checkpoint."""
 
 
 @dataclass
@@ -72,7 +70,7 @@ class World:
             return self.store.get(key).decode()
         except RuntimeError as error:
             raise ExchangeFailed(
-                f"rank {self.rank} waited {START_LIMIT_S:g} s for `{key}`, which another process was to leave: it died, or takes "
+                f"rank {self.rank} waited {self.everybody.limit_s:g} s for `{key}`, which another process was to leave: it died, or takes "
                 f"longer than this. ({error})"
             ) from error
 
@@ -107,9 +105,10 @@ def size_given() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def meet() -> tuple[Store, int, int]:
-    """Find the other processes: a store that all of them see, this one's rank, and how many they are."""
-    wait = timedelta(seconds=START_LIMIT_S)
+def meet(limit_s: float) -> tuple[Store, int, int]:
+    """Find the other processes: a store that all of them see, this one's rank, and how many they are. Others are waited for so
+    long, here and wherever one process leaves word for another."""
+    wait = timedelta(seconds=limit_s)
     store, rank, size = next(rendezvous("env://", timeout=wait))
     store.set_timeout(wait)
     dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=rank, world_size=size, timeout=wait)
@@ -117,7 +116,7 @@ def meet() -> tuple[Store, int, int]:
 
 
 def join(
-    store: Store, rank: int, size: int, *, devices: int = 1, inside: bool = False, backend: str = "gloo", limit_s: float = START_LIMIT_S
+    store: Store, rank: int, size: int, *, devices: int = 1, inside: bool = False, backend: str = "gloo", start_limit_s: float = 3600.0
 ) -> World:
     """Join the other processes. All of them call this.
 
@@ -128,15 +127,16 @@ def join(
         devices: per island.
         inside: whether these have an algorithm of their own.
         backend: of the groups that weights travel in.
-        limit_s: of exchanges, to begin with.
+        start_limit_s: how long others are waited for outside of rounds: the first rank's warm start and evaluations, everybody's
+            data, a checkpoint. The limit of exchanges is another, which whoever exchanges sets.
     """
     if size % devices:
         raise ConfigError(f"{size} processes cannot be islands of {devices} devices each. Start a multiple of {devices}.")
     counterparts = [list(range(device, size, devices)) for device in range(devices)]
     neighbours = [list(range(first, first + devices)) for first in range(0, size, devices)]
-    islands = _wire(counterparts, rank, backend, limit_s, store)
-    within = _wire(neighbours, rank, backend, limit_s, store) if inside else None
-    everybody = _wire([list(range(size))], rank, "gloo", START_LIMIT_S, store)
+    islands = _wire(counterparts, rank, backend, start_limit_s, store)
+    within = _wire(neighbours, rank, backend, start_limit_s, store) if inside else None
+    everybody = _wire([list(range(size))], rank, "gloo", start_limit_s, store)
     assert islands is not None
     assert everybody is not None
     return World(rank, size, int(os.environ.get("LOCAL_RANK", "0")), devices, store, everybody, islands, within)
@@ -146,7 +146,7 @@ def _wire(groups: list[list[int]], rank: int, backend: str, limit_s: float, stor
     """The wire of that group which this rank is in. Everybody makes all of them, in the same order."""
     mine: Wire | None = None
     for ranks in groups:
-        group: Any = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=START_LIMIT_S))
+        group: Any = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=limit_s))
         if rank in ranks:
             names = [f"rank {member}" for member in ranks]
             mine = Wire(group, limit_s=limit_s, blame=Blame(store, rank, ranks), names=names)
