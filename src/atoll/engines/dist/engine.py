@@ -130,7 +130,7 @@ class DistEngine:
         if isinstance(model, ShardedModel):
             return Fully(model, self.world, params, pause_s=pause_s, **common)
         model.stopped = self._sign_of_life
-        mine = DistReplica(model, clock=self.clock, note=self._computed, pause_s=pause_s)
+        mine = DistReplica(model, clock=self.clock, note=self._computed, pause_s=pause_s, where=self._where)
         if inside is None:
             return Alone(model, mine, self.world.rank)
         return Together(inside, model, mine, self.world, self._line, params, limit=self._limit, **common)
@@ -297,6 +297,9 @@ class DistEngine:
     def _computed(self, stretch: Any) -> None:
         self._diary.stretches.append(stretch)
         self._read += stretch.tokens
+
+    def _where(self, step: int) -> str:
+        return f"island {self.world.island} in round {self.round}, at inner step {self.steps_taken + step}"
 
     def _sign_of_life(self) -> bool:
         """Asked before each step. Nobody has to stop."""

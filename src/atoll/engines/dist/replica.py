@@ -23,6 +23,7 @@ class DistReplica:
         clock: of the run.
         note: takes a record of each stretch of computing.
         pause_s: so long it sleeps besides for each batch, to play a slower machine.
+        where: names this island, the round and a step of a stretch, for errors.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class DistReplica:
         clock: WallClock | None = None,
         note: Callable[[Stretch], object] = lambda stretch: None,
         pause_s: float = 0.0,
+        where: Callable[[int], str] = lambda step: f"this island, at step {step} of the round",
     ) -> None:
         self._replica, self._clock, self._note, self._pause_s = replica, clock or WallClock(), note, pause_s
+        self._where = where
 
     def load(self, params: Tree) -> None:
         self._replica.load(params)
@@ -66,8 +69,9 @@ class DistReplica:
             time.sleep(self._pause_s * batches)
         loss = math.fsum(trained.losses) / len(trained.losses)
         if trained.moved and not math.isfinite(loss):
+            step, worst = next((step, one) for step, one in enumerate(trained.losses) if not math.isfinite(one))
             raise TrainingDiverged(
-                f"the loss is {loss} within {steps} inner steps. The run stops; what was saved before this round stands. Lower the "
+                f"the loss is {worst} on {self._where(step)}. The run stops; what was saved before this round stands. Lower the "
                 f"learning rate, set train.clip_norm, or look at the data there."
             )
         self._note(Stretch(start_s, self._clock.now_s(), steps, batches, trained.tokens, loss, trained.moved))

@@ -92,7 +92,7 @@ class Wire:
         """
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         theirs = {rank: torch.empty_like(mine) for rank in self._others()}
-        posted = {rank: self._posted(rank, mine, theirs[rank]) for rank in self._others()}
+        posted = {rank: self._post({rank: mine}, {rank: theirs[rank]}) for rank in self._others()}
         told: list[list[float] | None] = [list(numbers)] * self.size
         for rank, wait in posted.items():
             try:
@@ -109,14 +109,7 @@ class Wire:
         """What members who tell next will hear of this one, and nothing after it. Nobody waits for that: keep what is returned for
         as long as they may hear it."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        return [self._posted(rank, mine, torch.empty_like(mine)) for rank in self._others()]
-
-    def _posted(self, rank: int, mine: Tensor, theirs: Tensor) -> Callable[[], None]:
-        """Numbers to and from one rank, which may not be there any more."""
-        try:
-            return self._post({rank: mine}, {rank: theirs})
-        except Missed as error:
-            return partial(_raise, error)
+        return [self._post({rank: mine}, {rank: torch.empty_like(mine)}) for rank in self._others()]
 
     def scatter_sum(
         self, flat: Tensor, weights: Sequence[float], sums: torch.dtype | None = None, *, products: Tensor | None = None
@@ -193,8 +186,12 @@ class Wire:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _post(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], None]:
+        """Returns what waits for these messages. Who is gone already is missed there, not here."""
         members = self._members
-        wait = self._carrier.post({members[r]: t for r, t in sends.items()}, {members[r]: t for r, t in receives.items()})
+        try:
+            wait = self._carrier.post({members[r]: t for r, t in sends.items()}, {members[r]: t for r, t in receives.items()})
+        except Missed as missed:
+            return partial(_raise, missed)
         return lambda: wait(self.limit_s)
 
     def _waiting(self, wait: Callable[[], None]) -> None:
