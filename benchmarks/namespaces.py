@@ -1,0 +1,183 @@
+"""Two network namespaces joined by a line of a chosen rate: really slow links on one machine.
+
+Each namespace has one end of a veth pair and nothing else, so that what is sent in it reaches the other and nobody besides, and
+addresses are its own. `tbf` shapes what each end sends. Names hold the id of the process that made them: what a process left behind
+that was killed is removed by the next. Linux, as root, with `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from atoll.errors import ConfigError
+
+HEADER_BYTES = 66
+"""Of Ethernet, IP and TCP with its time stamps: what each packet carries besides its payload."""
+QUEUE_MS = 200
+"""How long what waits in a shaper's queue waits at most; what is more is dropped."""
+_PREFIX = "atoll"
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What an end has sent so far."""
+
+    sent_bytes: int
+    sent_packets: int
+
+    @staticmethod
+    def read(device: str) -> Counters:
+        """Of a device in this process's own namespace."""
+        folder = Path("/sys/class/net") / device / "statistics"
+        return Counters(*(int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets")))
+
+    def payload_since(self, before: Counters) -> int:
+        """Bytes, headers taken off. A packet that the card would cut up has one header here, and is one packet."""
+        sent, packets = self.sent_bytes - before.sent_bytes, self.sent_packets - before.sent_packets
+        return sent - HEADER_BYTES * packets
+
+
+@dataclass(frozen=True)
+class Island:
+    """A namespace, its end of the line, and its address."""
+
+    name: str
+    device: str
+    address: str
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[str]:
+        """A process in the namespace, whose output goes to `log` and whose errors go to the same with the suffix .err. It is told
+        by the end of its standard input that nobody waits for it any more."""
+        with log.open("w") as output, log.with_suffix(".err").open("w") as errors:
+            return subprocess.Popen(
+                [_tool("ip"), "netns", "exec", self.name, *command],
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=errors,
+                text=True,
+            )
+
+    def shape(self, mbit_per_s: float | None) -> None:
+        """What it sends goes at this rate from now on; none: as fast as the machine can."""
+        # Without a shaper there is nothing to remove, which tc calls an error.
+        subprocess.run([_tool("tc"), "-n", self.name, "qdisc", "del", "dev", self.device, "root"], capture_output=True, check=False)
+        if mbit_per_s is not None:
+            shaper = [
+                "tbf",
+                "rate",
+                f"{mbit_per_s * 1e6:.0f}bit",
+                "burst",
+                str(burst_bytes(mbit_per_s)),
+                "latency",
+                f"{QUEUE_MS}ms",
+            ]
+            _do("tc", "-n", self.name, "qdisc", "add", "dev", self.device, "root", *shaper)
+
+
+def burst_bytes(mbit_per_s: float) -> int:
+    """What may go at once after a pause: ten packets, or 4 ms at a high rate, which a kernel's timer needs.
+
+    >>> [burst_bytes(rate) for rate in (10, 1000)]
+    [15000, 500000]
+    """
+    return max(15_000, int(mbit_per_s * 1e6 / 8 / 250))
+
+
+@contextmanager
+def joined() -> Iterator[tuple[Island, Island]]:
+    """Two namespaces with a line between them, which are removed whatever happens; also when this process is asked to end."""
+    _remove_leftovers()
+    names = [f"{_PREFIX}-{os.getpid()}-{end}" for end in range(2)]
+    islands = [Island(name, f"isle{end}", f"10.77.0.{end + 1}") for end, name in enumerate(names)]
+    with _ending_by_exception():
+        try:
+            for island in islands:
+                _do("ip", "netns", "add", island.name)
+            one, two = islands
+            _do("ip", "link", "add", one.device, "netns", one.name, "type", "veth", "peer", "name", two.device, "netns", two.name)
+            for island in islands:
+                _do("ip", "-n", island.name, "address", "add", f"{island.address}/24", "dev", island.device)
+                for device in ("lo", island.device):
+                    _do("ip", "-n", island.name, "link", "set", device, "up")
+            yield one, two
+        finally:
+            for name in names:
+                _remove(name)
+
+
+def why_not() -> str | None:
+    """Why namespaces cannot be made here; none if they can."""
+    if not sys.platform.startswith("linux"):
+        return f"network namespaces are Linux's, and this is {sys.platform}"
+    missing = [tool for tool in ("ip", "tc") if _found(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} cannot be found: install iproute2"
+    if os.geteuid() != 0:
+        return "only root may make network namespaces"
+    try:
+        with joined() as (one, _):
+            one.shape(1000.0)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _remove_leftovers() -> None:
+    """Namespaces of processes that are no more."""
+    listed = _do("ip", "netns", "list").split()
+    for name in (word for word in listed if word.startswith(f"{_PREFIX}-")):
+        owner = name.split("-")[1]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            _remove(name)
+
+
+def _remove(name: str) -> None:
+    """A namespace and with it its end of the line, if it is there."""
+    subprocess.run([_tool("ip"), "netns", "delete", name], capture_output=True, check=False)
+
+
+@contextmanager
+def _ending_by_exception() -> Iterator[None]:
+    """SIGTERM and SIGHUP end this process by an exception for a while, so that what was made is removed on the way out."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _do(tool: str, *arguments: str) -> str:
+    done = subprocess.run([_tool(tool), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(
+            f"`{tool} {' '.join(arguments)}` failed: {done.stderr.strip()}. Network namespaces need root, and a kernel that has "
+            f"them."
+        )
+    return done.stdout
+
+
+def _tool(name: str) -> str:
+    path = _found(name)
+    if path is None:
+        raise ConfigError(f"{name} cannot be found. Network namespaces are made with it: install iproute2.")
+    return path
+
+
+def _found(name: str) -> str | None:
+    """These tools are often where only root looks."""
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")

@@ -1,0 +1,164 @@
+"""Others' ways to train on the same line: torch's DistributedDataParallel, its ZeroRedundancyOptimizer, and torchft's DiLoCo."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from atoll.extras import require
+from atoll.models.gpt import Decoder
+from slow_island import INNER, Meeting, Spec, workload_of
+
+
+class WithLoss(nn.Module):
+    """A decoder whose forward pass ends with its loss: what DistributedDataParallel wraps is called, and nothing else of it."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.decoder.loss(tokens)
+
+
+class TorchDDP:
+    """torch's own data-parallel training, as its tutorial has it. A slow_island.Loop.
+
+    Args:
+        sharded: with torch's ZeroRedundancyOptimizer, in the form that its page recommends: parameters as views of buckets.
+    """
+
+    steps_per_round = exchanges_per_round = 1
+
+    def __init__(self, spec: Spec, *, sharded: bool) -> None:
+        workload = workload_of(spec)
+        self._tokens = workload.batches.tokens_of_a_batch
+        self._model = DistributedDataParallel(WithLoss(workload.module()))
+        self._optimizer: torch.optim.Optimizer = (
+            ZeroRedundancyOptimizer(
+                self._model.parameters(),
+                optimizer_class=torch.optim.AdamW,
+                parameters_as_bucket_view=True,
+                lr=float(INNER.lr),  # type: ignore[arg-type]
+                weight_decay=INNER.weight_decay,
+                fused=True,
+            )
+            if sharded
+            else adamw(self._model)
+        )
+
+    def round(self) -> None:
+        _step(self._model, self._optimizer, self._tokens)
+
+    def close(self) -> None:
+        pass
+
+
+class TorchftDiLoCo:
+    """torchft's `local_sgd.DiLoCo` with a Manager for each island, and a lighthouse in the first one's process. All limits are
+    torchft's own. A slow_island.Loop.
+
+    Both begin with the same weights, so that nothing has to be sent before the first round.
+    """
+
+    exchanges_per_round = 1
+
+    def __init__(self, spec: Spec, meeting: Meeting) -> None:
+        workload = workload_of(spec)
+        self.steps_per_round = spec.inner_steps
+        self._tokens = workload.batches.tokens_of_a_batch
+        self._model = WithLoss(workload.module())
+        self._optimizer = adamw(self._model)
+        seat = Seat(meeting.rank, meeting.size, spec.address, meeting.store)
+        self.outer = Torchft(self._model, self._optimizer, spec.inner_steps, seat)
+
+    def round(self) -> None:
+        for _ in range(self.steps_per_round):
+            _step(self._model, self._optimizer, self._tokens)
+        self.outer.check()
+
+    def close(self) -> None:
+        self.outer.close()
+
+
+class Seat(NamedTuple):
+    """An island among others: its rank, how many there are, its address, and a store where all can read what one writes."""
+
+    rank: int
+    size: int
+    address: str
+    store: Store
+
+
+class Torchft:
+    """What torchft needs around a model: it hooks itself to the inner optimizer.
+
+    Args:
+        model: whose weights are agreed on.
+        inner: its optimizer.
+        inner_steps: after how many of its steps.
+        seat: of this island.
+    """
+
+    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, inner_steps: int, seat: Seat) -> None:
+        torchft = require("torchft", extra="torchft", purpose="torchft's own loops")
+        local_sgd = require("torchft.local_sgd", extra="torchft", purpose="torchft's own loops")
+        coordination = require("torchft.coordination", extra="torchft", purpose="torchft's own loops")
+        address = seat.address
+        if seat.rank == 0:
+            self._lighthouse = coordination.LighthouseServer(bind=f"{address}:0", min_replicas=seat.size, join_timeout_ms=1000)
+            seat.store.set("lighthouse", f"http://{address}:{self._lighthouse.address().rsplit(':', 1)[1]}")
+        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        self.manager: Any = torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=60)),
+            load_state_dict=lambda state: None,
+            state_dict=dict,
+            min_replica_size=seat.size,
+            use_async_quorum=False,
+            rank=0,
+            world_size=1,
+            store_addr=address,
+            store_port=self._store.port,
+            lighthouse_addr=bytes(seat.store.get("lighthouse")).decode(),
+            replica_id=f"island{seat.rank}",
+            hostname=address,
+            init_sync=False,
+        )
+        self._rounds = 0
+        self._hooked: Any = local_sgd.DiLoCo(self.manager, [model], inner, outer, sync_every=inner_steps)
+        self._hooked.__enter__()
+
+    def check(self) -> None:
+        """After a round: torchft raises nothing when an exchange fails, and goes on from where the round began."""
+        self._rounds += 1
+        error = self.manager.errored()
+        if error is not None or self.manager.current_step() < self._rounds:
+            raise RuntimeError(f"torchft did not commit round {self._rounds}: {error}")
+
+    def close(self) -> None:
+        self._hooked.__exit__(None, None, None)
+        self.manager.shutdown(wait=False)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=float(INNER.lr),  # type: ignore[arg-type]
+        weight_decay=INNER.weight_decay,
+        fused=True,
+    )
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    optimizer.zero_grad()
+    loss: Tensor = model(tokens)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()

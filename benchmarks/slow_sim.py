@@ -1,0 +1,75 @@
+"""What the simulator predicts for a line and a step time that were measured.
+
+Virtual time depends on how long a step takes, on the line, and on how many bytes travel, and not on what is computed. So a module
+that has as many weights as the real one and hardly computes stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from atoll.engines.sim.network import Link
+from atoll.engines.sim.world import Cluster
+from atoll.events import RoundFinished
+from atoll.testing.simulate import simulate
+from slow_ours import ALGORITHMS
+
+ROUNDS, SETTLED = 4, 2
+"""That are simulated, and the first whose end counts: before it ACCO computes a half that nothing is exchanged behind."""
+
+
+class Weights(nn.Module):
+    """So many weights."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(count))
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    """Batches with nothing in them; two, so that they can be halved."""
+
+    num_shards: int = 1
+
+    def examples(self, shard: int) -> int:
+        return 2
+
+    def batch(self, shard: int, position: int) -> Tensor:
+        return torch.zeros(2, 1)
+
+    def tokens(self, batch: Tensor) -> int:
+        return len(batch)
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """A workload that has weights, and no more. A protocols.Workload."""
+
+    count: int
+    batches: _Nothing = _Nothing()
+
+    def module(self) -> nn.Module:
+        return Weights(self.count)
+
+    def loss(self, module: nn.Module, batch: Tensor) -> Tensor:
+        assert isinstance(module, Weights)
+        return module.weights[0] * 0.0
+
+    def evaluate(self, module: nn.Module) -> Mapping[str, float]:
+        return {"loss": 0.0}
+
+
+def predicted_s(name: str, *, params: int, inner_steps: int, step_s: float, mbit_per_s: float, latency_s: float) -> float:
+    """Virtual seconds of a round of one of atoll's algorithms between two islands."""
+    algorithm = ALGORITHMS[name](inner_steps)
+    line = Link(latency_s=latency_s, bandwidth_mbit_per_s=mbit_per_s)
+    steps = ROUNDS * algorithm.steps_per_round
+    cluster = Cluster(islands=2, step_time_s=(step_s,), link=line)
+    done = simulate(algorithm, steps=steps, workload=Weighing(params), cluster=cluster, evaluate_every=ROUNDS)
+    ends = [event.virtual_time_s for event in done.of(RoundFinished)][SETTLED - 1 :]
+    return float(ends[-1] - ends[0]) / (len(ends) - 1)

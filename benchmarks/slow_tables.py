@@ -1,0 +1,180 @@
+"""What the cells of slow_link.py say: a table of rates, the crossover, the simulator's error, and what of it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from atoll.telemetry.drawing import COLOURS, new_figure
+from atoll.telemetry.units import human_bytes, human_count, human_percent
+from namespaces import HEADER_BYTES, QUEUE_MS
+from record import markdown_table
+
+BYTES_WITHIN, TIME_WITHIN, ACCO_WITHIN = 0.03, 0.10, 1.10
+"""How far bytes of ours may be from the formula, predictions from what is measured, and ACCO above the longer of its two parts."""
+ROUNDS_ASKED, SLOWEST = 5, 10.0
+Cell = Mapping[str, Any]
+
+
+def sections_of(cells: Sequence[Cell], params: int, inner_steps: int) -> list[str]:
+    """Of a record."""
+    rows = [cell for cell in cells if cell["method"] != "crossover"]
+    crossing = [cell for cell in cells if cell["method"] == "crossover"]
+    lines = [line for line in (bytes_line(rows), rounds_line(rows), *map(crossing_line, crossing), predicted_line(rows)) if line]
+    sections = ["## Outcome\n\n" + "\n".join(f"- {line}" for line in lines)] if lines else []
+    sections += [rates_section(rows, params, inner_steps)] if rows else []
+    sections += [crossing_section(cell) for cell in crossing if "error" not in cell]
+    return [*sections, method_section()]
+
+
+# ------------------------------------------------------------------------------------------------------------------ verdicts
+
+
+def bytes_line(rows: Sequence[Cell]) -> str:
+    """Whether ours send what the formula says."""
+    ours = [over_formula(cell) for cell in rows if "predicted_s" in cell]
+    if not ours:
+        return ""
+    furthest = max(abs(ratio - 1) for ratio in ours)
+    return (
+        f"{holds(furthest <= BYTES_WITHIN)}: payload on the wire is within 3 % of the formula for atoll's algorithms, at every "
+        f"rate. The furthest is {human_percent(furthest)} away."
+    )
+
+
+def rounds_line(rows: Sequence[Cell]) -> str:
+    """Whether DiLoCo bears the slowest line."""
+    slow = [cell for cell in rows if cell["method"] == "atoll DiLoCo" and cell["rate"] == SLOWEST]
+    if not slow:
+        return ""
+    rounds = 0 if "error" in slow[0] else len(slow[0]["all"][0]["rounds"]["atoll DiLoCo"][0]["round_s"])
+    return f"{holds(rounds >= ROUNDS_ASKED)}: atoll's DiLoCo does {rounds} rounds at {SLOWEST:g} Mbit/s without a time-out."
+
+
+def crossing_line(cell: Cell) -> str:
+    """Whether ACCO hides its exchanges where they are as long as computing."""
+    if "error" in cell:
+        return f"{holds(False)}: at the crossover, {cell['error']}."
+    step_s, both_s = cell["step_s"], 2 * cell["exchange_s"]
+    longer_s = max(step_s, both_s)
+    (_, acco_s), (rival, rival_s) = cell["update_s"].items()
+    return (
+        f"{holds(acco_s <= ACCO_WITHIN * longer_s and acco_s < rival_s)}: at {cell['mbit_per_s']:.0f} Mbit/s, where computing a "
+        f"batch takes {step_s:.2f} s and two exchanges {both_s:.2f} s, an update of ACCO takes {acco_s:.2f} s, "
+        f"{acco_s / longer_s:.2f} times the longer of the two (asked: at most {ACCO_WITHIN:.2f}), and one of {rival} "
+        f"{rival_s:.2f} s."
+    )
+
+
+def predicted_line(rows: Sequence[Cell]) -> str:
+    """Whether the simulator is right."""
+    told = {(cell["method"], cell["rate"]): against(cell) for cell in rows if "predicted_s" in cell and cell["rate"] is not None}
+    if not told:
+        return ""
+    method, rate = furthest = max(told, key=lambda name: abs(told[name] - 1))
+    return (
+        f"{holds(abs(told[furthest] - 1) <= TIME_WITHIN)}: the simulator, told the measured step time and line, predicts the time "
+        f"of a round within 10 % at every shaped rate. The furthest is {method} at {rate:g} Mbit/s: {told[furthest]:.3f} of what "
+        f"was measured."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------------- tables
+
+
+def rates_section(rows: Sequence[Cell], params: int, inner_steps: int) -> str:
+    """One table for each rate."""
+    parts = [
+        f"## By rate\n\nTwo islands, {human_count(params)} parameters in float32; a round of DiLoCo has {inner_steps} inner steps. "
+        f"Times are in seconds. Utilisation: what an inner step takes alone, over what it takes here. Bytes: payload that islands "
+        f"sent, over what their algorithm has to send (DDP and ZeRO-1 {human_bytes(4 * params)} a step, DiLoCo as much a round, "
+        f"ACCO twice as much an update). Predicted: the simulator's time of a round, over the measured one."
+    ]
+    for rate in dict.fromkeys(cell["rate"] for cell in rows):
+        here = [cell for cell in rows if cell["rate"] == rate]
+        lines = [cell["line"] for cell in here if "line" in cell]
+        carries = f", which carry {fmean(line['mbit_per_s'] for line in lines):.4g} of payload" if lines else ""
+        title = "Unshaped" if rate is None else f"{rate:g} Mbit/s"
+        table = markdown_table(["", "inner step", "alone", "utilisation", "bytes", "predicted"], [_row(cell) for cell in here])
+        parts.append(f"**{title}{carries if rate is not None else ''}**\n\n{table}")
+    return "\n\n".join(parts)
+
+
+def _row(cell: Cell) -> list[str]:
+    if "error" in cell:
+        return [f"{cell['method']}: {cell['error']}", *["-"] * 5]
+    step_s = cell["round_s"] / cell["steps"]
+    busy = min(1.0, cell["step_s"] / step_s)
+    told = f"{against(cell):.3f}" if "predicted_s" in cell and cell["rate"] is not None else "-"
+    return [cell["method"], seconds(step_s), seconds(cell["step_s"]), human_percent(busy), f"{over_formula(cell):.3f}", told]
+
+
+def crossing_section(cell: Cell) -> str:
+    """The figures at the crossover."""
+    rows = [
+        ["a batch, computed by both islands at a time (c)", seconds(cell["step_s"])],
+        ["two exchanges (2m)", seconds(2 * cell["exchange_s"])],
+        *([f"an update of {name}", seconds(update_s)] for name, update_s in cell["update_s"].items()),
+    ]
+    note = (
+        f"At {cell['mbit_per_s']:.1f} Mbit/s, batches of {cell['batch_size']} sequences; medians of turns in one run. An exchange "
+        f"is a reduce-scatter and an all-gather."
+    )
+    return f"## The crossover\n\n{note}\n\n{markdown_table(['', 'seconds'], rows)}"
+
+
+def method_section() -> str:
+    return (
+        "## How it is measured\n\nEach island is a process with one torch thread in a network namespace of its own; a veth pair "
+        f"joins them, and `tbf` shapes what each end sends (burst 4 ms of the rate, at least 15 kB; queue {QUEUE_MS} ms). An inner "
+        "step alone is forward, backward and a fused AdamW, in both islands at a time. What a line carries is what plain sockets "
+        "move both ways at a time, in the same cell. Times are medians over rounds of the slower island's. Payload is "
+        f"`tx_bytes - {HEADER_BYTES} x tx_packets` of the interface, in which a packet that a card would cut up counts once, with "
+        "one header. torch's DDP and ZeroRedundancyOptimizer (parameters as views of buckets) and torchft's DiLoCo (its Manager "
+        "and lighthouse, with its own limits) train the same model on the same batches. The simulator knows nothing of the time "
+        "that optimizers take beyond an inner step's own, nor of cores that computing and the network's stack share."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------- figures
+
+
+def over_formula(cell: Cell) -> float:
+    """Payload of all islands over what the formula says."""
+    return float(sum(cell["payload_bytes"]) / sum(cell["formula_bytes"]))
+
+
+def against(cell: Cell) -> float:
+    """The simulator's time of a round over the measured one."""
+    return float(cell["predicted_s"] / cell["round_s"])
+
+
+def seconds(time_s: float) -> str:
+    """
+    >>> seconds(0.41251), seconds(17.25)
+    ('0.413', '17.2')
+    """
+    return f"{time_s:.3f}" if time_s < 10 else f"{time_s:.1f}"
+
+
+def holds(it_does: bool) -> str:
+    return "**holds here**" if it_does else "**does not hold here**"
+
+
+def figure(rows: Sequence[Cell]) -> Any:
+    """Seconds of an inner step against the rate."""
+    drawn, (panel,) = new_figure(1)
+    drawn.set_size_inches(7.5, 4.6)
+    shaped = sorted((cell for cell in rows if cell["rate"]), key=lambda cell: float(cell["rate"]))
+    for number, method in enumerate(dict.fromkeys(cell["method"] for cell in shaped)):
+        mine = [(cell["rate"], cell["round_s"] / cell["steps"]) for cell in shaped if cell["method"] == method]
+        style = "-" if method.startswith("atoll") else "--"
+        panel.plot(*zip(*mine, strict=True), style, marker="o", markersize=4, color=COLOURS[number % len(COLOURS)], label=method)
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xlabel("Mbit/s")
+    panel.set_ylabel("seconds of an inner step")
+    if shaped:
+        panel.legend(frameon=False, fontsize=9)
+    return drawn
