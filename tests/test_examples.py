@@ -3,6 +3,7 @@
 import ast
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +23,20 @@ def shown(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [str(path)])
         runpy.run_path(str(path), run_name="__main__")
         return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def shown_by_two(tmp_path):
+    """Runs an example by torchrun in two processes; gives what they printed."""
+
+    def run(name):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*torchrun, str(EXAMPLES / f"{name}.py")]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run
 
@@ -101,9 +116,38 @@ def test_come_and_go_tells_of_leaving_joining_losing_and_catching_up(shown):
     assert held <= took * 8 * 32
 
 
+def test_own_loop_learns_on_two_islands_what_neither_sees_alone(shown_by_two):
+    rows = re.findall(
+        r"(\w+) on 2 islands: (\d+) steps, (\d+) agreements, ([\d.]+) MB sent, (\d+)% right", shown_by_two("own_loop")
+    )
+    (diloco, *_), (acco, *_) = rows
+    assert (diloco, acco) == ("DiLoCo", "ACCO")
+    assert [(int(steps), int(agreements)) for _, steps, agreements, _, _ in rows] == [(300, 16), (600, 300)]
+    assert float(rows[1][3]) > 20 * float(rows[0][3])
+    assert all(int(right) > 90 for *_, right in rows)
+
+
+def test_lightning_fit_finds_the_same_line_on_both_islands(shown_by_two):
+    pytest.importorskip("lightning")
+    lines = re.findall(r"island (\d) of 2: y = ([\d.]+) x \+ (-[\d.]+) after (\d+) agreements", shown_by_two("lightning_fit"))
+    assert sorted(line[0] for line in lines) == ["0", "1"]
+    assert lines[0][1:] == lines[1][1:]
+    assert float(lines[0][1]) == pytest.approx(3, abs=0.3)
+    assert float(lines[0][2]) == pytest.approx(-1, abs=0.2)
+
+
+def test_hf_trainer_learns_and_ends_with_the_same_model_on_both_islands(shown_by_two):
+    pytest.importorskip("accelerate", reason="Trainer itself needs it")
+    lines = re.findall(r"island (\d) of 2: loss ([\d.]+) after (\d+) agreements", shown_by_two("hf_trainer"))
+    assert sorted(line[0] for line in lines) == ["0", "1"]
+    assert lines[0][1:] == lines[1][1:]
+    assert float(lines[0][1]) < 4.5  # bytes at random are at 5.5
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_an_example_is_short_says_what_it_is_and_is_tested(path):
     text = path.read_text()
     assert len(text.splitlines()) < 60
     assert ast.get_docstring(ast.parse(text))
-    assert f'shown("{path.stem}")' in Path(__file__).read_text(), "every example has a test of what it shows"
+    tested = re.search(rf'shown(_by_two)?\("{path.stem}"\)', Path(__file__).read_text())
+    assert tested, "every example has a test of what it shows"

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from atoll.engines.sim.world import Outage as Outage
     from atoll.errors import AtollError as AtollError
     from atoll.errors import ConfigError as ConfigError
+    from atoll.loop.islands import Islands as Islands
     from atoll.loop.islands import islands as islands
     from atoll.loop.joining import join as join
     from atoll.models.gpt import GPT as GPT
@@ -92,6 +93,7 @@ _HOME = {
     "Outage": "atoll.engines.sim.world",
     "AtollError": "atoll.errors",
     "ConfigError": "atoll.errors",
+    "Islands": "atoll.loop.islands",
     "islands": "atoll.loop.islands",
     "join": "atoll.loop.joining",
     "GPT": "atoll.models.gpt",

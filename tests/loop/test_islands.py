@@ -1,5 +1,8 @@
 """A plain loop inside of `atoll.islands` gives the bits of the same algorithm on any engine."""
 
+import re
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
@@ -99,3 +102,13 @@ def test_one_process_is_one_island_and_needs_no_network():
     for algorithm, params in zip(STEPPING, stepped(None, STEPPING), strict=True):
         assert params.equal(simulated(algorithm, 1).params)
     assert not dist.is_initialized()
+
+
+def test_the_pages_code_runs_from_the_first_line_to_the_last(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs/own_loop.md"
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+    assert capsys.readouterr().out == "64 7 0\n"
+    assert names["islands"].rounds == 3

@@ -79,11 +79,12 @@ class Islands:
         self._own: IslandsOptimizer | None = None
         if settings.form == "gradient":
             parameters = [parameter for parameter in settings.model.parameters() if parameter.requires_grad]
-            self._own = IslandsOptimizer(parameters, settings.algorithm.optimizer, self.step)
+            self._own = IslandsOptimizer(parameters, settings.algorithm.optimizer, self._take)
         self._live: Live | None = None
         self._open = False
         self._hook: RemovableHandle | None = None
         self._pending: Saved | None = None
+        self._tokens: int | None = None
         self.steps = 0
         """Steps of your optimizer, or micro-batches that you brought, on this island. What a GradScaler skips does not count."""
         self.dropped = 0
@@ -128,6 +129,11 @@ class Islands:
         if self._own is None:
             name = type(self._settings.algorithm).__name__
             raise ConfigError(f"{name} counts the steps of your own optimizer: call optimizer.step() instead.")
+        self._tokens = tokens
+        self._own.step()  # by way of the optimizer: schedulers look whether it has stepped
+
+    def _take(self) -> None:
+        tokens, self._tokens = self._tokens, None
         if not self._open:
             raise ConfigError("islands.step() was called outside of its block. Step inside of `with atoll.islands(...)`.")
         self._alive().brought(tokens)

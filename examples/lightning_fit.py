@@ -1,0 +1,51 @@
+"""Lightning on islands: one call at the top, and a callback.
+
+    torchrun --nproc-per-node 2 examples/lightning_fit.py
+
+Each process fits the same line to its own half of noisy points, with a Trainer of its own. Every 10 steps they agree.
+"""
+
+import lightning.pytorch as lightning
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import atoll
+from atoll.integrations.lightning import IslandsCallback, alone
+
+
+class Line(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.net(inputs), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+rank, size = alone()  # before there is a Trainer: it would take torchrun's processes for its own
+random = torch.Generator().manual_seed(0)
+inputs = torch.rand(512, 1, generator=random)
+targets = 3 * inputs - 1 + 0.1 * torch.randn(512, 1, generator=random)
+mine = TensorDataset(inputs[rank::size], targets[rank::size])  # this island's share
+
+callback = IslandsCallback(atoll.DiLoCo(inner_steps=10))
+trainer = lightning.Trainer(
+    max_epochs=8,
+    devices=1,
+    accelerator="auto",
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    callbacks=[callback],
+)
+module = Line()
+trainer.fit(module, DataLoader(mine, batch_size=8))
+
+islands = callback.islands
+slope, offset = module.net.weight.item(), module.net.bias.item()
+print(f"island {islands.rank} of {islands.size}: y = {slope:.4f} x + {offset:.4f} after {islands.rounds} agreements", flush=True)
