@@ -58,8 +58,11 @@ class ShardedCheckpoints:
     def _find_lead(self, folder: Path) -> int:
         """The lowest rank that sees the same files as this one: it looks after the folder."""
         folder.mkdir(parents=True, exist_ok=True)
+        for left_behind in folder.glob(".seen-by-*"):  # by processes that were killed right here
+            left_behind.unlink(missing_ok=True)
+        self._world.meet()
         mark = folder / f".seen-by-{self._world.rank}"
-        mark.write_text(f"{self._world.size}")
+        mark.touch()
         self._world.meet()
         lead = min(int(path.name.rpartition("-")[2]) for path in folder.glob(".seen-by-*"))
         self._world.meet()
@@ -138,8 +141,14 @@ class ShardedCheckpoints:
         told: list[Any] = [None] * self._world.size
         dist.all_gather_object(told, rounds)
         common = set(told[0]).intersection(*told[1:])
-        if not common:
+        if not any(told):
             return None
+        if not common:
+            raise CheckpointError(
+                f"ranks 0 to {self._world.size - 1} see checkpoints of rounds {', '.join(map(str, told))}, and none that all of them "
+                f"see: machines without a common disk need the files that they wrote themselves. Bring these back to "
+                f"{self._kept.folder}, or start afresh in another folder."
+            )
         checkpoint = self._kept.at(max(common))
         if self._world.rank == self._lead:
             for name in checkpoint.files:
@@ -174,7 +183,8 @@ class ShardedCheckpoints:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads what it needs, by itself
-                load(wanted, checkpoint_id=str(checkpoint.path), no_dist=True)
+                if wanted:
+                    load(wanted, checkpoint_id=str(checkpoint.path), no_dist=True)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"{checkpoint.path}: {name} cannot be read on rank {self._world.rank}: {error}. If machines do not share a disk, "

@@ -320,14 +320,17 @@ class DistEngine:
 
     def plain(self) -> dict[str, Any]:
         """What the first rank knows, and what all of them must know to go on. Between two rounds only."""
-        return {**self.books.to_parts(), "round": self.round, "steps": self.steps_taken, "wall_time_s": self.clock.now_s()}
+        progress = {"round": self.round, "steps": self.steps_taken, "wall_time_s": self.clock.now_s()}
+        # Of shards that nobody reads now the first rank knows the position; of others those who read them do.
+        return {**self.books.to_parts(), **progress, "positions": self._dealing.to_parts()}
 
     def parts(self) -> dict[str, Part]:
         """What this process holds, by part. Parts of one name on several processes are slices of a whole, or equal."""
         world, rank = self.world, self.world.rank
         position = self._dealing.positions[rank % len(self._dealing.positions)].as_integer_ratio()
-        own = {"uncommitted": self._uncommitted, "position": position, "skipped_in_a_row": self._skipped_in_a_row}
+        own = {"uncommitted": self._uncommitted, "skipped_in_a_row": self._skipped_in_a_row}
         return {
+            f"read-{rank}": Part({"position": position}),
             "shared": Part(shared_fields(self._state), (world.device, world.devices)),
             "sharded": Part(fields_owned(self._state, Owner.SHARDED), (world.island, world.size // world.devices)),
             f"own-{rank}": Part({**own, "state": fields_owned(self._state, Owner.OWN)}),
@@ -341,18 +344,23 @@ class DistEngine:
         self._restore_books(plain)
         here = self.parts()
         state = {name: load(name, here[name]) for name in ("shared", "sharded")}
-        rank, shards = self.world.rank, len(self._dealing.positions)
-        own = load(f"own-{rank}", Part({**here[f"own-{rank}"].value}))
+        own = load(f"own-{self.world.rank}", here[f"own-{self.world.rank}"])
         if own is not None:
             self._uncommitted, self._skipped_in_a_row = own["uncommitted"], own["skipped_in_a_row"]
-        read = own if rank < shards else load(f"own-{rank % shards}", Part({**here[f"own-{rank}"].value}))
-        if read is not None:
-            self._dealing.set(rank % shards, read["position"])
+        self._restore_positions(plain, load)
         device = self._seat.replica.device
         rest = {**(state["sharded"] or {}), **(own["state"] if own is not None else {})}
         self._state = with_shared(self._state, {**on_device(state["shared"], device), **on_device(rest, device)})
         self._seat.restore(load)
         self._load_held()
+
+    def _restore_positions(self, plain: Mapping[str, Any], load: Load) -> None:
+        """In each shard, as its first reader left it; else as the first rank knew it, while nobody read it."""
+        self._dealing.from_parts(plain["positions"])
+        for shard in range(len(self._dealing.positions)):
+            read = load(f"read-{shard}", Part({"position": (0, 1)}))
+            if read is not None:
+                self._dealing.set(shard, read["position"])
 
     def _restore_books(self, plain: Mapping[str, Any]) -> None:
         """Islands that have gone are forgotten, and new ones begin with nothing."""
