@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from atoll.engines.dist.wire import MISSED
 from atoll.errors import AtollError
 
 LOGS = "logs"
@@ -53,24 +55,40 @@ def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
     try:
         elastic_launch(config, sys.executable)("-m", "atoll", *arguments)
     except ChildFailedError as error:
-        raise ProcessFailed(_why(error, folder)) from error
+        raise ProcessFailed(why(error.failures, folder)) from error
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
         raise ProcessFailed(f"the run was stopped by {error.sigval.name}. Go on: atoll run --resume {folder}") from error
 
 
-def _why(error: ChildFailedError, folder: Path) -> str:
-    """The first that failed, and its last words."""
-    rank, failure = error.get_first_failure()
+def why(failures: Mapping[int, ProcessFailure], folder: Path) -> str:
+    """Which of these failures, by rank, was the first, with its last words; and how the run goes on."""
+    rank = min(failures, key=lambda rank: (_follows(failures[rank], log_of(folder, rank)), failures[rank].timestamp, rank))
     words = last_words(log_of(folder, rank))
-    if failure.exitcode < 0:
-        words = f"it was killed by {signal.Signals(-failure.exitcode).name}"
+    if failures[rank].exitcode < 0:
+        words = f"it was killed by {signal.Signals(-failures[rank].exitcode).name}"
     stands = f"Go on: atoll run --resume {folder}" if any((folder / "checkpoints").glob("[0-9]*")) else "Nothing was saved yet."
     return f"rank {rank} has failed, and the others were stopped: {words or f'see {log_of(folder, rank)}'}. {stands}"
 
 
+def _follows(failure: ProcessFailure, log: Path) -> int:
+    """How likely a failure is to follow from another one. Those who miss a rank end a moment after it, or in the same moment as far
+    as anybody can tell; who is still there is then stopped by SIGTERM."""
+    if failure.exitcode < 0:
+        return 2 if failure.exitcode == -signal.SIGTERM else 0
+    return 1 if MISSED in last_words(log) else 0
+
+
 def last_words(log: Path) -> str:
-    """The error that a rank ended with, if it wrote one down."""
-    lines = log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
-    return next((line.removeprefix("error: ").rstrip(".") for line in reversed(lines) if line.startswith("error: ")), "")
+    """The error that a rank ended with, if it wrote one down. What it said before it was last started is of another time."""
+    for line in reversed(log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []):
+        if line.startswith("error: "):
+            return line.removeprefix("error: ").rstrip(".")
+        if _STARTED.match(line):
+            break
+    return ""
+
+
+_STARTED = re.compile(r"\S+ rank \d+ of \d+ on ")
+"""The first line that a rank writes."""

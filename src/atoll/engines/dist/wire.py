@@ -28,6 +28,8 @@ PIECE_BYTES = 1 << 20
 """gloo moves large messages one way at a time, and messages of this size both ways together."""
 UNDER_WAY = 4
 """Pieces that are sent ahead of those that are waited for."""
+MISSED = "it died, or its line is too slow"
+"""What is said of a rank that was missed."""
 CONTROL = 8  # bytes of a number that travels beside the payload
 
 
@@ -203,8 +205,8 @@ class Wire:
     def _failure(self, missed: Missed) -> ExchangeFailed:
         guilty, says = self._blame.accuse(missed.rank) if self._blame else (missed.rank, "")
         return ExchangeFailed(
-            f"{self._names[self._me]} could not {missed.doing} {self._names[guilty]} within {self.limit_s:g} s{says}: it died, "
-            f"or its line is too slow for this limit. What was saved before this round stands. ({missed})"
+            f"{self._names[self._me]} could not {missed.doing} {self._names[guilty]} within {self.limit_s:g} s{says}: {MISSED} "
+            f"for this limit. What was saved before this round stands. ({missed})"
         )
 
 
