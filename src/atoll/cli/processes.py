@@ -9,7 +9,7 @@ from typing import Any
 
 from atoll import recipes
 from atoll.cli.verbs import FolderLine, interruptible, run_of, show_result, sinks_of
-from atoll.engines.dist.world import is_started, size_given
+from atoll.engines.dist.world import is_started, rank_given, size_given
 from atoll.errors import ConfigError
 from atoll.protocols import Sink
 from atoll.runs import execute
@@ -31,6 +31,9 @@ def carry_out_by_processes(
     how: Mapping[str, Any],
 ) -> None:
     """Carries out a run by real processes."""
+    if is_started() and rank_given() > 0:  # the first rank knows what is to be done, and this machine may not have the folder
+        _follow(out or resume, how)
+        return
     folder = resume.expanduser() if resume is not None else None
     before = read_place(folder) if folder is not None else None
     _check(engine, before, folder, how)
@@ -46,6 +49,16 @@ def carry_out_by_processes(
         _take_part(run, place, folder, out, as_json=as_json, quiet=quiet)
     else:
         _start(run, place, folder, out, as_json=as_json, quiet=quiet)
+
+
+def _follow(folder: Path | None, how: Mapping[str, Any]) -> None:
+    """Be a process that the first rank tells what to do."""
+
+    def ask_the_first(size: int) -> Order:
+        raise AssertionError("only the first rank prepares")
+
+    place = Dist(**{key: value for key, value in how.items() if value is not None})
+    take_part(ask_the_first, lambda order: (), folder=folder, start_limit_s=place.start_limit_s)
 
 
 def _check(engine: str | None, before: Dist | None, folder: Path | None, how: Mapping[str, Any]) -> None:
@@ -99,6 +112,6 @@ def _take_part(run: Run | None, place: Dist, folder: Path | None, out: Path | No
         lines = [] if quiet or run is None else [FolderLine(order.folder)]
         return [*lines, *watching]
 
-    result = take_part(prepare, sinks, start_limit_s=place.start_limit_s)
+    result = take_part(prepare, sinks, folder=out or folder, start_limit_s=place.start_limit_s)
     if result is not None and run is not None:  # whoever started processes to go on with a folder shows it
         show_result(result.folder, as_json=as_json)

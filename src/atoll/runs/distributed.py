@@ -97,7 +97,11 @@ def run_on(
     command = list(command or sys.argv)
     if is_started():
         return take_part(
-            start_order(run, place, folder, command, workload), lambda order: sinks, workload, start_limit_s=place.start_limit_s
+            start_order(run, place, folder, command, workload),
+            lambda order: sinks,
+            workload,
+            folder=folder if out else None,
+            start_limit_s=place.start_limit_s,
         )
     if workload is not None or sinks:
         raise ConfigError(
@@ -115,7 +119,7 @@ def resume_on(out: str | Path, place: Dist | None = None, *, command: Sequence[s
     if place is None:
         raise ConfigError(f"{out} is no run of real processes. Use atoll.resume.")
     if is_started():
-        return take_part(resume_order(folder, place, command), lambda order: (), start_limit_s=place.start_limit_s)
+        return take_part(resume_order(folder, place, command), lambda order: (), folder=folder, start_limit_s=place.start_limit_s)
     if not is_finished(RunFolder.open(folder)):
         start_here(folder, place)
     return resume(folder, command=command)
@@ -144,6 +148,7 @@ def take_part(
     sinks: Callable[[Order], Sequence[Sink]],
     workload: Workload | None = None,
     *,
+    folder: Path | None = None,
     start_limit_s: float = START_LIMIT_S,
 ) -> Result | None:
     """Carry out a run as one of the processes that torchrun started.
@@ -152,13 +157,17 @@ def take_part(
         prepare: asked on the first rank, with the number of processes: what is to be done. It makes or opens the run's folder.
         sinks: who takes the events, on the first rank.
         workload: what to train instead of the Run's model and data.
+        folder: where this process's machine keeps its files, if not where the first rank's does.
         start_limit_s: how long the others are waited for outside of rounds.
     """
     store, rank, size = meet(start_limit_s)
     try:
-        order = prepare(size) if rank == 0 else Order.from_text(store.get("order").decode())
         if rank == 0:
+            order = prepare(size)
             store.set("order", order.to_text())
+        else:
+            told = Order.from_text(store.get("order").decode())
+            order = replace(told, folder=folder or told.folder)
     except Exception as error:
         _leave_at_once(error, None)
     with _own_log(order.folder, rank):
@@ -177,10 +186,10 @@ def take_part(
         )
         _say(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         with ExitStack() as stack:
-            folder = RunFolder(order.folder)
+            opened = RunFolder(order.folder)
             if world.first:
-                stack.enter_context(folder.lock())
-            result = _Share(order, folder, world, limit, sinks(order) if world.first else (), workload).carry_out()
+                stack.enter_context(opened.lock())
+            result = _Share(order, opened, world, limit, sinks(order) if world.first else (), workload).carry_out()
         world.meet()
         world.close()
         return result

@@ -145,8 +145,8 @@ class ShardedCheckpoints:
             return None
         if not common:
             raise CheckpointError(
-                f"ranks 0 to {self._world.size - 1} see checkpoints of rounds {', '.join(map(str, told))}, and none that all of them "
-                f"see: machines without a common disk need the files that they wrote themselves. Bring these back to "
+                f"ranks 0 to {self._world.size - 1} see checkpoints of rounds {', '.join(map(str, told))}, and none that all of "
+                f"them see: machines without a common disk need the files that they wrote themselves. Bring these back to "
                 f"{self._kept.folder}, or start afresh in another folder."
             )
         checkpoint = self._kept.at(max(common))

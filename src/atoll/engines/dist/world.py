@@ -100,6 +100,11 @@ def is_started() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def rank_given() -> int:
+    """Which of them this is."""
+    return int(os.environ["RANK"])
+
+
 def size_given() -> int:
     """How many processes were started."""
     return int(os.environ["WORLD_SIZE"])
