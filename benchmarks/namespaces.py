@@ -102,6 +102,7 @@ def joined() -> Iterator[tuple[Island, Island]]:
     with _ending_by_exception():
         try:
             for island in islands:
+                _remove(island.name)  # of a process that had this id before
                 _do("ip", "netns", "add", island.name)
             one, two = islands
             _do("ip", "link", "add", one.device, "netns", one.name, "type", "veth", "peer", "name", two.device, "netns", two.name)

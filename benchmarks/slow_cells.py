@@ -30,7 +30,7 @@ def carried_out(islands: Sequence[Island], specs: Sequence[Spec], limit_s: float
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.communicate()
         results = [_result(process, log, limit_s) for process, log in zip(processes, logs, strict=True)]
     failed = [result for result in results if "error" in result]
     return sorted(failed, key=lambda result: bool(result.get("killed")))[:1] or results

@@ -1,12 +1,12 @@
 """Really slow links on one machine: two islands in network namespaces, joined by a line that is shaped.
 
-    python benchmarks/slow_link.py                                   as root: a quarter of an hour on two idle cores
+    python benchmarks/slow_link.py                                   as root: twenty minutes on two idle cores
     python benchmarks/slow_link.py --rates 100 --only "atoll ACCO"   some of it
     python benchmarks/slow_link.py --quick                           in miniature, to see whether it works here
 
 A cell is one way to train at one rate: a process in each namespace, with one torch thread. It measures, in this order: what the
-line carries, by plain sockets; inner steps alone, in both islands at a time; rounds, after one that only warms up; inner steps
-alone again. Bytes are the interfaces' own counts. The simulator is told the step time and the line of the same cell, and predicts.
+line carries, by plain sockets; then, in turn, inner steps alone, in both islands at a time, and rounds, after one that only warms
+up. Bytes are the interfaces' own counts. The simulator is told the step time and the line of the same cell, and predicts.
 The crossover is one more cell: the line is shaped so that two exchanges take as long as computing a batch.
 """
 
@@ -51,17 +51,17 @@ class Size:
         layers, width: of the model.
         batch_size: sequences of an inner step.
         inner_steps: of a round of DiLoCo.
-        alone_steps: measured before and after.
+        alone_steps: measured before each turn, and after the last.
         crossover_batch: sequences of an update at the crossover. Exchanges of islands on one machine take its cores' time, so the
             slower the line at the crossover, the more of what is seen is the line.
-        few: at most so many rounds of each cell.
+        few: at most so many turns of each cell.
     """
 
     layers: int = 4
     width: int = 208
     batch_size: int = 16
     inner_steps: int = 10
-    alone_steps: int = 5
+    alone_steps: int = 2
     crossover_batch: int = 64
     few: int | None = None
 
@@ -69,20 +69,22 @@ class Size:
     def params(self) -> int:
         return GPT(layers=self.layers, width=self.width, heads=4, head_size=self.width // 4).num_params(VOCAB)
 
-    def rounds(self, method: str, rate: float | None) -> int:
-        """More where they are short. DiLoCo does five where they are longest."""
+    def turns(self, method: str, rate: float | None) -> tuple[int, int]:
+        """How often rounds and steps alone take turns, and rounds of a turn: more where they are short. DiLoCo does five rounds
+        where they are longest."""
         slow = rate is not None and rate <= 20
-        rounds = (5 if slow else 3) if "DiLoCo" in method else 3 if slow else 6 if rate is not None and rate <= 200 else 12
-        return min(rounds, self.few or rounds)
+        turns, rounds = (5 if slow else 3, 1) if "DiLoCo" in method else (3, 1) if slow else (4, 2)
+        return min(turns, self.few or turns), rounds
 
-    def spec(self, islands: Sequence[Island], methods: Sequence[str], rounds: int, rate: float | None) -> Spec:
+    def spec(self, islands: Sequence[Island], methods: Sequence[str], turns: tuple[int, int], rate: float | None) -> Spec:
         """For the first island."""
         return Spec(
             rank=0,
             device=islands[0].device,
             addresses=[island.address for island in islands],
             methods=list(methods),
-            rounds=rounds,
+            turns=turns[0],
+            rounds=turns[1],
             inner_steps=self.inner_steps,
             layers=self.layers,
             width=self.width,
@@ -133,7 +135,7 @@ def _keys(size: Size, rates: Sequence[float | None], methods: Sequence[str]) -> 
     for rate in rates:
         for method in (method for method in METHODS if method in methods):
             place = "unshaped" if rate is None else f"{rate:g} Mbit/s"
-            about = f"{size.params} parameters, batches of {size.batch_size}, {size.rounds(method, rate)} rounds"
+            about = f"{size.params} parameters, batches of {size.batch_size}, {size.turns(method, rate)[0]} turns"
             keys[f"{method}, {place}: {about}"] = (method, rate)
     if CROSSOVER in methods:
         keys[f"{CROSSOVER}: {size.params} parameters, batches of {size.crossover_batch}"] = (CROSSOVER, None)
@@ -145,19 +147,19 @@ def _keys(size: Size, rates: Sequence[float | None], methods: Sequence[str]) -> 
 
 def trained(islands: Sequence[Island], size: Size, method: str, rate: float | None) -> dict[str, Any]:
     """One way to train at one rate."""
-    found = _both(islands, size.spec(islands, [method], size.rounds(method, rate), rate), rate)
+    found = _both(islands, size.spec(islands, [method], size.turns(method, rate), rate), rate)
     if "error" in found[0]:
         return {"error": found[0]["error"]}
-    rounds = [each["rounds"][method][0] for each in found]
+    turns = [each["rounds"][method] for each in found]
     line = {name: fmean(each["line"][name] for each in found) for name in found[0]["line"]}
     links = [Link(latency_s=line["latency_s"], bandwidth_mbit_per_s=line["mbit_per_s"])] * len(islands)
     formula = all_reduce(size.params, 4, links).sent_bytes
     cell = {
         "step_s": middle([each["alone_s"] for each in found]),
-        "round_s": middle([each["round_s"] for each in rounds]),
-        "steps": rounds[0]["steps"],
-        "payload_bytes": [each["payload_bytes"] for each in rounds],
-        "formula_bytes": [rounds[0]["exchanges"] * num_bytes for num_bytes in formula],
+        "round_s": middle([[time_s for turn in mine for time_s in turn["round_s"]] for mine in turns]),
+        "steps": turns[0][0]["steps"],
+        "payload_bytes": [fmean(turn["payload_bytes"] for turn in mine) for mine in turns],
+        "formula_bytes": [turns[0][0]["exchanges"] * num_bytes for num_bytes in formula],
         "line": line,
         "all": found,
     }
@@ -169,7 +171,7 @@ def trained(islands: Sequence[Island], size: Size, method: str, rate: float | No
 
 def crossed(islands: Sequence[Island], size: Size) -> dict[str, Any]:
     """ACCO and its rival where two exchanges take as long as computing: the line is looked for, then all is measured in turn."""
-    base = replace(size.spec(islands, [], 1, None), batch_size=size.crossover_batch, transfer_bytes=0, exchanges=3)
+    base = replace(size.spec(islands, [], (1, 1), None), batch_size=size.crossover_batch, transfer_bytes=0, exchanges=3)
     rate = 2 * size.params * 32 / 1e6  # by the formula, if computing took a second
     for _ in range(4):
         step_s, exchange_s = _alone(islands, base, rate)
@@ -177,7 +179,7 @@ def crossed(islands: Sequence[Island], size: Size) -> dict[str, Any]:
             break
         rate *= 2 * exchange_s / step_s
     methods = ["atoll ACCO", RIVAL]
-    spec = replace(base, methods=methods, rounds=size.few or 5, turns=1 if size.few else 4, alone_steps=3)
+    spec = replace(base, methods=methods, rounds=2, turns=1 if size.few else 8, exchanges=2)
     found = _both(islands, spec, rate)
     if "error" in found[0]:
         return {"error": found[0]["error"]}

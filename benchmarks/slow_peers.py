@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.extras import require
@@ -41,18 +40,7 @@ class TorchDDP:
         workload = workload_of(spec)
         self._tokens = workload.batches.tokens_of_a_batch
         self._model = DistributedDataParallel(WithLoss(workload.module()))
-        self._optimizer: torch.optim.Optimizer = (
-            ZeroRedundancyOptimizer(
-                self._model.parameters(),
-                optimizer_class=torch.optim.AdamW,
-                parameters_as_bucket_view=True,
-                lr=float(INNER.lr),  # type: ignore[arg-type]
-                weight_decay=INNER.weight_decay,
-                fused=True,
-            )
-            if sharded
-            else adamw(self._model)
-        )
+        self._optimizer = _sharded_adamw(self._model) if sharded else adamw(self._model)
 
     def round(self) -> None:
         _step(self._model, self._optimizer, self._tokens)
@@ -151,6 +139,19 @@ class Torchft:
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         model.parameters(),
+        lr=float(INNER.lr),  # type: ignore[arg-type]
+        weight_decay=INNER.weight_decay,
+        fused=True,
+    )
+
+
+def _sharded_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which compiles a dozen scripts when it is imported
+
+    return ZeroRedundancyOptimizer(
+        model.parameters(),
+        optimizer_class=torch.optim.AdamW,
+        parameters_as_bucket_view=True,
         lr=float(INNER.lr),  # type: ignore[arg-type]
         weight_decay=INNER.weight_decay,
         fused=True,

@@ -48,7 +48,8 @@ def rounds_line(rows: Sequence[Cell]) -> str:
     slow = [cell for cell in rows if cell["method"] == "atoll DiLoCo" and cell["rate"] == SLOWEST]
     if not slow:
         return ""
-    rounds = 0 if "error" in slow[0] else len(slow[0]["all"][0]["rounds"]["atoll DiLoCo"][0]["round_s"])
+    turns = [] if "error" in slow[0] else slow[0]["all"][0]["rounds"]["atoll DiLoCo"]
+    rounds = sum(len(turn["round_s"]) for turn in turns)
     return f"{holds(rounds >= ROUNDS_ASKED)}: atoll's DiLoCo does {rounds} rounds at {SLOWEST:g} Mbit/s without a time-out."
 
 

@@ -3,6 +3,8 @@
 import doctest
 import importlib
 import json
+import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,10 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.engines.sim.network import all_gather, reduce_scatter
+from atoll.engines.sim.network import Link, all_gather, reduce_scatter
+from atoll.engines.sim.world import Cluster
 from atoll.errors import ConfigError
 from atoll.models.gpt import GPT
 from atoll.protocols import Work
+from atoll.testing.simulate import simulate
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 NAMES = [path.stem for path in BENCHMARKS.glob("*.py")]
@@ -63,6 +67,9 @@ def outcome(b, *losses, tokens=100):
         "acco_unequal",
         "page",
         "options",
+        "namespaces",
+        "slow_island",
+        "slow_tables",
     ],
 )
 def test_examples_in_docstrings_are_true(b, name):
@@ -534,3 +541,124 @@ def test_memory_is_told_per_further_island(b):
     few = {"islands": 4, "params": 10, "rss_bytes": 1000, "peak_bytes": 1000}
     many = {"islands": 8, "params": 10, "rss_bytes": 1000 + 4 * 160, "peak_bytes": 1000 + 4 * 240}
     assert [row[-1] for row in b.sim_overhead.memory_section(few, many).rows] == ["1.00", "1.50"]
+
+
+# --------------------------------------------------------------------------------------------------------------- slow links
+
+
+@pytest.fixture(scope="module")
+def namespaces(b):
+    """The module, where it can be used."""
+    reason = b.namespaces.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    return b.namespaces
+
+
+def made(namespaces):
+    """The names of all network namespaces there are."""
+    return {line.split()[0] for line in namespaces._do("ip", "netns", "list").splitlines() if line}
+
+
+def test_namespaces_are_gone_after_an_error(namespaces):
+    names = []
+
+    def fail():
+        with namespaces.joined() as islands:
+            names.extend(island.name for island in islands)
+            assert set(names) <= made(namespaces)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(names) == 2
+    assert not set(names) & made(namespaces)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_namespaces_are_gone_after_a_signal_or_when_the_next_ones_are_made(namespaces, end):
+    text = "import namespaces, sys\nwith namespaces.joined() as (one, _):\n    print(one.name, flush=True)\n    sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", text], cwd=BENCHMARKS, text=True, **pipes) as other:
+        name = other.stdout.readline().strip()
+        assert name in made(namespaces)
+        other.send_signal(end)
+        other.wait()
+    assert (name in made(namespaces)) == (end == signal.SIGKILL)
+    with namespaces.joined():
+        assert name not in made(namespaces)
+
+
+def test_a_slow_line_is_measured_in_miniature_and_not_twice(b, namespaces, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- slow_link:begin -->\n<!-- slow_link:end -->\n")
+    arguments = ["--quick", "--rates", "20", "--only", "atoll ACCO", "--record", str(tmp_path), "--docs", str(page), "--quiet"]
+    b.slow_link.main(arguments)
+    (cell,) = map(json.loads, lines_of(tmp_path))
+    assert cell["line"]["mbit_per_s"] == pytest.approx(20, rel=0.15)
+    assert b.slow_tables.over_formula(cell) == pytest.approx(1, abs=0.03)
+    assert cell["round_s"] > cell["formula_bytes"][0] * 8 / 20e6  # nothing goes faster than the line
+    assert "\n### By rate\n" in page.read_text()
+    b.slow_link.main(arguments)
+    assert len(lines_of(tmp_path)) == 1
+    assert "payload on the wire" in capsys.readouterr().out
+
+
+def test_islands_that_fail_are_a_cell_with_an_error(b, namespaces):
+    with namespaces.joined() as islands:
+        spec = b.slow_link.QUICK.spec(islands, ["atoll DDP"], (1, 1), None)
+        specs = [b.slow_link.replace(spec, rank=rank, inner_steps=0, methods=["atoll DiLoCo"]) for rank in range(2)]
+        (found,) = b.slow_cells.carried_out(islands, specs, limit_s=60.0)
+    assert found["error"].startswith("ConfigError: inner_steps=0")
+
+
+def test_without_namespaces_the_benchmark_says_why_and_leaves_nothing(b, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(b.slow_link, "why_not", lambda: "only root may make network namespaces")
+    b.slow_link.main(["--record", str(tmp_path / "none")])
+    assert capsys.readouterr().out == "skipped: only root may make network namespaces.\n"
+    assert not (tmp_path / "none").exists()
+
+
+def test_predictions_are_the_formulas(b):
+    params, measured = 1000, {"inner_steps": 7, "step_s": 0.5, "mbit_per_s": 0.064, "latency_s": 0.25}
+    exchange_s = 2 * (0.25 + 2000 * 8 / 0.064e6)
+    found = {name: b.slow_sim.predicted_s(name, params=params, **measured) for name in b.slow_ours.ALGORITHMS}
+    expected = {"DDP": 0.5 + exchange_s, "ZeRO-1": 0.5 + exchange_s, "DiLoCo": 3.5 + exchange_s, "ACCO": 2 * exchange_s}
+    assert found == pytest.approx(expected)
+
+
+def test_what_is_computed_does_not_change_the_virtual_time(b):
+    real = b.slow_island.workload_of(b.slow_link.QUICK.spec([SimpleNamespace(device="", address="")], [], (1, 1), None))
+    cluster = Cluster(islands=2, step_time_s=(0.5,), link=Link(latency_s=0.01, bandwidth_mbit_per_s=3.0))
+    weighing = b.slow_sim.Weighing(b.slow_link.QUICK.params)
+    for make in b.slow_ours.ALGORITHMS.values():
+        algorithm = make(2)
+        times_s = [
+            simulate(algorithm, steps=4, workload=workload, cluster=cluster, evaluate_every=4).finished.virtual_time_s
+            for workload in (real, weighing)
+        ]
+        assert times_s[0] == times_s[1], algorithm
+
+
+def test_payload_is_what_is_left_without_headers(b):
+    before, after = b.namespaces.Counters(100, 1), b.namespaces.Counters(100 + 5 * 66 + 1234, 6)
+    assert after.payload_since(before) == 1234
+
+
+def test_a_crossover_is_judged_by_both_of_its_conditions(b):
+    def told(acco_s, rival_s):
+        cell = {"mbit_per_s": 50.0, "step_s": 2.0, "exchange_s": 0.9, "update_s": {"atoll ACCO": acco_s, "rival": rival_s}}
+        return b.slow_tables.crossing_line(cell).split("**")[1]
+
+    assert [told(2.2, 2.3), told(2.21, 2.3), told(2.1, 2.05)] == ["holds here", *["does not hold here"] * 2]
+
+
+def test_outer_steps_are_measured_in_miniature_and_not_twice(b, tmp_path, capsys):
+    pytest.importorskip("torchft")
+    for _ in range(2):
+        b.outer_step.main(["--quick", "--record", str(tmp_path), "--quiet"])
+        (cell,) = map(json.loads, lines_of(tmp_path))
+    assert "atoll's outer step takes" in capsys.readouterr().out
+    for rank in cell["ranks"]:
+        parts = [sum(turn) for turn in zip(*rank["parts"].values(), strict=True)]
+        assert all(whole >= part for whole, part in zip(rank["seconds"]["atoll"], parts, strict=True))
