@@ -1,5 +1,6 @@
 """Whole runs on real processes, in all the ways in which they could differ from the simulator's and must not."""
 
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -11,6 +12,8 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero1 import ZeRO1
+from atoll.engines.dist.clock import Limit
+from atoll.engines.dist.engine import DistEngine
 from atoll.engines.dist.wire import Wire
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.local import LocalReplica
@@ -247,3 +250,35 @@ def test_free_batches_end_at_the_same_commit_everywhere_and_every_piece_counts_o
     assert waiting > 0
     for round in range(rounds):
         assert {event.island for event in of(events, Computed) if event.round == round} == {0, 1, 2}
+
+
+# ------------------------------------------------------------------------------------------------------- the first rank's time
+
+
+def judged_slowly(group, workload, limit_s, takes_s):
+    """The first evaluation takes longer than an exchange may."""
+    until_s = time.monotonic() + takes_s
+
+    def evaluate(params, buffers):
+        while time.monotonic() < until_s:
+            pass
+        return {"loss": 0.0}
+
+    engine = DistEngine(
+        algorithm=DiLoCo(inner_steps=1),
+        world=world_of(group),
+        params=Tree.of(workload.module()),
+        batches=workload.batches,
+        make_replica=lambda number: LocalReplica(workload, optimizer=SGD(lr=0.05), seed=number),
+        evaluate=evaluate,
+        sink=Recorder(),
+        steps=2,
+        limit=Limit(limit_s),
+    )
+    engine.run()
+    engine.close()
+    return engine.round
+
+
+def test_who_waits_for_an_evaluation_does_not_take_the_first_rank_for_dead(four):
+    assert four.run(judged_slowly, Regression(), 0.8, 1.3, size=3) == [2, 2, 2]

@@ -83,6 +83,8 @@ class DistEngine:
         self.clock = WallClock()
         self.round = self.steps_taken = 0
         self._limit = limit or Limit()
+        self._began_s = 0.0
+        """What the clock shows when this process begins, or goes on."""
         self._told_s: float | None = None
         """The limit that was last reported."""
         self._evaluate, self._sink, self._save = evaluate, sink, save
@@ -140,7 +142,7 @@ class DistEngine:
     def run(self, warm_start_tokens: int = 0) -> RunFinished | None:
         """All rounds that remain. The first rank's figures; none elsewhere."""
         self.world.meet()
-        self.clock.set(self.clock.now_s() if self.round else 0.0)
+        self.clock.set(self._began_s)  # all at the same moment
         self._clerk.begin(self.clock.now_s())
         self._tell_limit()
         if self.round == 0:
@@ -246,11 +248,15 @@ class DistEngine:
         return self.steps_taken // interval > before // interval
 
     def _judge(self) -> None:
+        """The first rank judges and the others wait: there, and not in their next exchange, whose limit knows nothing of it."""
         self._read_diaries(all_of_them=True)
-        params = self.params()
+        params, done = self.params(), f"judged/{self.round}"
         if self.world.first:
             metrics = self._evaluate(params, self.buffers())
             self._sink.emit(self.books.evaluated(metrics, self.clock.now_s()))
+            self.world.leave_word(done, "done")
+        else:
+            self.world.word(done)
 
     def check_digests(self) -> None:
         """Islands that agreed hold the same bits."""
@@ -340,7 +346,7 @@ class DistEngine:
     def restore(self, plain: Mapping[str, Any], load: Load) -> None:
         """Go on from a checkpoint, which another number of processes may have saved."""
         self.round, self.steps_taken = plain["round"], plain["steps"]
-        self.clock.set(plain["wall_time_s"])
+        self._began_s = plain["wall_time_s"]
         self._restore_books(plain)
         here = self.parts()
         state = {name: load(name, here[name]) for name in ("shared", "sharded")}
