@@ -28,6 +28,7 @@ SETTINGS = (
     "data.eval_examples=128",
     "algorithm.inner_steps=2",
     "train.steps=20",
+    "train.warm_start_steps=3",
     "train.batch_size=8",
     "keep.evaluate_every=4",
     "keep.save_every=2",
