@@ -133,6 +133,16 @@ def step_alone(spec: Spec) -> Callable[[], object]:
     return lambda: replica.train(1, work)
 
 
+def unsteadiness(times_s: Sequence[Sequence[float]]) -> float:
+    """By how much of it the slow ones among steps alone are longer than the shortest: what else went on on this machine.
+
+    >>> unsteadiness([[1.0, 1.0, 1.1, 1.0, 9.0], [1.0, 1.0, 1.0, 1.2, 1.0]])
+    0.2
+    """
+    slower = sorted(max(both) for both in zip(*times_s, strict=True))
+    return round(slower[int(0.8 * (len(slower) - 1))] / slower[0] - 1, 6)
+
+
 def middle(times_s: Sequence[Sequence[float]]) -> float:
     """The median over rounds of the slower island's seconds: both wait for it.
 

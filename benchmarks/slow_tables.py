@@ -25,7 +25,7 @@ def sections_of(cells: Sequence[Cell], params: int, inner_steps: int) -> list[st
     sections = ["## Outcome\n\n" + "\n".join(f"- {line}" for line in lines)] if lines else []
     sections += [rates_section(rows, params, inner_steps)] if rows else []
     sections += [crossing_section(cell) for cell in crossing if "error" not in cell]
-    return [*sections, method_section()]
+    return [*sections, method_section(cells)]
 
 
 # ------------------------------------------------------------------------------------------------------------------ verdicts
@@ -125,7 +125,9 @@ def crossing_section(cell: Cell) -> str:
     return f"## The crossover\n\n{note}\n\n{markdown_table(['', 'seconds'], rows)}"
 
 
-def method_section() -> str:
+def method_section(cells: Sequence[Cell]) -> str:
+    tries = [cell["tries"] for cell in cells]
+    unsteady = [cell["unsteady"] for cell in cells if "unsteady" in cell]
     return (
         "## How it is measured\n\nEach island is a process with one torch thread in a network namespace of its own; a veth pair "
         f"joins them, and `tbf` shapes what each end sends (burst 4 ms of the rate, at least 15 kB; queue {QUEUE_MS} ms). An inner "
@@ -134,7 +136,10 @@ def method_section() -> str:
         f"`tx_bytes - {HEADER_BYTES} x tx_packets` of the interface, in which a packet that a card would cut up counts once, with "
         "one header. torch's DDP and ZeroRedundancyOptimizer (parameters as views of buckets) and torchft's DiLoCo (its Manager "
         "and lighthouse, with its own limits) train the same model on the same batches. The simulator knows nothing of the time "
-        "that optimizers take beyond an inner step's own, nor of cores that computing and the network's stack share."
+        "that optimizers take beyond an inner step's own, nor of cores that computing and the network's stack share. A cell whose "
+        "steps alone are unsteady was disturbed by something else on the machine, and is measured again, up to five times; the "
+        f"steadiest counts. That took {sum(tries)} measurements of {len(tries)} cells; in the unsteadiest that counts, four in "
+        f"five steps alone are within {human_percent(max(unsteady, default=0.0))} of the shortest."
     )
 
 

@@ -645,6 +645,16 @@ def test_payload_is_what_is_left_without_headers(b):
     assert after.payload_since(before) == 1234
 
 
+def test_a_cell_that_was_disturbed_is_measured_again_and_the_steadiest_counts(b):
+    def found(*unsteady):
+        made = iter([{"unsteady": each, "round_s": number} for number, each in enumerate(unsteady)])
+        cell = b.slow_link.calmest(lambda: next(made), 3)
+        return cell["round_s"], cell["tries"]
+
+    assert [found(0.1, 0.0), found(0.9, 0.1, 0.0), found(0.9, 0.5, 0.7)] == [(0, 1), (1, 2), (1, 3)]
+    assert b.slow_link.calmest(lambda: {"error": "timed out"}, 3) == {"error": "timed out", "tries": 1}
+
+
 def test_a_crossover_is_judged_by_both_of_its_conditions(b):
     def told(acco_s, rival_s):
         cell = {"mbit_per_s": 50.0, "step_s": 2.0, "exchange_s": 0.9, "update_s": {"atoll ACCO": acco_s, "rival": rival_s}}
