@@ -1,7 +1,10 @@
 """Hugging Face's Trainer as an island: the callback by the library's own handler, and the real Trainer where accelerate is."""
 
 import copy
+import os
+import socket
 import warnings
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -98,45 +101,74 @@ def test_an_exception_closes_the_block_and_goes_up(tmp_path):
 # ---------------------------------------------------------------------------------------------------------- the real Trainer
 
 
-def fitted(group, counts, folder, resumes):
+@contextmanager
+def by_torchrun(rank, port):
+    """As torchrun starts a process: it is told who it is, and has joined nobody yet."""
+    dist.destroy_process_group()
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in {**told, "TORCHELASTIC_RUN_ID": "x"}.items()})
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("ATOLL_HIDDEN_")]:
+            del os.environ[name]
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the pool takes down again
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def fitted(group, counts, folder, port, resumes):
     """A tiny GPT-2 in the real Trainer: its weights, and how far it came."""
     warnings.simplefilter("ignore")
-    rank, size = alone()
-    assert (rank, size) == (dist.get_rank(), 2)
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1)
-    model = transformers.GPT2LMHeadModel(config)
-    generator = torch.Generator().manual_seed(rank)
-    texts = [torch.randint(16, (8,), generator=generator) for _ in range(2 * counts[rank])]
-    args = transformers.TrainingArguments(
-        output_dir=f"{folder}/island{rank}",
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        num_train_epochs=1,
-        save_steps=4,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-    )
-    callback = IslandsCallback(ALGORITHM, limit_s=60.0)
-    dataset = [{"input_ids": text, "labels": text} for text in texts]
-    with callback:
-        trainer = transformers.Trainer(model, args, train_dataset=dataset, callbacks=[callback])
-        trainer.train(resume_from_checkpoint=f"{args.output_dir}/checkpoint-4" if resumes else None)
+    with by_torchrun(dist.get_rank(), port):
+        rank, _ = alone()
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(
+            vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0
+        )
+        model = transformers.GPT2LMHeadModel(config)
+        generator = torch.Generator().manual_seed(rank)
+        texts = [torch.randint(16, (8,), generator=generator) for _ in range(2 * counts[rank])]
+        args = transformers.TrainingArguments(
+            output_dir=f"{folder}/island{rank}",
+            use_cpu=True,
+            per_device_train_batch_size=2,
+            num_train_epochs=1,
+            save_steps=4,
+            report_to=[],
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        callback = IslandsCallback(ALGORITHM, limit_s=60.0)
+        dataset = [{"input_ids": text, "labels": text} for text in texts]
+        with callback:
+            trainer = transformers.Trainer(model, args, train_dataset=dataset, callbacks=[callback])
+            trainer.train(resume_from_checkpoint=f"{args.output_dir}/checkpoint-4" if resumes else None)
     return Tree.of(model), callback.islands.steps, callback.islands.rounds
 
 
 def test_real_trainers_with_different_data_of_different_length_end_with_the_same_weights(two, tmp_path):
     pytest.importorskip("accelerate", reason="Trainer itself needs it")
-    one, other = two.run(fitted, (5, 8), str(tmp_path), False)
+    one, other = two.run(fitted, (5, 8), str(tmp_path), free_port(), False)
     assert one[0].equal(other[0])
     assert (one[1:], other[1:]) == ((5, 3), (8, 3))
 
 
 def test_a_real_trainer_goes_on_from_its_checkpoint(two, tmp_path):
     pytest.importorskip("accelerate", reason="Trainer itself needs it")
-    straight = two.run(fitted, (8, 8), str(tmp_path), False)
-    resumed = two.run(fitted, (8, 8), str(tmp_path), True)
+    straight = two.run(fitted, (8, 8), str(tmp_path), free_port(), False)
+    resumed = two.run(fitted, (8, 8), str(tmp_path), free_port(), True)
     assert [found[1:] for found in resumed] == [found[1:] for found in straight]
     for (params, *_), (expected, *_) in zip(resumed, straight, strict=True):
         assert params.equal(expected)

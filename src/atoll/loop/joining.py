@@ -1,18 +1,31 @@
-"""Joining the processes that torchrun started."""
+"""Joining the processes that torchrun started: as torch's own group, or without torch.distributed knowing of it.
+
+A trainer that finds torchrun's variables, or a process group, takes the processes for its own. So they can be hidden: the variables
+are put away under other names, and when a block is entered the islands meet without a group that others could see.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from atoll.errors import ConfigError
 
-_TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells every process."""
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TOLD = {
+    *_NEEDED,
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+}
+"""What torchrun tells every process, besides what begins with TORCHELASTIC_."""
+_HIDDEN = "ATOLL_HIDDEN_"
 
 
 class Joined(NamedTuple):
@@ -23,6 +36,14 @@ class Joined(NamedTuple):
         size: how many there are.
     """
 
+    rank: int
+    size: int
+
+
+class Met(NamedTuple):
+    """Processes that have met, and that torch.distributed knows nothing of: this one among them, and a store that all see."""
+
+    store: Store
     rank: int
     size: int
 
@@ -40,12 +61,49 @@ def join(*, limit_s: float = 600.0, threads: int | None = None) -> Joined:
     if limit_s <= 0:
         raise ConfigError(f"limit_s={limit_s}: it is more than 0 seconds. Leave it out for 10 minutes.")
     if not dist.is_initialized():
-        if not all(name in os.environ for name in _TOLD):
+        if not all(name in os.environ for name in _NEEDED):
             return Joined(0, 1)
-        if not torch.cuda.is_available():
-            torch.set_num_threads(threads or max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        _share_cores(threads)
         dist.init_process_group("gloo", timeout=timedelta(seconds=limit_s))
     return Joined(dist.get_rank(), dist.get_world_size())
+
+
+def hide() -> Joined:
+    """Put away what torchrun tells, so that a trainer takes this process for the only one. Islands find it all the same."""
+    if not all(name in os.environ for name in _NEEDED):
+        return Joined(0, 1)
+    joined = Joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    _share_cores(None)
+    for name in [name for name in os.environ if name in _TOLD or name.startswith("TORCHELASTIC_")]:
+        os.environ[_HIDDEN + name] = os.environ.pop(name)
+    return joined
+
+
+def meet_hidden(limit_s: float) -> Met | None:
+    """Meet the other processes where they were hidden; none if they were not."""
+    if _HIDDEN + "RANK" not in os.environ:
+        return None
+    with _shown():
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
+    store.set_timeout(timedelta(seconds=limit_s))
+    return Met(store, rank, size)
+
+
+@contextmanager
+def _shown() -> Iterator[None]:
+    """What was put away, for a moment."""
+    names = [name.removeprefix(_HIDDEN) for name in os.environ if name.startswith(_HIDDEN)]
+    os.environ.update({name: os.environ[_HIDDEN + name] for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
+
+
+def _share_cores(threads: int | None) -> None:
+    if not torch.cuda.is_available():
+        torch.set_num_threads(threads or max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _cores() -> int:

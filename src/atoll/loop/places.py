@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from atoll.engines.dist.blame import Blame
+from atoll.engines.dist.carrier import Group
 from atoll.engines.dist.wire import Wire
 from atoll.errors import ConfigError
 from atoll.loop.company import Lone
-from atoll.loop.joining import join
+from atoll.loop.joining import Met, join, meet_hidden
 
 _MEETING_S = 600.0
 """How long processes wait for each other when they make a group."""
@@ -64,16 +65,20 @@ class Place:
     between: Wire | Lone
     inside: Wire | None = None
     departures: Departures
-    groups: tuple[dist.ProcessGroup, ...] = ()
+    groups: tuple[Group, ...] = ()
 
     def close(self) -> None:
         """Give the groups back: nobody will talk in them any more."""
         for group in self.groups:
-            dist.destroy_process_group(group)
+            if isinstance(group, dist.ProcessGroup):
+                dist.destroy_process_group(group)
 
 
 def find_place(mesh: DeviceMesh | None) -> Place:
     """This process's place. All processes ask together: they make groups of their own, which nobody else talks in."""
+    met = meet_hidden(_MEETING_S)
+    if met is not None:
+        return _hidden_place(met, mesh)
     rank, size = join()
     if mesh is None:
         grid = [[rank] for rank in range(size)]
@@ -98,6 +103,20 @@ def find_place(mesh: DeviceMesh | None) -> Place:
         departures=Departures(store, island),
         groups=(between, inside) if inside else (between,),
     )
+
+
+def _hidden_place(met: Met, mesh: DeviceMesh | None) -> Place:
+    """A place among processes that torch.distributed knows nothing of."""
+    if mesh is not None:
+        raise ConfigError("a mesh needs the processes that alone() has hidden. Use one of them, or the other.")
+    if met.size == 1:
+        return Place(between=Lone(), departures=Departures(None, 0))
+    # Blocks are counted, so that each has names of its own in the store: all islands enter the same.
+    store = PrefixStore(f"atoll/block{met.store.add(f'atoll/blocks/{met.rank}', 1)}", met.store)
+    group = dist.ProcessGroupGloo(store, met.rank, met.size, timedelta(seconds=_MEETING_S))
+    names, blame = [f"island {number}" for number in range(met.size)], Blame(store, met.rank, range(met.size))
+    wire = Wire(group, limit_s=_MEETING_S, blame=blame, names=names)
+    return Place(island=met.rank, islands=met.size, between=wire, departures=Departures(store, met.rank), groups=(group,))
 
 
 def _check_mesh(mesh: DeviceMesh, size: int) -> None:

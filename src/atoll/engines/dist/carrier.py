@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ class Carrier(Protocol):
         many seconds, and raises Missed."""
 
 
+Group: TypeAlias = dist.ProcessGroup | dist.ProcessGroupGloo
+
+
 class _Message(NamedTuple):
     work: dist.Work
     rank: int
@@ -36,10 +39,13 @@ class _Message(NamedTuple):
 
 
 class GlooCarrier:
-    """isend and irecv of gloo, which knows the memory of CPUs alone: what lies on a GPU goes through pinned memory."""
+    """Single messages of gloo, which knows the memory of CPUs alone: what lies on a GPU goes through pinned memory.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    The group may be one that torch.distributed itself knows nothing of.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group: Any = group  # torch says nothing of the types of its backends' messages
 
     def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[float], None]:
         outgoing = {rank: _on_host(tensor) for rank, tensor in sends.items()}
@@ -52,12 +58,12 @@ class GlooCarrier:
         return lambda limit_s: _wait(messages, limit_s)
 
     def _send(self, rank: int, tensor: Tensor) -> _Message:
-        work = _begun(lambda: dist.isend(tensor, group=self._group, group_dst=rank), rank, "send to")
+        work = _begun(lambda: self._group.send([tensor], rank, 0), rank, "send to")
         return _Message(work, rank, "send to")
 
     def _receive(self, rank: int, tensor: Tensor) -> _Message:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
-        work = _begun(lambda: dist.irecv(host, group=self._group, group_src=rank), rank, "hear from")
+        work = _begun(lambda: self._group.recv([host], rank, 0), rank, "hear from")
         return _Message(work, rank, "hear from", None if host is tensor else lambda: tensor.copy_(host, non_blocking=True))
 
 
@@ -101,9 +107,11 @@ def _wait_at_most(work: dist.Work, deadline_s: float) -> None:
     work.wait(timedelta(seconds=max(1e-3, deadline_s - time.monotonic())))
 
 
-def carrier_of(group: dist.ProcessGroup) -> Carrier:
+def carrier_of(group: Group) -> Carrier:
     """The one for this group's backend."""
-    return BatchCarrier(group) if dist.get_backend(group) == "nccl" else GlooCarrier(group)
+    if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl":
+        return BatchCarrier(group)
+    return GlooCarrier(group)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

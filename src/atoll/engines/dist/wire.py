@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from atoll.engines.dist.blame import Blame
-from atoll.engines.dist.carrier import Missed, carrier_of
+from atoll.engines.dist.carrier import BatchCarrier, Group, Missed, carrier_of
 from atoll.errors import ExchangeFailed
 from atoll.tree import shard_range
 
@@ -46,17 +45,18 @@ class Wire:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Group,
         *,
         limit_s: float,
         piece_bytes: int = PIECE_BYTES,
         blame: Blame | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        self._me = dist.get_rank(group)
-        self._members = list(range(dist.get_world_size(group)))
+        self._me = group.rank()
+        self._members = list(range(group.size()))
         self._carrier = carrier_of(group)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+        on_gpu = isinstance(self._carrier, BatchCarrier)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
         self._piece_bytes, self._blame = piece_bytes, blame
         self._names = names or [f"rank {rank}" for rank in self._members]
         self.limit_s = limit_s
