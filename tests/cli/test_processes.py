@@ -185,6 +185,7 @@ def caught(folder):
 
 def test_when_a_rank_is_killed_it_is_named_at_once_and_as_many_processes_or_others_go_on(finished, atoll, tmp_path):
     folder, other = tmp_path / "run", tmp_path / "other"
+    before = signal.getsignal(signal.SIGINT), "GLOO_SOCKET_IFNAME" in os.environ
     with started(*beginning(folder)) as process:
         pids, began = caught(folder), time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
@@ -198,14 +199,15 @@ def test_when_a_rank_is_killed_it_is_named_at_once_and_as_many_processes_or_othe
     assert f"folder: {folder}\ncluster.link: ignored" in err
     shutil.copytree(folder, other)
 
-    code, out, err = end_of(command("run", "--resume", folder, "--pace", 0, "--json", "--quiet"))
+    code, out, err = atoll("run", "--resume", folder, "--pace", 0, "--json", "--quiet")
     assert code == 0, err
     assert json.loads(out)["run_dir"] == str(folder)
     assert weights(folder).equal(weights(finished[0])), "those of the run that nothing happened to"
     assert rounds_of(folder) == rounds_of(finished[0]), "and the log has every round once"
 
-    code, out, err = end_of(command("run", "--resume", other, "--processes", 3, "--pace", 0, "--quiet"))
+    code, out, err = atoll("run", "--resume", other, "--processes", 3, "--pace", 0, "--quiet")
     assert code == 0, err
+    assert (signal.getsignal(signal.SIGINT), "GLOO_SOCKET_IFNAME" in os.environ) == before, "the caller's own are left alone"
     assert [steps for steps, _ in rounds_of(other)] == [steps for steps, _ in rounds_of(finished[0])]
     assert {islands for _, islands in rounds_of(other)} == {2, 3}
     assert str(other) in out.replace("\n", "")

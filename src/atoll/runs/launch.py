@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import sys
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -37,10 +39,6 @@ def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
         ProcessFailed: one of them failed; says which and why. The others have been stopped.
         KeyboardInterrupt: somebody pressed Ctrl-C. All of them have been stopped.
     """
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says of failures we say ourselves
-    # gloo listens where the machine's name points to, which need not be this machine.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -53,13 +51,40 @@ def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
         logs_specs=DefaultLogsSpecs(),
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "atoll", *arguments)
+        with _on_this_machine():
+            elastic_launch(config, sys.executable)("-m", "atoll", *arguments)
     except ChildFailedError as error:
         raise ProcessFailed(why(error.failures, folder)) from error
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
         raise ProcessFailed(f"the run was stopped by {error.sigval.name}. Go on: atoll run --resume {folder}") from error
+
+
+@contextmanager
+def _on_this_machine() -> Iterator[None]:
+    """For a while, torch's agent is silent and processes talk over the loopback. Whoever calls may go on with something else: its
+    environment, its signal handlers, which the agent replaces, and torch's loggers are left as they were."""
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    levels, environment = [logger.level for logger in loggers], os.environ.copy()
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)  # what it says of failures we say ourselves
+    # gloo listens where the machine's name points to, which need not be this machine.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if "GLOO_SOCKET_IFNAME" not in environment:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def why(failures: Mapping[int, ProcessFailure], folder: Path) -> str:
