@@ -1,8 +1,10 @@
 """Hugging Face's Trainer as an island: the callback by the library's own handler, and the real Trainer where accelerate is."""
 
 import copy
+import importlib
 import os
 import socket
+import sys
 import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -96,6 +98,13 @@ def test_an_exception_closes_the_block_and_goes_up(tmp_path):
         steps_of_a_trainer(callback, arguments(tmp_path / "nowhere"), 0, 2, save_at=1)
     with pytest.raises(ConfigError, match="this block is over"):
         callback.islands.load_state_dict(callback.islands.state_dict())
+
+
+def test_without_the_library_the_extra_to_install_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "atoll.integrations.hf")
+    monkeypatch.setitem(sys.modules, "transformers.trainer_callback", None)
+    with pytest.raises(ConfigError, match=r"callbacks need transformers.trainer_callback, .*atoll\[hf\]"):
+        importlib.import_module("atoll.integrations.hf")
 
 
 # ---------------------------------------------------------------------------------------------------------- the real Trainer

@@ -1,7 +1,9 @@
 """Lightning's real Trainer as an island."""
 
+import importlib
 import os
 import socket
+import sys
 import warnings
 from contextlib import contextmanager
 
@@ -134,6 +136,13 @@ def test_an_exception_closes_the_block_and_goes_up():
     assert callback.islands.steps == 2
     assert callback.state_dict() == {}
     assert not module.trainer.optimizers[0]._optimizer_step_post_hooks
+
+
+def test_without_the_library_the_extra_to_install_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "atoll.integrations.lightning")
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    with pytest.raises(ConfigError, match=r"callbacks need lightning.pytorch, .*atoll\[lightning\]"):
+        importlib.import_module("atoll.integrations.lightning")
 
 
 def test_an_algorithm_that_steps_by_itself_is_refused():

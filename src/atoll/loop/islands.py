@@ -213,7 +213,7 @@ class Islands:
         self._pending, self.steps = saved, saved.steps
         self.dropped = saved.taken if self._own is not None else 0
         if self._open:
-            self._alive().begin(saved)
+            self._alive().load(saved)
 
     def _alive(self) -> Live:
         if self._live is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,9 +83,7 @@ class Live:
             raise ConfigError(
                 f"islands were given different models, algorithms or ways to finish; here it is {self._settings.text}."
             )
-        if any(row[1:3] != told[0][1:3] for row in told):
-            rounds = [f"round {row[2]:g}" if row[1] else "nothing" for row in told]
-            raise CheckpointError(f"islands would go on from {', '.join(rounds)}. Load on all of them what was saved at one time.")
+        _check_together([row[1:3] for row in told])
         differ = any(row[3] != told[0][3] for row in told)
         if self.place.inside is not None:  # what is handed out to one device concerns all of its island
             inside = self.place.inside
@@ -108,6 +107,11 @@ class Live:
         for tensor in self._module.others():
             state.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return _number(state.digest())
+
+    def load(self, saved: Saved) -> None:
+        """Go on from what was saved, with the weights that the module has now. All islands do so together."""
+        _check_together(self._line.call(lambda: self.place.between.tell(True, saved.rounds)))
+        self.begin(saved)
 
     def begin(self, saved: Saved | None) -> None:
         """Begin, or go on from what was saved, up to where the user is waited for."""
@@ -194,7 +198,8 @@ class Live:
     def abandon(self) -> None:
         """Leave at once. The others hear of it at their next exchange, and nobody waits for that here."""
         self.place.departures.announce()
-        if self._rounds.waits:
+        # Slices are gathered without a word before it: who breaks off in the middle of that has nothing left to say.
+        if self._rounds.waits or not self._settings.sharded:
             self._line.launch(self._goodbye())
         self._rounds.close()
         self._line.close(wait=False)
@@ -204,6 +209,13 @@ class Live:
         words = await Request(self._company.say_goodbye)
         # Kept until the process ends, which waits for nobody: the others then find in the store that it left.
         atexit.register(_let_go, words)
+
+
+def _check_together(told: Sequence[Sequence[float]]) -> None:
+    """Whether each island goes on from something saved, and from which round."""
+    if any(row != told[0] for row in told):
+        rounds = [f"round {number:g}" if saved else "nothing" for saved, number in told]
+        raise CheckpointError(f"islands would go on from {', '.join(rounds)}. Load on all of them what was saved at one time.")
 
 
 def _let_go(words: object) -> None:
