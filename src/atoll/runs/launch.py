@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -21,6 +22,8 @@ from atoll.engines.dist.wire import MISSED
 from atoll.errors import AtollError
 
 LOGS = "logs"
+# How long the agent waits for processes that it has asked to end; newer versions of torch can be told.
+_PATIENCE: dict[str, Any] = {"shutdown_timeout": 5} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
 
 
 class ProcessFailed(AtollError):
@@ -49,6 +52,7 @@ def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
         local_addr="127.0.0.1",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(),
+        **_PATIENCE,
     )
     try:
         with _on_this_machine():
