@@ -1,4 +1,8 @@
-"""One torch thread: two cores are shared by everything that runs beside the tests."""
+"""One torch thread: two cores are shared by everything that runs beside the tests. And a few processes, which all tests share: they
+cost more to start than the tests take."""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,19 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def four():
-    """Four processes: they cost more to start than the tests take, so all tests share them."""
+    """Four processes. Functions of tests are sent to them by name: there, the tests must be found."""
+    root = str(Path(__file__).parents[1])
+    sys.path.insert(0, root)
     with processes(4) as together:
         yield together
+    sys.path.remove(root)
+
+
+@pytest.fixture(scope="session")
+def three(four):
+    return four.few(3)
+
+
+@pytest.fixture(scope="session")
+def two(four):
+    return four.few(2)

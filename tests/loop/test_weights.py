@@ -8,8 +8,8 @@ import atoll
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero1 import ZeRO1
+from atoll.engines.modules import ModuleWeights
 from atoll.errors import ConfigError
-from atoll.loop.weights import ModuleWeights
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.tree import Tree
 

@@ -57,11 +57,14 @@ class ModuleWeights:
                 mine = local(parameter)
                 mine.copy_(part.view(mine.shape))
 
-    def take_gradients(self, onto: Tree | None, weight: float, *, wide: bool) -> Tree:
-        """The module's gradients times `weight`, added to those in `onto`, in its buffer if it was given. They are then spent."""
+    def check_gradients(self) -> None:
+        """That there are some to take."""
         self._check()
         if all(parameter.grad is None for parameter in self.parameters.values()):
             raise ConfigError("there are no gradients to take: call loss.backward() before each step, and zero_grad() after it.")
+
+    def take_gradients(self, onto: Tree | None, weight: float, *, wide: bool) -> Tree:
+        """The module's gradients times `weight`, added to those in `onto`, in its buffer if it was given. They are then spent."""
         flat = self._room(wide).zero_() if onto is None else (onto if onto.spare else onto.copy()).give().flat
         for part, parameter in self._parts(flat):
             if parameter.grad is not None:

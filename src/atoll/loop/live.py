@@ -13,6 +13,7 @@ import torch
 from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.driving import Line, Request
 from atoll.engines.dist.peers import DistPeers
+from atoll.engines.modules import ModuleWeights
 from atoll.errors import CheckpointError, ConfigError
 from atoll.loop.company import Company
 from atoll.loop.optimizer import IslandsOptimizer, dialled
@@ -22,7 +23,7 @@ from atoll.loop.replica import LoopReplica
 from atoll.loop.rounds import Rounds
 from atoll.loop.saving import Saved, unpack_state
 from atoll.loop.settings import Settings
-from atoll.loop.weights import ModuleWeights, SlicedWeights, Weights
+from atoll.loop.weights import SlicedWeights, Weights
 from atoll.protocols import Work
 from atoll.runs.pack import pack
 from atoll.tree import Tree, forget_spare_buffers

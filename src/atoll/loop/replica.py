@@ -6,8 +6,9 @@ from collections.abc import Generator
 from typing import Literal
 
 from atoll.engines.dist.driving import Request
+from atoll.engines.modules import ModuleWeights
 from atoll.errors import ConfigError
-from atoll.loop.weights import ModuleWeights, Weights, loses_digits, with_digits
+from atoll.loop.weights import Weights, loses_digits, with_digits
 from atoll.protocols import Gradient, Weigh, Work
 from atoll.tree import Tree
 

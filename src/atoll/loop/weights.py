@@ -6,19 +6,12 @@ replicated there by torch's DDP: then this process speaks for a slice of the who
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import Protocol
-
-import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
 
 from atoll.engines.dist.driving import Line
 from atoll.engines.dist.wire import Wire
-from atoll.errors import ConfigError
-from atoll.tree import Layout, Piece, Tree, empty, shard_range, trainable
+from atoll.engines.modules import ModuleWeights
+from atoll.tree import Layout, Tree, empty, shard_range
 
 
 class Weights(Protocol):
@@ -31,95 +24,6 @@ class Weights(Protocol):
 
     def write(self, params: Tree) -> None:
         """Put these weights into the module."""
-
-
-class ModuleWeights:
-    """All of a module, or this process's shard of each parameter. A Weights."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._sharders = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        self._reshard()
-        self._parameters = trainable(module)
-        if not self._parameters:
-            raise ConfigError("this module has no trainable parameters, so there is nothing to agree on. Unfreeze some.")
-        devices = {parameter.device for parameter in self._parameters.values()}
-        if len(devices) > 1:
-            raise ConfigError(
-                f"this module lies on {sorted(map(str, devices))}. Put it on one device per process, or shard it by FSDP2 and give "
-                f"a mesh."
-            )
-        self.device = devices.pop()
-        self.layout = Layout(tuple(_piece(name, parameter) for name, parameter in self._parameters.items()))
-
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 has cut the module."""
-        return any(isinstance(parameter, DTensor) for parameter in self._parameters.values())
-
-    def read(self) -> Tree:
-        self._check()
-        flat = empty(self.layout.numel, self.layout.dtype, self.device)
-        for part, parameter in self._parts(flat):
-            part.copy_(local(parameter).reshape(-1))
-        return Tree(self.layout, flat)
-
-    def write(self, params: Tree) -> None:
-        self._check()
-        assert params.layout == self.layout, "these weights are another model's"
-        with torch.no_grad():
-            for part, parameter in self._parts(params.flat):
-                mine = local(parameter)
-                mine.copy_(part.view(mine.shape))
-
-    def check_gradients(self) -> None:
-        """That there are some to take."""
-        self._check()
-        if all(parameter.grad is None for parameter in self._parameters.values()):
-            raise ConfigError("there are no gradients to take: call loss.backward() before each step, and zero_grad() after it.")
-
-    def take_gradients(self, onto: Tree | None, weight: float, *, wide: bool) -> Tree:
-        """The module's gradients times `weight`, added to those in `onto`, in its buffer if it was given. They are then spent."""
-        flat = self._room(wide).zero_() if onto is None else (onto if onto.spare else onto.copy()).give().flat
-        for part, parameter in self._parts(flat):
-            if parameter.grad is not None:
-                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                part.add_(gradient.reshape(-1), alpha=weight)
-                parameter.grad = None
-        return Tree(self.layout, flat)
-
-    def no_gradients(self, *, wide: bool) -> Tree:
-        """Gradients that are all zero."""
-        return Tree(self.layout, self._room(wide).zero_())
-
-    def others(self) -> Iterator[Tensor]:
-        """Parameters that are not trained, to be overwritten where they lie."""
-        for _, parameter in self._module.named_parameters():
-            if not parameter.requires_grad:
-                yield local(parameter)
-
-    def _room(self, wide: bool) -> Tensor:
-        dtype = self.layout.dtype
-        return empty(self.layout.numel, torch.promote_types(dtype, torch.float32) if wide else dtype, self.device)
-
-    def _parts(self, flat: Tensor) -> Iterator[tuple[Tensor, nn.Parameter]]:
-        """Each parameter with its part of a buffer."""
-        for piece, at in zip(self.layout.pieces, self.layout.offsets.values(), strict=True):
-            yield flat[at : at + piece.count], self._parameters[piece.name]
-
-    def _reshard(self) -> None:
-        """After an evaluation the parameters of FSDP2 are whole for a while, and what is written to them then is lost."""
-        for part in self._sharders:
-            part.reshard()
-
-    def _check(self) -> None:
-        self._reshard()
-        now = trainable(self._module)
-        if now.keys() != self._parameters.keys() or any(now[name] is not mine for name, mine in self._parameters.items()):
-            raise ConfigError(
-                "the module's trainable parameters are not those that it entered the block with: some were frozen, unfrozen or "
-                "replaced (as load_state_dict(assign=True) does). Leave the block first, change the module, and enter a new one."
-            )
 
 
 class SlicedWeights:
@@ -149,28 +53,6 @@ class SlicedWeights:
         self._line.call(lambda: self._inside.gather(whole.flat))
         self._whole.write(whole)
         whole.release()
-
-
-def local(parameter: Tensor) -> Tensor:
-    """What this process holds of a parameter."""
-    detached = parameter.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
-
-
-def _piece(name: str, parameter: Tensor) -> Piece:
-    if not parameter.is_floating_point():
-        raise ConfigError(f"{name} is {parameter.dtype}: weights that islands agree on are floating-point. Freeze it.")
-    shape, mine = tuple(parameter.shape), local(parameter)
-    if not isinstance(parameter, DTensor):
-        return Piece(name, shape, parameter.dtype, 0, parameter.numel())
-    if parameter.device_mesh.ndim != 1 or parameter.placements != (Shard(0),):
-        raise ConfigError(
-            f"{name} is placed as {parameter.placements}: atoll knows FSDP2's own way, which cuts the first dimension over one "
-            f'dimension of a mesh. Use fully_shard(model, mesh=mesh["device"]).'
-        )
-    rank, size = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
-    rows = math.ceil(shape[0] / size)
-    return Piece(name, shape, parameter.dtype, min(rank * rows, shape[0]) * math.prod(shape[1:]), mine.numel())
 
 
 def with_digits(now: Tree, loaded: Tree) -> Tree:

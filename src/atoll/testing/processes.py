@@ -57,9 +57,24 @@ class Processes:
         futures = [self._pool.submit(_joined, rank, size, store, function, arguments) for rank in range(size)]
         return [future.result() for future in futures]
 
+    def few(self, size: int) -> Processes:
+        """So many of them, as if there were no others."""
+        return _Few(self, size)
+
     def close(self) -> None:
         self._pool.shutdown()
         self._folder.cleanup()
+
+
+class _Few(Processes):
+    def __init__(self, all_of_them: Processes, size: int) -> None:
+        self._all, self._few = all_of_them, size
+
+    def run(self, function: Callable[..., T], *arguments: Any, size: int | None = None) -> list[T]:
+        return self._all.run(function, *arguments, size=size or self._few)
+
+    def close(self) -> None:
+        """They are not its own."""
 
 
 @contextmanager
