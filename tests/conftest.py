@@ -19,13 +19,25 @@ def _one_thread():
 
 
 @pytest.fixture(scope="session")
-def four():
-    """Four processes. Functions of tests are sent to them by name: there, the tests must be found."""
+def _importable():
+    """Functions of tests are sent to processes by name: there, the tests must be found."""
     root = str(Path(__file__).parents[1])
     sys.path.insert(0, root)
+    yield
+    sys.path.remove(root)
+
+
+@pytest.fixture(scope="session")
+def four(_importable):
     with processes(4) as together:
         yield together
-    sys.path.remove(root)
+
+
+@pytest.fixture
+def fresh_four(_importable):
+    """Four that have done nothing yet: torch keeps meshes of devices in mind, and with them groups that are no more."""
+    with processes(4) as together:
+        yield together
 
 
 @pytest.fixture(scope="session")

@@ -57,11 +57,11 @@ def test_islands_of_two_devices_give_the_simulators_two_levels(four, inside):
 
 
 @pytest.mark.parametrize("inside", [kind(optimizer=RULE) for kind in (DDP, ZeRO1, FSDP)], ids=lambda a: type(a).__name__)
-def test_two_devices_to_an_island_are_one_with_the_double_batch_within_rounding(four, inside):
+def test_two_devices_to_an_island_are_one_with_the_double_batch_within_rounding(fresh_four, inside):
     halves, steps = RegressionBatches(num_shards=4, batch_size=4, shard_examples=32), 6
-    together, *_ = four.run(ran, DiLoCo(inner_steps=3), Regression(hidden=3, batches=halves), steps, None, inside, 2)
+    together, *_ = fresh_four.run(ran, DiLoCo(inner_steps=3), Regression(hidden=3, batches=halves), steps, None, inside, 2)
     doubled = Regression(hidden=3, batches=Doubled(halves))
-    alone, *_ = four.run(ran, DiLoCo(inner_steps=3), doubled, steps, RULE, size=2)
+    alone, *_ = fresh_four.run(ran, DiLoCo(inner_steps=3), doubled, steps, RULE, size=2)
     torch.testing.assert_close(together.params.flat, alone.params.flat, rtol=1e-5, atol=1e-6)
     assert together.finished.sent_bytes_per_island == alone.finished.sent_bytes_per_island
     assert together.finished.tokens == alone.finished.tokens
