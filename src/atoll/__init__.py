@@ -56,14 +56,14 @@ if TYPE_CHECKING:
     from atoll.optim.sgd import Nesterov as Nesterov
     from atoll.optim.stale import DelayCompensation as DelayCompensation
     from atoll.optim.stale import Polynomial as Polynomial
-    from atoll.runs.distributed import resume_on as resume_on
-    from atoll.runs.distributed import run_on as run_on
     from atoll.runs.execute import Result as Result
     from atoll.runs.execute import resume as resume
     from atoll.runs.execute import run as run
     from atoll.runs.export import export as export
     from atoll.runs.export import load_exported as load_exported
     from atoll.runs.place import Dist as Dist
+    from atoll.runs.real import resume_on as resume_on
+    from atoll.runs.real import run_on as run_on
     from atoll.runs.run import Keep as Keep
     from atoll.runs.run import Run as Run
     from atoll.runs.run import Train as Train
@@ -111,8 +111,8 @@ _HOME = {
     "Nesterov": "atoll.optim.sgd",
     "DelayCompensation": "atoll.optim.stale",
     "Polynomial": "atoll.optim.stale",
-    "resume_on": "atoll.runs.distributed",
-    "run_on": "atoll.runs.distributed",
+    "resume_on": "atoll.runs.real",
+    "run_on": "atoll.runs.real",
     "Result": "atoll.runs.execute",
     "resume": "atoll.runs.execute",
     "run": "atoll.runs.execute",

@@ -15,7 +15,7 @@ import pytest
 
 from atoll.cli import main as cli
 from atoll.events import Computed, RoundFinished, RunFinished, RunStarted, Saved
-from atoll.runs.launch import log_of
+from atoll.runs.logs import log_of
 from atoll.telemetry import read_events
 from atoll.tensorfile import load_tree
 

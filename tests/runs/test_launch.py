@@ -6,7 +6,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from atoll.engines.dist.wire import MISSED
-from atoll.runs.launch import last_words, log_of, why
+from atoll.runs.launch import last_words, why
+from atoll.runs.logs import log_of
 
 
 def failure(rank, exitcode, timestamp=100):

@@ -13,9 +13,11 @@ from atoll.engines.dist.world import is_started, rank_given, size_given
 from atoll.errors import ConfigError
 from atoll.protocols import Sink
 from atoll.runs import execute
-from atoll.runs.distributed import Order, create_folder, resume_order, start_here, start_order, take_part
+from atoll.runs.distributed import take_part
 from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.orders import Order, create_folder, resume_order, start_order
 from atoll.runs.place import Dist, ignored, read_place
+from atoll.runs.real import start_here
 from atoll.runs.run import Run
 
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,122 +22,27 @@ from atoll.algorithms.fsdp import FSDP
 from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.engine import DistEngine
 from atoll.engines.dist.fsdp import ShardedModel
-from atoll.engines.dist.world import World, is_started, join, meet
+from atoll.engines.dist.world import World, join, meet
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.local import Loss
 from atoll.engines.masters import initial
-from atoll.errors import AtollError, CheckpointError, ConfigError
+from atoll.errors import CheckpointError, ConfigError
 from atoll.events import Progress, Saved, WarmStartFinished
 from atoll.protocols import Algorithm, Sink, Workload
 from atoll.runs.build import loss_of, replica_of
 from atoll.runs.checkpoint import Checkpoint
-from atoll.runs.execute import Execution, Result, digest_of, is_finished, refuse_impossible, resume
-from atoll.runs.folder import RunFolder, default_path
-from atoll.runs.launch import launch, log_of
-from atoll.runs.place import START_LIMIT_S, Dist, placed, read_place, write_place
-from atoll.runs.plain import from_json, to_json
+from atoll.runs.execute import Execution, Result, digest_of
+from atoll.runs.folder import RunFolder
+from atoll.runs.logs import RankLog, leave_at_once, own_log
+from atoll.runs.orders import Order
+from atoll.runs.place import START_LIMIT_S
+from atoll.runs.plain import to_json
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.sharded_checkpoint import ShardedCheckpoints
 from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
 from atoll.runs.workloads import fingerprint, island_workload, plain_workload
 from atoll.telemetry.fanout import Fanout
 from atoll.tree import Tree
-
-
-@dataclass(frozen=True)
-class Order:
-    """What all processes are to do, as the first rank tells it.
-
-    Attributes:
-        run: the Run, placed on so many processes.
-        place: how.
-        folder: of the run.
-    """
-
-    run: Run
-    place: Dist
-    folder: Path
-
-    def to_text(self) -> str:
-        place = {name: getattr(self.place, name) for name in self.place.__dataclass_fields__}
-        return json.dumps({"run": to_json(self.run), "place": place, "folder": str(self.folder)})
-
-    @staticmethod
-    def from_text(text: str) -> Order:
-        record = json.loads(text)
-        return Order(from_json(record["run"]), Dist(**record["place"]), Path(record["folder"]))
-
-
-def run_on(
-    place: Dist,
-    run: Run,
-    *,
-    out: str | Path | None = None,
-    workload: Workload | None = None,
-    sinks: Sequence[Sink] = (),
-    command: Sequence[str] | None = None,
-) -> Result | None:
-    """Carries out a Run by real processes, in a new folder.
-
-    In a process that torchrun started, this is one of them: the first rank is given the result, the others none. Else the processes
-    are started here, by the command `atoll`, and the result is that of the first.
-
-    Args:
-        place: how many processes, and how.
-        run: what to do; `processes` overrides the number of its islands.
-        out: the folder; by default a new one under runs/.
-        workload: what to train instead of the Run's model and data; under torchrun only.
-        sinks: who else takes the events, on the first rank; under torchrun only.
-        command: how the run was asked for, for the record.
-    """
-    folder = Path(out or default_path(run.recipe, run.seed)).expanduser()
-    command = list(command or sys.argv)
-    if is_started():
-        return take_part(
-            start_order(run, place, folder, command, workload),
-            lambda order: sinks,
-            workload,
-            folder=folder if out else None,
-            start_limit_s=place.start_limit_s,
-        )
-    if workload is not None or sinks:
-        raise ConfigError(
-            "a workload or sinks of your own live in this process, and the processes that are started here would not have them. "
-            "Start this script by torchrun, or leave them out."
-        )
-    start_here(create_folder(run, place, folder, command), place)
-    return resume(folder, command=command)
-
-
-def resume_on(out: str | Path, place: Dist | None = None, *, command: Sequence[str] | None = None) -> Result | None:
-    """Goes on with a run of real processes, by the same number of them or another; see `run_on`."""
-    folder, command = Path(out).expanduser(), list(command or sys.argv)
-    place = place or read_place(folder)
-    if place is None:
-        raise ConfigError(f"{out} is no run of real processes. Use atoll.resume.")
-    if is_started():
-        return take_part(resume_order(folder, place, command), lambda order: (), folder=folder, start_limit_s=place.start_limit_s)
-    if not is_finished(RunFolder.open(folder)):
-        start_here(folder, place)
-    return resume(folder, command=command)
-
-
-def create_folder(run: Run, place: Dist, folder: Path, command: Sequence[str], workload: Workload | None = None) -> Path:
-    """A new folder for this run on so many processes as the place says. What is impossible is refused before it is there."""
-    mine = placed(run, place.processes or run.cluster.devices)
-    refuse_impossible(mine.resolved, workload, Cache())
-    RunFolder.create(folder, to_json(mine), list(command))
-    write_place(folder, place)
-    return folder
-
-
-def start_here(folder: Path, place: Dist, *, quiet: bool = True) -> None:
-    """Have processes on this machine go on with the run in this folder, and wait for them."""
-    mine = from_json(RunFolder.open(folder).run_json)
-    processes = place.processes or mine.cluster.devices
-    placed(mine, processes)
-    write_place(folder, place)
-    launch(processes, ["run", "--resume", str(folder), *(["--quiet"] if quiet else [])], folder)
 
 
 def take_part(
@@ -169,8 +71,8 @@ def take_part(
             told = Order.from_text(store.get("order").decode())
             order = replace(told, folder=folder or told.folder)
     except Exception as error:
-        _leave_at_once(error, None)
-    with _own_log(order.folder, rank):
+        leave_at_once(error)
+    with own_log(order.folder, rank) as log:
         limit = Limit(order.place.limit_s)
         run = order.run.resolved
         torch.set_num_threads(run.cluster.threads_per_island)
@@ -184,52 +86,33 @@ def take_part(
             backend=order.place.backend,
             start_limit_s=order.place.start_limit_s,
         )
-        _say(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
+        log.say(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         with ExitStack() as stack:
             opened = RunFolder(order.folder)
             if world.first:
                 stack.enter_context(opened.lock())
-            result = _Share(order, opened, world, limit, sinks(order) if world.first else (), workload).carry_out()
+            result = _Share(order, opened, world, limit, sinks(order) if world.first else (), workload, log).carry_out()
         world.meet()
         world.close()
         return result
-
-
-def start_order(
-    run: Run, place: Dist, folder: Path, command: Sequence[str], workload: Workload | None = None
-) -> Callable[[int], Order]:
-    """What begins a new run, in a new folder."""
-
-    def prepare(size: int) -> Order:
-        here = replace(place, processes=size)
-        create_folder(run, here, folder, command, workload)
-        return Order(placed(run, size), here, folder)
-
-    return prepare
-
-
-def resume_order(folder: Path, place: Dist, command: Sequence[str]) -> Callable[[int], Order]:
-    """What goes on with a run, perhaps by another number of processes."""
-
-    def prepare(size: int) -> Order:
-        opened = RunFolder.open(folder)
-        opened.resumed(list(command))
-        here = replace(place, processes=size)
-        write_place(folder, here)
-        return Order(placed(from_json(opened.run_json), size), here, folder)
-
-    return prepare
 
 
 class _Share:
     """One process's share of a run."""
 
     def __init__(
-        self, order: Order, folder: RunFolder, world: World, limit: Limit, sinks: Sequence[Sink], workload: Workload | None
+        self,
+        order: Order,
+        folder: RunFolder,
+        world: World,
+        limit: Limit,
+        sinks: Sequence[Sink],
+        workload: Workload | None,
+        log: RankLog,
     ) -> None:
         self._run, self._place = order.run.resolved, order.place
         self._folder, self._world, self._limit = folder, world, limit
-        self._given = workload
+        self._given, self._log = workload, log
         self._books = Execution(order.run, folder, workload, sinks, Cache())
         """The first rank's log and figures; elsewhere it is not used."""
         self._checkpoints = ShardedCheckpoints(folder.checkpoints, self._run.keep.checkpoints, world)
@@ -321,7 +204,7 @@ class _Share:
             if self._world.first:
                 metadata["events_bytes"] = self._books.log_bytes()
             self._checkpoints.save(engine.round, engine.parts(), metadata)
-            _say(f"saved round {engine.round}; an exchange may take {engine.limit_s:g} s")
+            self._log.say(f"saved round {engine.round}; an exchange may take {engine.limit_s:g} s")
 
         return save
 
@@ -367,51 +250,3 @@ def _digest_without_size(run: Run) -> str:
     plain = to_json(run)
     plain["cluster"]["islands"] = None
     return digest_of(plain)
-
-
-# ------------------------------------------------------------------------------------------------------------------- logs
-
-
-def _say(text: str) -> None:
-    """Into this rank's log."""
-    if _LOG:
-        print(f"{time.strftime('%H:%M:%S')} {text}", file=_LOG[0], flush=True)
-
-
-_LOG: list[Any] = []
-"""The log of this process, which has one."""
-
-
-@contextmanager
-def _own_log(folder: Path, rank: int) -> Iterator[None]:
-    """Each rank has a log of its own; the first alone has the console as well. A rank that fails says why and is gone at once:
-    its communication may hang, and must not keep it."""
-    path = log_of(folder, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as log:
-        _LOG.append(log)
-        console = {number: os.dup(number) for number in (1, 2)} if rank != 0 else {}
-        for number in console:
-            os.dup2(log.fileno(), number)
-        try:
-            yield
-        except BaseException as error:
-            _leave_at_once(error, log)
-        finally:
-            _LOG.clear()
-            for number, before in console.items():
-                sys.stdout.flush()
-                os.dup2(before, number)
-                os.close(before)
-
-
-def _leave_at_once(error: BaseException, log: Any) -> None:
-    known = isinstance(error, AtollError)
-    text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {' '.join(str(error).split())}"
-    for file in {id(file): file for file in (log, sys.stderr) if file is not None}.values():
-        if not known and not isinstance(error, KeyboardInterrupt):
-            traceback.print_exception(error, file=file)
-        if file is log or not isinstance(error, KeyboardInterrupt):
-            print(text, file=file, flush=True)
-    sys.stdout.flush()
-    os._exit(130 if isinstance(error, KeyboardInterrupt) else 2 if known else 1)

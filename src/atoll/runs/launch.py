@@ -20,19 +20,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from atoll.engines.dist.wire import MISSED
 from atoll.errors import AtollError
+from atoll.runs.logs import log_of
 
-LOGS = "logs"
 # How long the agent waits for processes that it has asked to end; newer versions of torch can be told.
 _PATIENCE: dict[str, Any] = {"shutdown_timeout": 5} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
 
 
 class ProcessFailed(AtollError):
     """A process of a run has failed, or was killed; the others were stopped."""
-
-
-def log_of(folder: Path, rank: int) -> Path:
-    """What a rank writes down, and all that it prints unless it is the first."""
-    return folder / LOGS / f"rank-{rank}.log"
 
 
 def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:

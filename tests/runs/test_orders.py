@@ -7,10 +7,11 @@ import pytest
 
 from atoll import recipes
 from atoll.errors import AtollError, ConfigError
-from atoll.runs.distributed import Order, create_folder, resume_on, resume_order, run_on, start_here, start_order
 from atoll.runs.folder import RunFolder
+from atoll.runs.orders import Order, create_folder, resume_order, start_order
 from atoll.runs.place import Dist, placed, read_place
 from atoll.runs.plain import from_json
+from atoll.runs.real import resume_on, run_on, start_here
 from atoll.testing.simulate import Recorder
 from atoll.testing.workloads import Regression
 

@@ -1,0 +1,62 @@
+"""What a process of a run writes down for itself: one log per rank, in the run's folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, NoReturn
+
+from atoll.errors import AtollError
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    """What a rank writes down, and all that it prints unless it is the first."""
+    return folder / "logs" / f"rank-{rank}.log"
+
+
+class RankLog:
+    """The log of one rank."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def say(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=self._file, flush=True)
+
+
+@contextmanager
+def own_log(folder: Path, rank: int) -> Iterator[RankLog]:
+    """Each rank has a log of its own; the first alone has the console as well. A rank that fails says why and is gone at once:
+    its communication may hang, and must not keep it."""
+    path = log_of(folder, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        console = {number: os.dup(number) for number in (1, 2)} if rank != 0 else {}
+        for number in console:
+            os.dup2(file.fileno(), number)
+        try:
+            yield RankLog(file)
+        except BaseException as error:
+            leave_at_once(error, file)
+        finally:
+            for number, before in console.items():
+                sys.stdout.flush()
+                os.dup2(before, number)
+                os.close(before)
+
+
+def leave_at_once(error: BaseException, log: IO[str] | None = None) -> NoReturn:
+    """End this process, with the error in its log and on its console."""
+    known, interrupted = isinstance(error, AtollError), isinstance(error, KeyboardInterrupt)
+    text = "interrupted" if interrupted else f"error: {' '.join(str(error).split())}"
+    for file in [file for file in (log, None if interrupted else sys.stderr) if file is not None]:
+        if not (known or interrupted):
+            traceback.print_exception(error, file=file)
+        print(text, file=file, flush=True)
+    sys.stdout.flush()
+    os._exit(130 if interrupted else 2 if known else 1)
