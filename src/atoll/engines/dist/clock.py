@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 FIRST_LIMIT_S = 600.0
 """Before anybody knows how long a round takes: others may still be reading their data, or compiling."""
@@ -27,25 +28,37 @@ class WallClock:
 class Limit:
     """How long this island waits in an exchange before it has failed.
 
-    It is derived: ten times the longest interval between the ends of two exchanges so far, computing and waiting for others
-    included, and never less than a minute; ten minutes before the first. Or it is given.
+    It is derived: ten times the longest interval between the ends of two exchanges, computing and waiting for others included, and
+    never less than a minute; ten minutes before the first is over. The interval that is not over yet counts too: whoever took an
+    hour for a round can expect that others take a while longer. Or the limit is given.
 
-    >>> limit = Limit()
-    >>> limit.limit_s
+    >>> seconds = iter([0.0, 20.0, 25.0, 45.0])
+    >>> limit = Limit(now=lambda: next(seconds))
+    >>> limit.begin()  # after 20 s of computing
     600.0
-    >>> limit.saw(20.0)
-    >>> limit.limit_s
-    200.0
+    >>> limit.end()  # 5 s later
+    >>> limit.begin()
+    250.0
     """
 
-    def __init__(self, given_s: float | None = None) -> None:
-        self._given_s, self._longest_s = given_s, 0.0
+    def __init__(self, given_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._given_s, self._now = given_s, now
+        self._ended_s, self._longest_s = now(), 0.0
+        self.limit_s = FIRST_LIMIT_S if given_s is None else given_s
+        """Of the present exchange, or of the last one."""
 
-    @property
-    def limit_s(self) -> float:
-        if self._given_s is not None:
-            return self._given_s
-        return max(LEAST_LIMIT_S, PATIENCE * self._longest_s) if self._longest_s else FIRST_LIMIT_S
+    def begin(self) -> float:
+        """An exchange begins: how long it may take."""
+        if self._given_s is None:
+            longest_s = max(self._longest_s, self._now() - self._ended_s)
+            self.limit_s = max(LEAST_LIMIT_S if self._longest_s else FIRST_LIMIT_S, PATIENCE * longest_s)
+        return self.limit_s
+
+    def end(self) -> None:
+        """It is over."""
+        if self._given_s is None:
+            now_s = self._now()
+            self._longest_s, self._ended_s = max(self._longest_s, now_s - self._ended_s), now_s
 
     @property
     def why(self) -> str:
@@ -55,7 +68,3 @@ class Limit:
         if not self._longest_s:
             return "before the first exchange; from then on ten times the longest interval between two, and at least 60 s"
         return f"ten times the longest interval between two exchanges ({self._longest_s:.3g} s), and at least {LEAST_LIMIT_S:g} s"
-
-    def saw(self, interval_s: float) -> None:
-        """So long it took from the end of one exchange to the end of the next."""
-        self._longest_s = max(self._longest_s, interval_s)

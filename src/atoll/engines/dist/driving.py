@@ -7,7 +7,9 @@ communication's thread exchange. A flight is driven by that thread alone, after 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -36,21 +38,39 @@ class Line:
 
     def __init__(self, device: str = "cpu") -> None:
         self._cuda = torch.device(device) if device.startswith("cuda") else None
-        self._pool = ThreadPoolExecutor(1, "line", initializer=self._prepare)
+        self._closed = False
+        self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        # A daemon: a process that is to end does not wait for messages that may never come.
+        self._thread = Thread(target=self._work, name="line", daemon=True)
         # A number of threads that one thread sets is also that of threads which come to torch later. Set it back for them.
         threads = torch.get_num_threads()
-        self._pool.submit(torch.get_num_threads).result()  # asking fixes it for the line
+        self._thread.start()
+        self._put(torch.get_num_threads).result()  # asking fixes it for the line
         torch.set_num_threads(threads)
 
-    def _prepare(self) -> None:
+    def _work(self) -> None:
         torch.set_num_threads(1)
         if self._cuda is not None:
             torch.cuda.set_device(self._cuda)
             torch.cuda.set_stream(torch.cuda.Stream(self._cuda))  # type: ignore[no-untyped-call]
+        while (asked := self._asked.get()) is not None:
+            call, future = asked
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+            del call, future, asked  # and the buffers that they hold
+
+    def _put(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._asked.put((call, future))
+        return future
 
     def _submit(self, call: Callable[[], T]) -> Future[T]:
+        if self._closed:
+            raise RuntimeError("the line is closed")
         if self._cuda is None:
-            return self._pool.submit(call)
+            return self._put(call)
         asked = torch.cuda.current_stream(self._cuda).record_event()
 
         def behind() -> T:
@@ -59,7 +79,7 @@ class Line:
             torch.cuda.current_stream().synchronize()
             return result
 
-        return self._pool.submit(behind)
+        return self._put(behind)
 
     def call(self, function: Callable[[], T]) -> T:
         """Have the line do something, and wait for it."""
@@ -89,8 +109,12 @@ class Line:
         return Flight(self._submit(lambda: _fly(coroutine, request)))
 
     def close(self, *, wait: bool = True) -> None:
-        """Take nothing more on, and wait for what is being done. Without waiting, what was asked for before is still done."""
-        self._pool.shutdown(wait=wait, cancel_futures=wait)
+        """Take nothing more on, and wait for what was asked for before. Without waiting it is still done, unless the process ends."""
+        if not self._closed:
+            self._closed = True
+            self._asked.put(None)
+        if wait:
+            self._thread.join()
 
 
 def _fly(coroutine: Coroutine[Any, Any, T], request: Request[Any]) -> T:

@@ -62,8 +62,6 @@ class DistPeers:
     ) -> None:
         self._wire, self._line, self._deal, self._layout = wire, line, deal, layout
         self._clock, self._limit, self._note, self._liken = clock or WallClock(), limit, note, liken
-        self._ended_s: float | None = None
-        """When the last exchange was over."""
         self._here = threading.current_thread()
         self._launching = False
         self._flight: Flight[Any] | None = None
@@ -171,12 +169,11 @@ class DistPeers:
         def timed() -> T:
             before = wire.sent_bytes, wire.control_bytes
             if self._limit is not None:
-                wire.limit_s = self._limit.limit_s
+                wire.limit_s = self._limit.begin()
             outcome = call()
             end_s = self._clock.now_s()
-            if self._limit is not None and self._ended_s is not None:
-                self._limit.saw(end_s - self._ended_s)
-            self._ended_s = end_s
+            if self._limit is not None:
+                self._limit.end()
             sent, control = wire.sent_bytes - before[0], wire.control_bytes - before[1]
             useless = what in _UPDATES and (bool(outcome.unsound) or outcome.weight == 0)
             self._note(Meeting(what, arrived_s, end_s, sent, control, outcome.weight, background, outcome.unsound, useless))
