@@ -1,7 +1,7 @@
 """The weights of a module that stays as it is, read and written as Trees: values are copied in and out.
 
 The module may be a user's own, on any device, and FSDP2 may have cut it over several: then this process reads and writes its own
-rows of each parameter.
+rows of each parameter. Names are those of the module itself, whether it is compiled, wrapped in DDP, or neither.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from atoll.errors import ConfigError
 from atoll.tree import Layout, Piece, Tree, empty, trainable
@@ -25,7 +26,8 @@ class ModuleWeights:
         self._module = module
         self._sharders = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._reshard()
-        self.parameters = trainable(module)
+        self._entered = trainable(module)
+        self.parameters = {_plain_name(module, name): parameter for name, parameter in self._entered.items()}
         if not self.parameters:
             raise ConfigError("this module has no trainable parameters, so there is nothing to agree on. Unfreeze some.")
         devices = {parameter.device for parameter in self.parameters.values()}
@@ -36,6 +38,7 @@ class ModuleWeights:
             )
         self.device = devices.pop()
         self.layout = Layout(tuple(_piece(name, parameter) for name, parameter in self.parameters.items()))
+        self._kinds = [(parameter.dtype, parameter.device) for parameter in self._entered.values()]
 
     @property
     def sharded(self) -> bool:
@@ -77,11 +80,12 @@ class ModuleWeights:
         """Gradients that are all zero."""
         return Tree(self.layout, self._room(wide).zero_())
 
-    def others(self) -> Iterator[Tensor]:
-        """Parameters that are not trained, to be overwritten where they lie."""
-        for _, parameter in self._module.named_parameters():
-            if not parameter.requires_grad:
-                yield local(parameter)
+    def others(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters that are not trained, and buffers, to be overwritten where they lie."""
+        frozen = ((name, parameter) for name, parameter in self._module.named_parameters() if not parameter.requires_grad)
+        for name, tensor in (*frozen, *self._module.named_buffers()):
+            if tensor.layout == torch.strided:
+                yield _plain_name(self._module, name), local(tensor)
 
     def _room(self, wide: bool) -> Tensor:
         dtype = self.layout.dtype
@@ -100,17 +104,34 @@ class ModuleWeights:
     def _check(self) -> None:
         self._reshard()
         now = trainable(self._module)
-        if now.keys() != self.parameters.keys() or any(now[name] is not mine for name, mine in self.parameters.items()):
+        if now.keys() != self._entered.keys() or any(now[name] is not mine for name, mine in self._entered.items()):
             raise ConfigError(
                 "the module's trainable parameters are not those that it entered the block with: some were frozen, unfrozen or "
                 "replaced (as load_state_dict(assign=True) does). Leave the block first, change the module, and enter a new one."
             )
+        for (name, parameter), (dtype, device) in zip(now.items(), self._kinds, strict=True):
+            if (parameter.dtype, parameter.device) != (dtype, device):
+                raise ConfigError(
+                    f"{name} entered the block as {dtype} on {device}, and is {parameter.dtype} on {parameter.device} now. Leave "
+                    f"the block first, move the module, and enter a new one."
+                )
 
 
 def local(parameter: Tensor) -> Tensor:
     """What this process holds of a parameter."""
     detached = parameter.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _plain_name(module: nn.Module, name: str) -> str:
+    """A name without what torch.compile puts into it, and DDP before it.
+
+    >>> _plain_name(nn.Linear(1, 1), "layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    name = ".".join(part for part in name.split(".") if part != "_orig_mod")
+    wrapped = getattr(module, "_orig_mod", module)  # DDP may be compiled, and what it wraps too
+    return name.removeprefix("module.") if isinstance(wrapped, DataParallel | DistributedDataParallel) else name
 
 
 def _piece(name: str, parameter: Tensor) -> Piece:

@@ -150,7 +150,7 @@ class _Share:
         engine, evaluator = self._engine(workload, warm.params, sink)
         if checkpoint is not None:
             self._check_origin(checkpoint)
-            engine.restore(checkpoint.metadata["engine"], self._checkpoints.loader(checkpoint))
+            engine.restore(checkpoint.metadata["engine"], self._checkpoints.loader(checkpoint, engine.parts()))
             sink.emit(Progress(phase="resume", done=engine.steps_taken, total=engine.steps, note=f"from round {checkpoint.round}"))
         return engine, evaluator, warm
 
@@ -163,10 +163,10 @@ class _Share:
                 sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
             world.leave_word("warm", json.dumps([warm.tokens, repr(warm.loss)]))
         else:
-            tokens, loss = json.loads(world.word("warm"))
+            tokens, loss = json.loads(world.word("warm", of=0))
             warm = WarmStart(initial(plain, device_of(run), dtype_of(run)), tokens, float(loss))
         world.leave_word(f"begin/{world.rank}", warm.params.digest())
-        if any(world.word(f"begin/{rank}") != world.word("begin/0") for rank in range(world.size)):
+        if any(world.word(f"begin/{rank}", of=rank) != world.word("begin/0", of=0) for rank in range(world.size)):
             mine = Tree(warm.params.layout, warm.params.flat.cpu().clone())
             world.everybody.hand_out(mine.flat)
             warm = WarmStart(mine.to(warm.params.flat.device), warm.tokens, warm.loss)

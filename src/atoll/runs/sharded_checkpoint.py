@@ -30,16 +30,19 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from atoll.engines.dist.seats import Load, Part
+from atoll.engines.dist.seats import Cut, Load, Part
+from atoll.engines.dist.wire import MISSED
 from atoll.engines.dist.world import World
-from atoll.errors import CheckpointError
+from atoll.errors import CheckpointError, ExchangeFailed
 from atoll.leaves import leaves
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
 from atoll.runs.pack import Packed, pack, unpack
 from atoll.tensorfile import layout_to_json
-from atoll.tree import Tree, shard_range
+from atoll.tree import Tree
 
 _INDEX = ".metadata"
+Lengths = Mapping[str, Mapping[str, int]]
+"""Of tensors, by part and path."""
 
 
 class ShardedCheckpoints:
@@ -54,6 +57,8 @@ class ShardedCheckpoints:
     def __init__(self, folder: Path, keep: int, world: World) -> None:
         self._kept, self._world = Checkpoints(folder, keep), world
         self._lead = self._find_lead(folder)
+        self._apart = any(lead for (lead,) in world.everybody.tell(float(self._lead)))
+        """Whether there are machines that do not see the first rank's files."""
 
     def _find_lead(self, folder: Path) -> int:
         """The lowest rank that sees the same files as this one: it looks after the folder."""
@@ -75,9 +80,7 @@ class ShardedCheckpoints:
     def save(self, round: int, parts: Mapping[str, Part], metadata: Mapping[str, Any]) -> None:
         """Save what all processes hold. `metadata` is the first rank's."""
         packed = {name: pack(part.value) for name, part in parts.items()}
-        told: list[Any] = [None] * self._world.size
-        lengths = {name: {path: tensor.numel() for path, tensor in one.tensors.items()} for name, one in packed.items()}
-        dist.all_gather_object(told, ({name: one.structure for name, one in packed.items()}, lengths, dict(metadata)))
+        told = self._told(({name: one.structure for name, one in packed.items()}, _lengths(packed), dict(metadata)))
         structures = {name: structure for theirs, _, _ in reversed(told) for name, structure in theirs.items()}
         content = {**told[0][2], "structures": structures}
         tensors = self._tensors(parts, packed, [theirs for _, theirs, _ in told])
@@ -90,6 +93,20 @@ class ShardedCheckpoints:
                 self._write(folder, tensors)
                 self._spread_index(folder, round)
         self._world.meet()
+        if self._apart and self._world.first:
+            self._world.forget(f"index/{round}")
+
+    def _told(self, mine: Any) -> list[Any]:
+        """Everybody's, in rank order."""
+        told: list[Any] = [None] * self._world.size
+        try:
+            dist.all_gather_object(told, mine)
+        except RuntimeError as error:
+            raise ExchangeFailed(
+                f"rank {self._world.rank} missed another while all told what their checkpoint holds: {MISSED} for this limit. "
+                f"What was saved before stands. ({error})"
+            ) from error
+        return told
 
     def _tensors(
         self, parts: Mapping[str, Part], packed: Mapping[str, Packed], lengths: Sequence[Mapping[str, Mapping[str, int]]]
@@ -102,8 +119,7 @@ class ShardedCheckpoints:
             for path, tensor in one.tensors.items():
                 written: Any = tensor.detach()
                 if cut is not None and path in sliced:
-                    all_of_them = [lengths[rank][name][path] for rank in self._holders(cut[1])]
-                    written = Slice.of(written, sum(all_of_them[: cut[0]]), sum(all_of_them))
+                    written = Slice.of(written, *self._place(name, path, cut, lengths))
                 found[f"{self._name(name)}/{path}"] = written
         return found
 
@@ -111,14 +127,14 @@ class ShardedCheckpoints:
         """Machines that do not see the first rank's files keep a copy of their own of what is shared."""
         return f"{part}@{self._lead}" if self._lead and part.endswith("shared") else part
 
-    def _holders(self, count: int) -> list[int]:
-        """The ranks that hold so many slices: the devices of this island, or this device of all islands."""
+    def _place(self, name: str, path: str, cut: Cut, lengths: Sequence[Lengths]) -> tuple[int, int]:
+        """Where this process's slice begins, and how long the whole is. Slices need not be equally long: FSDP2 cuts rows."""
         world = self._world
-        if count == 1:
-            return [world.rank]
-        if count == world.devices:
-            return [world.island * world.devices + device for device in range(count)]
-        return [island * world.devices + world.device for island in range(count)]
+        ranks = [world.island * world.devices + number for number in range(cut.count)]
+        if cut.over == "islands":
+            ranks = [number * world.devices + world.device for number in range(cut.count)]
+        all_of_them = [lengths[rank][name][path] for rank in ranks]
+        return sum(all_of_them[: cut.number]), sum(all_of_them)
 
     def _write(self, folder: Path, tensors: dict[str, Any]) -> None:
         try:
@@ -128,18 +144,17 @@ class ShardedCheckpoints:
 
     def _spread_index(self, folder: Path, round: int) -> None:
         """torch has the first rank write the index. Other machines need it too."""
-        if self._world.first:
+        if self._world.first and self._apart:
             self._world.leave_word(f"index/{round}", base64.b64encode((folder / _INDEX).read_bytes()).decode())
-        elif not (folder / _INDEX).exists():
-            (folder / _INDEX).write_bytes(base64.b64decode(self._world.word(f"index/{round}")))
+        elif not self._world.first and not (folder / _INDEX).exists():
+            (folder / _INDEX).write_bytes(base64.b64decode(self._world.word(f"index/{round}", of=0)))
 
     # --------------------------------------------------------------------------------------------------------- reading
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that all machines have; none if there is none."""
         rounds = self._kept.rounds()
-        told: list[Any] = [None] * self._world.size
-        dist.all_gather_object(told, rounds)
+        told = self._told(rounds)
         common = set(told[0]).intersection(*told[1:])
         if not any(told):
             return None
@@ -156,12 +171,13 @@ class ShardedCheckpoints:
         self._world.meet()
         return checkpoint
 
-    def loader(self, checkpoint: Checkpoint) -> Load:
-        """Reads parts of a checkpoint."""
+    def loader(self, checkpoint: Checkpoint, parts: Mapping[str, Part]) -> Load:
+        """Reads parts of a checkpoint. `parts` are such as this process has now: they tell how slices are cut."""
         index = FileSystemReader(str(checkpoint.path)).read_metadata().state_dict_metadata
-        return lambda name, like: self._load(checkpoint, index, name, like)
+        lengths = self._told(_lengths({name: pack(part.value) for name, part in parts.items()}))
+        return lambda name, like: self._load(checkpoint, index, lengths, name, like)
 
-    def _load(self, checkpoint: Checkpoint, index: Mapping[str, Any], name: str, like: Part) -> Any:
+    def _load(self, checkpoint: Checkpoint, index: Mapping[str, Any], lengths: Sequence[Lengths], name: str, like: Part) -> Any:
         if name not in checkpoint.metadata["structures"]:
             return None
         structure = copy.deepcopy(checkpoint.metadata["structures"][name])
@@ -176,10 +192,15 @@ class ShardedCheckpoints:
                 raise CheckpointError(f"{checkpoint.path} lacks the tensor {key!r}. Use an older checkpoint.")
             wanted[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
             if like.cut is not None and node["kind"] == "tree":
-                start, stop = shard_range(entry.size[0], *like.cut)
-                wanted[key] = Slice.of(wanted[key][start:stop].clone(), start, entry.size[0])
-                if path in known:  # cut for so many as there are now
-                    node["pieces"] = layout_to_json(known[path].layout)
+                start, numel = self._place(name, path, like.cut, lengths)
+                if path not in known or numel != entry.size[0]:
+                    raise CheckpointError(
+                        f"{checkpoint.path}: {name}/{path} has {entry.size[0]} numbers, where this run has "
+                        f"{numel if path in known else 'none'}: it is the checkpoint of another run or version."
+                    )
+                mine = torch.empty(known[path].numel, dtype=entry.properties.dtype)
+                wanted[key] = Slice.of(mine, start, numel)
+                node["pieces"] = layout_to_json(known[path].layout)  # cut for so many as there are now
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads what it needs, by itself
@@ -228,6 +249,10 @@ class Slice(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self.flat
+
+
+def _lengths(packed: Mapping[str, Packed]) -> Lengths:
+    return {name: {path: tensor.numel() for path, tensor in one.tensors.items()} for name, one in packed.items()}
 
 
 def _nodes(structure: Any) -> Iterator[dict[str, Any]]:

@@ -42,28 +42,35 @@ class Limit:
     """
 
     def __init__(self, given_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        self._given_s, self._now = given_s, now
+        self.given_s, self._now = given_s, now
         self._ended_s, self._longest_s = now(), 0.0
-        self.limit_s = FIRST_LIMIT_S if given_s is None else given_s
-        """Of the present exchange, or of the last one."""
+
+    @property
+    def limit_s(self) -> float:
+        """As far as is known before the next exchange begins."""
+        if self.given_s is not None:
+            return self.given_s
+        return max(LEAST_LIMIT_S, PATIENCE * self._longest_s) if self._longest_s else FIRST_LIMIT_S
 
     def begin(self) -> float:
         """An exchange begins: how long it may take."""
-        if self._given_s is None:
-            longest_s = max(self._longest_s, self._now() - self._ended_s)
-            self.limit_s = max(LEAST_LIMIT_S if self._longest_s else FIRST_LIMIT_S, PATIENCE * longest_s)
-        return self.limit_s
+        if self.given_s is not None:
+            return self.given_s
+        return max(self.limit_s, PATIENCE * (self._now() - self._ended_s))
 
     def end(self) -> None:
         """It is over."""
-        if self._given_s is None:
-            now_s = self._now()
-            self._longest_s, self._ended_s = max(self._longest_s, now_s - self._ended_s), now_s
+        now_s = self._now()
+        self._longest_s, self._ended_s = max(self._longest_s, now_s - self._ended_s), now_s
+
+    def go_on(self) -> None:
+        """Something came between that is no part of a round, such as a checkpoint: from now on it counts again."""
+        self._ended_s = self._now()
 
     @property
     def why(self) -> str:
         """Where it comes from, in words."""
-        if self._given_s is not None:
+        if self.given_s is not None:
             return "as given"
         if not self._longest_s:
             return "before the first exchange; from then on ten times the longest interval between two, and at least 60 s"

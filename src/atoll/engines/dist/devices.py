@@ -16,7 +16,7 @@ from atoll.engines.dist.diary import Diary
 from atoll.engines.dist.driving import Line
 from atoll.engines.dist.peers import DistPeers
 from atoll.engines.dist.replica import DistReplica
-from atoll.engines.dist.seats import Load, Part, gathered
+from atoll.engines.dist.seats import Cut, Load, Part, gathered
 from atoll.engines.dist.world import World
 from atoll.engines.levels import at_position
 from atoll.engines.local import LocalReplica
@@ -188,7 +188,9 @@ class Together:
         own = {"uncommitted": self._uncommitted, "skipped_in_a_row": self._skipped_in_a_row, "replica": self.replica.state()}
         return {
             f"inside-{self._island}-shared": Part(shared_fields(self._state)),
-            f"inside-{self._island}-sharded": Part(fields_owned(self._state, Owner.SHARDED), (self._wire.rank, self._wire.size)),
+            f"inside-{self._island}-sharded": Part(
+                fields_owned(self._state, Owner.SHARDED), Cut(self._wire.rank, self._wire.size, "devices")
+            ),
             f"device-{self._rank}": Part({**own, "state": fields_owned(self._state, Owner.OWN)}),
         }
 

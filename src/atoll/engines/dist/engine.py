@@ -22,10 +22,11 @@ from atoll.engines.dist.clock import Limit, WallClock
 from atoll.engines.dist.devices import Together
 from atoll.engines.dist.diary import Diary
 from atoll.engines.dist.driving import Line
+from atoll.engines.dist.journal import Journal
 from atoll.engines.dist.fsdp import Fully, ShardedModel
 from atoll.engines.dist.peers import DistPeers
 from atoll.engines.dist.replica import DistReplica
-from atoll.engines.dist.seats import Alone, Load, Part, Seat, check_sliced, gathered
+from atoll.engines.dist.seats import Alone, Cut, Load, Part, Seat, check_sliced, gathered
 from atoll.engines.dist.world import World
 from atoll.engines.local import LocalReplica
 from atoll.engines.states import given, on_device, shared_fields, waiting_tokens, with_shared
@@ -91,10 +92,9 @@ class DistEngine:
         self._evaluate_every, self._save_every = evaluate_every, save_every
         self._layout = params.layout
         self._clerk = Clerk(self.books, world.devices, inside=inside is not None, sink=sink)
+        self._journal = Journal(world, self._clerk)
         self._dealing = Dealing(batches)
         self._diary = Diary()
-        self._unread: list[tuple[int, int, float]] = []
-        """Rounds whose diaries the first rank has not read: their numbers, the steps they led to, and when they were over."""
         self._handed_out = self._read = self._uncommitted = self._skipped_in_a_row = 0
         self._seen_s = time.monotonic()
         sharded = make_sharded is not None and isinstance(inside, FSDP)
@@ -117,7 +117,7 @@ class DistEngine:
         self._load_held()
 
     def _mesh(self, params: Tree) -> DeviceMesh:
-        return self.world.mesh(params.flat.device.type)
+        return self.world.mesh(params.flat.device.type, self._limit.limit_s)
 
     def _seated(self, model: LocalReplica | ShardedModel, inside: Algorithm[Any] | None, params: Tree, pause_s: float) -> Seat:
         readers, shards = self.world.size, len(self._dealing.positions)
@@ -129,13 +129,13 @@ class DistEngine:
         if inside is not None:
             check_sliced(self.algorithm)
         common: dict[str, Any] = {"deal": self._deal, "diary": lambda: self._diary, "clock": self.clock}
+        model.stopped = self._sign_of_life
         if isinstance(model, ShardedModel):
             return Fully(model, self.world, params, pause_s=pause_s, **common)
-        model.stopped = self._sign_of_life
         mine = DistReplica(model, clock=self.clock, note=self._computed, pause_s=pause_s, where=self._where)
         if inside is None:
             return Alone(model, mine, self.world.rank)
-        return Together(inside, model, mine, self.world, self._line, params, limit=self._limit, **common)
+        return Together(inside, model, mine, self.world, self._line, params, limit=Limit(self._limit.given_s), **common)
 
     # -------------------------------------------------------------------------------------------------------- the whole run
 
@@ -218,29 +218,17 @@ class DistEngine:
         before, per_round = self.steps_taken, self.algorithm.steps_per_round
         shared = shared_fields(self._state)
         self.steps_taken = whole_steps(shared["steps"]) if "steps" in shared else before + per_round
-        self.world.leave_word(f"diary/{self.round}/{self.world.rank}", self._diary.to_line())
-        self._unread.append((self.round, self.steps_taken, self.clock.now_s()))
+        self._journal.leave(self._diary, self.round, self.steps_taken, self.clock.now_s())
         self._diary = Diary()
         self.round += 1
-        self._read_diaries(all_of_them=False)
         self._tell_limit()
         if self.over or self._passed(before, self._evaluate_every):
             self._judge()
         if self._save is not None and (self.over or self._passed(before, self._save_every)):
-            self._read_diaries(all_of_them=True)
+            self._journal.enter_all()
             self.check_digests()
             self._save(self)
-
-    def _read_diaries(self, *, all_of_them: bool) -> None:
-        """The first rank enters rounds that are over; the newest only if it must, since not all may have told of it yet."""
-        while len(self._unread) > (0 if all_of_them else 1):
-            number, steps, now_s = self._unread.pop(0)
-            if not self.world.first:
-                continue
-            keys = [f"diary/{number}/{rank}" for rank in range(self.world.size)]
-            self._clerk.enter([Diary.from_line(self.world.word(key)) for key in keys], steps, now_s)
-            for key in keys:
-                self.world.store.delete_key(key)
+            self._limit.go_on()
 
     def _passed(self, before: int, rounds: int) -> bool:
         """Whether the run has just passed a multiple of so many rounds' steps."""
@@ -248,30 +236,21 @@ class DistEngine:
         return self.steps_taken // interval > before // interval
 
     def _judge(self) -> None:
-        """The first rank judges and the others wait: there, and not in their next exchange, whose limit knows nothing of it."""
-        self._read_diaries(all_of_them=True)
-        params, done = self.params(), f"judged/{self.round}"
-        if self.world.first:
+        self._journal.enter_all()
+        params = self.params()
+
+        def judge() -> None:
             metrics = self._evaluate(params, self.buffers())
             self._sink.emit(self.books.evaluated(metrics, self.clock.now_s()))
-            self.world.leave_word(done, "done")
-        else:
-            self.world.word(done)
+
+        self._journal.first_does(self.round, judge)
+        self._limit.go_on()
 
     def check_digests(self) -> None:
         """Islands that agreed hold the same bits."""
         held = self._local().weights.read() if isinstance(self.algorithm, HoldsWeights) else None
         digests = [tree.digest() for tree in ([held] if held is not None else trees(shared_fields(self._state)))]
-        key = f"digests/{self.round}/{self.world.device}"
-        self.world.leave_word(f"{key}/{self.world.island}", " ".join(digests))
-        said = [self.world.word(f"{key}/{island}") for island in range(self.world.size // self.world.devices)]
-        apart = [island for island, word in enumerate(said) if word != said[0]]
-        if apart:
-            raise ExchangeFailed(
-                f"islands {apart} hold other weights than island 0 after round {self.round}, though they agreed on them. Shared "
-                f"fields must be computed from shared fields and from what an exchange returned, and from nothing else; or a "
-                f"machine computes wrongly. What was saved before stands."
-            )
+        self._journal.compare(self.round, digests)
 
     def _local(self) -> LocalReplica:
         """The replica, where it has the whole of the weights."""
@@ -337,8 +316,10 @@ class DistEngine:
         own = {"uncommitted": self._uncommitted, "skipped_in_a_row": self._skipped_in_a_row}
         return {
             f"read-{rank}": Part({"position": position}),
-            "shared": Part(shared_fields(self._state), (world.device, world.devices)),
-            "sharded": Part(fields_owned(self._state, Owner.SHARDED), (world.island, world.size // world.devices)),
+            "shared": Part(shared_fields(self._state), Cut(world.device, world.devices, "devices")),
+            "sharded": Part(
+                fields_owned(self._state, Owner.SHARDED), Cut(world.island, world.size // world.devices, "islands")
+            ),
             f"own-{rank}": Part({**own, "state": fields_owned(self._state, Owner.OWN)}),
             **self._seat.parts(),
         }

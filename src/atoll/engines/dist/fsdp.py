@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,12 +24,13 @@ from atoll.algorithms.fsdp import FSDP
 from atoll.engines.dist.clock import WallClock
 from atoll.engines.dist.diary import Diary, Stretch
 from atoll.engines.dist.seats import Load, Part
+from atoll.engines.dist.wire import MISSED
 from atoll.engines.dist.world import World
 from atoll.engines.flat import copy_buffers
 from atoll.engines.local import Loss, torch_optimizer
 from atoll.engines.modules import ModuleWeights
 from atoll.engines.pieces import to_device
-from atoll.errors import ConfigError, TrainingDiverged
+from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.optim.schedules import at
 from atoll.protocols import Gradient, Replica, Weigh, Work, Workload
 from atoll.tree import Tree, empty
@@ -43,13 +46,24 @@ class ShardedModel:
         device: where this process computes.
         bf16: compute in bfloat16; weights, sums of gradients and moments keep single precision.
         loss: the workload's, perhaps compiled.
+        seed: of this device's random numbers, for modules that draw some (dropout).
     """
 
     def __init__(
-        self, workload: Workload, *, mesh: DeviceMesh, algorithm: FSDP, device: str, bf16: bool = False, loss: Loss | None = None
+        self,
+        workload: Workload,
+        *,
+        mesh: DeviceMesh,
+        algorithm: FSDP,
+        device: str,
+        bf16: bool = False,
+        loss: Loss | None = None,
+        seed: int = 0,
     ) -> None:
-        if algorithm.weigh == "tokens":
-            raise ConfigError("inside=FSDP with weigh=tokens: FSDP2 takes the plain mean over devices. Use weigh=batches, or ZeRO1.")
+        _check(algorithm)
+        self.stopped: Callable[[], bool] = lambda: False
+        """Called before each step, as a replica's."""
+        self._random = torch.Generator().manual_seed(seed).get_state()
         self.module = workload.module().to(device)
         self.device, self.mesh, self.steps_taken = device, mesh, 0
         self._algorithm, self._batches, self._loss = algorithm, workload.batches, loss or workload.loss
@@ -72,6 +86,16 @@ class ShardedModel:
 
     def step(self, deal: Callable[[int], Work], schedule: int) -> tuple[float, int]:
         """One optimizer step, on as many batches as are accumulated: their mean loss, and tokens."""
+        self.stopped()
+        with torch.random.fork_rng(devices=[self.device] if self.device.startswith("cuda") else []), _lost(self.mesh):
+            torch.set_rng_state(self._random)
+            if self.device.startswith("cuda"):  # drawn from the saved state, so that one state serves both generators
+                torch.cuda.manual_seed(int(torch.randint(2**62, ()).item()))
+            stepped = self._step(deal, schedule)
+            self._random = torch.get_rng_state()
+        return stepped
+
+    def _step(self, deal: Callable[[int], Work], schedule: int) -> tuple[float, int]:
         count, losses, tokens = self._algorithm.accumulation, [], 0
         assert isinstance(self.module, FSDPModule)
         for number in range(count):
@@ -95,11 +119,15 @@ class ShardedModel:
     def whole(self, share: Tree) -> Tree:
         """The weights of which all devices hold a share."""
         full: dict[str, Tensor] = {}
+        with _lost(self.mesh):
+            self._put_together(share, full)
+        return Tree.of(full)
+
+    def _put_together(self, share: Tree, full: dict[str, Tensor]) -> None:
         for name, parameter in self.weights.parameters.items():
             mine = share[name].reshape(-1, *parameter.shape[1:]).to(parameter.dtype)
             cut = DTensor.from_local(mine, self.mesh, [Shard(0)], shape=parameter.shape, stride=parameter.stride(), run_check=False)
             full[name] = cut.full_tensor()
-        return Tree.of(full)
 
     def buffers(self) -> dict[str, Tensor]:
         kept = self.module.state_dict().keys()
@@ -111,7 +139,7 @@ class ShardedModel:
         for parameter in (p for group in self._optimizer.param_groups for p in group["params"]):
             kept = self._optimizer.state.get(parameter, {})
             moments.append({name: _mine(value) for name, value in kept.items()})
-        return {"optimizer": moments, "buffers": self.buffers(), "steps": self.steps_taken}
+        return {"optimizer": moments, "random": self._random, "buffers": self.buffers(), "steps": self.steps_taken}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._optimizer.state.clear()
@@ -119,7 +147,7 @@ class ShardedModel:
         for parameter, moments in zip(parameters, state["optimizer"], strict=True):
             if moments:
                 self._optimizer.state[parameter] = {name: _as_before(value, parameter) for name, value in moments.items()}
-        self.steps_taken = state["steps"]
+        self._random, self.steps_taken = state["random"].clone(), state["steps"]
         copy_buffers(self.module, state["buffers"])
 
 
@@ -212,6 +240,31 @@ class Fully:
         state = load(f"device-{self._rank}", Part(None))
         if state is not None:
             self.replica.restore(state)
+
+
+def _check(algorithm: FSDP) -> None:
+    if algorithm.weigh == "tokens":
+        raise ConfigError("inside=FSDP with weigh=tokens: FSDP2 takes the plain mean over devices. Use weigh=batches, or ZeRO1.")
+    if algorithm.wire != "own" or algorithm.sums != "own":
+        raise ConfigError(
+            f"inside=FSDP with wire={algorithm.wire} and sums={algorithm.sums}: FSDP2 has precisions of its own. Leave both at own and "
+            f"use train.precision=bf16, or ZeRO1."
+        )
+
+
+@contextmanager
+def _lost(mesh: DeviceMesh) -> Iterator[None]:
+    """Says in our words that a device was missed in an exchange of FSDP2's own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+            raise
+        ranks = [rank for rank in mesh.mesh.flatten().tolist() if rank != dist.get_rank()]
+        raise ExchangeFailed(
+            f"rank {dist.get_rank()} lost a device of its island, one of ranks {ranks}, in an exchange of FSDP2: {MISSED} for the limit "
+            f"of its group. What was saved before this round stands. ({error})"
+        ) from error
 
 
 def _mine(value: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,16 +16,25 @@ from atoll.protocols import Replica
 from atoll.tree import Layout, Tree, empty, shard_range
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Which slice of how many, one on each of the islands, or on each of the devices of one."""
+
+    number: int
+    count: int
+    over: Literal["islands", "devices"]
+
+
 class Part(NamedTuple):
     """A part of a checkpoint.
 
     Attributes:
         value: what a State may hold.
-        cut: Trees in it are slices: the which of how many. None if they are whole.
+        cut: Trees in it are slices. None if they are whole.
     """
 
     value: Any
-    cut: tuple[int, int] | None = None
+    cut: Cut | None = None
 
 
 Load = Callable[[str, Part], Any]

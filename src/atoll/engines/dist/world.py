@@ -8,18 +8,22 @@ travel between islands; one with the devices of its own island; and one with eve
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.engines.dist.blame import Blame
+from atoll.engines.dist.pulse import SILENT_S, Pulse
 from atoll.engines.dist.wire import Wire
 from atoll.errors import ConfigError, ExchangeFailed
+
+_POLL_S = 0.01  # between two looks for a word
 
 
 
@@ -36,6 +40,8 @@ class World:
         everybody: a wire with all, for the thread that computes.
         islands: a wire with this device's counterparts in all islands, for the line.
         inside: a wire with the devices of this island, for the line; none where they have no algorithm of their own.
+        pulse: this process's signs of life.
+        backend: of the groups that weights travel in.
     """
 
     rank: int
@@ -46,6 +52,8 @@ class World:
     everybody: Wire
     islands: Wire
     inside: Wire | None
+    pulse: Pulse
+    backend: str = "gloo"
 
     @property
     def island(self) -> int:
@@ -64,20 +72,34 @@ class World:
         """For others to read."""
         self.store.set(key, text)
 
-    def word(self, key: str) -> str:
-        """What another left; waits for it."""
+    def word(self, key: str, of: int) -> str:
+        """What a rank left; waits for it, for as long as that rank shows signs of life and is within the limit."""
+        began_s, watch = time.monotonic(), self.pulse.watch(of)
         try:
+            while not self.store.check([key]):
+                waited_s, silent_s = time.monotonic() - began_s, watch.silent_s()
+                if silent_s > SILENT_S or waited_s > self.everybody.limit_s:
+                    gone = f"it has given no sign of life for {silent_s:.0f} s" if silent_s > SILENT_S else "it takes longer than that"
+                    raise ExchangeFailed(
+                        f"rank {self.rank} waited {waited_s:.0f} s for a word of rank {of} ({key}): {gone}. What was saved before this "
+                        f"round stands."
+                    )
+                time.sleep(_POLL_S)
             return self.store.get(key).decode()
         except RuntimeError as error:
             raise ExchangeFailed(
-                f"rank {self.rank} waited {self.everybody.limit_s:g} s for `{key}`, which another process was to leave: it died, or takes "
-                f"longer than this. ({error})"
+                f"rank {self.rank} waited for a word of rank {of} ({key}), and the store is gone that the first rank's machine keeps: "
+                f"that machine, or what was started there, has ended. What was saved before this round stands. ({error})"
             ) from error
+
+    def forget(self, key: str) -> None:
+        """A word that all have read."""
+        self.store.delete_key(key)
 
     def agreed(self, key: str, text: str, what: str) -> None:
         """Check that all processes say the same here."""
         self.leave_word(f"{key}/{self.rank}", text)
-        said = [self.word(f"{key}/{rank}") for rank in range(self.size)]
+        said = [self.word(f"{key}/{rank}", of=rank) for rank in range(self.size)]
         others = [rank for rank, word in enumerate(said) if word != said[0]]
         if others:
             raise ConfigError(f"ranks {others} have {what} that differ from rank 0's. All processes need the same: bring it there.")
@@ -86,12 +108,20 @@ class World:
         """Wait for everybody."""
         self.everybody.tell()
 
-    def mesh(self, kind: str) -> DeviceMesh:
-        """The devices of this island, as torch's own parallelism wants them: cpu or cuda. All processes ask for it together."""
-        shape = (self.size // self.devices, self.devices)
-        return init_device_mesh(kind, shape, mesh_dim_names=("island", "device"))["device"]
+    def mesh(self, kind: str, limit_s: float) -> DeviceMesh:
+        """The devices of this island, as torch's own parallelism wants them: cpu or cuda. All processes ask for it together. What is
+        exchanged there may take so long."""
+        if kind == "cuda" and self.backend != "nccl":
+            raise ConfigError("inside=FSDP on GPUs needs NCCL between the devices of an island. Use --backend nccl, or inside=ZeRO1.")
+        mine: Any = None
+        for first in range(0, self.size, self.devices):
+            ranks = list(range(first, first + self.devices))
+            group = dist.new_group(ranks, backend=self.backend, timeout=timedelta(seconds=limit_s))
+            mine = group if self.rank in ranks else mine
+        return DeviceMesh.from_group(mine, kind, mesh_dim_names=("device",))
 
     def close(self) -> None:
+        self.pulse.close()
         dist.destroy_process_group()
 
 
@@ -144,7 +174,8 @@ def join(
     everybody = _wire([list(range(size))], rank, "gloo", start_limit_s, store)
     assert islands is not None
     assert everybody is not None
-    return World(rank, size, int(os.environ.get("LOCAL_RANK", "0")), devices, store, everybody, islands, within)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return World(rank, size, local_rank, devices, store, everybody, islands, within, Pulse(store, rank), backend)
 
 
 def _wire(groups: list[list[int]], rank: int, backend: str, limit_s: float, store: Store) -> Wire | None:
