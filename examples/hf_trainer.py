@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on islands: one call at the top, and a callback. (Trainer itself needs `pip install accelerate`.)
+"""Hugging Face's Trainer on islands: one call at the top, and a callback. (Needs `pip install "atoll[hf]"`.)
 
     torchrun --nproc-per-node 2 examples/hf_trainer.py
 
@@ -30,8 +30,10 @@ arguments = TrainingArguments(
     disable_tqdm=True,
 )
 callback = IslandsCallback(atoll.DiLoCo(inner_steps=10))
+trainer = Trainer(model, arguments, train_dataset=mine, callbacks=[callback])
 with callback:  # so that the others hear at once if this one fails
-    Trainer(model, arguments, train_dataset=mine, callbacks=[callback]).train()
+    trainer.train()
+trainer.save_model()  # what all agreed on; checkpoints on the way are this island's own
 
 islands = callback.islands
 with torch.no_grad():

@@ -1,9 +1,8 @@
-"""Who is through, who has left, and how long the others wait."""
+"""Who is through, and who has left."""
 
 import pytest
 import torch
 
-from atoll.engines.dist.clock import WallClock
 from atoll.errors import ExchangeFailed
 from atoll.loop.company import GOES_ON, GONE, THROUGH, Company, Lone
 
@@ -22,8 +21,8 @@ class Scripted(Lone):
         self.size -= len(ranks)
 
 
-def company(wire, *, together=True, needs_all=None, limit_given=False):
-    return Company(wire, left=lambda island: True, together=together, needs_all=needs_all, limit_given=limit_given)
+def company(wire, *, together=True, needs_all=None):
+    return Company(wire, left=lambda island: True, together=together, needs_all=needs_all)
 
 
 def test_who_is_through_stays_until_all_are():
@@ -55,18 +54,11 @@ def test_where_nobody_may_be_lost_who_is_gone_is_named_by_its_first_number():
         others.tell(1.0)
 
 
-def test_an_island_that_took_long_to_its_first_exchange_gives_others_ten_times_as_long():
-    others = company(wire := Scripted([[0.0, 0.0, GOES_ON]]))
-    others._began = WallClock()
-    others._began.set(100.0)
-    others.limit_s = 600.0
-    assert wire.limit_s == pytest.approx(1000.0, rel=0.1)
+def test_islands_keep_their_names_when_others_have_left():
+    others = company(Scripted([None, [6.0, 1.0, GOES_ON], [7.0, 1.0, GOES_ON]]))
+    assert others.names([1, 2]) == "island 1, island 2"
     others.tell(1.0)
-    others.limit_s = 60.0
-    assert others.limit_s == 60.0
-    given = company(wire, limit_given=True)
-    given.limit_s = 5.0
-    assert wire.limit_s == 5.0
+    assert others.names([1, 2]) == "island 2, island 3"
 
 
 def test_a_lone_island_adds_up_what_it_has():

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import time
 
 import pytest
@@ -205,3 +206,26 @@ def test_when_the_process_of_an_island_that_raised_is_gone_the_others_find_out_a
     assert (code, nothing) == (7, None)
     assert one == other
     assert one[1] == 2
+
+
+def killed(group, culprit):
+    """One island is killed without a word."""
+    model = WORKLOAD.module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with atoll.islands(model, optimizer, DiLoCo(inner_steps=3), limit_s=LIMIT_S) as islands:
+        for step in range(9):
+            if islands.rank == culprit and step == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("_importable")
+def test_when_an_island_is_killed_without_a_word_the_others_stop_at_once_and_name_it():
+    began = time.perf_counter()
+    (_, failed), (code, _) = outcomes(2, killed, 1)
+    assert code == -signal.SIGKILL
+    assert isinstance(failed, ExchangeFailed)
+    assert "island 1" in str(failed)
+    assert time.perf_counter() - began < LIMIT_S / 2

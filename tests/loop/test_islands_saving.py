@@ -134,7 +134,8 @@ def test_states_that_were_not_saved_together_are_refused(two):
     for said in two.run(refused, sliced, parts, (1, 0)):
         assert "holds a slice. Here is device 0 of 1 in island" in said
     for said in two.run(refused, DDP(optimizer=AdamW()), parts, (0, 1)):
-        assert "checkpoint of another run" in said
+        assert "saved with another model or another algorithm (" in said
+        assert "folder" not in said
 
 
 def test_what_is_no_state_and_what_comes_too_late_is_refused():
@@ -153,3 +154,30 @@ def test_what_is_no_state_and_what_comes_too_late_is_refused():
         islands.load_state_dict(saved)
     with pytest.raises(ConfigError, match=r"entered before\. Make new ones"), islands:
         pass
+
+
+def resumed_without_the_model(stop):
+    """Weights that were agreed on before, and those of a fresh module after a state was loaded."""
+    model = WORKLOAD.module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with atoll.islands(model, optimizer, DiLoCo(inner_steps=3)) as islands:
+        for step in range(stop):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        saved, agreed = islands.state_dict(), islands.weights()
+    model = WORKLOAD.module()
+    islands = atoll.islands(model, torch.optim.SGD(model.parameters(), lr=0.05), DiLoCo(inner_steps=3))
+    islands.load_state_dict(saved)
+    with islands:
+        return Tree.of(agreed), Tree.of(model)
+
+
+def test_between_two_rounds_the_state_has_the_weights_and_in_the_middle_of_one_the_model_must_be_loaded_too():
+    agreed, found = resumed_without_the_model(6)
+    assert found.equal(agreed)
+    assert not found.equal(Tree.of(WORKLOAD.module()))
+    with pytest.raises(
+        CheckpointError, match=r"middle of a round, 1 steps after .* Load the model's state_dict of the same moment"
+    ):
+        resumed_without_the_model(7)

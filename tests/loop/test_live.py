@@ -1,6 +1,8 @@
 """Islands begin alike, or not at all."""
 
-import logging
+import io
+import re
+from contextlib import redirect_stderr
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 import atoll
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.engines.modules import ModuleWeights
 from atoll.errors import ConfigError
+from atoll.loop.places import find_place
 from atoll.optim.sgd import SGD
 
 
@@ -18,6 +22,9 @@ def module(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model[0].requires_grad_(False)
+    model.register_buffer("projection", torch.randn(3, 2).t())
+    model.register_buffer("order", torch.randperm(20))
+    model.register_buffer("mask", torch.rand(20) < 0.5)
     return model
 
 
@@ -33,7 +40,7 @@ def entered(group):
     return begun, model.state_dict(), (size, first)
 
 
-def test_all_islands_take_over_the_first_ones_weights_also_those_that_are_not_trained(two):
+def test_all_islands_take_over_the_first_ones_weights_and_buffers_also_what_is_not_trained(two):
     (begun, after, one), (other_begun, other_after, other) = two.run(entered)
     assert (one, other) == ((2, True), (2, False))
     expected = module(0).state_dict()
@@ -58,7 +65,8 @@ def refused(group):
             atoll.islands(model, torch.optim.SGD(model.parameters()), algorithm).__enter__()
         except ConfigError as error:
             said.append(str(error))
-    wrapped = DistributedDataParallel(nn.Linear(3, 1))
+    wrapped = DistributedDataParallel(plain := nn.Linear(3, 1))
+    assert ModuleWeights(wrapped).layout == ModuleWeights(plain).layout
     try:
         atoll.islands(wrapped, None, DDP(optimizer=SGD(lr=0.1)))
     except ConfigError as error:
@@ -68,17 +76,36 @@ def refused(group):
 
 def test_islands_that_do_not_fit_together_are_refused(two):
     for other_algorithm, other_model, wrapped in two.run(refused):
-        assert "different models, algorithms or ways to finish; here it is DiLoCo(inner_steps=" in other_algorithm
-        assert "different models" in other_model
+        assert re.search(
+            r"island 1 entered with another algorithm or .* Here, on island \d, it is DiLoCo\(inner_steps=\d", other_algorithm
+        )
+        assert re.search(
+            r"island 1 entered with another model, .* it is one of 2 trained tensors with [48] numbers, first weight \([12], 3\)",
+            other_model,
+        )
         assert "DistributedDataParallel over 2 processes, which talk after every step" in wrapped
 
 
-def test_the_time_limit_is_said_once(caplog):
-    model = nn.Linear(2, 1)
-    with caplog.at_level(logging.INFO, "atoll"):
-        for limit_s in (None, 90.0):
-            with atoll.islands(model, torch.optim.SGD(model.parameters()), DiLoCo(inner_steps=2), limit_s=limit_s):
-                pass
-    derived, given = caplog.messages
-    assert "island 0 of 1: an exchange may take 600 s (before the first exchange; from then on ten times" in derived
-    assert "90 s (as given)" in given
+def told(group):
+    """What is written to stderr in blocks with a limit that is derived, and with one that is given."""
+    found = []
+    for limit_s in (None, 90.0):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with redirect_stderr(io.StringIO()) as written, atoll.islands(model, optimizer, DiLoCo(inner_steps=1), limit_s=limit_s):
+            for _ in range(4):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+        found.append(written.getvalue().splitlines())
+    return found, find_place(None, 7.0).between.limit_s
+
+
+def test_the_first_island_says_the_time_limit_and_says_it_again_when_it_has_changed_a_lot(two):
+    ((derived, given), limit_s), (others, _) = two.run(told)
+    assert others == [[], []]
+    first, second = derived
+    assert "an exchange of 2 islands may take 600 s (before the first exchange; from then on ten times" in first
+    assert re.search(r"may take \d+ s \(ten times the longest interval between two exchanges \([\d.e-]+ s\)", second)
+    assert len(given) == 1
+    assert "may take 90 s (as given)" in given[0]
+    assert limit_s == 7.0

@@ -60,6 +60,27 @@ def test_micro_batches_that_a_scaler_skips_do_not_count():
     torch.testing.assert_close(Tree.of(model).flat, Tree.of(expected).flat)
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+def test_what_a_scaler_skips_is_dropped_and_does_not_spoil_what_comes(unscales):
+    """Nobody calls zero_grad(): gradients that stayed would be added to the next ones, and be skipped with them for ever."""
+    model, expected = WORKLOAD.module(), WORKLOAD.module()
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    with atoll.islands(model, None, DDP(optimizer=SGD(lr=0.1))) as islands:
+        for step in range(20):
+            scaler.scale(loss_of(model, step) * (float("inf") if step in (3, 4) else 1.0)).backward()
+            if unscales:
+                scaler.unscale_(islands.optimizer)
+            scaler.step(islands.optimizer)
+            scaler.update()
+    assert (islands.steps, islands.rounds) == (18, 18)
+    assert scaler.get_scale() == 4.0
+    with atoll.islands(expected, None, DDP(optimizer=SGD(lr=0.1))) as islands:
+        for step in sorted(set(range(20)) - {3, 4}):
+            loss_of(expected, step).backward()
+            islands.step()
+    assert Tree.of(model).equal(Tree.of(expected))  # scales are powers of two
+
+
 def test_gradients_that_are_accumulated_are_one_step():
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

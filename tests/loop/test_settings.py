@@ -11,6 +11,20 @@ from atoll.errors import ConfigError
 from atoll.optim.adam import AdamW
 
 
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another, which calls itself one, as accelerate's does."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self, closure=None):
+        self.optimizer.step()
+
+
 def linear():
     model = torch.nn.Linear(2, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -67,3 +81,29 @@ def test_what_belongs_inside_of_the_block_is_refused_outside_of_it():
 def test_sliced_weights_are_not_handed_out_as_if_they_were_whole():
     with atoll.islands(linear()[0], None, ACCO(optimizer=AdamW())) as islands, pytest.raises(ConfigError, match="lie in slices"):
         islands.weights()
+
+
+def test_steps_of_an_optimizer_that_is_wrapped_in_another_count():
+    model, sgd = linear()
+    with atoll.islands(model, optimizer := Wrapped(sgd), DiLoCo(inner_steps=2)) as islands:
+        assert islands.optimizer is optimizer
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert (islands.steps, islands.rounds) == (4, 2)
+    with pytest.raises(ConfigError, match="Wrapped for an optimizer, and counts the steps of a torch optimizer"):
+        atoll.islands(model, Wrapped(None), DiLoCo(inner_steps=2))
+
+
+def test_a_second_block_is_refused_while_one_is_open_and_is_fine_afterwards():
+    model, sgd = linear()
+    other, other_sgd = linear()
+    with pytest.raises(ZeroDivisionError), atoll.islands(model, sgd, DiLoCo(inner_steps=3)):
+        with (
+            pytest.raises(ConfigError, match=r"another block of atoll.islands is open in this process.* one nn.ModuleDict"),
+            atoll.islands(other, other_sgd, DiLoCo(inner_steps=3)),
+        ):
+            pass
+        raise ZeroDivisionError
+    with atoll.islands(other, other_sgd, DiLoCo(inner_steps=3)):
+        pass

@@ -127,6 +127,22 @@ def test_a_module_that_changes_in_the_block_is_noticed():
             weights.read()
 
 
+def test_a_module_that_is_moved_in_the_block_is_noticed():
+    model = nn.Linear(2, 1)
+    weights = ModuleWeights(model)
+    model.bfloat16()
+    with pytest.raises(ConfigError, match=r"weight entered the block as torch.float32 on cpu, and is torch.bfloat16 on cpu now"):
+        weights.read()
+
+
+def test_names_are_the_modules_own_whether_it_is_compiled_or_not():
+    plain, whole, part = Odd(), torch.compile(Odd()), Odd()
+    part.frozen = torch.compile(part.frozen)
+    for model in (whole, part):
+        assert ModuleWeights(model).layout == ModuleWeights(plain).layout
+        assert [name for name, _ in ModuleWeights(model).others()] == [name for name, _ in ModuleWeights(plain).others()]
+
+
 def test_a_module_with_nothing_to_train_is_refused():
     with pytest.raises(ConfigError, match="no trainable parameters"):
         ModuleWeights(nn.Linear(2, 1).requires_grad_(False))

@@ -1,4 +1,4 @@
 """Other people's training loops: callbacks for Hugging Face's Trainer and for Lightning, on top of `atoll.islands`.
 
-`hf` needs the extra `hf` (and accelerate, which Trainer itself asks for), `lightning` the extra `lightning`.
+`hf` needs the extra `hf`, `lightning` the extra `lightning`.
 """

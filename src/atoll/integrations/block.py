@@ -10,6 +10,7 @@ from torch import nn
 
 from atoll.errors import ConfigError
 from atoll.loop.islands import Islands, islands
+from atoll.loop.optimizer import counted
 from atoll.protocols import Algorithm
 
 
@@ -56,9 +57,9 @@ class Block:
                 f"{self._trainer} trains in {processes} processes together, which talk after every step. Call alone() first, and "
                 f"let it have one device: each process is then an island."
             )
-        self.islands = islands(
-            model, optimizer, self._algorithm, limit_s=self._limit_s, finish=self._finish, examples=self._examples
-        )
+        self.close(ConfigError("training began anew before it was over"))
+        steps = counted(optimizer)
+        self.islands = islands(model, steps, self._algorithm, limit_s=self._limit_s, finish=self._finish, examples=self._examples)
         if self._saved is not None:
             self.islands.load_state_dict(self._saved)
             self._saved = None

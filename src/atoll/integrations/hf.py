@@ -7,7 +7,10 @@
     with callback:
         trainer.train()
 
-Start it by torchrun. The `with` tells the others at once if training raises; without it they find out when the process ends.
+    trainer.save_model()
+
+Start it by torchrun. The `with` tells the others at once if training raises; without it they find out when the process ends. After
+training the model is what all agreed on. Checkpoints on the way are for going on, and hold this island's own weights.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ class IslandsCallback(_Callback):  # type: ignore[misc]
             given = self._resume or args.resume_from_checkpoint
             folder = Path(given) if isinstance(given, str | Path) else Path(args.output_dir) / f"checkpoint-{state.global_step}"
             self._block.load(_read(folder))
-        self._block.open(model, _torchs(optimizer), max(args.world_size, args.n_gpu))
+        self._block.open(model, optimizer, max(args.world_size, args.n_gpu))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -99,11 +102,3 @@ def _read(folder: Path) -> Any:
             f"or train from the model's weights alone."
         )
     return torch.load(folder / FILE, map_location="cpu", weights_only=True)
-
-
-def _torchs(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that steps: accelerate wraps it."""
-    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    inner: torch.optim.Optimizer = optimizer
-    return inner

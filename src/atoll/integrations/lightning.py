@@ -4,7 +4,8 @@
     trainer = lightning.Trainer(devices=1, callbacks=[IslandsCallback(atoll.DiLoCo(inner_steps=500))])
     trainer.fit(module, loader_of(rank, size))
 
-Start it by torchrun. Its state is in Lightning's checkpoints: each island keeps its own, so give each a folder of its own.
+Start it by torchrun. Its state is in Lightning's checkpoints: each island keeps its own, so give each a folder of its own. They are
+for going on, and the last is written before the last agreement: after `fit`, `trainer.save_checkpoint` saves what all agreed on.
 """
 
 from __future__ import annotations

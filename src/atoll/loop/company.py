@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from atoll.engines.dist.clock import PATIENCE, WallClock
 from atoll.engines.dist.wire import Wire, add_up
 from atoll.errors import ExchangeFailed
 
@@ -62,18 +61,14 @@ class Company:
         left: whether an island that is missed has left.
         together: islands that are through stay until all are; else each of them leaves.
         needs_all: why no island may be lost; none if the others can go on without it.
-        limit_given: whether the time limit was given, and is not to be stretched.
     """
 
-    def __init__(
-        self, wire: Wire | Lone, *, left: Callable[[int], bool], together: bool, needs_all: str | None, limit_given: bool
-    ) -> None:
+    def __init__(self, wire: Wire | Lone, *, left: Callable[[int], bool], together: bool, needs_all: str | None) -> None:
         self._wire, self._left = wire, left
         self._together, self._needs_all = together, needs_all
         self._islands = list(range(wire.size))
         """Those that are there, by the number that they began with."""
         self._leaving: list[int] = []
-        self._began: WallClock | None = None if limit_given else WallClock()
         self.through = False
         """Whether this island says that it is through."""
         self.over = False
@@ -93,8 +88,7 @@ class Company:
 
     @limit_s.setter
     def limit_s(self, limit_s: float) -> None:
-        # Before the first exchange nobody knows how long a round takes, but this island knows how long its own took.
-        self._wire.limit_s = limit_s if self._began is None else max(limit_s, PATIENCE * self._began.now_s())
+        self._wire.limit_s = limit_s
 
     @property
     def sent_bytes(self) -> int:
@@ -110,7 +104,6 @@ class Company:
         self._leave_out(self._leaving)
         padded = [*numbers, *[0.0] * (_NUMBERS - len(numbers))]
         told = self._wire.tell_those_left(*padded, THROUGH if self.through else GOES_ON, left=self._left)
-        self._began = None
         there = [row for row in told if row is not None and row[-1] != GONE]
         self._lose([rank for rank, row in enumerate(told) if row is None or row[-1] == GONE])
         through = [rank for rank, row in enumerate(there) if row[-1] == THROUGH]
@@ -118,14 +111,19 @@ class Company:
         self._leaving = [] if self._together else [rank for rank in through if rank != self.rank]
         return [row[: len(numbers)] for row in there]
 
+    def names(self, ranks: Sequence[int]) -> str:
+        """What those islands are called, by the number that they began with."""
+        return ", ".join(f"island {self._islands[rank]}" for rank in ranks)
+
     def say_goodbye(self) -> object:
         """Tell whoever tells next that this island is gone. Keep what is returned for as long as they may hear it."""
         return self._wire.post_last_words(*[0.0] * _NUMBERS, GONE)
 
     def _lose(self, ranks: Sequence[int]) -> None:
         if ranks and self._needs_all is not None:
-            who = ", ".join(f"island {self._islands[rank]}" for rank in ranks)
-            raise ExchangeFailed(f"{who} left by an exception, and {self._needs_all}. Mend it, and go on from what was last saved.")
+            raise ExchangeFailed(
+                f"{self.names(ranks)} left by an exception, and {self._needs_all}. Mend it, and go on from what was last saved."
+            )
         self._leave_out(ranks)
 
     def _leave_out(self, ranks: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +59,9 @@ def islands(
             `islands.step()` after each micro-batch's `loss.backward()`.
         algorithm: what the islands do, the same on all of them.
         mesh: where islands have several devices: a DeviceMesh ("island", "device"), with the model wrapped over mesh["device"].
-        limit_s: how long to wait for another island before the exchange has failed. None: ten minutes before the first exchange,
-            then ten times the longest time between two, and at least a minute.
+        limit_s: how long to wait for another island, on entry and in each exchange, before that has failed. None: ten minutes on
+            entry and in the first exchange, then ten times the longest time between two, and at least a minute. The first island
+            says what it is.
         finish: what an island does whose batches are used up. together: it stays, and weighs nothing, until all are through, so
             that all end with the same weights. alone: it leaves after one more exchange, and the others go on without it.
         examples: of this island's data, for DiLoCo(weighting="examples").
@@ -69,6 +71,10 @@ def islands(
             model=model, optimizer=optimizer, algorithm=algorithm, mesh=mesh, limit_s=limit_s, finish=finish, examples=examples
         )
     )
+
+
+_OPEN: WeakSet[Islands] = WeakSet()
+"""Blocks that are open in this process: one at most. Only here can two of them know of each other."""
 
 
 class Islands:
@@ -93,25 +99,39 @@ class Islands:
     def __enter__(self) -> Islands:
         if self._live is not None:
             raise ConfigError("these islands were entered before. Make new ones, and give them the state_dict() of these to go on.")
-        self._live = Live(self._settings, self._own, self._pending)
-        self._open = True
-        if self._settings.optimizer is not None:
-            self._hook = self._settings.optimizer.register_step_post_hook(self._stepped)
+        if _OPEN:
+            raise ConfigError(
+                "another block of atoll.islands is open in this process. In two of them islands with different numbers of batches "
+                "would wait for each other. Leave it first; or put the models into one nn.ModuleDict and one block, and give the "
+                "optimizer that steps last. (A trainer that failed leaves its block open, unless it runs in `with callback:`.)"
+            )
+        _OPEN.add(self)
+        try:
+            counted = self._settings.counted
+            self._hook = None if counted is None else counted.register_step_post_hook(self._stepped)
+            self._live = Live(self._settings, self._own, self._pending)
+            self._open = True
+        except BaseException:
+            self._unhook()
+            _OPEN.discard(self)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         live = self._alive()
         self._open = False
+        self._unhook()
+        try:
+            if kind is not None:
+                live.abandon()
+            else:
+                _finish(live)
+        finally:
+            _OPEN.discard(self)
+
+    def _unhook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
-        if kind is not None:
-            live.abandon()
-            return
-        try:
-            live.finish()
-        except BaseException:
-            live.abandon()
-            raise
 
     # --------------------------------------------------------------------------------------------------------------- training
 
@@ -125,6 +145,8 @@ class Islands:
 
         Args:
             tokens: that the micro-batch has, for algorithms that weigh by them.
+
+        Gradients that are taken are gone: no zero_grad() is needed. With a GradScaler use `scaler.step(islands.optimizer)` instead.
         """
         if self._own is None:
             name = type(self._settings.algorithm).__name__
@@ -202,8 +224,8 @@ class Islands:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave. Call it before the block, on all islands, and load model and optimizer too.
 
-        Or call it in the block, before the first step, and load the model's weights there: on entry all islands took over the first
-        one's.
+        Or call it in the block, before the first step, and load the model's weights there, before this: on entry all islands took
+        over the first one's.
         """
         saved = Saved.from_dict(state)
         if self._open and self.steps != (self._pending.steps if self._pending else 0):
@@ -221,3 +243,11 @@ class Islands:
                 "these islands were not entered yet: use `with atoll.islands(...) as islands`. atoll.join() has rank and size."
             )
         return self._live
+
+
+def _finish(live: Live) -> None:
+    try:
+        live.finish()
+    except BaseException:
+        live.abandon()
+        raise

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.errors import ConfigError
+from atoll.loop.telling import say
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TOLD = {
@@ -51,19 +52,25 @@ class Met(NamedTuple):
 def join(*, limit_s: float = 600.0, threads: int | None = None) -> Joined:
     """Join the other processes by gloo, if torchrun started this one and nobody has joined them yet.
 
-    Without torchrun this process is alone, and nothing is done. On CPUs torch's threads are shared out: two processes that each
-    take all cores wait for each other most of the time.
+    Without torchrun this process is alone, and nothing is done. Where nobody has chosen a number of torch's threads, and the
+    processes of this machine would together take more than its cores, they share these out: processes that each take all of them
+    wait for each other most of the time.
 
     Args:
         limit_s: how long to wait for the others.
-        threads: of torch, in this process; none: the cores over the processes of this machine. Not looked at where there is a GPU.
+        threads: of torch, in this process. None leaves what you chose, by OMP_NUM_THREADS or torch.set_num_threads. (torchrun
+            itself sets OMP_NUM_THREADS=1 if it starts several processes and you did not set it.)
     """
     if limit_s <= 0:
         raise ConfigError(f"limit_s={limit_s}: it is more than 0 seconds. Leave it out for 10 minutes.")
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads={threads}: it is 1 or more. Leave it out to keep what there is.")
+    if threads is not None:
+        torch.set_num_threads(threads)
     if not dist.is_initialized():
         if not all(name in os.environ for name in _NEEDED):
             return Joined(0, 1)
-        _share_cores(threads)
+        _share_cores(chosen=threads is not None)
         dist.init_process_group("gloo", timeout=timedelta(seconds=limit_s))
     return Joined(dist.get_rank(), dist.get_world_size())
 
@@ -73,7 +80,7 @@ def hide() -> Joined:
     if not all(name in os.environ for name in _NEEDED):
         return Joined(0, 1)
     joined = Joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    _share_cores(None)
+    _share_cores()
     for name in [name for name in os.environ if name in _TOLD or name.startswith("TORCHELASTIC_")]:
         os.environ[_HIDDEN + name] = os.environ.pop(name)
     return joined
@@ -101,9 +108,19 @@ def _shown() -> Iterator[None]:
             del os.environ[name]
 
 
-def _share_cores(threads: int | None) -> None:
-    if not torch.cuda.is_available():
-        torch.set_num_threads(threads or max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+def _share_cores(*, chosen: bool = False) -> None:
+    """Where nobody chose a number of threads, and there would be more of them than cores."""
+    cores, processes, threads = _cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.get_num_threads()
+    chosen = chosen or any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    by_default = threads in (cores, cores // 2)  # with and without a core's second thread
+    if chosen or not by_default or threads * processes <= cores or torch.cuda.is_available():
+        return
+    torch.set_num_threads(max(1, cores // processes))
+    if threads > 1 and os.environ["RANK"] == "0":
+        say(
+            f"{processes} processes share {cores} cores: {torch.get_num_threads()} threads of torch each, instead of {threads}. "
+            f"Set OMP_NUM_THREADS, or use atoll.join(threads=...), for another number."
+        )
 
 
 def _cores() -> int:

@@ -48,7 +48,8 @@ class IslandsOptimizer(torch.optim.Optimizer):
     """Takes the gradients of a micro-batch at each `step()`. The islands step together when their algorithm says so.
 
     A learning rate that is set in its `param_groups`, as torch's schedulers do, counts from the next update on, and replaces the
-    rule's own schedule. It has no state to save: `islands.state_dict()` has it.
+    rule's own schedule. It has no state to save: `islands.state_dict()` has it. A GradScaler may step it: gradients that are not
+    finite are then dropped, and the micro-batch does not count. `zero_grad()` after a step is not needed, and does no harm.
 
     Args:
         parameters: of the module.
@@ -58,6 +59,8 @@ class IslandsOptimizer(torch.optim.Optimizer):
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], rule: Any, take: Callable[[], None]) -> None:
         self._rule, self._take, self.dial = rule, take, Dial()
+        # So GradScaler always steps it, as it does torch's fused optimizers: else what it skips would stay, and spoil what comes.
+        self._step_supports_amp_scaling = True
         self._shown = at(rule.lr, 0) if hasattr(rule, "lr") else None
         super().__init__(parameters, {} if self._shown is None else {"lr": self._shown})
 
@@ -73,8 +76,20 @@ class IslandsOptimizer(torch.optim.Optimizer):
                 "islands.optimizer was stepped with a closure, as Lightning's automatic optimization does. It takes gradients that "
                 "are there: call loss.backward(), then step() without one (in Lightning: manual optimization)."
             )
-        self._take()
+        if was_skipped(self):
+            self.zero_grad()
+        else:
+            self._unscale()
+            self._take()
         return None
+
+    def _unscale(self) -> None:
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            inverse = float(scale.double().reciprocal())
+            for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse)
 
     def read_dial(self) -> None:
         """Let a rate that was set from outside count from here on."""
@@ -98,6 +113,14 @@ def dialled(algorithm: Any, dial: Dial) -> Any:
     """The algorithm with a rule whose rate can be set from outside; itself if its rule has none."""
     rule = algorithm.optimizer
     return replace(algorithm, optimizer=Dialled(rule, dial, rule.lr)) if hasattr(rule, "lr") else algorithm
+
+
+def counted(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that really steps, and whose steps can be counted: accelerate wraps it in another."""
+    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    inner: torch.optim.Optimizer = optimizer
+    return inner
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:

@@ -9,6 +9,7 @@ from atoll.engines.dist.driving import Flight
 from atoll.engines.dist.peers import DistPeers
 from atoll.loop.company import Company
 from atoll.loop.replica import LoopReplica
+from atoll.loop.soundness import Soundness
 from atoll.protocols import Mean, Scattered, Work
 from atoll.tree import Tree
 
@@ -23,8 +24,8 @@ class LoopPeers:
     have brought gradients, which are then still to be told of.
     """
 
-    def __init__(self, peers: DistPeers, company: Company, replica: LoopReplica) -> None:
-        self._peers, self._company, self._replica = peers, company, replica
+    def __init__(self, peers: DistPeers, company: Company, replica: LoopReplica, soundness: Soundness) -> None:
+        self._peers, self._company, self._replica, self._soundness = peers, company, replica, soundness
         self.launched = False
         """Whether something was put on its way in this round."""
 
@@ -45,7 +46,11 @@ class LoopPeers:
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
         self._look()
-        return await self._peers.mean(tree, weight * self._replica.share(), compare=compare)
+        share = self._replica.share()
+        # Who exchanges gradients can leave an update out. A delta that is not finite would end in everybody's weights.
+        if self._replica.form == "train" and not await self._soundness.accepts(tree):
+            tree, share = tree.zeros(), 0.0
+        return await self._peers.mean(tree, weight * share, compare=compare)
 
     async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
         self._look()

@@ -19,7 +19,7 @@ from atoll.loop.company import Lone
 from atoll.loop.joining import Met, join, meet_hidden
 
 _MEETING_S = 600.0
-"""How long processes wait for each other when they make a group."""
+"""How long processes wait for each other on entry, unless a limit is given."""
 
 
 class Departures:
@@ -74,12 +74,13 @@ class Place:
                 dist.destroy_process_group(group)
 
 
-def find_place(mesh: DeviceMesh | None) -> Place:
+def find_place(mesh: DeviceMesh | None, limit_s: float | None) -> Place:
     """This process's place. All processes ask together: they make groups of their own, which nobody else talks in."""
-    met = meet_hidden(_MEETING_S)
+    limit_s = _MEETING_S if limit_s is None else limit_s
+    met = meet_hidden(limit_s)
     if met is not None:
-        return _hidden_place(met, mesh)
-    rank, size = join()
+        return _hidden_place(met, mesh, limit_s)
+    rank, size = join(limit_s=limit_s)
     if mesh is None:
         grid = [[rank] for rank in range(size)]
     else:
@@ -89,23 +90,24 @@ def find_place(mesh: DeviceMesh | None) -> Place:
         return Place(between=Lone(), departures=Departures(None, 0))
     island, device = next((i, d) for i, ranks in enumerate(grid) for d, other in enumerate(ranks) if other == rank)
     counterparts = [list(column) for column in zip(*grid, strict=True)]
-    between = _group(counterparts, rank)
-    inside = _group(grid, rank) if len(grid[0]) > 1 else None
+    between = _group(counterparts, rank, limit_s)
+    inside = _group(grid, rank, limit_s) if len(grid[0]) > 1 else None
     store = PrefixStore(f"atoll/{between.group_name}", _get_default_store())
     islands = [f"island {number}" for number in range(len(grid))]
+    devices = [f"device {number} of island {island}" for number in range(len(grid[0]))]
     return Place(
         island=island,
         islands=len(grid),
         device=device,
         devices=len(grid[0]),
-        between=_wire(between, islands, store) if len(grid) > 1 else Lone(),
-        inside=_wire(inside, [f"device {number} of island {island}" for number in range(len(grid[0]))], store) if inside else None,
+        between=_wire(between, islands, store, limit_s) if len(grid) > 1 else Lone(),
+        inside=_wire(inside, devices, store, limit_s) if inside else None,
         departures=Departures(store, island),
         groups=(between, inside) if inside else (between,),
     )
 
 
-def _hidden_place(met: Met, mesh: DeviceMesh | None) -> Place:
+def _hidden_place(met: Met, mesh: DeviceMesh | None, limit_s: float) -> Place:
     """A place among processes that torch.distributed knows nothing of."""
     if mesh is not None:
         raise ConfigError("a mesh needs the processes that alone() has hidden. Use one of them, or the other.")
@@ -113,9 +115,9 @@ def _hidden_place(met: Met, mesh: DeviceMesh | None) -> Place:
         return Place(between=Lone(), departures=Departures(None, 0))
     # Blocks are counted, so that each has names of its own in the store: all islands enter the same.
     store = PrefixStore(f"atoll/block{met.store.add(f'atoll/blocks/{met.rank}', 1)}", met.store)
-    group = dist.ProcessGroupGloo(store, met.rank, met.size, timedelta(seconds=_MEETING_S))
+    group = dist.ProcessGroupGloo(store, met.rank, met.size, timedelta(seconds=limit_s))
     names, blame = [f"island {number}" for number in range(met.size)], Blame(store, met.rank, range(met.size))
-    wire = Wire(group, limit_s=_MEETING_S, blame=blame, names=names)
+    wire = Wire(group, limit_s=limit_s, blame=blame, names=names)
     return Place(island=met.rank, islands=met.size, between=wire, departures=Departures(store, met.rank), groups=(group,))
 
 
@@ -129,13 +131,13 @@ def _check_mesh(mesh: DeviceMesh, size: int) -> None:
         raise ConfigError(f"the mesh has {mesh.size()} processes, and {size} have joined: all of them must be in it.")
 
 
-def _group(groups: Sequence[list[int]], rank: int) -> dist.ProcessGroup:
+def _group(groups: Sequence[list[int]], rank: int, limit_s: float) -> dist.ProcessGroup:
     """The group of these that this rank is in. All processes make all of them, in the same order."""
-    made: list[Any] = [dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=_MEETING_S)) for ranks in groups]
+    made: list[Any] = [dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=limit_s)) for ranks in groups]
     mine: dist.ProcessGroup = next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
     return mine
 
 
-def _wire(group: dist.ProcessGroup, names: Sequence[str], store: Store) -> Wire:
+def _wire(group: dist.ProcessGroup, names: Sequence[str], store: Store, limit_s: float) -> Wire:
     ranks = dist.get_process_group_ranks(group)
-    return Wire(group, limit_s=_MEETING_S, blame=Blame(store, dist.get_rank(), ranks), names=names)
+    return Wire(group, limit_s=limit_s, blame=Blame(store, dist.get_rank(), ranks), names=names)

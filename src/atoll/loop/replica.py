@@ -32,7 +32,7 @@ class LoopReplica:
     """
 
     def __init__(self, module: ModuleWeights, weights: Weights, form: Form) -> None:
-        self._module, self._weights, self._form = module, weights, form
+        self._module, self._weights, self.form = module, weights, form
         self.through = False
         """There will be no more steps."""
         self.taken = 0
@@ -113,8 +113,8 @@ class LoopReplica:
         self.taken = self._asked = 0
 
     def go_on_from(self, taken: int) -> None:
-        """The module's weights are those of a round in which so many steps were taken already."""
-        self._keeps, self._ahead = True, taken
+        """The module's weights are those of a round in which so many steps were taken already; of none, the State has them."""
+        self._keeps, self._ahead = taken > 0, taken
 
     def share(self) -> float:
         """Which part of the steps that were asked for has been taken since the last agreement. Ask once for each of them.
@@ -126,8 +126,8 @@ class LoopReplica:
         return part
 
     def _check(self, form: Form, so: str) -> None:
-        if form != self._form:
-            given = "an optimizer" if self._form == "train" else "no optimizer"
+        if form != self.form:
+            given = "an optimizer" if self.form == "train" else "no optimizer"
             raise ConfigError(f"the algorithm was given {given}, and {so}: see atoll.islands for which of them needs one.")
 
 

@@ -10,6 +10,7 @@ from atoll.leaves import recycle
 from atoll.loop.company import Company
 from atoll.loop.peers import LoopPeers
 from atoll.loop.replica import LoopReplica, Pause
+from atoll.loop.soundness import Soundness
 from atoll.protocols import Algorithm
 
 
@@ -22,6 +23,7 @@ class Rounds:
         peers: the other islands.
         line: the thread that communicates.
         company: says when this island's last exchange is over.
+        soundness: looks at what a round led to.
         between: called between two rounds, with the number of those that changed the weights.
     """
 
@@ -32,10 +34,11 @@ class Rounds:
         peers: LoopPeers,
         line: Line,
         company: Company,
+        soundness: Soundness,
         between: Callable[[int], object],
     ) -> None:
         self._algorithm, self._replica, self._peers = algorithm, replica, peers
-        self._line, self._company, self._between = line, company, between
+        self._line, self._company, self._soundness, self._between = line, company, soundness, between
         self._round: Coroutine[Any, Any, Any] | None = None
         self.state: Any = None
         """As it was when the present round began. It is not given away, so that it can be saved at any time."""
@@ -84,7 +87,9 @@ class Rounds:
             while not isinstance(request := self._round.send(value), Pause):
                 value = request.call() if request.waits else self._line.call(request.call)
         except StopIteration as end:
-            before, self.state, self._round = self.state, end.value, None
+            self._round = None
+            self._soundness.check(end.value)
+            before, self.state = self.state, end.value
             self.number += self.state.params is not before.params
             recycle([before], [self.state, self._replica.loaded])
             return True

@@ -9,9 +9,10 @@ from typing import Any
 from atoll.errors import CheckpointError
 from atoll.protocols import Owner, fields_owned
 from atoll.runs.pack import Packed, unpack
+from atoll.tree import Tree
 
 _KIND = "atoll.islands"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class Saved:
         islands: how many there were.
         device: of the island.
         devices: how many it had.
+        weights: a digest of the module's, where they are not those of the State; else nothing.
         packed: the algorithm's State when the last round was over.
     """
 
@@ -36,6 +38,7 @@ class Saved:
     islands: int
     device: int
     devices: int
+    weights: str
     packed: Packed
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,7 +54,17 @@ class Saved:
                 f"back what it gave, or begin afresh."
             )
         names = ("rounds", "steps", "taken", "island", "islands", "device", "devices")
-        return Saved(**{name: int(given[name]) for name in names}, packed=Packed(given["structure"], dict(given["tensors"])))
+        numbers = {name: int(given[name]) for name in names}
+        return Saved(**numbers, weights=str(given["weights"]), packed=Packed(given["structure"], dict(given["tensors"])))
+
+    def check_module(self, weights: Tree, *, island: int, islands: int, device: int, devices: int) -> None:
+        """That the module has the weights with which this was saved. What another island saved fits none."""
+        mine, theirs = (island, islands, device, devices), (self.island, self.islands, self.device, self.devices)
+        if self.weights and mine == theirs and weights.digest() != self.weights:
+            raise CheckpointError(
+                f"this state was saved in the middle of a round, {self.taken} steps after the last agreement, and the model has "
+                f"other weights than then. Load the model's state_dict of the same moment too, before that of the islands."
+            )
 
 
 def unpack_state(saved: Saved, like: Any, *, island: int, islands: int, device: int, devices: int) -> Any:
@@ -68,4 +81,11 @@ def unpack_state(saved: Saved, like: Any, *, island: int, islands: int, device: 
             f"holds a slice. Here is device {device} of {devices} in island {island} of {islands}: give each process its own, with "
             f"as many processes as then."
         )
-    return unpack(saved.packed, like)
+    try:
+        return unpack(saved.packed, like)
+    except CheckpointError as error:
+        difference, _, _ = str(error).partition(": it is the checkpoint of")
+        raise CheckpointError(
+            f"this state was saved with another model or another algorithm ({difference}). Enter the block with those it was saved "
+            f"with, or begin without it."
+        ) from error

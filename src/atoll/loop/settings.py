@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll.checks import check_types
 from atoll.engines.dist.seats import check_sliced
 from atoll.errors import ConfigError
+from atoll.loop.optimizer import counted
 from atoll.loop.replica import Form
 from atoll.protocols import AsyncAlgorithm, HoldsWeights
 
@@ -55,7 +56,7 @@ class Settings:
 
     def _check_optimizer(self, name: str) -> None:
         if self.form == "train":
-            if not isinstance(self.optimizer, torch.optim.Optimizer):
+            if not isinstance(self.counted, torch.optim.Optimizer) or not hasattr(self.counted, "_optimizer_step_post_hooks"):
                 raise ConfigError(
                     f"{name} was given {type(self.optimizer).__name__} for an optimizer, and counts the steps of a torch optimizer "
                     f"of yours: islands(model, optimizer, {name}(...))."
@@ -83,6 +84,11 @@ class Settings:
                 f"the model is wrapped in DistributedDataParallel over {self.model.process_group.size()} processes, "
                 f"which talk after every step. Give the model itself, or a mesh that says which processes are one island."
             )
+
+    @property
+    def counted(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose steps are counted, without what it may be wrapped in."""
+        return None if self.optimizer is None else counted(self.optimizer)
 
     @property
     def form(self) -> Form:

@@ -13,6 +13,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.engines.sim.world import Cluster
 from atoll.events import Compared, Computed, Evaluated, Exchanged, RoundFinished
 from atoll.optim.adam import AdamW
+from atoll.optim.schedules import Cosine
 from atoll.testing.distributed import ran
 from atoll.testing.simulate import simulate
 from atoll.testing.workloads import Regression, RegressionBatches
@@ -65,6 +66,17 @@ def test_two_devices_to_an_island_are_one_with_the_double_batch_within_rounding(
     torch.testing.assert_close(together.params.flat, alone.params.flat, rtol=1e-5, atol=1e-6)
     assert together.finished.sent_bytes_per_island == alone.finished.sent_bytes_per_island
     assert together.finished.tokens == alone.finished.tokens
+
+
+def test_fsdp2_clips_accumulates_and_follows_the_schedule_as_zero1_does(fresh_four):
+    rule = AdamW(lr=Cosine(lr=0.2, warmup=2, steps=6), betas=(0.5, 0.9))
+    settings = {"optimizer": rule, "accumulation": 2, "clip_norm": 0.3}
+    workload, outer = Regression(hidden=3, batches=RegressionBatches(batch_size=4)), DiLoCo(inner_steps=3)
+    sharded, *_ = fresh_four.run(ran, outer, workload, 6, None, FSDP(**settings), 2)
+    plain, *_ = fresh_four.run(ran, outer, workload, 6, None, ZeRO1(**settings), 2)
+    torch.testing.assert_close(sharded.params.flat, plain.params.flat, rtol=1e-5, atol=1e-6)
+    other, *_ = fresh_four.run(ran, outer, workload, 6, None, ZeRO1(**{**settings, "clip_norm": None}), 2)
+    assert not torch.allclose(sharded.params.flat, other.params.flat, rtol=1e-3), "or clipping is not seen here"
 
 
 @dataclass(frozen=True)

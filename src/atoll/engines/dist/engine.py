@@ -179,8 +179,9 @@ class DistEngine:
         """What the module keeps besides its weights."""
         return self._seat.replica.buffers()
 
-    def close(self) -> None:
-        self._line.close()
+    def close(self, *, wait: bool = True) -> None:
+        """The line takes nothing more on. After a failure it is not waited for: it may hang in an exchange."""
+        self._line.close(wait=wait)
 
     # ------------------------------------------------------------------------------------------------------------- a round
 
