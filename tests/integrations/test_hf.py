@@ -2,16 +2,12 @@
 
 import copy
 import importlib
-import os
-import socket
 import sys
 import warnings
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero1 import ZeRO1
@@ -100,6 +96,18 @@ def test_an_exception_closes_the_block_and_goes_up(tmp_path):
         callback.islands.load_state_dict(callback.islands.state_dict())
 
 
+def test_a_callback_whose_training_was_broken_off_can_begin_again(tmp_path):
+    callback, model = IslandsCallback(ALGORITHM), WORKLOAD.module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    begun = TrainerState(global_step=0), TrainerControl()
+    callback.on_train_begin(arguments(tmp_path), *begun, model=model, optimizer=optimizer)
+    broken_off = callback.islands
+    steps_of_a_trainer(callback, arguments(tmp_path), 0, 3)
+    assert callback.islands is not broken_off
+    assert callback.islands.steps == 3
+    assert not optimizer._optimizer_step_post_hooks
+
+
 def test_without_the_library_the_extra_to_install_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "atoll.integrations.hf")
     monkeypatch.setitem(sys.modules, "transformers.trainer_callback", None)
@@ -110,37 +118,10 @@ def test_without_the_library_the_extra_to_install_is_named(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- the real Trainer
 
 
-@contextmanager
-def by_torchrun(rank, port):
-    """As torchrun starts a process: it is told who it is, and has joined nobody yet."""
-    dist.destroy_process_group()
-    told = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": 2,
-        "LOCAL_WORLD_SIZE": 2,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in {**told, "TORCHELASTIC_RUN_ID": "x"}.items()})
-    try:
-        yield
-    finally:
-        for name in [name for name in os.environ if name.startswith("ATOLL_HIDDEN_")]:
-            del os.environ[name]
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the pool takes down again
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def fitted(group, counts, folder, port, resumes):
+def fitted(group, counts, folder, torchrun, resumes):
     """A tiny GPT-2 in the real Trainer: its weights, and how far it came."""
     warnings.simplefilter("ignore")
-    with by_torchrun(dist.get_rank(), port):
+    with torchrun():
         rank, _ = alone()
         torch.manual_seed(0)
         config = transformers.GPT2Config(
@@ -167,17 +148,17 @@ def fitted(group, counts, folder, port, resumes):
     return Tree.of(model), callback.islands.steps, callback.islands.rounds
 
 
-def test_real_trainers_with_different_data_of_different_length_end_with_the_same_weights(two, tmp_path):
+def test_real_trainers_with_different_data_of_different_length_end_with_the_same_weights(two, torchrun, tmp_path):
     pytest.importorskip("accelerate", reason="Trainer itself needs it")
-    one, other = two.run(fitted, (5, 8), str(tmp_path), free_port(), False)
+    one, other = two.run(fitted, (5, 8), str(tmp_path), torchrun(), False)
     assert one[0].equal(other[0])
     assert (one[1:], other[1:]) == ((5, 3), (8, 3))
 
 
-def test_a_real_trainer_goes_on_from_its_checkpoint(two, tmp_path):
+def test_a_real_trainer_goes_on_from_its_checkpoint(two, torchrun, tmp_path):
     pytest.importorskip("accelerate", reason="Trainer itself needs it")
-    straight = two.run(fitted, (8, 8), str(tmp_path), free_port(), False)
-    resumed = two.run(fitted, (8, 8), str(tmp_path), free_port(), True)
+    straight = two.run(fitted, (8, 8), str(tmp_path), torchrun(), False)
+    resumed = two.run(fitted, (8, 8), str(tmp_path), torchrun(), True)
     assert [found[1:] for found in resumed] == [found[1:] for found in straight]
     for (params, *_), (expected, *_) in zip(resumed, straight, strict=True):
         assert params.equal(expected)

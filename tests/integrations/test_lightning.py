@@ -2,10 +2,8 @@
 
 import importlib
 import os
-import socket
 import sys
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -66,39 +64,12 @@ def trainer(callback, epochs, path=None):
     )
 
 
-@contextmanager
-def by_torchrun(rank, port):
-    """As torchrun starts a process: it is told who it is, and has joined nobody yet."""
-    dist.destroy_process_group()
-    told = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": 2,
-        "LOCAL_WORLD_SIZE": 2,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in {**told, "TORCHELASTIC_RUN_ID": "x"}.items()})
-    try:
-        yield
-    finally:
-        for name in [name for name in os.environ if name.startswith("ATOLL_HIDDEN_")]:
-            del os.environ[name]
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the pool takes down again
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def fitted(group, counts, folder, port, resumes):
+def fitted(group, counts, folder, torchrun, resumes):
     """Two epochs, all in one go or from what was saved after the first. Weights, rounds, steps, and what the trainer could see."""
     warnings.simplefilter("ignore")
-    rank = dist.get_rank()
-    with by_torchrun(rank, port):
+    with torchrun():
         joined = alone()
+        rank = joined.rank
         seen = [name for name in os.environ if name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}]
         module, callback, path = Module(), IslandsCallback(ALGORITHM, limit_s=30.0), f"{folder}/{rank}.ckpt"
         saved = path if resumes else None
@@ -107,8 +78,8 @@ def fitted(group, counts, folder, port, resumes):
     return Tree.of(module), callback.islands.rounds, callback.islands.steps, joined, seen
 
 
-def test_trainers_with_different_data_of_different_length_end_with_the_same_weights(two, tmp_path):
-    one, other = two.run(fitted, (4, 7), str(tmp_path), free_port(), False)
+def test_trainers_with_different_data_of_different_length_end_with_the_same_weights(two, torchrun, tmp_path):
+    one, other = two.run(fitted, (4, 7), str(tmp_path), torchrun(), False)
     assert one[0].equal(other[0])
     assert not one[0].equal(Tree.of(Module()))
     assert (one[1], other[1]) == (5, 5)
@@ -117,9 +88,9 @@ def test_trainers_with_different_data_of_different_length_end_with_the_same_weig
     assert one[4] == other[4] == []
 
 
-def test_a_round_that_lightning_saved_in_its_middle_goes_on_to_the_bit(two, tmp_path):
-    straight = two.run(fitted, (4, 4), str(tmp_path), free_port(), False)
-    resumed = two.run(fitted, (4, 4), str(tmp_path), free_port(), True)
+def test_a_round_that_lightning_saved_in_its_middle_goes_on_to_the_bit(two, torchrun, tmp_path):
+    straight = two.run(fitted, (4, 4), str(tmp_path), torchrun(), False)
+    resumed = two.run(fitted, (4, 4), str(tmp_path), torchrun(), True)
     assert [found[2] for found in resumed] == [8, 8]
     for (params, rounds, *_), (expected, expected_rounds, *_) in zip(resumed, straight, strict=True):
         assert params.equal(expected)
