@@ -1,8 +1,10 @@
-"""Who is to be named when a rank is missed. Those who miss it leave, and would be missed in turn: the first one is meant."""
+"""Who is to be named when a rank is missed, and why it went. Those who miss it leave, and would be missed in turn: the first one is
+meant."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch.distributed.distributed_c10d import Store
 
@@ -33,6 +35,18 @@ class Blame:
         if guilty not in self._ranks:
             return rank, f", which missed rank {guilty}"
         return self._ranks.index(guilty), f" (rank {path[-1]} missed it first)" if len(path) > 1 else ""
+
+    def leave_last_words(self, text: str) -> None:
+        """This process ends, for a reason of its own: those who will miss it can say why."""
+        with suppress(RuntimeError):  # the store may be gone too
+            self._store.set(f"last-words/{self._rank}", text)
+
+    def last_words(self, rank: int) -> str:
+        """What this rank of the group ended with; nothing if it did not say."""
+        key = f"last-words/{self._ranks[rank]}"
+        with suppress(RuntimeError):
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        return ""
 
     def _accused_by(self, rank: int) -> int | None:
         key = f"accused/{rank}"

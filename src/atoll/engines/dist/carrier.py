@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -13,11 +14,25 @@ from torch import Tensor
 
 
 class Missed(Exception):
-    """A rank of the group was not heard, or could not be sent to."""
+    """A rank of the group was not heard, or could not be sent to: it was `late`, or its end is closed."""
 
     def __init__(self, rank: int, doing: str, why: str) -> None:
-        super().__init__(why)
+        super().__init__(first_sentence(why))
         self.rank, self.doing = rank, doing
+        self.late = any(words in why.lower() for words in _LATE)
+
+
+_LATE = ("timed out", "timeout", "did not answer")
+
+
+def first_sentence(text: str) -> str:
+    """What a library says has happened, without where in its source, and without its advice.
+
+    >>> first_sentence("[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:52922: Connection reset by peer. Good luck!")
+    'Read error [127.0.0.1]:52922: Connection reset by peer'
+    """
+    lines = re.sub(r"\[\S+\.\w+:\d+\] ", "", text).strip().splitlines()
+    return lines[0].split(". ")[0].rstrip(".") if lines else ""
 
 
 class Carrier(Protocol):

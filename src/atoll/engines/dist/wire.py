@@ -161,9 +161,12 @@ class Wire:
 
     def hand_out(self, whole: Tensor) -> None:
         """The first rank's buffer, written into everybody's. Counted nowhere: it is no algorithm's."""
+        self._pipeline(self._handing_out(whole))
+
+    def _handing_out(self, whole: Tensor) -> Iterator[Callable[[], None]]:
         for start in range(0, whole.numel(), length := max(1, self._piece_bytes // whole.element_size())):
             piece = whole[start : start + length]
-            self._waiting(self._post(dict.fromkeys(self._others(), piece), {}) if self.rank == 0 else self._post({}, {0: piece}))
+            yield self._post(dict.fromkeys(self._others(), piece), {}) if self.rank == 0 else self._post({}, {0: piece})
 
     # -------------------------------------------------------------------------------------------------------------- pieces
 
@@ -204,9 +207,17 @@ class Wire:
 
     def _failure(self, missed: Missed) -> ExchangeFailed:
         guilty, says = self._blame.accuse(missed.rank) if self._blame else (missed.rank, "")
+        words = self._blame.last_words(guilty) if self._blame else ""
+        within = f" within {self.limit_s:g} s" if missed.late else ""
+        if words:
+            why = f"it has ended, with: {words.rstrip('.')}"
+        elif missed.late:
+            why = f"{MISSED} for this limit"
+        else:
+            why = "it has closed its connection, so it has ended" if guilty == missed.rank else "it has ended"
         return ExchangeFailed(
-            f"{self._names[self._me]} could not {missed.doing} {self._names[guilty]} within {self.limit_s:g} s{says}: {MISSED} "
-            f"for this limit. What was saved before this round stands. ({missed})"
+            f"{self._names[self._me]} could not {missed.doing} {self._names[guilty]}{within}{says}: {why}. What was saved before "
+            f"this round stands. ({missed})"
         )
 
 
