@@ -103,7 +103,7 @@ def finished(tmp_path_factory):
     """A run by two processes of torchrun that nothing happened to, and what was said of it."""
     folder = tmp_path_factory.mktemp("processes") / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["-m", "atoll", "run", "toy-sync", *SETS, "--engine", "dist", "--out", str(folder), "--json"]
+    arguments = ["-m", "atoll", "run", "toy-sync", *SETS, "--engine", "dist", "--out", str(folder), "--json", "--start-limit", "99"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -142,6 +142,8 @@ def test_a_run_leaves_events_figures_and_a_log_of_each_rank(finished):
     assert err.count(f"folder: {folder}") == 1, "one console"
     assert err.count("finished: val loss") == 1
     assert "an exchange may take" in err
+    assert err.count("cluster.link, cluster.step_time_s: ignored") == 1
+    assert err.count("outside of rounds the others are waited for 99 s (--start-limit)") == 1
     for rank in (0, 1):
         assert f"rank {rank} of 2 on" in log_of(folder, rank).read_text()
 
@@ -186,8 +188,9 @@ def caught(folder):
 def test_when_a_rank_is_killed_it_is_named_at_once_and_as_many_processes_or_others_go_on(finished, atoll, tmp_path):
     folder, other = tmp_path / "run", tmp_path / "other"
     before = signal.getsignal(signal.SIGINT), "GLOO_SOCKET_IFNAME" in os.environ
-    with started(*beginning(folder)) as process:
+    with started(*beginning(folder, "--start-limit", 88)) as process:
         pids, began = caught(folder), time.monotonic()
+        busy, *_ = atoll("run", "--resume", folder, "--processes", 3)
         os.kill(pids[1], signal.SIGKILL)
         code, _, err = end_of(process)
     assert code == 2, err
@@ -196,7 +199,9 @@ def test_when_a_rank_is_killed_it_is_named_at_once_and_as_many_processes_or_othe
     assert "Traceback" not in err
     assert time.monotonic() - began < 20
     assert not any(map(is_there, pids))
-    assert f"folder: {folder}\ncluster.link: ignored" in err
+    assert (err.count(f"folder: {folder}\n"), err.count("cluster.link: ignored")) == (1, 1)
+    assert all("waited for 88 s outside of rounds" in log_of(folder, rank).read_text() for rank in (0, 1)), "told to all"
+    assert (busy, json.loads((folder / "engine.json").read_text())["processes"]) == (2, 2), "a folder in use is left as it is"
     shutil.copytree(folder, other)
 
     code, out, err = atoll("run", "--resume", folder, "--pace", 0, "--json", "--quiet")
@@ -258,6 +263,12 @@ def rounds_of(folder):
         (["run", "--engine", "dist"], "no recipe was given"),
         (["run", "toy-sync", *SETS, "--set", "data.shards=1000", "--engine", "dist", "--processes", 2], "shards=1000"),
         (["run", "toy-sync", "--engine", "dist", "--processes", 2, "--limit", -1], "limit_s=-1.0"),
+        (["run", "toy-sync", "--engine", "dist", "--start-limit", 0], "start_limit_s=0.0: it is more than 0"),
+        (["run", "toy-sync", "--start-limit", 9], "--start-limit: for real processes"),
+        (
+            ["run", "toy-sync", "--engine", "dist", "--processes", 2, "--backend", "nccl", "--set", "train.device=cpu"],
+            "backend=nccl carries weights between GPUs",
+        ),
     ],
 )
 def test_what_is_impossible_is_refused_and_leaves_no_folder(atoll, tmp_path, monkeypatch, arguments, says):

@@ -5,9 +5,8 @@ import signal
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from atoll.engines.dist.wire import MISSED
 from atoll.runs.launch import last_words, why
-from atoll.runs.logs import log_of
+from atoll.runs.logs import MISSED_ANOTHER, log_of
 
 
 def failure(rank, exitcode, timestamp=100):
@@ -42,23 +41,31 @@ def test_what_a_rank_said_before_it_was_started_again_are_not_its_last_words(tmp
 
 
 def test_who_was_killed_is_named_and_not_those_who_missed_it(tmp_path):
-    log(tmp_path, 0, f"error: rank 0 could not hear from rank 1 within 60 s: {MISSED} for this limit.")
-    failures = {0: failure(0, 2), 1: failure(1, -signal.SIGKILL), 2: failure(2, -signal.SIGTERM)}
-    assert why(failures, tmp_path).startswith("rank 1 has failed, and the others were stopped: it was killed by SIGKILL.")
+    log(tmp_path, 0, "error: rank 0 could not hear from rank 1 within 60 s.")
+    for code in (MISSED_ANOTHER, 1):  # in our words, or in a library's
+        failures = {0: failure(0, code), 1: failure(1, -signal.SIGKILL, 101), 2: failure(2, -signal.SIGTERM)}
+        assert why(failures, tmp_path).startswith("rank 1 has failed, and the others were stopped: it was killed by SIGKILL.")
+
+
+def test_who_did_not_end_when_it_was_asked_to_and_was_killed_is_not_named(tmp_path):
+    log(tmp_path, 1, "error: the disk is full.")
+    failures = {0: failure(0, -signal.SIGKILL, 105), 1: failure(1, 2, 100), 2: failure(2, -signal.SIGTERM, 105)}
+    assert why(failures, tmp_path).startswith("rank 1 has failed, and the others were stopped: the disk is full.")
 
 
 def test_whose_own_error_it_was_is_named_and_not_those_who_missed_it(tmp_path):
-    log(tmp_path, 0, f"error: rank 0 could not hear from rank 2 within 60 s: {MISSED} for this limit.")
+    log(tmp_path, 0, "error: rank 0 could not hear from rank 2 within 60 s.")
     log(tmp_path, 2, "error: the loss is nan on island 2 in round 1.")
-    text = why({0: failure(0, 2), 1: failure(1, -signal.SIGTERM), 2: failure(2, 2)}, tmp_path)
+    text = why({0: failure(0, MISSED_ANOTHER), 1: failure(1, -signal.SIGTERM), 2: failure(2, 2)}, tmp_path)
     assert "rank 2 has failed" in text
     assert "the loss is nan on island 2 in round 1. " in text
 
 
 def test_of_several_that_missed_somebody_the_first_is_named(tmp_path):
     for rank in (0, 1):
-        log(tmp_path, rank, f"error: rank {rank} could not hear from rank 2 within 3 s: {MISSED} for this limit.")
-    text = why({0: failure(0, 2, 101), 1: failure(1, 2, 100), 2: failure(2, -signal.SIGTERM, 90)}, tmp_path)
+        log(tmp_path, rank, f"error: rank {rank} could not hear from rank 2 within 3 s.")
+    missed = {0: failure(0, MISSED_ANOTHER, 101), 1: failure(1, MISSED_ANOTHER, 100)}
+    text = why({**missed, 2: failure(2, -signal.SIGTERM, 90)}, tmp_path)
     assert "rank 1 has failed" in text
     assert "could not hear from rank 2" in text
 

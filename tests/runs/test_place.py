@@ -8,7 +8,7 @@ import pytest
 from atoll import recipes
 from atoll.engines.sim.world import Away
 from atoll.errors import ConfigError
-from atoll.runs.place import PLACE, Dist, ignored, placed, read_place, write_place
+from atoll.runs.place import PLACE, Dist, check_backend, ignored, own_gpu, pause_s, placed, read_place, write_place
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ from atoll.runs.place import PLACE, Dist, ignored, placed, read_place, write_pla
         ({"pace": -1.0}, "pace=-1.0: it is 0 or more"),
         ({"pace": float("nan")}, "pace=nan"),
         ({"limit_s": 0.0}, "limit_s=0.0: it is more than 0"),
+        ({"start_limit_s": 0.0}, "start_limit_s=0.0: it is more than 0"),
         ({"backend": "mpi"}, "backend.*gloo"),
     ],
 )
@@ -53,6 +54,30 @@ def test_processes_are_devices_where_islands_have_several():
     assert placed(run, 6).shards == 6
     with pytest.raises(ConfigError, match=r"processes=3 .*devices_per_island=2.*multiple"):
         placed(run, 3)
+
+
+def test_a_process_pauses_as_long_as_a_step_takes_on_its_island():
+    two = replace(recipes.demo_two_level().cluster, islands=2, devices_per_island=2, step_time_s=(1.0, 10.0), step_time_spread=0.0)
+    equals = replace(recipes.demo_diloco(), cluster=two)
+    assert [pause_s(equals, Dist(pace=0.5), rank) for rank in range(4)] == [0.5, 0.5, 5.0, 5.0], "devices are islands of one"
+    levels = replace(recipes.demo_two_level(), cluster=two)
+    assert [pause_s(levels, Dist(pace=0.5), island) for island in range(2)] == [0.5, 5.0]
+    assert pause_s(levels, Dist(), 1) == 0.0
+
+
+def test_each_process_has_a_gpu_of_its_own_as_far_as_there_are_some():
+    assert [own_gpu(rank, 4, 4, "nccl") for rank in range(4)] == [0, 1, 2, 3]
+    assert [own_gpu(rank, 3, 2, "gloo") for rank in range(3)] == [0, 1, 0]
+    with pytest.raises(ConfigError, match=r"3 processes .* 2 GPU.*NCCL wants one for each.*backend=gloo"):
+        own_gpu(0, 3, 2, "nccl")
+
+
+def test_nccl_is_refused_where_a_run_computes_on_the_cpu():
+    run = recipes.toy_sync()
+    on_cpu = replace(run, train=replace(run.train, device="cpu"))
+    check_backend(on_cpu, Dist())
+    with pytest.raises(ConfigError, match=r"backend=nccl.*train.device=cpu.*backend=gloo"):
+        check_backend(on_cpu, Dist(backend="nccl"))
 
 
 def test_an_algorithm_with_a_hub_is_refused():

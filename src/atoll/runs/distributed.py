@@ -9,24 +9,28 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from atoll.algorithms.fsdp import FSDP
+from atoll.engines.dist.blame import Blame
 from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.engine import DistEngine
 from atoll.engines.dist.fsdp import ShardedModel
-from atoll.engines.dist.world import World, join, meet
+from atoll.engines.dist.world import World, join
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.local import Loss
 from atoll.engines.masters import initial
-from atoll.errors import CheckpointError, ConfigError
+from atoll.errors import AtollError, CheckpointError, ConfigError, ExchangeFailed
 from atoll.events import Progress, Saved, WarmStartFinished
 from atoll.protocols import Algorithm, Sink, Workload
 from atoll.runs.build import loss_of, replica_of
@@ -34,19 +38,19 @@ from atoll.runs.checkpoint import Checkpoint
 from atoll.runs.execute import Execution, Result, digest_of
 from atoll.runs.folder import RunFolder
 from atoll.runs.logs import RankLog, leave_at_once, own_log
-from atoll.runs.orders import Order
-from atoll.runs.place import START_LIMIT_S
+from atoll.runs.orders import Order, Prepare, come_together, give_order, take_order
+from atoll.runs.place import START_LIMIT_S, check_backend, own_gpu, pause_s
 from atoll.runs.plain import to_json
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.sharded_checkpoint import ShardedCheckpoints
 from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
-from atoll.runs.workloads import fingerprint, island_workload, plain_workload
+from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
 from atoll.telemetry.fanout import Fanout
 from atoll.tree import Tree
 
 
 def take_part(
-    prepare: Callable[[int], Order],
+    prepare: Prepare,
     sinks: Callable[[Order], Sequence[Sink]],
     workload: Workload | None = None,
     *,
@@ -56,68 +60,117 @@ def take_part(
     """Carry out a run as one of the processes that torchrun started.
 
     Args:
-        prepare: asked on the first rank, with the number of processes: what is to be done. It makes or opens the run's folder.
+        prepare: asked on the first rank: what is to be done.
         sinks: who takes the events, on the first rank.
         workload: what to train instead of the Run's model and data.
         folder: where this process's machine keeps its files, if not where the first rank's does.
-        start_limit_s: how long the others are waited for outside of rounds.
+        start_limit_s: how long the others are waited for until the first rank says how long.
     """
-    store, rank, size = meet(start_limit_s)
+    cache, held = Cache(), ExitStack()
     try:
+        store, rank, size = come_together(start_limit_s)
         if rank == 0:
-            order = prepare(size)
-            store.set("order", order.to_text())
+            order = give_order(store, prepare, size, cache, held)
         else:
-            told = Order.from_text(store.get("order").decode())
+            told = take_order(store, rank)
             order = replace(told, folder=folder or told.folder)
     except Exception as error:
         leave_at_once(error)
-    with own_log(order.folder, rank) as log:
+    with own_log(order.folder, rank) as log, held, telling_why(store, rank, size):
+        if order.finished:
+            dist.destroy_process_group()
+            return _reopened(order, workload, cache) if rank == 0 else None
+        device = _take_device(order)
         limit = Limit(order.place.limit_s)
-        run = order.run.resolved
-        torch.set_num_threads(run.cluster.threads_per_island)
-        devices = run.cluster.devices_per_island if run.inside is not None else 1
-        world = join(
-            store,
-            rank,
-            size,
-            devices=devices,
-            inside=run.inside is not None,
-            backend=order.place.backend,
-            start_limit_s=order.place.start_limit_s,
+        torch.set_num_threads(order.run.cluster.threads_per_island)
+        log.say(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s), {device}")
+        log.say(
+            f"others are waited for {order.place.start_limit_s:g} s outside of rounds; an exchange may take {limit.limit_s:g} s "
+            f"({limit.why})"
         )
-        log.say(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
-        with ExitStack() as stack:
-            opened = RunFolder(order.folder)
-            if world.first:
-                stack.enter_context(opened.lock())
-            result = _Share(order, opened, world, limit, sinks(order) if world.first else (), workload, log).carry_out()
+        world = _joined(order, store, rank, size)
+        share = Share(order, world, device, sinks(order) if world.first else (), workload, log, limit=limit, cache=cache)
+        result = share.carry_out()
         world.meet()
         world.close()
         return result
 
 
-class _Share:
-    """One process's share of a run."""
+@contextmanager
+def telling_why(store: Store, rank: int, size: int) -> Iterator[None]:
+    """Who ends for a reason of its own says so where others can read it. Those who miss it then know why it went."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, ExchangeFailed):
+            text = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
+            Blame(store, rank, range(size)).leave_last_words(" ".join(text.split()))
+        raise
+
+
+def _take_device(order: Order) -> str:
+    """Where this process computes. From now on that is what torch calls `cuda` here: nothing may touch a GPU before."""
+    run, device = order.run.resolved, device_of(order.run.resolved)
+    check_backend(run, order.place)
+    if device != "cuda":
+        return device
+    local_rank, processes = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    number = own_gpu(local_rank, processes, torch.cuda.device_count(), order.place.backend)
+    torch.cuda.set_device(number)
+    return f"cuda:{number}"
+
+
+def _joined(order: Order, store: Store, rank: int, size: int) -> World:
+    inside, cluster = order.run.inside is not None, order.run.cluster
+    return join(
+        store,
+        rank,
+        size,
+        devices=cluster.devices_per_island if inside else 1,
+        inside=inside,
+        backend=order.place.backend,
+        start_limit_s=order.place.start_limit_s,
+    )
+
+
+def _reopened(order: Order, workload: Workload | None, cache: Cache) -> Result:
+    """A run that is finished, as it is."""
+    return Execution(order.run, RunFolder(order.folder), workload, (), cache).resume()
+
+
+class Share:
+    """One process's share of a run.
+
+    Args:
+        order: what is to be done.
+        world: this process among all.
+        device: where it computes.
+        sinks: who takes the events, on the first rank.
+        workload: what to train instead of the Run's model and data.
+        log: of this rank.
+        limit: of exchanges.
+        cache: keeps the data that are read.
+    """
 
     def __init__(
         self,
         order: Order,
-        folder: RunFolder,
         world: World,
-        limit: Limit,
+        device: str,
         sinks: Sequence[Sink],
         workload: Workload | None,
         log: RankLog,
+        *,
+        limit: Limit,
+        cache: Cache,
     ) -> None:
-        self._run, self._place = order.run.resolved, order.place
-        self._folder, self._world, self._limit = folder, world, limit
-        self._given, self._log = workload, log
-        self._books = Execution(order.run, folder, workload, sinks, Cache())
+        self._run, self._place, self._folder = order.run.resolved, order.place, RunFolder(order.folder)
+        self._world, self._device, self._limit = world, device, limit
+        self._given, self._log, self._cache = workload, log, cache
+        self._books = Execution(order.run, self._folder, workload, sinks, cache)
         """The first rank's log and figures; elsewhere it is not used."""
-        self._checkpoints = ShardedCheckpoints(folder.checkpoints, self._run.keep.checkpoints, world)
+        self._checkpoints = ShardedCheckpoints(self._folder.checkpoints, self._run.keep.checkpoints, world)
         self._origin: dict[str, str | None] = {}
-        self._cache = Cache()
 
     def carry_out(self) -> Result | None:
         checkpoint = self._checkpoints.newest()
@@ -126,24 +179,25 @@ class _Share:
             if self._world.first:
                 self._books.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
                 sink = stack.enter_context(Fanout(self._books.sinks(checkpoint)))
-            engine, evaluator, warm = self._set_up(sink, checkpoint)
+            engine, evaluator, warm_start_tokens = self._set_up(sink, checkpoint)
             stack.callback(engine.close)
-            finished = engine.run(warm.tokens)
+            finished = engine.run(warm_start_tokens)
             params = engine.params()
-            if not self._world.first:
+            if evaluator is None:
                 return None
-            assert finished is not None
+            assert finished is not None, "the first rank keeps the figures"
             self._books.leave(params, engine.buffers(), finished, checkpoint)
         evaluator.load(params, engine.buffers())
         return self._books.result(evaluator, params)
 
-    def _set_up(self, sink: Sink, checkpoint: Checkpoint | None) -> tuple[DistEngine, Evaluator, WarmStart]:
+    def _set_up(self, sink: Sink, checkpoint: Checkpoint | None) -> tuple[DistEngine, Evaluator | None, int]:
+        """The engine, on the first rank what judges, and the tokens of the warm start, whose weights nobody keeps."""
         run, world = self._run, self._world
         plain = self._given or plain_workload(run, load_data(run, self._cache))
         if world.first and checkpoint is None:
             self._books.keep_what_is_read()
             sink.emit(self._books.started(plain, engine="dist"))
-        warm = self._warm_start(plain, sink, silent=checkpoint is not None)
+        warm = self._warm_start(plain, sink, resuming=checkpoint is not None)
         workload = self._given or island_workload(run, load_data(run, self._cache), warm.params)
         self._origin = {"run": _digest_without_size(run), "data": fingerprint(workload)}
         world.agreed("data", str(self._origin["data"]), "data")
@@ -152,32 +206,39 @@ class _Share:
             self._check_origin(checkpoint)
             engine.restore(checkpoint.metadata["engine"], self._checkpoints.loader(checkpoint, engine.parts()))
             sink.emit(Progress(phase="resume", done=engine.steps_taken, total=engine.steps, note=f"from round {checkpoint.round}"))
-        return engine, evaluator, warm
+        return engine, evaluator, warm.tokens
 
-    def _warm_start(self, plain: Workload, sink: Sink, *, silent: bool) -> WarmStart:
-        """Made by the first rank, and handed out. Weights that need no training are made by everybody, if all come to the same."""
+    def _warm_start(self, plain: Workload, sink: Sink, *, resuming: bool) -> WarmStart:
+        """Made by the first rank, and handed out. A run that goes on has the weights of its checkpoint, and needs those of the warm
+        start only if its data are dealt out by them."""
         run, world, steps = self._run, self._world, self._run.train.warm_start_steps
         if world.first:
             warm = warm_up(run, plain, file=self._folder.warm_start, cache=None, sink=sink)
-            if steps and not silent:
+            if steps and not resuming:
                 sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
             world.leave_word("warm", json.dumps([warm.tokens, repr(warm.loss)]))
         else:
             tokens, loss = json.loads(world.word("warm", of=0))
-            warm = WarmStart(initial(plain, device_of(run), dtype_of(run)), tokens, float(loss))
+            warm = WarmStart(initial(plain, self._device, dtype_of(run)), tokens, float(loss))
+        deals_by_weights = self._given is None and needs_weights(run)
+        return self._handed_out(warm) if deals_by_weights or not resuming else warm
+
+    def _handed_out(self, warm: WarmStart) -> WarmStart:
+        """The first rank's weights. Those that need no training everybody has made, if all came to the same."""
+        world = self._world
         world.leave_word(f"begin/{world.rank}", warm.params.digest())
         if any(world.word(f"begin/{rank}", of=rank) != world.word("begin/0", of=0) for rank in range(world.size)):
             mine = Tree(warm.params.layout, warm.params.flat.cpu().clone())
             world.everybody.hand_out(mine.flat)
-            warm = WarmStart(mine.to(warm.params.flat.device), warm.tokens, warm.loss)
+            self._log.say(f"the first rank's weights were handed out: {mine.flat.nbytes} bytes to each")
+            warm = replace(warm, params=mine.to(warm.params.flat.device))
         return warm
 
-    def _engine(self, workload: Workload, params: Tree, sink: Sink) -> tuple[DistEngine, Evaluator]:
-        run, world = self._run, self._world
-        loss, device = loss_of(run, workload), _device(run, world)
-        evaluator = Evaluator(workload, device, dtype_of(run))
+    def _engine(self, workload: Workload, params: Tree, sink: Sink) -> tuple[DistEngine, Evaluator | None]:
+        run, world, device = self._run, self._world, self._device
+        loss = loss_of(run, workload)
+        evaluator = Evaluator(workload, device, dtype_of(run)) if world.first else None
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
-        pause_s = (self._place.pace or 0.0) * run.cluster.step_time(world.island, run.seed)
         engine = DistEngine(
             algorithm=algorithm,
             world=world,
@@ -185,7 +246,7 @@ class _Share:
             batches=workload.batches,
             make_replica=lambda number: replica_of(run, workload, loss, number, device),
             make_sharded=lambda mesh: _sharded_of(run, workload, loss, mesh, device),
-            evaluate=evaluator,
+            evaluate=evaluator or _judges_nothing,
             sink=sink,
             steps=run.train.steps,
             inside=run.inside,
@@ -193,7 +254,7 @@ class _Share:
             save=self._saver(sink),
             save_every=run.rounds(run.keep.save_every),
             limit=self._limit,
-            pause_s=pause_s,
+            pause_s=pause_s(run, self._place, world.island),
         )
         return engine, evaluator
 
@@ -228,21 +289,15 @@ def _sharded_of(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, devi
     return ShardedModel(workload, mesh=mesh, algorithm=run.inside, device=device, bf16=run.train.precision == "bf16", loss=loss)
 
 
+def _judges_nothing(params: Tree, buffers: Mapping[str, Tensor]) -> Mapping[str, float]:
+    raise AssertionError("the first rank alone judges")
+
+
 class _Silent:
     """Takes events on ranks that report nothing."""
 
     def emit(self, event: Any) -> None:
         pass
-
-
-def _device(run: Run, world: World) -> str:
-    """On a GPU of its own, as far as there are some; else processes share them."""
-    device = device_of(run)
-    if device != "cuda":
-        return device
-    number = world.local_rank % torch.cuda.device_count()
-    torch.cuda.set_device(number)
-    return f"cuda:{number}"
 
 
 def _digest_without_size(run: Run) -> str:

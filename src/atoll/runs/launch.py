@@ -18,12 +18,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from atoll.engines.dist.wire import MISSED
 from atoll.errors import AtollError
-from atoll.runs.logs import log_of
+from atoll.runs.logs import MISSED_ANOTHER, log_of
 
-# How long the agent waits for processes that it has asked to end; newer versions of torch can be told.
-_PATIENCE: dict[str, Any] = {"shutdown_timeout": 5} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
+_PATIENCE_S = 5
+"""So long the agent waits for processes that it has asked to end before it kills them; newer versions of torch can be told."""
+_PATIENCE: dict[str, Any] = {"shutdown_timeout": _PATIENCE_S} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
 
 
 class ProcessFailed(AtollError):
@@ -88,7 +88,8 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 def why(failures: Mapping[int, ProcessFailure], folder: Path) -> str:
     """Which of these failures, by rank, was the first, with its last words; and how the run goes on."""
-    rank = min(failures, key=lambda rank: (_follows(failures[rank], log_of(folder, rank)), failures[rank].timestamp, rank))
+    first_s = min(failure.timestamp for failure in failures.values())
+    rank = min(failures, key=lambda rank: (_follows(failures[rank], first_s), failures[rank].timestamp, rank))
     words = last_words(log_of(folder, rank))
     if failures[rank].exitcode < 0:
         words = f"it was killed by {signal.Signals(-failures[rank].exitcode).name}"
@@ -96,12 +97,13 @@ def why(failures: Mapping[int, ProcessFailure], folder: Path) -> str:
     return f"rank {rank} has failed, and the others were stopped: {words or f'see {log_of(folder, rank)}'}. {stands}"
 
 
-def _follows(failure: ProcessFailure, log: Path) -> int:
-    """How likely a failure is to follow from another one. Those who miss a rank end a moment after it, or in the same moment as far
-    as anybody can tell; who is still there is then stopped by SIGTERM."""
+def _follows(failure: ProcessFailure, first_s: float) -> int:
+    """How likely a failure is to follow from another one, the first of which was at `first_s`. Those who miss a rank end a moment
+    after it, or in the same moment as far as anybody can tell. The agent asks who is still there to end, and then kills it."""
     if failure.exitcode < 0:
-        return 2 if failure.exitcode == -signal.SIGTERM else 0
-    return 1 if MISSED in last_words(log) else 0
+        by_the_agent = failure.exitcode == -signal.SIGTERM or failure.timestamp - first_s >= _PATIENCE_S - 1  # in whole seconds
+        return 3 if by_the_agent else 0
+    return 2 if failure.exitcode == MISSED_ANOTHER else 1
 
 
 def last_words(log: Path) -> str:

@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NoReturn
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, ExchangeFailed
+
+MISSED_ANOTHER = 3
+"""The exit code of a process that ends because another is missing, or is not what it should be."""
 
 
 def log_of(folder: Path, rank: int) -> Path:
@@ -59,4 +62,4 @@ def leave_at_once(error: BaseException, log: IO[str] | None = None) -> NoReturn:
             traceback.print_exception(error, file=file)
         print(text, file=file, flush=True)
     sys.stdout.flush()
-    os._exit(130 if interrupted else 2 if known else 1)
+    os._exit(130 if interrupted else MISSED_ANOTHER if isinstance(error, ExchangeFailed) else 2 if known else 1)

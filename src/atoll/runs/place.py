@@ -12,7 +12,7 @@ from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.protocols import AsyncAlgorithm
 from atoll.runs.folder import write_text
-from atoll.runs.run import Run
+from atoll.runs.run import Run, device_of
 
 PLACE = "engine.json"
 START_LIMIT_S = 3600.0
@@ -62,6 +62,14 @@ def read_place(folder: Path) -> Dist | None:
     return Dist(**record)
 
 
+def place_of(folder: Path) -> Dist:
+    """How this folder's run is carried out by real processes."""
+    place = read_place(folder)
+    if place is None:
+        raise ConfigError(f"{folder} is no run of real processes. Use atoll.resume.")
+    return place
+
+
 def placed(run: Run, processes: int) -> Run:
     """The run on so many processes: with as many islands as they make up, and its data cut as it was."""
     devices = run.cluster.devices_per_island
@@ -77,6 +85,37 @@ def placed(run: Run, processes: int) -> Run:
     # A run that is resumed by another number of processes reads the shards that it began with.
     data = replace(run.data, shards=run.data.shards or processes)
     return replace(run, cluster=replace(run.cluster, islands=processes // devices), data=data)
+
+
+def check_backend(run: Run, place: Dist) -> None:
+    """NCCL knows GPUs alone."""
+    if place.backend == "nccl" and device_of(run) != "cuda":
+        raise ConfigError(
+            f"backend=nccl carries weights between GPUs, and with train.device={run.train.device} this run computes on the CPU "
+            f"here. Use backend=gloo, or train.device=cuda."
+        )
+
+
+def own_gpu(local_rank: int, processes: int, gpus: int, backend: str) -> int:
+    """Which GPU of its machine a process computes on: one of its own as far as there are some; else they share them.
+
+    Args:
+        local_rank: of the process, among those of its machine.
+        processes: of this run on its machine.
+        gpus: that the machine has.
+        backend: what carries weights.
+    """
+    if backend == "nccl" and processes > gpus:
+        raise ConfigError(
+            f"{processes} processes on a machine with {gpus} GPU(s): NCCL wants one for each of them. Use backend=gloo, which lets "
+            f"them share, or start {gpus} there."
+        )
+    return local_rank % gpus
+
+
+def pause_s(run: Run, place: Dist, island: int) -> float:
+    """How long a process of this island sleeps for each batch. Where devices have no algorithm of their own, each is an island."""
+    return (place.pace or 0.0) * run.world.step_time(island, run.seed)
 
 
 def ignored(run: Run, place: Dist) -> str:

@@ -13,8 +13,8 @@ from atoll.runs.distributed import take_part
 from atoll.runs.execute import Result, is_finished, resume
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.launch import launch
-from atoll.runs.orders import create_folder, resume_order, start_order
-from atoll.runs.place import Dist, placed, read_place, write_place
+from atoll.runs.orders import check_same_workload, create_folder, resume_order, start_order
+from atoll.runs.place import Dist, check_backend, place_of, placed, read_place, write_place
 from atoll.runs.plain import from_json
 from atoll.runs.run import Run
 
@@ -51,32 +51,60 @@ def run_on(
             folder=folder if out else None,
             start_limit_s=place.start_limit_s,
         )
+    _refuse_own(workload, sinks)
+    start_here(create_folder(run, place, folder, command), place)
+    return resume(folder, command=command)
+
+
+def resume_on(
+    out: str | Path,
+    place: Dist | None = None,
+    *,
+    workload: Workload | None = None,
+    sinks: Sequence[Sink] = (),
+    command: Sequence[str] | None = None,
+) -> Result | None:
+    """Goes on with a run of real processes, by the same number of them or another; see `run_on`.
+
+    Args:
+        out: the run's folder.
+        place: how many processes, and how; by default as before.
+        workload: as it was given to `run_on`, if one was; under torchrun only, unless the run is finished.
+        sinks: who else takes the events, on the first rank; under torchrun only.
+        command: how the run was asked for, for the record.
+    """
+    folder, command = Path(out).expanduser(), list(command or sys.argv)
+    if is_started():  # the first rank alone need have the folder
+        known = place or read_place(folder) or Dist()
+        return take_part(
+            resume_order(folder, place, command, workload),
+            lambda order: sinks,
+            workload,
+            folder=folder,
+            start_limit_s=known.start_limit_s,
+        )
+    place = place or place_of(folder)
+    if not is_finished(RunFolder.open(folder)):
+        _refuse_own(workload, sinks)
+        start_here(folder, place)
+    return resume(folder, workload=workload, command=command)
+
+
+def _refuse_own(workload: Workload | None, sinks: Sequence[Sink]) -> None:
     if workload is not None or sinks:
         raise ConfigError(
             "a workload or sinks of your own live in this process, and the processes that are started here would not have them. "
             "Start this script by torchrun, or leave them out."
         )
-    start_here(create_folder(run, place, folder, command), place)
-    return resume(folder, command=command)
-
-
-def resume_on(out: str | Path, place: Dist | None = None, *, command: Sequence[str] | None = None) -> Result | None:
-    """Goes on with a run of real processes, by the same number of them or another; see `run_on`."""
-    folder, command = Path(out).expanduser(), list(command or sys.argv)
-    place = place or read_place(folder)
-    if place is None:
-        raise ConfigError(f"{out} is no run of real processes. Use atoll.resume.")
-    if is_started():
-        return take_part(resume_order(folder, place, command), lambda order: (), folder=folder, start_limit_s=place.start_limit_s)
-    if not is_finished(RunFolder.open(folder)):
-        start_here(folder, place)
-    return resume(folder, command=command)
 
 
 def start_here(folder: Path, place: Dist, *, quiet: bool = True) -> None:
     """Have processes on this machine go on with the run in this folder, and wait for them."""
-    mine = from_json(RunFolder.open(folder).run_json)
+    opened = RunFolder.open(folder)
+    check_same_workload(opened, None)
+    mine = from_json(opened.run_json)
     processes = place.processes or mine.cluster.devices
-    placed(mine, processes)
-    write_place(folder, place)
+    check_backend(placed(mine, processes).resolved, place)
+    with opened.lock():  # a folder in use keeps the place that it is used with
+        write_place(folder, place)
     launch(processes, ["run", "--resume", str(folder), *(["--quiet"] if quiet else [])], folder)
