@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 from atoll.engines.dist.blame import Blame
 from atoll.engines.dist.carrier import Missed
 from atoll.errors import ConfigError, ExchangeFailed
-from atoll.runs.distributed import telling_why
+from atoll.runs.logs import telling_why
 from atoll.testing.distributed import world_of
 from atoll.testing.processes import cut_off, outcomes
 

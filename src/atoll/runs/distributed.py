@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from atoll.algorithms.fsdp import FSDP
-from atoll.engines.dist.blame import Blame
 from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.engine import DistEngine
 from atoll.engines.dist.fsdp import ShardedModel
@@ -30,14 +29,14 @@ from atoll.engines.dist.world import World, join
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.local import Loss
 from atoll.engines.masters import initial
-from atoll.errors import AtollError, CheckpointError, ConfigError, ExchangeFailed
+from atoll.errors import CheckpointError, ConfigError
 from atoll.events import Progress, Saved, WarmStartFinished
 from atoll.protocols import Algorithm, Sink, Workload
 from atoll.runs.build import loss_of, replica_of
 from atoll.runs.checkpoint import Checkpoint
 from atoll.runs.execute import Execution, Result, digest_of
 from atoll.runs.folder import RunFolder
-from atoll.runs.logs import RankLog, leave_at_once, own_log
+from atoll.runs.logs import RankLog, leave_at_once, own_log, telling_why
 from atoll.runs.orders import Order, Prepare, come_together, give_order, take_order
 from atoll.runs.place import START_LIMIT_S, check_backend, own_gpu, pause_s
 from atoll.runs.plain import to_json
@@ -80,14 +79,10 @@ def take_part(
         if order.finished:
             dist.destroy_process_group()
             return _reopened(order, workload, cache) if rank == 0 else None
-        device = _take_device(order)
-        limit = Limit(order.place.limit_s)
+        device = _take_device(order)  # before there is a group that would take another
         torch.set_num_threads(order.run.cluster.threads_per_island)
-        log.say(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s), {device}")
-        log.say(
-            f"others are waited for {order.place.start_limit_s:g} s outside of rounds; an exchange may take {limit.limit_s:g} s "
-            f"({limit.why})"
-        )
+        limit = Limit(order.place.limit_s)
+        _introduce(log, order, limit, f"rank {rank} of {size}", device)
         world = _joined(order, store, rank, size)
         share = Share(order, world, device, sinks(order) if world.first else (), workload, log, limit=limit, cache=cache)
         result = share.carry_out()
@@ -96,16 +91,13 @@ def take_part(
         return result
 
 
-@contextmanager
-def telling_why(store: Store, rank: int, size: int) -> Iterator[None]:
-    """Who ends for a reason of its own says so where others can read it. Those who miss it then know why it went."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, ExchangeFailed):
-            text = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
-            Blame(store, rank, range(size)).leave_last_words(" ".join(text.split()))
-        raise
+def _introduce(log: RankLog, order: Order, limit: Limit, name: str, device: str) -> None:
+    """The first lines of a log: who writes it, and how long it waits for others."""
+    log.say(f"{name} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s), {device}")
+    log.say(
+        f"others are waited for {order.place.start_limit_s:g} s outside of rounds; an exchange may take {limit.limit_s:g} s "
+        f"({limit.why})"
+    )
 
 
 def _take_device(order: Order) -> str:

@@ -1,4 +1,4 @@
-"""What a process of a run writes down for itself: one log per rank, in the run's folder."""
+"""What a process of a run writes down for itself, one log per rank in the run's folder, and what it tells others when it ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NoReturn
 
+from torch.distributed.distributed_c10d import Store
+
+from atoll.engines.dist.blame import Blame
 from atoll.errors import AtollError, ExchangeFailed
 
 MISSED_ANOTHER = 3
@@ -51,6 +54,18 @@ def own_log(folder: Path, rank: int) -> Iterator[RankLog]:
                 sys.stdout.flush()
                 os.dup2(before, number)
                 os.close(before)
+
+
+@contextmanager
+def telling_why(store: Store, rank: int, size: int) -> Iterator[None]:
+    """Who ends for a reason of its own says so where others can read it. Those who miss it then know why it went."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, ExchangeFailed):
+            text = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
+            Blame(store, rank, range(size)).leave_last_words(" ".join(text.split()))
+        raise
 
 
 def leave_at_once(error: BaseException, log: IO[str] | None = None) -> NoReturn:
