@@ -81,6 +81,24 @@ def test_what_a_scaler_skips_is_dropped_and_does_not_spoil_what_comes(unscales):
     assert Tree.of(model).equal(Tree.of(expected))  # scales are powers of two
 
 
+def test_a_compiled_step_counts_and_what_islands_do_after_it_is_not_compiled_with_it():
+    model, graphs = WORKLOAD.module(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    step = torch.compile(optimizer.step, backend=backend)
+    with atoll.islands(model, optimizer, DiLoCo(inner_steps=2)) as islands:
+        for number in range(4):
+            loss_of(model, number).backward()
+            step()
+            optimizer.zero_grad()
+    assert (islands.steps, islands.rounds) == (4, 2)
+    assert len(graphs) == 1
+
+
 def test_gradients_that_are_accumulated_are_one_step():
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -22,9 +22,9 @@ Under torchrun every process is an island. Without it there is one island, and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -38,6 +38,8 @@ from atoll.loop.optimizer import IslandsOptimizer, was_skipped
 from atoll.loop.saving import Saved
 from atoll.loop.settings import Settings
 from atoll.protocols import Algorithm
+
+T = TypeVar("T", bound=Callable[..., None])
 
 
 def islands(
@@ -85,7 +87,7 @@ class Islands:
         self._own: IslandsOptimizer | None = None
         if settings.form == "gradient":
             parameters = [parameter for parameter in settings.model.parameters() if parameter.requires_grad]
-            self._own = IslandsOptimizer(parameters, settings.algorithm.optimizer, self._take)
+            self._own = IslandsOptimizer(parameters, settings.algorithm.optimizer, _uncompiled(self._take))
         self._live: Live | None = None
         self._open = False
         self._hook: RemovableHandle | None = None
@@ -108,7 +110,7 @@ class Islands:
         _OPEN.add(self)
         try:
             counted = self._settings.counted
-            self._hook = None if counted is None else counted.register_step_post_hook(self._stepped)
+            self._hook = None if counted is None else counted.register_step_post_hook(_uncompiled(self._stepped))
             self._live = Live(self._settings, self._own, self._pending)
             self._open = True
         except BaseException:
@@ -243,6 +245,12 @@ class Islands:
                 "these islands were not entered yet: use `with atoll.islands(...) as islands`. atoll.join() has rank and size."
             )
         return self._live
+
+
+def _uncompiled(function: T) -> T:
+    """The function, as it is also where a user compiles the step that calls it: what islands do after it is no part of that."""
+    disabled: T = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def _finish(live: Live) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from atoll.engines.dist.blame import Blame
 from atoll.engines.dist.carrier import Group
 from atoll.engines.dist.wire import Wire
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, ExchangeFailed
 from atoll.loop.company import Lone
 from atoll.loop.joining import Met, join, meet_hidden
 
@@ -77,9 +78,25 @@ class Place:
 def find_place(mesh: DeviceMesh | None, limit_s: float | None) -> Place:
     """This process's place. All processes ask together: they make groups of their own, which nobody else talks in."""
     limit_s = _MEETING_S if limit_s is None else limit_s
-    met = meet_hidden(limit_s)
-    if met is not None:
-        return _hidden_place(met, mesh, limit_s)
+    with _meeting(limit_s):
+        met = meet_hidden(limit_s)
+        return _shown_place(mesh, limit_s) if met is None else _hidden_place(met, mesh, limit_s)
+
+
+@contextmanager
+def _meeting(limit_s: float) -> Iterator[None]:
+    """Says what torch's errors mean while processes meet."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeFailed(
+            f"not all islands entered the block within {limit_s:g} s: one is late, died, or cannot be reached. Look at the others, "
+            f"or give islands(limit_s=...) more. ({error})"
+        ) from error
+
+
+def _shown_place(mesh: DeviceMesh | None, limit_s: float) -> Place:
+    """A place among the processes that torch.distributed has joined, or joins here."""
     rank, size = join(limit_s=limit_s)
     if mesh is None:
         grid = [[rank] for rank in range(size)]
