@@ -98,6 +98,31 @@ def test_devices_go_on_from_their_own_slices(four):
         assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
 
 
+def spoilt(group, how):
+    """What comes of a round at whose end all weights of the last island are not finite, or the first number alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "device"))
+    model = wrapped("ddp", mesh, WORKLOAD.module())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with atoll.islands(model, optimizer, ALGORITHM, mesh=mesh, limit_s=30.0) as islands:
+        for step in range(6):
+            WORKLOAD.loss(model, piece(islands.rank, step, mesh.get_local_rank("device"))).backward()
+            if islands.rank == 1 and step == 2:
+                for parameter in model.parameters():
+                    parameter.data.view(-1)[: 1 if how == "first" else None] = torch.nan
+                    if how == "first":
+                        break
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model)
+
+
+def test_an_island_of_which_one_device_is_not_finite_weighs_nothing_with_all_of_its_devices(four):
+    first, everything = four.run(spoilt, "first"), four.run(spoilt, "all")
+    for one, other in zip(first, everything, strict=True):
+        assert all(torch.equal(tensor, expected) for tensor, expected in zip(one, other, strict=True))
+        assert all(tensor.isfinite().all() for tensor in one)
+
+
 def refused(group):
     """What cannot be done with several devices."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "device"))

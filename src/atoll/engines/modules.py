@@ -64,7 +64,7 @@ class ModuleWeights:
         """That there are some to take."""
         self._check()
         if all(parameter.grad is None for parameter in self.parameters.values()):
-            raise ConfigError("there are no gradients to take: call loss.backward() before each step, and zero_grad() after it.")
+            raise ConfigError("there are no gradients to take: call loss.backward() before each step.")
 
     def take_gradients(self, onto: Tree | None, weight: float, *, wide: bool) -> Tree:
         """The module's gradients times `weight`, added to those in `onto`, in its buffer if it was given. They are then spent."""
