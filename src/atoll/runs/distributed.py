@@ -172,7 +172,7 @@ class Share:
                 self._books.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
                 sink = stack.enter_context(Fanout(self._books.sinks(checkpoint)))
             engine, evaluator, warm_start_tokens = self._set_up(sink, checkpoint)
-            stack.callback(engine.close)
+            stack.push(lambda kind, error, trace: engine.close(wait=kind is None))
             finished = engine.run(warm_start_tokens)
             params = engine.params()
             if evaluator is None:

@@ -4,6 +4,7 @@ import pytest
 from torch.distributed import HashStore
 
 from atoll.engines.dist import pulse, world
+from atoll.engines.dist.blame import Blame
 from atoll.engines.dist.pulse import Pulse, Watch
 from atoll.engines.dist.world import World
 from atoll.errors import ExchangeFailed
@@ -20,7 +21,7 @@ def world_with(store, rank=0):
 def test_a_count_that_goes_on_is_a_sign_of_life(monkeypatch):
     store, now = HashStore(), [100.0]
     monkeypatch.setattr(pulse.time, "monotonic", lambda: now[0])
-    watch = Watch(store, "pulse/1")
+    watch = Watch(store, 1)
     store.set("pulse/1", "1")
     assert watch.silent_s() == 0
     now[0] += 5
@@ -35,6 +36,15 @@ def test_a_word_of_a_rank_that_is_gone_is_not_waited_for(monkeypatch):
     here = world_with(HashStore())
     with pytest.raises(ExchangeFailed, match=r"rank 0 waited \d+ s for a word of rank 1 \(diary/3/1\): it has given no sign of life"):
         here.word("diary/3/1", of=1)
+    here.pulse.close()
+
+
+def test_a_word_of_a_rank_that_has_said_why_it_ends_is_not_waited_for():
+    store = HashStore()
+    here = world_with(store)
+    Blame(store, 1, [0, 1]).leave_last_words("the disk is full")
+    with pytest.raises(ExchangeFailed, match=r"a word of rank 1 \(warm\): it has ended \(the disk is full\)"):
+        here.word("warm", of=1)
     here.pulse.close()
 
 

@@ -11,6 +11,8 @@ import time
 
 from torch.distributed.distributed_c10d import Store
 
+from atoll.engines.dist.blame import Blame
+
 BEAT_S = 2.0
 SILENT_S = 30.0
 """Whoever has not counted for so long is taken for dead."""
@@ -27,7 +29,7 @@ class Pulse:
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._over = threading.Event()
-        store.set(self._key(rank), "0")
+        store.set(f"pulse/{rank}", "0")
         threading.Thread(target=self._count, name="pulse", daemon=True).start()
 
     def _count(self) -> None:
@@ -35,7 +37,7 @@ class Pulse:
         while not self._over.wait(BEAT_S):
             beats += 1
             try:
-                self._store.set(self._key(self._rank), str(beats))
+                self._store.set(f"pulse/{self._rank}", str(beats))
             except RuntimeError:  # the store is gone, and whoever needs it will say so
                 return
 
@@ -44,26 +46,28 @@ class Pulse:
 
     def watch(self, rank: int) -> Watch:
         """Look at another's count from now on."""
-        return Watch(self._store, self._key(rank))
-
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"pulse/{rank}"
+        return Watch(self._store, rank)
 
 
 class Watch:
-    """How long ago another process was last seen to count."""
+    """A look at another process. It is asked often; the store is asked once a second."""
 
-    def __init__(self, store: Store, key: str) -> None:
-        self._store, self._key = store, key
-        self._seen, self._seen_s, self._asked_s = "", time.monotonic(), 0.0
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._seen, self._seen_s, self._asked_s, self._words = "", time.monotonic(), 0.0, ""
 
     def silent_s(self) -> float:
-        """Asked often; the store is asked once a second."""
+        """How long ago it was last seen to count."""
         now_s = time.monotonic()
         if now_s - self._asked_s > 1.0:
             self._asked_s = now_s
-            count = self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+            self._words = Blame(self._store, self._rank, [self._rank]).last_words(0)
+            key = f"pulse/{self._rank}"
+            count = self._store.get(key).decode() if self._store.check([key]) else ""
             if count != self._seen:
                 self._seen, self._seen_s = count, now_s
         return now_s - self._seen_s
+
+    def last_words(self) -> str:
+        """What it ended with, if it said so; as of the last look."""
+        return self._words

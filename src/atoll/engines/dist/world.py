@@ -78,8 +78,10 @@ class World:
         try:
             while not self.store.check([key]):
                 waited_s, silent_s = time.monotonic() - began_s, watch.silent_s()
-                if silent_s > SILENT_S or waited_s > self.everybody.limit_s:
+                words = watch.last_words()
+                if words or silent_s > SILENT_S or waited_s > self.everybody.limit_s:
                     gone = f"it has given no sign of life for {silent_s:.0f} s" if silent_s > SILENT_S else "it takes longer than that"
+                    gone = f"it has ended ({words})" if words else gone
                     raise ExchangeFailed(
                         f"rank {self.rank} waited {waited_s:.0f} s for a word of rank {of} ({key}): {gone}. What was saved before this "
                         f"round stands."
