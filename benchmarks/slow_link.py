@@ -39,7 +39,7 @@ CROSSOVER, RIVAL = "crossover", "torch DDP + ZeRO"
 PROBE_S, FAST_MBIT = 2.0, 8000.0
 """How long the line is looked at, and as what it counts there when it is not shaped."""
 CELL_LIMIT_S = 900.0
-STEADY, TRIES = 0.15, 5
+STEADY, TRIES = 0.15, 3
 """A cell whose steps alone are less steady than this was disturbed: it is measured again, so often at most, and the steadiest
 counts."""
 NEAR = 0.05

@@ -130,14 +130,14 @@ def method_section(cells: Sequence[Cell]) -> str:
     unsteady = [cell["unsteady"] for cell in cells if "unsteady" in cell]
     return (
         "## How it is measured\n\nEach island is a process with one torch thread in a network namespace of its own; a veth pair "
-        f"joins them, and `tbf` shapes what each end sends (burst 4 ms of the rate, at least 15 kB; queue {QUEUE_MS} ms). An inner "
-        "step alone is forward, backward and a fused AdamW, in both islands at a time. What a line carries is what plain sockets "
-        "move both ways at a time, in the same cell. Times are medians over rounds of the slower island's. Payload is "
+        f"joins them, and `tbf` shapes what each end sends (burst 4 ms of the rate, at least 120 kB; queue {QUEUE_MS} ms). An "
+        "inner step alone is forward, backward and a fused AdamW, in both islands at a time. What a line carries is what plain "
+        "sockets move both ways at a time, in the same cell. Times are medians over rounds of the slower island's. Payload is "
         f"`tx_bytes - {HEADER_BYTES} x tx_packets` of the interface, in which a packet that a card would cut up counts once, with "
         "one header. torch's DDP and ZeroRedundancyOptimizer (parameters as views of buckets) and torchft's DiLoCo (its Manager "
         "and lighthouse, with its own limits) train the same model on the same batches. The simulator knows nothing of the time "
         "that optimizers take beyond an inner step's own, nor of cores that computing and the network's stack share. A cell whose "
-        "steps alone are unsteady was disturbed by something else on the machine, and is measured again, up to five times; the "
+        "steps alone are unsteady was disturbed by something else on the machine, and is measured again, up to three times; the "
         f"steadiest counts. That took {sum(tries)} measurements of {len(tries)} cells; in the unsteadiest that counts, four in "
         f"five steps alone are within {human_percent(max(unsteady, default=0.0))} of the shortest."
     )
