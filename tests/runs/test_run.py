@@ -211,7 +211,7 @@ def test_an_algorithm_inside_can_be_named_and_comes_back_from_a_file():
 
 def test_inside_offers_and_takes_algorithms_that_can_go_on_from_other_weights_alone():
     [offered] = [setting.kind for setting in describe(PLAIN, candidates) if setting.path == "inside"]
-    assert offered == "DDP | ZeRO1 | ACCO | DPU | WP | none"
+    assert offered == "DDP | ZeRO1 | FSDP | ACCO | DPU | WP | none"
     assert all(isinstance(kind(), Rebases) for kind in candidates(TrainsDevices))
     with pytest.raises(ConfigError, match=r"inside=DiLoCo\(inner_steps=5\): this value cannot stand here. Allowed: DDP \| ZeRO1"):
         override(PLAIN, ["inside=DiLoCo(inner_steps=5)", "cluster.devices_per_island=2"], candidates)

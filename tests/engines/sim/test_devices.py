@@ -372,7 +372,7 @@ def test_an_algorithm_between_islands_that_asks_for_gradients_is_refused():
 
 
 def test_an_algorithm_inside_that_cannot_take_new_weights_is_refused():
-    with pytest.raises(ConfigError, match=r"inside=DiLoCo cannot go on .*Use DDP, ZeRO1, ACCO"):
+    with pytest.raises(ConfigError, match=r"inside=DiLoCo cannot go on .*Use DDP, ZeRO1, FSDP, ACCO"):
         simulator(DiLoCo(inner_steps=2), steps=2, inside=DiLoCo(inner_steps=1))
 
 
