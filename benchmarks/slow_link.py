@@ -52,17 +52,17 @@ class Size:
 
     Attributes:
         layers, width: of the model.
-        batch_size: sequences of an inner step.
+        batch_size: sequences of an inner step: enough that an exchange takes little of the cores' time, which it shares here.
         inner_steps: of a round of DiLoCo.
         alone_steps: measured before each turn, and after the last.
-        crossover_batch: sequences of an update at the crossover. Exchanges of islands on one machine take its cores' time, so the
-            slower the line at the crossover, the more of what is seen is the line.
+        crossover_batch: sequences of an update at the crossover. The more they are, the slower the line is there, and the less of
+            the cores' time an exchange takes.
         few: at most so many turns of each cell.
     """
 
     layers: int = 4
     width: int = 208
-    batch_size: int = 16
+    batch_size: int = 24
     inner_steps: int = 10
     alone_steps: int = 2
     crossover_batch: int = 64
