@@ -595,7 +595,7 @@ def test_a_slow_line_is_measured_in_miniature_and_not_twice(b, namespaces, tmp_p
     arguments = ["--quick", "--rates", "20", "--only", "atoll ACCO", "--record", str(tmp_path), "--docs", str(page), "--quiet"]
     b.slow_link.main(arguments)
     (cell,) = map(json.loads, lines_of(tmp_path))
-    assert cell["line"]["mbit_per_s"] == pytest.approx(20, rel=0.15)
+    assert 15 < cell["line"]["mbit_per_s"] < 40  # in miniature a good part passes in the shaper's burst; unshaped it is thousands
     assert b.slow_tables.over_formula(cell) == pytest.approx(1, abs=0.03)
     assert cell["round_s"] > cell["formula_bytes"][0] * 8 / 20e6  # nothing goes faster than the line
     assert "\n### By rate\n" in page.read_text()
