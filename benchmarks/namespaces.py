@@ -22,8 +22,9 @@ from atoll.errors import ConfigError
 
 HEADER_BYTES = 66
 """Of Ethernet, IP and TCP with its time stamps: what each packet carries besides its payload."""
-QUEUE_MS = 200
-"""How long what waits in a shaper's queue waits at most; what is more is dropped."""
+QUEUE_BYTES = 16_000_000
+"""So much may wait in a shaper's queue: more than TCP has under way, so that nothing is dropped. A line that drops what comes too
+fast has no rate of its own, since TCP then slows down and finds its way up again."""
 _PREFIX = "atoll"
 
 
@@ -78,8 +79,8 @@ class Island:
                 f"{mbit_per_s * 1e6:.0f}bit",
                 "burst",
                 str(burst_bytes(mbit_per_s)),
-                "latency",
-                f"{QUEUE_MS}ms",
+                "limit",
+                str(QUEUE_BYTES),
             ]
             _do("tc", "-n", self.name, "qdisc", "add", "dev", self.device, "root", *shaper)
 
