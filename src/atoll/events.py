@@ -82,7 +82,7 @@ class RunStarted(Event):
     devices_per_island: int | None = None
     """Where the devices of an island have an algorithm of their own."""
     engine: str = "sim"
-    """What ran it, and so which clock counts: sim (a virtual one), dist (a real one)."""
+    """What ran it, and so which clock counts: sim (a virtual one), dist or ray (a real one)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,8 @@ class WindowClosed(Timed, Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Refused(Timed, Event):
-    """The hub did not take an update; its weights stayed as they were, and the round does not count."""
+    """A hub, or the other islands, did not take what an island brought: the weights stayed as if it had not come. The island goes
+    on from the global weights."""
 
     island: int
     round: int
@@ -273,6 +274,71 @@ class Returned(Timed, Event):
     round: int
     shard: int
     steps: int
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubRestarted(Timed, Event):
+    """A hub's process died, and another goes on. What was taken after the last checkpoint is lost, and is done again."""
+
+    checkpoint: str | None
+    """That it goes on from; none if there was none, so that it begins again with the weights that the run began with."""
+    round: int
+    lost_rounds: int
+    lost_local_updates: int
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubLoad(Timed, Event):
+    """How busy a real hub was since the last such event."""
+
+    seconds: float
+    """That have passed since."""
+    pushes: int
+    busy: float
+    """Share of the time in which an update was being applied."""
+    apply_s: float
+    """Seconds for each, on average."""
+    waited_s: float
+    """That each waited for its turn, on average."""
+    most_waiting: int
+    """Updates that were there at one time, the one being applied included."""
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended(Timed, Event):
+    """Who was there when islands that come and go committed."""
+
+    round: int
+    known: int
+    """All that ever took part."""
+    alive: int
+    """Of those, and of newcomers, as far as the one who writes this knows."""
+    participating: int
+    """Whose work is in the commit."""
+    attempts: int
+    """Until it succeeded; more than 1 if somebody died on the way."""
+    epoch: int
+    digest: str
+    """Of all that islands hold alike: each of them has compared it with the others'."""
+    virtual_time_s: float | None
+    wall_time_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leased(Timed, Event):
+    """What became of the data that was leased for a round. Each entry is an island, a shard, the first batch, and how many."""
+
+    round: int
+    delivered: list[list[int]]
+    """In the commit."""
+    returned: list[list[int]]
+    """To be leased again: the island died, fell behind, or was refused."""
     virtual_time_s: float | None
     wall_time_s: float | None = None
 
@@ -385,6 +451,14 @@ class Saved(Event):
     round: int
     name: str
     """Of the checkpoint in the run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed(Event):
+    """A checkpoint could not be written. The run goes on, and the last one stands."""
+
+    round: int
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ code 2, never a traceback.
 
 from __future__ import annotations
 
+import json as json_library
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, ConfigError
 
 app = typer.Typer(
     help="Train language models on islands of devices that are poorly connected, unequal and unreliable.",
@@ -34,7 +35,7 @@ Settings = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Of weights, data order and everything the cluster draws.")]
-Engine = Literal["sim", "dist"]
+Engine = Literal["sim", "dist", "ray"]
 Backend = Literal["gloo", "nccl"]
 Json = Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")]
 
@@ -46,6 +47,12 @@ def _show_version(asked: bool) -> None:
     if asked:
         print(version("atoll"))
         raise typer.Exit
+
+
+def _engine_in(folder: Path | None) -> str | None:
+    """The engine that the run in this folder is carried out by, if it has one of its own."""
+    path = folder.expanduser() / "engine.json" if folder is not None else None
+    return str(json_library.loads(path.read_text("utf-8"))["engine"]) if path is not None and path.is_file() else None
 
 
 @app.callback()
@@ -83,17 +90,57 @@ def run(
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     engine: Annotated[
-        Engine | None, typer.Option(help="sim: one process and a virtual clock. dist: real processes. By default sim.")
+        Engine | None,
+        typer.Option(help="sim: one process and a virtual clock. dist: real processes. ray: a hub and workers. By default sim."),
     ] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="dist: start so many here; by default one per device.")] = None,
-    pace: Annotated[float | None, typer.Option(min=0.0, help="dist: sleep so many times cluster.step_time_s per batch.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="dist, ray: so many; by default one per device.")] = None,
+    pace: Annotated[
+        float | None, typer.Option(min=0.0, help="dist, ray: sleep so many times cluster.step_time_s per batch.")
+    ] = None,
     limit: Annotated[float | None, typer.Option(help="dist: seconds that an exchange may take; by default derived.")] = None,
     start_limit: Annotated[
         float | None, typer.Option(help="dist: seconds that others are waited for outside of rounds. By default 3600.")
     ] = None,
     backend: Annotated[Backend | None, typer.Option(help="dist: what carries weights. By default gloo.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="ray: of a cluster that exists; by default one is started here.")
+    ] = None,
+    save_every: Annotated[float | None, typer.Option(help="ray: seconds between checkpoints of the hub. By default 30.")] = None,
+    elastic: Annotated[bool, typer.Option("--elastic", help="dist: islands may come and go while it runs.")] = False,
+    join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Be one more island of the elastic run there.")] = None,
+    host: Annotated[str | None, typer.Option(help="elastic: the address to listen on. By default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="elastic: of the run. By default one that is free.")] = None,
+    gather: Annotated[float | None, typer.Option(help="elastic: seconds that those who begin wait for all. By default 60.")] = None,
+    refused_above: Annotated[
+        float | None, typer.Option(help="elastic: refuse deltas that are so many times longer than lately. By default 25.")
+    ] = None,
 ) -> None:
     """Carry out a recipe: in a simulated cluster, or by real processes (also under torchrun, on several machines)."""
+    if join is not None:
+        from atoll.cli.elastic import be_island
+
+        be_island(join, None, None)
+    elastic_only = {"host": host, "port": port, "gather_s": gather, "refused_above": refused_above}
+    if elastic or any(value is not None for value in elastic_only.values()) or _engine_in(resume) == "elastic":
+        from atoll.cli.elastic import carry_out_elastic
+
+        if start_limit is not None or backend is not None:
+            raise ConfigError(
+                "--start-limit or --backend with --elastic: islands there come when they can, over gloo. Leave them out."
+            )
+        how = {"processes": processes, "pace": pace, "limit_s": limit, **elastic_only}
+        carry_out_elastic(recipe, settings or [], seed, out, resume, json, quiet, how)
+        return
+    if engine == "ray" or ray_address is not None or save_every is not None or _engine_in(resume) == "ray":
+        from atoll.cli.on_ray import carry_out_on_ray
+
+        if engine not in (None, "ray") or start_limit is not None or backend is not None:
+            raise ConfigError(
+                "--start-limit, --backend or another --engine with a run on Ray, which has none of these. Leave them out."
+            )
+        on_ray = {"address": ray_address, "processes": processes, "pace": pace, "save_every_s": save_every, "limit_s": limit}
+        carry_out_on_ray(recipe, settings or [], seed, out, resume, json, quiet, on_ray)
+        return
     how = {"processes": processes, "pace": pace, "limit_s": limit, "start_limit_s": start_limit, "backend": backend}
     real_before = resume is not None and (resume.expanduser() / "engine.json").is_file()
     if engine == "dist" or real_before or any(value is not None for value in how.values()):
@@ -104,6 +151,26 @@ def run(
     from atoll.cli.verbs import carry_out
 
     carry_out(recipe, settings or [], seed, out=out, resume_from=resume, as_json=json, quiet=quiet)
+
+
+@app.command(hidden=True)
+def island(
+    address: str,
+    name: Annotated[str | None, typer.Option(help="Unlike all others'.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Of the run, where this machine has it.")] = None,
+) -> None:
+    """Be one island of the elastic run at this address."""
+    from atoll.cli.elastic import be_island
+
+    be_island(address, name, folder)
+
+
+@app.command(hidden=True)
+def harbour(invitation: Path, address: str) -> None:
+    """Keep the lighthouse of an elastic run."""
+    from atoll.cli.elastic import be_harbour
+
+    be_harbour(invitation, address)
 
 
 @app.command()
@@ -128,6 +195,18 @@ def report(folder: Annotated[Path, typer.Argument(help="A run's folder.")], json
     from atoll.cli.verbs import report_run
 
     report_run(folder, as_json=json)
+
+
+@app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(help="The folder of a finished asynchronous run, simulated or real.")],
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Compute an asynchronous run once more, in the order of its log, and compare the weights."""
+    from atoll.cli.replaying import replay_folder
+
+    replay_folder(folder, as_json=json, quiet=quiet)
 
 
 @app.command()

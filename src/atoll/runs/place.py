@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from atoll.checks import check_types
 from atoll.errors import ConfigError
@@ -52,14 +52,19 @@ def write_place(folder: Path, place: Dist) -> None:
     write_text(folder / PLACE, json.dumps({"engine": "dist", **asdict(place)}) + "\n")
 
 
-def read_place(folder: Path) -> Dist | None:
-    """Where this folder's run is carried out; none in one process, under a virtual clock."""
+def engine_in(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The engine that this folder's run is carried out by, and its settings: sim, in one process under a virtual clock, has none."""
     path = folder / PLACE
     if not path.is_file():
-        return None
+        return "sim", {}
     record = json.loads(path.read_text("utf-8"))
-    record.pop("engine")
-    return Dist(**record)
+    return record.pop("engine"), record
+
+
+def read_place(folder: Path) -> Dist | None:
+    """How this folder's run is carried out by a fixed number of processes; none if it is not."""
+    engine, settings = engine_in(folder)
+    return Dist(**settings) if engine == "dist" else None
 
 
 def place_of(folder: Path) -> Dist:
@@ -80,7 +85,7 @@ def placed(run: Run, processes: int) -> Run:
     if isinstance(run.algorithm, AsyncAlgorithm):
         raise ConfigError(
             f"{type(run.algorithm).__name__} has a hub and workers that come when they can, and --engine dist has rounds that all "
-            f"take part in. Use --engine sim, or an algorithm such as DiLoCo."
+            f"take part in. Use --engine ray or sim, or an algorithm such as DiLoCo."
         )
     # A run that is resumed by another number of processes reads the shards that it began with.
     data = replace(run.data, shards=run.data.shards or processes)

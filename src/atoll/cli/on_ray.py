@@ -1,0 +1,84 @@
+"""`atoll run --engine ray`: a hub and workers on Ray, and this process, which drives them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll import recipes
+from atoll.cli.verbs import interruptible, run_of, show_result, sinks_of
+from atoll.errors import ConfigError
+from atoll.runs.execute import is_finished
+from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.on_ray import create_ray_folder, drive, resume_on_ray
+from atoll.runs.place import engine_in
+from atoll.runs.plain import from_json
+from atoll.runs.ray_place import read_ray, told, with_said
+
+
+def carry_out_on_ray(
+    name: str | None,
+    settings: Sequence[str],
+    seed: int | None,
+    out: Path | None,
+    resume: Path | None,
+    as_json: bool,
+    quiet: bool,
+    how: Mapping[str, Any],
+) -> None:
+    """Carries out an asynchronous run on Ray.
+
+    Args:
+        name: of a recipe.
+        settings: that differ from the recipe's.
+        seed: if another.
+        out: the folder of a new run.
+        resume: the folder of a run to go on with.
+        as_json: whether the result is shown as JSON.
+        quiet: whether nothing is shown meanwhile.
+        how: the settings of a Ray; none where nothing was said.
+    """
+    if resume is not None:
+        folder = resume.expanduser()
+        _check_resume(name, settings, seed, out, folder)
+        place = with_said(read_ray(folder), how)
+    else:
+        if name is None:
+            raise ConfigError(f"no recipe was given. There are: {', '.join(recipes.ALL)}. Or go on with a run: --resume DIR.")
+        run, place = run_of(name, settings, seed), with_said(None, how)
+        folder = create_ray_folder(place, run, out or default_path(run.recipe, run.seed), sys.argv).path
+        if not quiet:
+            print(f"folder: {folder}", file=sys.stderr)
+    opened = RunFolder.open(folder)
+    if not is_finished(opened):
+        mine = from_json(opened.run_json)
+        if not quiet:
+            print(told(mine, place), file=sys.stderr, flush=True)
+        sinks, say = sinks_of(mine.recipe, mine, quiet=quiet), _silent if quiet else _say
+        with interruptible(folder):
+            if resume is None:
+                drive(opened, place, sinks=sinks, say=say)
+            else:
+                resume_on_ray(folder, place, sinks=sinks, command=sys.argv, say=say)
+    show_result(folder, as_json=as_json)
+
+
+def _check_resume(name: str | None, settings: Sequence[str], seed: int | None, out: Path | None, folder: Path) -> None:
+    if out is not None:
+        raise ConfigError(f"--out {out} with --resume {folder}: a run goes on in its own folder. Leave out --out.")
+    if name is not None or settings or seed is not None:
+        raise ConfigError("a recipe, --set or --seed with --resume: a run goes on as it began. Leave them out.")
+    RunFolder.open(folder)
+    engine, _ = engine_in(folder)
+    if engine != "ray":
+        raise ConfigError(f"--engine ray with --resume {folder}: this run's engine is {engine}. Leave out --engine, or start anew.")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _silent(line: str) -> None:
+    pass

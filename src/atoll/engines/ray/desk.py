@@ -1,0 +1,374 @@
+"""The hub's desk: the hub's state machine with the books, and who sits where. It knows no Ray and no clock: it is told the time.
+
+Workers have **places**, numbered from 0, and each that holds a place is a **life** of its own: whoever takes the place of one that
+has died has a higher one, so that a worker which was given up and comes back all the same is known for what it is.
+
+Every round is taken once. What a worker brings carries its place, its life and the ticket of its round, and is taken only if the
+scheduler has it out with that very ticket. A hub that goes on from a checkpoint has lost what was taken since: it does not know the
+rounds that workers are in by now. Such a worker says which round of its own was taken last; if that is not what the desk knows, its
+inner optimizer has seen data that count as unseen, and it begins anew, as if it had left and come back. So what a log holds can be
+replayed: a worker's moments come from the rounds that the log has, and from no others.
+
+A dispatch is written into the log when its worker has the weights, or at the latest when its round is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from atoll.algorithms.hub import Applied, Hub, Outcome, Push, Refusal
+from atoll.algorithms.pace import Pace
+from atoll.algorithms.scheduler import Closing, Dispatch, Return
+from atoll.engines.books import Books, Ledger
+from atoll.engines.local import Trained
+from atoll.engines.ray.wire import Brought, Ticket, Verdict, Word, tensors_of
+from atoll.engines.sim import reports
+from atoll.engines.sim.network import CONTROL_BYTES
+from atoll.errors import TrainingDiverged
+from atoll.events import Evaluated, Event, IslandJoined, IslandLeft, Refused, RunFinished
+from atoll.protocols import AsyncAlgorithm, Plan, Sink
+from atoll.tree import Tree
+
+_MOST_REFUSALS = 3  # of one worker in a row: it will not get better
+
+
+@dataclass
+class Seat:
+    """Who holds a place.
+
+    Attributes:
+        life: its life.
+        since_s: up to when its presence is in the books.
+        last: its last round that was taken, or refused.
+        refusals: in a row.
+        step_s: from being sent off to arriving, by step, as last seen.
+        computing_s: computing alone, likewise.
+    """
+
+    life: int
+    since_s: float
+    last: Ticket | None = None
+    refusals: int = 0
+    step_s: float | None = None
+    computing_s: float | None = None
+
+
+class Desk:
+    """The state machine of one run on real machines.
+
+    Args:
+        algorithm: whose hub it is.
+        plan: how workers are sent off; the algorithm's own, but for what real machines change.
+        params: the weights to begin with, which it takes.
+        examples: of each shard.
+        updates: local updates after which it sends nobody off any more.
+        draw: for each round a number in [0, 1); see `Scheduler`.
+        places: how many workers there are at most.
+        evaluate_every: local updates between evaluations; the last weights are always evaluated.
+        speeds: of each place in steps per second, where they are given.
+        epoch: names this hub among all that have been and will be in its place.
+        sink: takes events.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: AsyncAlgorithm[Any],
+        plan: Plan,
+        params: Tree,
+        examples: Sequence[int],
+        updates: int,
+        draw: Callable[[int], float],
+        places: int,
+        evaluate_every: int,
+        epoch: int,
+        sink: Sink,
+        speeds: Sequence[float] = (),
+    ) -> None:
+        self.hub = Hub(algorithm, params, examples=examples, updates=updates, draw=draw)
+        self.hub.scheduler.plan, self.hub.scheduler.pace = plan, Pace(plan)
+        self.books = Books(places, real=True)
+        self.seats: dict[int, Seat] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.due: Evaluated | None = None
+        """What is to be judged: an evaluation without its figures, of the present weights."""
+        self._places, self._speeds, self._evaluate_every, self._sink = places, speeds, evaluate_every, sink
+        self._epoch = epoch
+        self._epochs: dict[int, int] = {}
+        """Which hub gave out the rounds that are out."""
+        self._logged: set[int] = set()
+        """Rounds that are out and whose dispatch is in the log."""
+
+    @property
+    def done(self) -> bool:
+        return self.hub.done
+
+    @property
+    def params(self) -> Tree:
+        return self.hub.params
+
+    def _emit(self, event: Event) -> None:
+        self._sink.emit(event)
+
+    # ---------------------------------------------------------------------------------------------------- coming and going
+
+    def come(self, lives: Mapping[int, int], now_s: float) -> None:
+        """Workers take their places, those of one call together. Who was there before has gone."""
+        for number in [number for number in lives if number in self.seats]:
+            self.go(number, now_s)
+        first = self.hub.scheduler.rounds == 0
+        for number, life in lives.items():
+            self.seats[number] = Seat(life, now_s)
+            if not first:
+                self._emit(
+                    IslandJoined(island=number, round=self._round, virtual_time_s=None, wall_time_s=now_s, donor=None, sent_bytes=0)
+                )
+        speeds = {number: self._speeds[number % len(self._speeds)] if self._speeds else None for number in lives}
+        self._carry_out(self.hub.join_all(speeds, now_s))
+
+    def go(self, number: int, now_s: float) -> None:
+        """A worker is gone, whatever it was doing."""
+        seat = self.seats.pop(number)
+        self._note_presence(number, seat, now_s)
+        out = self.hub.scheduler.workers[number].out
+        if out is not None:
+            self._log_dispatch(out, out.time_s)
+        self._emit(IslandLeft(island=number, round=self._round, virtual_time_s=None, wall_time_s=now_s))
+        self._carry_out(self.hub.leave(number, now_s, self._next_s(now_s)))
+
+    def standing(self, number: int, life: int, last: Ticket | None, now_s: float) -> tuple[Word, Dispatch | None, bool]:
+        """What a worker that pulls is told: a word, with what it is sent off, and whether it begins anew."""
+        if self.done:
+            return "over", None, False
+        seat = self.seats.get(number)
+        if seat is None or seat.life < life:
+            return "hello", None, False
+        if seat.life > life:
+            return "replaced", None, False
+        fresh = seat.last != last
+        if fresh:
+            self.come({number: life}, now_s)
+        out = self.hub.scheduler.workers[number].out
+        return ("wait" if out is None else "go"), out, fresh
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed."""
+        self._carry_out(self.hub.tick(now_s, self._next_s(now_s)))
+
+    @property
+    def deadline_s(self) -> float:
+        """When the open window runs out."""
+        deadline_s = None if self.done else self.hub.scheduler.deadline_s
+        return math.inf if deadline_s is None else deadline_s
+
+    # ---------------------------------------------------------------------------------------------------------- an arrival
+
+    def ticket(self, dispatch: Dispatch) -> Ticket:
+        """Of a round that is out."""
+        return dispatch.round, self._epochs[dispatch.round]
+
+    def _out(self, number: int, ticket: Ticket) -> Dispatch | None:
+        """With what the worker was sent off, if it is out with this ticket."""
+        out = self.hub.scheduler.out(number, ticket[0])
+        return out if out is not None and self.ticket(out) == ticket else None
+
+    def began(self, number: int, life: int, ticket: Ticket, begin_s: float) -> None:
+        """A worker has the weights of its round."""
+        out = self._out(number, ticket)
+        if out is not None and self.seats[number].life == life:
+            self._log_dispatch(out, begin_s)
+
+    def take(self, brought: Brought, delta: Tree, now_s: float) -> Verdict:
+        """A worker's update is there."""
+        number, seat = brought.number, self.seats.get(brought.number)
+        if self.done:
+            return "over"
+        if seat is None or seat.life < brought.life:
+            return "hello"
+        if seat.life > brought.life:
+            return "replaced"
+        self.books.sent([number], [delta.nbytes], [CONTROL_BYTES])
+        out = self._out(number, brought.ticket)
+        if out is None:
+            return self._turn_away(brought, seat, now_s)
+        self._log_dispatch(out, brought.begin_s)
+        push = Push(number, out.round, delta, brought.computed_s or None)
+        outcomes = self.hub.push(push, now_s, self._next_s(now_s, but=number))
+        seat.last = brought.ticket
+        self._carry_out(outcomes, brought)
+        if not self.done:
+            self.tick(now_s)
+        return "taken" if any(isinstance(outcome, Applied) for outcome in outcomes) else "refused"
+
+    def _turn_away(self, brought: Brought, seat: Seat, now_s: float) -> Verdict:
+        """What is not out cannot be taken: it was before, or the hub that gave it out is gone and had not saved it."""
+        again = seat.last == brought.ticket
+        why = "it was delivered twice" if again else "the hub that gave it out is gone, and this one does not know of it"
+        reason = f"round {brought.ticket[0]} of worker {brought.number} is not open: {why}"
+        if self.hub.scheduler.out(brought.number, brought.ticket[0]) is None:  # else the log would say that of another round
+            self._emit(
+                Refused(island=brought.number, round=brought.ticket[0], virtual_time_s=None, wall_time_s=now_s, reason=reason)
+            )
+        return "again" if again else "unknown"
+
+    def _carry_out(self, outcomes: Sequence[Outcome], brought: Brought | None = None) -> None:
+        for outcome in outcomes:
+            match outcome:
+                case Closing():
+                    self._emit(_on_the_wall(reports.closed(outcome)))
+                case Return():
+                    self._log_dispatch(outcome.dispatch, outcome.dispatch.time_s)
+                    self._forget(outcome.dispatch)
+                    self._emit(_on_the_wall(reports.returned(outcome)))
+                case Applied():
+                    assert brought is not None
+                    self._applied(outcome, brought)
+                case Refusal():
+                    assert brought is not None
+                    self._refused(outcome, brought)
+                case Dispatch():  # whoever pulls is told of it
+                    self._epochs[outcome.round] = self._epoch
+
+    def _applied(self, applied: Applied, brought: Brought) -> None:
+        """The hub took its step: count, report, and see whether it is time to judge."""
+        dispatch, totals, before = applied.dispatch, self.books.totals, self.books.totals.local_updates
+        seat = self.seats[dispatch.worker]
+        seat.refusals = 0
+        seat.step_s = (applied.time_s - dispatch.time_s) / dispatch.steps
+        seat.computing_s = brought.computed_s / dispatch.steps
+        self._forget(dispatch)
+        for stretch in brought.stretches:
+            trained = Trained([stretch.loss], stretch.tokens, stretch.moved)
+            span = (stretch.start_s, min(stretch.end_s, applied.time_s))
+            self._emit(self.books.computed(dispatch.worker, *span, stretch.steps, stretch.batches, trained, round=dispatch.round))
+            totals.tokens += stretch.tokens * applied.counted
+        totals.version = applied.version
+        totals.outer_steps += applied.moved
+        self.buffers = tensors_of(brought.buffers)
+        pushed_s = min(brought.pushed_s, applied.time_s)
+        self._emit(_on_the_wall(reports.arrived(applied, pushed_s, self.params.nbytes)))
+        for number, other in self.seats.items():
+            self._note_presence(number, other, applied.time_s)
+        self._emit(self.books.hub_stepped(len(self.seats), applied.time_s))
+        after = totals.local_updates
+        if self.done or after // self._evaluate_every > before // self._evaluate_every:
+            self.ask_to_judge(applied.time_s)
+
+    def _refused(self, refusal: Refusal, brought: Brought) -> None:
+        self._emit(_on_the_wall(reports.refused(refusal)))
+        if not refusal.known:
+            return
+        seat = self.seats[refusal.worker]
+        seat.refusals += 1
+        self.books.ledgers[refusal.worker].computed_s += brought.computed_s
+        if seat.refusals == _MOST_REFUSALS:
+            raise TrainingDiverged(
+                f"worker {refusal.worker} has brought {seat.refusals} unusable updates in a row: {refusal.reason}. The run stops; "
+                f"what was saved stands. Lower the learning rate, or set train.clip_norm."
+            )
+
+    def _forget(self, dispatch: Dispatch) -> None:
+        """A round is over."""
+        self._logged.discard(dispatch.round)
+        del self._epochs[dispatch.round]
+
+    def _log_dispatch(self, dispatch: Dispatch, begin_s: float) -> None:
+        """The log has each dispatch once."""
+        if dispatch.round not in self._logged:
+            self._logged.add(dispatch.round)
+            self._emit(_on_the_wall(reports.dispatched(dispatch, max(begin_s, dispatch.time_s), self.params.nbytes)))
+
+    def _next_s(self, now_s: float, but: int | None = None) -> float | None:
+        """When the next of those who are out will be there, by how long each took for a step the last time; none if that is not
+        known of one of them, or has proved wrong: it may come at any moment."""
+        arrivals = []
+        for number, worker in self.hub.scheduler.workers.items():
+            if number == but or worker.out is None:
+                continue
+            step_s = self.seats[number].step_s if number in self.seats else None
+            if step_s is None or worker.out.time_s + step_s * worker.out.steps < now_s:
+                return None
+            arrivals.append(worker.out.time_s + step_s * worker.out.steps)
+        return min(arrivals, default=None)
+
+    # ------------------------------------------------------------------------------------------------------------- judging
+
+    def ask_to_judge(self, now_s: float) -> None:
+        """The present weights are to be judged."""
+        totals = self.books.totals
+        metrics = totals.metrics
+        self.due = self.books.evaluated({"loss": math.nan}, now_s)
+        totals.metrics = metrics
+
+    def judged(self, due: Evaluated, metrics: Mapping[str, float]) -> None:
+        """Somebody has judged what was to be judged."""
+        self.books.evaluated(metrics, 0.0)  # checks them, and keeps them
+        self._emit(replace(due, metrics={name: float(value) for name, value in metrics.items()}))
+
+    def finish(self, now_s: float, warm_start_tokens: int) -> RunFinished:
+        """The run is over. Who is out has computed in vain: for as long as its steps took the last time, at most."""
+        for number, seat in self.seats.items():
+            self._note_presence(number, seat, now_s)
+            out = self.hub.scheduler.workers[number].out
+            if out is not None:
+                self._log_dispatch(out, out.time_s)
+                most_s = 0.0 if seat.computing_s is None else seat.computing_s * out.steps
+                self.books.ledgers[number].computed_s += min(now_s - out.time_s, most_s)
+        finished = self.books.finished(now_s, warm_start_tokens, self.params.digest())
+        self._emit(finished)
+        return finished
+
+    @property
+    def _round(self) -> int:
+        """Rounds that are over."""
+        return self.books.totals.round
+
+    def _note_presence(self, number: int, seat: Seat, now_s: float) -> None:
+        self.books.ledgers[number].present_s += now_s - seat.since_s
+        seat.since_s = now_s
+
+    # -------------------------------------------------------------------------------------------------------------- saving
+
+    def parts(self, now_s: float) -> dict[str, Any]:
+        """Everything a checkpoint must hold, by part: all of it in one write, so that no round is in it by half."""
+        hub = self.hub.to_parts()
+        return {
+            "engine": {
+                **self.books.to_parts(),
+                "hub": hub["plain"],
+                "now_s": now_s,
+                "seats": [[number, s.life, s.since_s, s.last, s.refusals] for number, s in self.seats.items()],
+                "logged": sorted(self._logged),
+                "epochs": [list(item) for item in self._epochs.items()],
+                "versions": list(hub["versions"]),
+            },
+            "hub": {"state": hub["state"]},
+            "buffers": {"buffers": self.buffers},
+            **{f"version-{name}": {"params": tree} for name, tree in hub["versions"].items()},
+        }
+
+    def restore(self, load: Callable[[str, Any], Any]) -> float:
+        """Go on from a checkpoint; gives the time at which it was saved."""
+        engine = load("engine", None)
+        self.books.from_parts(engine)
+        self.books.ledgers += [Ledger() for _ in range(self._places - len(self.books.ledgers))]
+        versions = {name: load(f"version-{name}", {"params": self.params})["params"] for name in engine["versions"]}
+        state = load("hub", {"state": self.hub.state})["state"]
+        self.hub.from_parts(state, versions, engine["hub"])
+        self.buffers = load("buffers", None)["buffers"]
+        self.seats = {
+            number: Seat(life, since_s, None if last is None else tuple(last), refusals)
+            for number, life, since_s, last, refusals in engine["seats"]
+        }
+        self._logged, self._epochs = set(engine["logged"]), dict(engine["epochs"])
+        return float(engine["now_s"])
+
+
+def _on_the_wall(event: Any) -> Any:
+    """The same event, at a time on the wall."""
+    return replace(event, virtual_time_s=None, wall_time_s=event.virtual_time_s)

@@ -1,0 +1,135 @@
+"""Ray itself: the one place that imports it, and how it is started or joined.
+
+Ray reads from the environment, when it is first imported, whether callers must know a token, and where the token is. So this sets
+these before the import. A Ray of our own listens on this machine's loopback alone, with a token that is made for it and lies in a
+file that only its owner reads; it has no dashboard. A cluster that exists is joined with the token that its user has for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import ConfigError
+from atoll.extras import require
+
+TOKEN = "ray_token"
+"""The file with the token of a run's own Ray, in the run's folder."""
+_LOCAL = {
+    "RAY_AUTH_MODE": "token",
+    # Ray calls it a cluster for one machine; then addresses of this machine are the loopback's.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+_LEAST_STORE_BYTES = 128 * 2**20
+
+
+def library() -> Any:
+    """The library."""
+    return require("ray", extra="ray", purpose="--engine ray and what runs on it")
+
+
+def check_installed() -> None:
+    """Refuse what needs the library where there is none, without importing it: its environment may not be ready."""
+    if find_spec("ray") is None:
+        library()
+
+
+@contextmanager
+def own_ray(*, cpus: int, gpus: int, store_bytes: int, folder: Path) -> Iterator[Any]:
+    """A Ray on this machine, for as long as this is open. One that this process is connected to already is used as it is.
+
+    Args:
+        cpus: for how many processes there is to be room.
+        gpus: of this machine.
+        store_bytes: what the object store must hold at least.
+        folder: where its token lies.
+    """
+    if _is_connected():
+        yield library()
+        return
+    with _environment({**_LOCAL, "RAY_AUTH_TOKEN_PATH": str(_new_token(folder))}):
+        ray = library()
+        _check_token_mode()
+        with _connected(
+            ray,
+            address="local",
+            num_cpus=cpus,
+            num_gpus=gpus,
+            object_store_memory=max(_LEAST_STORE_BYTES, store_bytes),
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+        ):
+            yield ray
+
+
+@contextmanager
+def cluster(address: str) -> Iterator[Any]:
+    """A cluster that exists, for as long as this is open."""
+    if _is_connected():
+        yield library()
+        return
+    with _environment({"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}):
+        ray = library()
+        try:
+            with _connected(ray, address=address):
+                yield ray
+        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+            raise ConfigError(
+                f"--ray-address {address}: Ray could not be joined there ({str(error).splitlines()[0]}). See that it was started "
+                f"by `RAY_AUTH_MODE=token ray start --head --node-ip-address HOST --port PORT`, that this machine is one of its "
+                f"nodes, and that its token is in ~/.ray/auth_token here, or in the file that RAY_AUTH_TOKEN_PATH names."
+            ) from error
+
+
+def _is_connected() -> bool:
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+
+
+@contextmanager
+def _connected(ray: Any, **settings: Any) -> Iterator[None]:
+    ray.init(log_to_driver=False, configure_logging=True, logging_level=logging.ERROR, **settings)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_token_mode() -> None:
+    inside = require("ray._raylet", extra="ray", purpose="--engine ray and what runs on it")
+    if inside.get_authentication_mode() != inside.AuthenticationMode.TOKEN:
+        raise ConfigError(
+            "Ray was imported before, without its token authentication, and cannot turn it on any more. Set RAY_AUTH_MODE=token "
+            "in the environment of this process, or import ray after atoll has started it."
+        )
+
+
+def _new_token(folder: Path) -> Path:
+    path = folder / TOKEN
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """For a while, and for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,345 @@
+"""Carrying out an asynchronous Run on Ray.
+
+This process drives: it has the run's folder, makes the warm start, shows what happens and judges. The hub, beside it on the same
+machine, writes the log and the checkpoints; workers need nothing but the same data.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll.engines.evaluator import Evaluator
+from atoll.engines.local import LocalReplica
+from atoll.engines.masters import initial
+from atoll.engines.ray import door
+from atoll.engines.ray.engine import RayEngine
+from atoll.engines.ray.keeping import Kept, Log, Lost
+from atoll.engines.ray.server import HubOrder
+from atoll.engines.ray.wire import bits_of, dtype_name, tree_over
+from atoll.engines.ray.worker import WorkerOrder
+from atoll.errors import CheckpointError, ConfigError
+from atoll.events import Arrived, Progress, WarmStartFinished
+from atoll.protocols import AsyncAlgorithm, Sink, Workload
+from atoll.runs.build import loss_of, replica_of
+from atoll.runs.checkpoint import Checkpoint, Checkpoints
+from atoll.runs.execute import Execution, Result, check_workload, digest_of, is_finished, refuse_impossible
+from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.plain import from_json, to_json
+from atoll.runs.ray_place import Ray, on_workers, plan_of, read_ray, write_ray
+from atoll.runs.run import Run, device_of, dtype_of
+from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
+from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
+from atoll.telemetry.fanout import Fanout
+from atoll.telemetry.jsonl import JsonlSink, read_events
+from atoll.tensorfile import load_tree, save_tree
+from atoll.tree import Tree
+
+HUB_LOG = "hub.log"
+BEGIN = "begin.safetensors"
+"""The weights that a hub begins with: also one that takes the place of another before anything was saved."""
+_ROOM = 4
+"""Times the weights, for each worker: what the object store has room for, pulls and pushes together."""
+
+
+def run_on_ray(
+    place: Ray,
+    run: Run,
+    *,
+    out: str | Path | None = None,
+    workload: Workload | None = None,
+    sinks: Sequence[Sink] = (),
+    command: Sequence[str] | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Result:
+    """Carries out a Run on Ray, in a new folder.
+
+    Args:
+        place: how many workers, and how.
+        run: what to do; `processes` overrides the number of its islands.
+        out: the folder; by default a new one under runs/.
+        workload: what to train instead of the Run's model and data. It is sent to the workers: it must be one that can be pickled.
+        sinks: who else takes the events.
+        command: how the run was asked for, for the record.
+        say: takes lines on workers and hubs that die.
+    """
+    folder = create_ray_folder(place, run, Path(out or default_path(run.recipe, run.seed)), command or sys.argv, workload)
+    return drive(folder, place, workload=workload, sinks=sinks, say=say)
+
+
+def drive(
+    folder: RunFolder,
+    place: Ray,
+    *,
+    workload: Workload | None = None,
+    sinks: Sequence[Sink] = (),
+    say: Callable[[str], object] = lambda line: None,
+) -> Result:
+    """Carries out the run of a folder, from its newest checkpoint or from the start."""
+    with folder.lock():
+        return _Drive(folder, place, workload, sinks, say).carry_out()
+
+
+def create_ray_folder(place: Ray, run: Run, path: Path, command: Sequence[str], workload: Workload | None = None) -> RunFolder:
+    """A new folder for this run. What is impossible is refused before it is there."""
+    door.check_installed()
+    mine = on_workers(run, place.processes or run.cluster.devices)
+    refuse_impossible(mine.resolved, workload, Cache())
+    folder = RunFolder.create(path.expanduser(), to_json(mine), list(command))
+    write_ray(folder.path, place)
+    return folder
+
+
+def resume_on_ray(
+    out: str | Path,
+    place: Ray | None = None,
+    *,
+    workload: Workload | None = None,
+    sinks: Sequence[Sink] = (),
+    command: Sequence[str] | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Result:
+    """Goes on with a run on Ray, from the hub's newest checkpoint, by as many workers or others; see `run_on_ray`."""
+    folder = RunFolder.open(Path(out).expanduser())
+    before = read_ray(folder.path)
+    if before is None:
+        raise ConfigError(f"{folder.path} is no run on Ray. Use atoll.resume, or atoll.resume_on.")
+    with folder.lock():
+        check_workload(folder, workload)
+        if is_finished(folder):
+            return Execution(from_json(folder.run_json), folder, workload, (), Cache()).resume()
+        folder.resumed(list(command or sys.argv))
+        write_ray(folder.path, place or before)
+        return _Drive(folder, place or before, workload, sinks, say).carry_out()
+
+
+class _Drive:
+    """One process's share of a run: the one that drives it."""
+
+    def __init__(
+        self, folder: RunFolder, place: Ray, workload: Workload | None, sinks: Sequence[Sink], say: Callable[[str], object]
+    ) -> None:
+        given = from_json(folder.run_json)
+        self._run, self._place, self._folder, self._given, self._say = given.resolved, place, folder, workload, say
+        self._workers = place.processes or self._run.world.islands
+        self._cache = Cache()
+        self._books = Execution(given, folder, workload, sinks, self._cache)
+
+    def carry_out(self) -> Result:
+        checkpoint = Checkpoints(self._folder.checkpoints, keep=self._run.keep.checkpoints).newest()
+        self._books.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
+        log, *others = self._books.sinks(checkpoint)
+        with Fanout(others) as sink:
+            warm, workload = self._prepare(Fanout([log, *others]), checkpoint)
+            begin_bytes = self._books.log_bytes()
+            assert isinstance(log, JsonlSink)
+            log.close()  # from now on it is the hub's
+            evaluator = Evaluator(workload, device_of(self._run), dtype_of(self._run))
+            with self._ray(warm.params) as ray:
+                engine = self._engine(ray, warm, workload, evaluator, sink, begin_bytes)
+                over = False
+                try:
+                    finished, params, buffers = engine.run()
+                    over = True
+                finally:
+                    engine.close(save=not over)
+            self._books.leave(params, buffers, finished, checkpoint)
+        evaluator.load(params, buffers)
+        return self._books.result(evaluator, params)
+
+    # ------------------------------------------------------------------------------------------------------- the beginning
+
+    def _prepare(self, sink: Sink, checkpoint: Checkpoint | None) -> tuple[WarmStart, Workload]:
+        """The warm start, and what is trained."""
+        run = self._run
+        plain = self._given or plain_workload(run, load_data(run, self._cache))
+        if checkpoint is None:
+            self._books.keep_what_is_read()
+            sink.emit(self._books.started(plain, engine="ray"))
+        warm = warm_up(run, plain, file=self._folder.warm_start, cache=None, sink=sink)
+        if run.train.warm_start_steps and checkpoint is None:
+            sink.emit(WarmStartFinished(steps=run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
+        save_tree(self._folder.path / BEGIN, warm.params)
+        workload = self._given or island_workload(run, load_data(run, self._cache), warm.params)
+        if checkpoint is not None:
+            self._check_origin(checkpoint, workload)
+            sink.emit(Progress(phase="resume", done=0, total=run.train.steps, note=f"from round {checkpoint.round}"))
+        return warm, workload
+
+    def _origin(self, workload: Workload) -> dict[str, str | None]:
+        return {"run": digest_of(to_json(self._run)), "data": fingerprint(workload)}
+
+    def _check_origin(self, checkpoint: Checkpoint, workload: Workload) -> None:
+        for what, found in (("run", "its settings"), ("data", "its data or how they are dealt out")):
+            if checkpoint.metadata.get(what) != self._origin(workload)[what]:
+                raise CheckpointError(
+                    f"{checkpoint.path} was saved by another run: {found} differ from what {self._folder.path} has now. Bring back "
+                    f"what it was saved with, or start afresh in another folder."
+                )
+
+    @contextmanager
+    def _ray(self, params: Tree) -> Iterator[Any]:
+        if self._place.address is not None:
+            with door.cluster(self._place.address) as ray:
+                yield ray
+            return
+        store_bytes = _ROOM * (self._workers + 2) * params.nbytes
+        gpus = torch.cuda.device_count() if device_of(self._run) == "cuda" else 0
+        with door.own_ray(cpus=self._workers + 2, gpus=gpus, store_bytes=store_bytes, folder=self._folder.path) as ray:
+            yield ray
+
+    def _engine(
+        self,
+        ray: Any,
+        warm: WarmStart,
+        workload: Workload,
+        evaluator: Evaluator,
+        sink: Sink,
+        begin_bytes: int,
+    ) -> RayEngine:
+        run, dealt = self._run, self._given is None and needs_weights(self._run)
+        make = partial(Made, run, (ray.put(bits_of(warm.params)),) if dealt else (), self._given)
+        return RayEngine(
+            ray=ray,
+            order=self._hub_order(warm, workload, begin_bytes),
+            worker=lambda number, life: self._worker_order(number, life, make),
+            cpus=1.0 if self._place.address is None else float(run.cluster.threads_per_island),
+            gpus=self._gpus(),
+            evaluate=evaluator,
+            sink=sink,
+            steps=run.train.steps,
+            limit_s=self._place.limit_s,
+            say=self._say,
+        )
+
+    def _gpus(self) -> float:
+        """Of each worker: one, or on this machine alone a part of one, where there are fewer than workers."""
+        if device_of(self._run) != "cuda":
+            return 0.0
+        return min(1.0, torch.cuda.device_count() / self._workers) if self._place.address is None else 1.0
+
+    def _hub_order(self, warm: WarmStart, workload: Workload, begin_bytes: int) -> HubOrder:
+        run, batches = self._run, workload.batches
+        assert isinstance(run.algorithm, AsyncAlgorithm)
+        plan, speeds = plan_of(run, self._place)
+        islands = run.world.islands
+        return HubOrder(
+            algorithm=run.algorithm,
+            plan=plan,
+            layout=warm.params.layout,
+            dtype=dtype_name(warm.params),
+            examples=tuple(batches.examples(shard) for shard in range(batches.num_shards)),
+            updates=run.train.steps * islands,
+            seed=run.seed,
+            workers=self._workers,
+            places=max(islands, self._workers),
+            speeds=speeds,
+            evaluate_every=run.keep.evaluate_every * islands,
+            save_every_s=self._place.save_every_s,
+            begin_bytes=begin_bytes,
+            session=secrets.token_hex(8),
+            keeper=FolderKeeper(self._folder.path.absolute(), run.keep.checkpoints, self._origin(workload)),
+            fingerprint=str(fingerprint(workload)),
+            threads=run.cluster.threads_per_island,
+            warm_start_tokens=warm.tokens,
+        )
+
+    def _worker_order(self, number: int, life: int, make: Callable[[], Made]) -> WorkerOrder:
+        run, pace = self._run, self._place.pace or 0.0
+        assert isinstance(run.algorithm, AsyncAlgorithm)
+        return WorkerOrder(
+            number=number,
+            life=life,
+            algorithm=run.algorithm,
+            make=make,
+            threads=run.cluster.threads_per_island,
+            pause_s=pace * run.world.step_time(number, run.seed),
+            limit_s=self._place.limit_s,
+            log=(self._folder.path / "logs" / f"worker-{number}.log").absolute(),
+        )
+
+
+class Made:
+    """What a worker trains: made in its process, from its machine's data.
+
+    Args:
+        run: the run, resolved.
+        weights: a reference to the bits of the warm start, where the data are dealt out by it.
+        given: a workload to train instead of the Run's model and data.
+    """
+
+    def __init__(self, run: Run, weights: tuple[Any, ...], given: Workload | None) -> None:
+        self._run = run
+        self._workload = given or island_workload(run, load_data(run, Cache()), self._params(weights))
+        self._loss = loss_of(run, self._workload)
+
+    def _params(self, weights: tuple[Any, ...]) -> Tree:
+        run = self._run
+        begin = initial(plain_workload(run, load_data(run, Cache())), device_of(run), dtype_of(run))
+        return tree_over(door.library().get(weights[0]), begin.layout, dtype_name(begin)).copy() if weights else begin
+
+    @property
+    def fingerprint(self) -> str:
+        return str(fingerprint(self._workload))
+
+    def replica(self, number: int) -> LocalReplica:
+        return replica_of(self._run, self._workload, self._loss, number)
+
+
+@dataclass(frozen=True)
+class FolderKeeper:
+    """Keeps a hub's log and checkpoints in the run's folder. A keeping.Keeper.
+
+    Args:
+        folder: the run's.
+        checkpoints: how many are kept.
+        origin: what a checkpoint says of where it comes from.
+    """
+
+    folder: Path
+    checkpoints: int
+    origin: Mapping[str, str | None]
+
+    @property
+    def _kept(self) -> Checkpoints:
+        return Checkpoints(RunFolder(self.folder).checkpoints, keep=self.checkpoints)
+
+    def begin(self) -> Tree:
+        return load_tree(self.folder / BEGIN)
+
+    def newest(self) -> Kept | None:
+        kept, newest = self._kept, self._kept.newest()
+        if newest is None:
+            return None
+        return Kept(newest.path.name, newest.metadata, lambda part, like: kept.load(newest, part, like))
+
+    def save(self, round: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+        self._kept.save(round, parts, {**metadata, **self.origin})
+
+    def name(self, round: int) -> str:
+        return Checkpoints.name(round)
+
+    def lost(self, after: int) -> Lost:
+        events = RunFolder(self.folder).events
+        with open(events, "rb") as file:
+            before = file.read(after).count(b"\n")
+        arrived = [event for number, event in enumerate(read_events(events)) if number >= before and isinstance(event, Arrived)]
+        return Lost(len(arrived), sum(event.steps for event in arrived))
+
+    def log(self, after: int) -> Log:
+        return JsonlSink(RunFolder(self.folder).events, append_at=after)
+
+    def say(self, text: str) -> None:
+        path = self.folder / "logs" / HUB_LOG
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")

@@ -1,0 +1,285 @@
+"""The hub's process without Ray: a dictionary is the object store, and threads are workers."""
+
+import copy
+import threading
+import time
+
+import torch
+
+from atoll.algorithms.async_local_sgd import AsyncLocalSGD
+from atoll.engines.dist.diary import Stretch
+from atoll.engines.ray.keeping import Kept, Lost
+from atoll.engines.ray.server import HubOrder, HubServer
+from atoll.engines.ray.wire import Brought, bits_of, tree_over
+from atoll.errors import CheckpointError
+from atoll.events import Arrived, HubLoad, HubRestarted, RunFinished, Saved
+from atoll.optim.sgd import SGD
+from atoll.tree import Tree
+
+WEIGHTS = Tree.of({"w": torch.ones(3)})
+PATIENCE_S = 20.0
+
+
+class Store:
+    """An object store."""
+
+    def __init__(self):
+        self.objects = []
+
+    def put(self, bits):
+        self.objects.append(bits.copy())
+        return len(self.objects) - 1
+
+    def get(self, reference):
+        return self.objects[reference]
+
+
+class Shelf:
+    """A keeping.Keeper in memory, whose bytes are events."""
+
+    def __init__(self, full=False):
+        self.events, self.checkpoints, self.said, self.full = [], [], [], full
+
+    def begin(self):
+        return WEIGHTS.copy()
+
+    def newest(self):
+        if not self.checkpoints:
+            return None
+        round, parts, metadata = self.checkpoints[-1]
+        return Kept(self.name(round), metadata, lambda part, like: copy.deepcopy(parts[part]))
+
+    def save(self, round, parts, metadata):
+        if self.full:
+            raise CheckpointError("the disk is full")
+        self.checkpoints.append((round, parts, metadata))
+
+    def name(self, round):
+        return f"{round:08d}"
+
+    def lost(self, after):
+        arrived = [event for event in self.events[after:] if isinstance(event, Arrived)]
+        return Lost(len(arrived), sum(event.steps for event in arrived))
+
+    def log(self, after):
+        del self.events[after:]
+        return self
+
+    def emit(self, event):
+        self.events.append(event)
+
+    def position(self):
+        return len(self.events)
+
+    def close(self):
+        pass
+
+    def say(self, text):
+        self.said.append(text)
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def hub(store, shelf, *, updates=40, workers=2, save_every_s=1000.0, session="a", grace_s=0.0):
+    algorithm = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), grace_s=grace_s)
+    order = HubOrder(
+        algorithm=algorithm,
+        plan=algorithm.plan,
+        layout=WEIGHTS.layout,
+        dtype="float32",
+        examples=(100, 100),
+        updates=updates,
+        seed=0,
+        workers=workers,
+        places=workers,
+        speeds=(),
+        evaluate_every=1000,
+        save_every_s=save_every_s,
+        begin_bytes=0,
+        session=session,
+        keeper=shelf,
+        fingerprint="data",
+        threads=1,
+        warm_start_tokens=0,
+    )
+    return HubServer(order, store.put)
+
+
+def brought(told, number, life):
+    begin_s = told.now_s
+    stretch = Stretch(begin_s, begin_s, told.steps, float(told.steps), 8, 2.0, True)
+    return Brought(number, life, told.ticket, begin_s, begin_s, (stretch,), {})
+
+
+def work(server, store, number, life, rounds=1000, last=None):
+    """A worker that moves every weight by 0.01 in each round."""
+    server.hello(number, life, "data", "a test")
+    taken = 0
+    while taken < rounds:
+        told = server.pull(number, life, last)
+        if told.word != "go":
+            assert told.word == "over"
+            return last
+        there = tree_over(store.get(told.weights[0]), WEIGHTS.layout, told.dtype)
+        assert server.push(brought(told, number, life), bits_of(there * 0 + 0.01)) in ("taken", "over")
+        taken, last = taken + 1, told.ticket
+    return last
+
+
+def together(*calls):
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def finished(server):
+    news = server.news(-1, 0, 0.0)
+    assert news.error is None
+    for one in news.to_judge:
+        server.judged(one.number, {"loss": 1.0})
+    return server.finish()
+
+
+def test_workers_in_threads_of_their_own_bring_every_update_once():
+    store, shelf = Store(), Shelf()
+    server = hub(store, shelf)
+    together(*(lambda n=n: work(server, store, n, n) for n in (0, 1)))
+    end = finished(server)
+    assert (end.local_updates, end.rounds) == (40, 10)
+    assert len({(event.island, event.round) for event in shelf.of(Arrived)}) == len(shelf.of(Arrived)) == 10
+    weights = tree_over(store.get(server.outcome()[0][0]), WEIGHTS.layout, "float32")
+    assert torch.allclose(weights["w"], torch.full((3,), 1.0 - 10 * 0.01))
+    assert isinstance(shelf.events[-1], RunFinished)
+    assert sum(event.pushes for event in shelf.of(HubLoad)) >= 10
+    assert 0 < max(event.busy for event in shelf.of(HubLoad)) < 1
+
+
+def test_weights_are_put_into_the_store_once_for_all_who_are_sent_off_with_them():
+    store, shelf = Store(), Shelf()
+    server = hub(store, shelf)
+    for number in (0, 1):
+        server.hello(number, number, "data", "a test")
+    before = len(store.objects)
+    told = [server.pull(number, number, None) for number in (0, 1, 0)]
+    assert len({one.weights for one in told}) == 1
+    assert len(store.objects) <= before + 1, "the first evaluation has them too"
+
+
+def test_the_first_wait_for_the_others_and_a_late_one_takes_its_place_at_once():
+    store, shelf = Store(), Shelf()
+    server = hub(store, shelf)
+    server.hello(0, 0, "data", "a test")
+    assert server.news(-1, 0, 0.0).seats == {}
+    server.hello(1, 1, "data", "a test")
+    assert server.news(-1, 0, 0.0).seats == {0: 0, 1: 1}
+    server.left(1, 1)
+    assert server.news(-1, 0, 0.0).seats == {0: 0}
+    server.hello(1, 2, "data", "another")
+    assert server.news(-1, 0, 0.0).seats == {0: 0, 1: 2}
+
+
+def test_who_reads_other_data_is_refused_with_advice():
+    server = hub(Store(), Shelf())
+    assert "reads other data than the run" in server.hello(0, 0, "something else", "a test")
+
+
+def test_a_hub_that_dies_goes_on_from_its_checkpoint_and_says_what_was_lost():
+    store, shelf = Store(), Shelf()
+    one = hub(store, shelf)
+    for number in (0, 1):
+        one.hello(number, number, "data", "a test")
+    last = work(one, store, 0, 0, rounds=2)
+    one.save()
+    lost = work(one, store, 0, 0, rounds=3, last=last)
+    two = hub(store, shelf)  # with the same log and checkpoints, in the same session
+    restarted = shelf.of(HubRestarted)[0]
+    assert (restarted.checkpoint, restarted.round, restarted.lost_rounds, restarted.lost_local_updates) == ("00000002", 2, 3, 12)
+    assert restarted.wall_time_s >= shelf.of(Arrived)[-1].wall_time_s
+    told = two.pull(0, 0, lost)
+    assert told.fresh, "its moments have seen what is lost"
+    assert two.pull(1, 1, None).ticket[0] == 1, "and the other is in the round that it was in"
+    together(lambda: work(two, store, 1, 1), lambda: work(two, store, 0, 2))
+    assert finished(two).local_updates == 40
+    rounds = [(event.island, event.round) for event in shelf.of(Arrived)]
+    assert len(set(rounds)) == len(rounds) == 10
+
+
+def test_a_hub_that_dies_before_it_has_saved_anything_begins_again_and_says_so():
+    store, shelf = Store(), Shelf()
+    one = hub(store, shelf)
+    for number in (0, 1):
+        one.hello(number, number, "data", "a test")
+    work(one, store, 0, 0, rounds=2)
+    del shelf.checkpoints[:]
+    two = hub(store, shelf)
+    restarted = shelf.of(HubRestarted)[0]
+    assert (restarted.checkpoint, restarted.lost_rounds) == (None, 2)
+    assert any("begins again with the weights that the run began with" in line for line in shelf.said)
+    weights = tree_over(store.get(two.outcome()[0][0]), WEIGHTS.layout, "float32")
+    assert weights.equal(WEIGHTS)
+
+
+def test_another_session_goes_on_from_the_saved_time_with_other_workers():
+    store, shelf = Store(), Shelf()
+    one = hub(store, shelf)
+    for number in (0, 1):
+        one.hello(number, number, "data", "a test")
+    work(one, store, 0, 0, rounds=2)
+    one.save()
+    two = hub(store, shelf, session="b")
+    assert not shelf.of(HubRestarted), "nothing is lost"
+    assert two.news(-1, 0, 0.0).seats == {}
+    together(*(lambda n=n: work(two, store, n, n) for n in (0, 1)))
+    assert finished(two).local_updates == 40
+    arrived = shelf.of(Arrived)
+    assert [event.wall_time_s for event in arrived] == sorted(event.wall_time_s for event in arrived)
+
+
+def test_a_hub_saves_by_itself_and_only_if_something_has_happened():
+    store, shelf = Store(), Shelf()
+    server = hub(store, shelf, save_every_s=0.02)
+    for number in (0, 1):
+        server.hello(number, number, "data", "a test")
+    work(server, store, 0, 0, rounds=1)
+    deadline = time.monotonic() + PATIENCE_S
+    while len(shelf.checkpoints) < 2:
+        assert time.monotonic() < deadline
+        server.news(-1, 0, 0.02)
+    count = len(shelf.checkpoints)
+    for _ in range(5):
+        server.news(-1, 10**6, 0.02)
+    assert len(shelf.checkpoints) <= count + 1
+    assert next(event.name for event in shelf.of(Saved)) == "00000000", "the first before anybody is sent off"
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run():
+    shelf = Shelf(full=True)
+    server = hub(Store(), shelf)
+    for number in (0, 1):
+        server.hello(number, number, "data", "a test")
+    assert isinstance(server.news(-1, 0, 0.0).error, CheckpointError)
+    assert server.pull(0, 0, None).word == "over"
+
+
+def test_a_window_that_runs_out_sends_its_workers_off_without_anybody_asking():
+    store, shelf = Store(), Shelf()
+    server = hub(store, shelf, grace_s=0.05)
+    for number in (0, 1):
+        server.hello(number, number, "data", "a test")
+    last = work(server, store, 0, 0, rounds=1)
+    told = server.pull(0, 0, last)
+    assert told.word == "go"
+    assert told.ticket != last
+
+
+def test_a_hub_that_believes_in_the_dead_is_told_by_a_census():
+    store, shelf = Store(), Shelf()
+    server = hub(store, shelf)
+    for number in (0, 1):
+        server.hello(number, number, "data", "a test")
+    server.census({0: 0, 1: 7})
+    assert server.news(-1, 0, 0.0).seats == {0: 0}
