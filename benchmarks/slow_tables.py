@@ -130,7 +130,8 @@ def method_section(cells: Sequence[Cell]) -> str:
     unsteady = [cell["unsteady"] for cell in cells if "unsteady" in cell]
     return (
         "## How it is measured\n\nEach island is a process with one torch thread in a network namespace of its own; a veth pair "
-        "joins them, and `tbf` shapes what each end sends (burst 4 ms of the rate, at least 120 kB; a queue that drops nothing). An "
+        "joins them, and `tbf` shapes what each end sends (burst 4 ms of the rate, at least 120 kB; "
+        "packets of at most 1 ms; a queue that drops nothing). An "
         "inner step alone is forward, backward and a fused AdamW, in both islands at a time. What a line carries is what plain "
         "sockets move both ways at a time, in the same cell. Times are medians over rounds of the slower island's. Payload is "
         f"`tx_bytes - {HEADER_BYTES} x tx_packets` of the interface, in which a packet that a card would cut up counts once, with "
