@@ -128,10 +128,13 @@ def survived(tmp_path_factory):
             for connection in one.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         }
-        os.kill(int(logged(folder, "worker-1", r"process (\d+)")[-1]), signal.SIGKILL)
+        slow, dead = (int(logged(folder, f"worker-{number}", r"process (\d+)")[-1]) for number in (0, 1))
+        os.kill(slow, signal.SIGSTOP)  # so that there is something left to do when the other has come back
+        os.kill(dead, signal.SIGKILL)
         until(lambda: len(logged(folder, "worker-1", r"process (\d+)")) > 1, "another worker", process)
         until(lambda: len(logged(folder, "hub", r"worker 1, life")) > 1, "it to come", process)
         os.kill(int(logged(folder, "hub", r"hub on .* process (\d+)")[-1]), signal.SIGKILL)
+        os.kill(slow, signal.SIGCONT)
         code, out, err = end_of(process)
     assert code == 0, err
     return folder, out, err, listening
@@ -231,7 +234,7 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_from_the_hubs_checkpoint(
     with started(*beginning(folder)) as process:
         until(lambda: len(logged(folder, "hub", "saved round")) > 1, "a checkpoint", process)
         everybody = family(process.pid)
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         code, _, err = end_of(process)
         assert code == 130, err
         assert f"Go on: atoll run --resume {folder}" in err

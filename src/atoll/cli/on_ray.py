@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def carry_out_on_ray(
         if not quiet:
             print(told(mine, place), file=sys.stderr, flush=True)
         sinks, say = sinks_of(mine.recipe, mine, quiet=quiet), _silent if quiet else _say
-        with interruptible(folder):
+        # What Ray prints of processes that die is said in fewer words here.
+        with interruptible(folder), open(_ray_log(folder), "a", encoding="utf-8") as words, redirect_stdout(words):
             if resume is None:
                 drive(opened, place, sinks=sinks, say=say)
             else:
@@ -74,6 +76,12 @@ def _check_resume(name: str | None, settings: Sequence[str], seed: int | None, o
     engine, _ = engine_in(folder)
     if engine != "ray":
         raise ConfigError(f"--engine ray with --resume {folder}: this run's engine is {engine}. Leave out --engine, or start anew.")
+
+
+def _ray_log(folder: Path) -> Path:
+    path = folder / "logs" / "ray.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _say(line: str) -> None:

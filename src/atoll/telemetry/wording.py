@@ -8,6 +8,7 @@ from atoll.events import (
     CaughtUp,
     Evaluated,
     Event,
+    HubRestarted,
     IslandJoined,
     IslandLeft,
     LimitSet,
@@ -55,6 +56,8 @@ def notice(event: Event, who: str | None = None) -> str | None:
         case Returned():
             lost = f"{event.steps} steps of shard {event.shard} are put back"
             return f"island {event.island} brings nothing from its round no. {event.round}: {lost}"
+        case HubRestarted():
+            return _restarted(event)
         case RoundFailed():
             silent = ", ".join(map(str, event.islands))
             return f"round {event.round}: void, since {event.what} needs everybody and did not hear of: {silent}"
@@ -68,6 +71,15 @@ def notice(event: Event, who: str | None = None) -> str | None:
             return f"finished: {_outcome(event)}"
         case _:
             return None
+
+
+def _restarted(event: HubRestarted) -> str:
+    """Where the next hub goes on, and what is done again."""
+    where = "with the weights that the run began with: there is no checkpoint yet"
+    if event.checkpoint is not None:
+        where = f"from checkpoint {event.checkpoint}"
+    lost = f"{event.lost_rounds} rounds are lost ({event.lost_local_updates} local updates)"
+    return f"another hub goes on at {human_time(event.time_s)} {where}; {lost}"
 
 
 def _islands(event: RunStarted) -> str:

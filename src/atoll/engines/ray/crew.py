@@ -100,7 +100,7 @@ class Crew:
         try:
             self._ray.get(hired.work)
         except self._ray.exceptions.RayActorError as error:
-            return " ".join(str(error).split())[:200]
+            return str(error).partition("\n")[0].rstrip(".")  # then follow numbers that mean nothing to anybody
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(getattr(error, "cause", None), Exception) else error
             if isinstance(cause, ExchangeFailed):  # it could not reach the hub: another may

@@ -17,7 +17,7 @@ from atoll.engines.ray.reaching import Reach
 from atoll.engines.ray.server import HubOrder, News, ToJudge
 from atoll.engines.ray.wire import own_tree, tensors_of
 from atoll.engines.ray.worker import WorkerOrder
-from atoll.errors import AtollError, TrainingDiverged
+from atoll.errors import TrainingDiverged
 from atoll.events import Progress, RunFinished
 from atoll.protocols import Sink
 from atoll.tree import Tree
@@ -76,7 +76,6 @@ class RayEngine:
             gpus=self._gpus,
             say=self._say,
         )
-        self._await_hub()
         while not self._turn(self._crew):
             pass
         finished: RunFinished = self._reach.ask("finish")
@@ -84,16 +83,6 @@ class RayEngine:
         (reference,), buffers = self._reach.ask("outcome")
         params = own_tree(self._ray.get(reference), order.layout, order.dtype, "cpu")
         return finished, params, tensors_of(buffers)
-
-    def _await_hub(self) -> None:
-        """The hub's first words; an error that it begins with is ours."""
-        try:
-            self._ray.get(self._hub.ready.remote())
-        except self._ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, AtollError):
-                raise cause from None
-            raise
 
     def _turn(self, crew: Crew) -> bool:
         """Hear the news, and do what they ask for. Whether the run is over."""

@@ -48,7 +48,7 @@ class Reach:
                 self._give_up(error, what, waited_s)
                 if waited_s - said_s >= _SAY_EVERY_S:
                     said_s = waited_s
-                    self._say(f"the hub does not answer ({what}: {_first_line(error)}); it is waited for {self._limit_s:g} s")
+                    self._say(f"the hub does not answer ({what}: {type(error).__name__}); it is waited for {self._limit_s:g} s")
                 time.sleep(_APART_S)
             else:
                 if said_s >= 0:
@@ -60,8 +60,9 @@ class Reach:
         broken = getattr(error, "actor_init_failed", False) or "creation task" in str(error)
         if broken or waited_s > self._limit_s:
             why = "could not go on" if broken else f"has not answered for {waited_s:.0f} s (limit {self._limit_s:g} s, --limit)"
-            raise ExchangeFailed(f"the hub {why}: {_first_line(error)} What was saved stands. Resume the run.") from error
+            raise ExchangeFailed(f"the hub {why}: {_last_line(error)} What was saved stands. Resume the run.") from error
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _last_line(error: Exception) -> str:
+    """Of an error with a traceback in it, what it says."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)

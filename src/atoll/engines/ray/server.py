@@ -164,7 +164,7 @@ class HubServer:
         order.keeper.say(f"hub on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         self._gathering = True
         self._started = False
-        self._open()
+        self._try(self._open)
         self._saved: Any = self._state_of_affairs()
         for work in (self._keep_time, self._keep_saving):
             threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
@@ -190,10 +190,6 @@ class HubServer:
         assert self._log is not None
         self._log.emit(event)
         self._told.append(event)
-
-    def ready(self) -> int:
-        """Answers when it has begun; which hub it is."""
-        return self._epoch
 
     # ------------------------------------------------------------------------------------------------------- the beginning
 
@@ -445,7 +441,7 @@ class HubServer:
         """Write a checkpoint now, unless nothing has happened since the last one."""
         with self._saving:
             with self._changed:
-                if not self._started or self._state_of_affairs() == self._saved:
+                if self._error is not None or not self._started or self._state_of_affairs() == self._saved:
                     return
                 snapshot = self._snapshot()
             self._write(*snapshot)
