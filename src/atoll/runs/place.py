@@ -53,7 +53,7 @@ def write_place(folder: Path, place: Dist) -> None:
 
 
 def engine_in(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The engine that this folder's run is carried out by, and its settings: sim, in one process under a virtual clock, has none."""
+    """The engine that this folder's run is carried out by, and its settings. The simulator has none of its own."""
     path = folder / PLACE
     if not path.is_file():
         return "sim", {}

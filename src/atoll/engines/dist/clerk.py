@@ -27,18 +27,22 @@ class Clerk:
     def __init__(self, books: Books, devices: int, *, inside: bool, sink: Sink) -> None:
         self._books, self._devices, self._inside, self._sink = books, devices, inside, sink
         self._entered_s = 0.0
+        self._numbers: list[int] = []
+        """Of the islands in a round that is entered, in rank order."""
 
     def begin(self, now_s: float) -> None:
         """The run begins, or goes on, now."""
         self._entered_s = now_s
 
-    def enter(self, diaries: Sequence[Diary], steps: int, now_s: float) -> None:
-        """A round is over: what all ranks did in it, in rank order, and how many steps of the run are over with it."""
+    def enter(self, diaries: Sequence[Diary], steps: int, now_s: float, islands: Sequence[int] | None = None) -> None:
+        """A round is over: what all ranks did in it, in rank order, and how many steps of the run are over with it. `islands` are
+        the numbers of those who were there, if not all were."""
+        self._numbers = list(islands) if islands is not None else list(range(len(diaries) // self._devices))
         for event in sorted(self._happened(diaries), key=_end_s):
             self._sink.emit(event)
-        totals, islands = self._books.totals, len(diaries) // self._devices
-        for ledger in self._books.ledgers:
-            ledger.present_s += now_s - self._entered_s
+        totals = self._books.totals
+        for number in self._numbers:
+            self._books.ledgers[number].present_s += now_s - self._entered_s
         self._entered_s = now_s
         skipped = next((m.useless for m in reversed(diaries[0].meetings) if m.what in ("mean", "reduce_scatter")), False)
         totals.version += 1
@@ -49,8 +53,8 @@ class Clerk:
         if self._inside:
             totals.local_updates += sum(diary.updates for diary in diaries)
         elif not trained:  # all gradients of the round are one update of each island
-            totals.local_updates += islands
-        self._sink.emit(self._books.round_finished(steps, islands, now_s))
+            totals.local_updates += len(self._numbers)
+        self._sink.emit(self._books.round_finished(steps, len(self._numbers), now_s))
 
     def _happened(self, diaries: Sequence[Diary]) -> Iterator[Event]:
         for rank, diary in enumerate(diaries):
@@ -58,7 +62,7 @@ class Clerk:
             for one in diary.stretches:
                 trained = Trained([one.loss], one.tokens, moved=False)
                 at = device if self._inside else None
-                yield self._books.computed(island, one.start_s, one.end_s, one.steps, one.batches, trained, device=at)
+                yield self._books.computed(self._numbers[island], one.start_s, one.end_s, one.steps, one.batches, trained, device=at)
         yield from self._exchanged(diaries)
         yield from self._skipped(diaries)
         yield from (self._compared(likenesses) for likenesses in zip(*(diary.likenesses for diary in diaries), strict=True))
@@ -72,7 +76,7 @@ class Clerk:
             by_island = [meetings[at : at + self._devices] for at in range(0, len(meetings), self._devices)]
             sent = [sum(meeting.sent_bytes for meeting in devices) for devices in by_island]
             control = [sum(meeting.control_bytes for meeting in devices) for devices in by_island]
-            self._books.sent(range(len(by_island)), sent, control)
+            self._books.sent(self._numbers, sent, control)
             arrived = [max(meeting.arrived_s for meeting in devices) for devices in by_island]
             yield self._exchange(meetings, arrived, sent, control)
 
@@ -95,7 +99,7 @@ class Clerk:
         return Exchanged(
             round=self._books.totals.round,
             what=meetings[0].what,
-            islands=list(range(len(arrived_s))),
+            islands=self._numbers if inside is None else list(range(len(arrived_s))),
             heard=[True] * len(arrived_s),
             arrived_s=arrived_s,
             start_s=max(arrived_s),

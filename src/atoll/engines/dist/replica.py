@@ -24,6 +24,7 @@ class DistReplica:
         note: takes a record of each stretch of computing.
         pause_s: so long it sleeps besides for each batch, to play a slower machine.
         where: names this island, the round and a step of a stretch, for errors.
+        tolerant: a loss that is not finite ends nothing here: whoever is given the weights looks at them.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class DistReplica:
         note: Callable[[Stretch], object] = lambda stretch: None,
         pause_s: float = 0.0,
         where: Callable[[int], str] = lambda step: f"this island, at step {step} of the round",
+        tolerant: bool = False,
     ) -> None:
         self._replica, self._clock, self._note, self._pause_s = replica, clock or WallClock(), note, pause_s
-        self._where = where
+        self._where, self._tolerant = where, tolerant
 
     def load(self, params: Tree) -> None:
         self._replica.load(params)
@@ -68,7 +70,7 @@ class DistReplica:
         if self._pause_s:
             time.sleep(self._pause_s * batches)
         loss = math.fsum(trained.losses) / len(trained.losses)
-        if trained.moved and not math.isfinite(loss):
+        if trained.moved and not math.isfinite(loss) and not self._tolerant:
             step, worst = next((step, one) for step, one in enumerate(trained.losses) if not math.isfinite(one))
             raise TrainingDiverged(
                 f"the loss is {worst} on {self._where(step)}. The run stops; what was saved before this round stands. Lower the "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -86,6 +86,15 @@ class Wire:
         self.control_bytes += CONTROL * len(numbers) * (self.size - 1)
         return [numbers_of.tolist() for numbers_of in theirs]
 
+    def tell_text(self, text: str) -> list[str]:
+        """Everybody's text, in rank order."""
+        mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        lengths = [int(row[0]) for row in self.tell(len(mine))]
+        theirs = {rank: torch.empty(lengths[rank], dtype=torch.uint8) for rank in self._others()}
+        self._waiting(self._post(dict.fromkeys(self._others(), mine), theirs))
+        self.control_bytes += len(mine) * (self.size - 1)
+        return [bytes(theirs.get(rank, mine).tolist()).decode() if rank != self.rank else text for rank in range(self.size)]
+
     def tell_those_left(self, *numbers: float, left: Callable[[int], bool]) -> list[list[float] | None]:
         """`tell` among members of whom some may have left without a word: none in their place.
 
@@ -114,22 +123,35 @@ class Wire:
         return [self._post({rank: mine}, {rank: torch.empty_like(mine)}) for rank in self._others()]
 
     def scatter_sum(
-        self, flat: Tensor, weights: Sequence[float], sums: torch.dtype | None = None, *, products: Tensor | None = None
+        self,
+        flat: Tensor,
+        weights: Sequence[float],
+        sums: torch.dtype | None = None,
+        *,
+        products: Tensor | None = None,
+        heard: Callable[[int, Tensor], object] | None = None,
     ) -> Tensor:
         """This rank's slice of the sum of everybody's buffer times its weight, added up in rank order.
 
         It lies in `flat`, or in a buffer of its own if it is summed in another precision, `sums`. What weighs nothing is left out.
-        The inner products of everybody's slices are added to `products`, to about six digits.
+        The inner products of everybody's slices are added to `products`, to about six digits. `heard` is shown each piece of
+        another rank before it is added.
         """
         start, stop = shard_range(flat.numel(), self.rank, self.size)
         mine = flat[start:stop]
         total = mine if sums in (None, flat.dtype) else torch.empty(stop - start, dtype=sums, device=flat.device)
-        self._pipeline(self._scattering(flat, mine, total, weights, products))
+        self._pipeline(self._scattering(flat, mine, total, weights, products, heard))
         self.sent_bytes += (flat.numel() - mine.numel()) * flat.element_size()
         return total
 
     def _scattering(
-        self, flat: Tensor, mine: Tensor, total: Tensor, weights: Sequence[float], products: Tensor | None
+        self,
+        flat: Tensor,
+        mine: Tensor,
+        total: Tensor,
+        weights: Sequence[float],
+        products: Tensor | None,
+        heard: Callable[[int, Tensor], object] | None,
     ) -> Iterator[Callable[[], None]]:
         """Each piece of everybody's slice: sent to whom it belongs, and added up by whom it belongs to."""
         first, _ = shard_range(flat.numel(), self.rank, self.size)
@@ -141,7 +163,7 @@ class Wire:
                 continue
             piece = slice(cuts[self.rank][number][0] - first, cuts[self.rank][number][1] - first)
             theirs = {rank: torch.empty_like(mine[piece]) for rank in self._others()}
-            arrived = self._post(sends, theirs)
+            arrived = partial(_show_when, self._post(sends, theirs), theirs, heard) if heard else self._post(sends, theirs)
             parts = [mine[piece] if rank == self.rank else theirs[rank] for rank in range(self.size)]
             yield partial(_add_when, arrived, parts, weights, total[piece], products)
 
@@ -223,6 +245,12 @@ class Wire:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _show_when(arrived: Callable[[], None], theirs: Mapping[int, Tensor], heard: Callable[[int, Tensor], object]) -> None:
+    arrived()
+    for rank, piece in theirs.items():
+        heard(rank, piece)
 
 
 def _add_when(

@@ -1,0 +1,125 @@
+"""`atoll run --elastic`: islands that come and go. And what it starts: a lighthouse, and islands."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from atoll.cli.verbs import interruptible, run_of, show_result, sinks_of
+from atoll.engines.elastic.harbour import Harbour
+from atoll.errors import ConfigError
+from atoll.runs.elastic.island import take_part
+from atoll.runs.elastic.place import Elastic, Invitation, read_elastic
+from atoll.runs.elastic.start import create_elastic, keep_going
+from atoll.runs.execute import is_finished
+from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.logs import leave_at_once
+from atoll.runs.plain import from_json
+
+START_LIMIT_S = 3600.0
+
+
+def carry_out_elastic(
+    name: str | None,
+    settings: Sequence[str],
+    seed: int | None,
+    out: Path | None,
+    resume: Path | None,
+    as_json: bool,
+    quiet: bool,
+    how: Mapping[str, Any],
+) -> None:
+    """Carries out a run by islands that come and go."""
+    given = {key: value for key, value in how.items() if value is not None}
+    if resume is not None:
+        folder = resume.expanduser()
+        if out is not None or name is not None or settings or seed is not None:
+            raise ConfigError("a recipe, --out, --set or --seed with --resume: a run goes on as it began. Leave them out.")
+        before = read_elastic(folder)
+        if before is None:
+            raise ConfigError(
+                f"--elastic with --resume {folder}: this run is none of islands that come and go. Leave out --elastic."
+            )
+        place = Elastic(**{**vars(before), **given})
+        RunFolder.open(folder).resumed(sys.argv)
+    else:
+        if name is None:
+            raise ConfigError("no recipe was given. `atoll recipes` lists them. Or go on with a run: --resume DIR.")
+        run, place = run_of(name, settings, seed), Elastic(**given)
+        folder = create_elastic(run, place, (out or default_path(run.recipe, run.seed)).expanduser(), sys.argv)
+        if not quiet:
+            print(f"folder: {folder}", file=sys.stderr)
+    if not is_finished(RunFolder.open(folder)):
+        mine = from_json(RunFolder.open(folder).run_json)
+        with interruptible(folder), _terminated_like_interrupted():
+            keep_going(folder, place, say=_say_nothing if quiet else _say, sinks=sinks_of(mine.recipe, mine, quiet=quiet))
+    show_result(folder, as_json=as_json)
+
+
+class _terminated_like_interrupted:  # noqa: N801
+    """Whoever is asked to end stops what it has started."""
+
+    def __enter__(self) -> None:
+        def end(number: int, frame: object) -> NoReturn:
+            raise KeyboardInterrupt
+
+        self._before = signal.signal(signal.SIGTERM, end)
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+
+def be_island(address: str, name: str | None, folder: Path | None) -> None:
+    """Be one island of the run at this address."""
+    if folder is not None:
+        _end_with_whoever_started_this()
+    mine = name or f"{socket.gethostname()}-{os.getpid()}"
+    try:
+        take_part(address, mine, folder=folder, say=_say, start_limit_s=START_LIMIT_S if folder is None else 60.0)
+    except BaseException as error:
+        leave_at_once(error)
+    sys.stdout.flush()
+    os._exit(0)  # threads of the communication may still wait for somebody
+
+
+def be_harbour(invitation: Path, address: str) -> NoReturn:
+    """Keep the lighthouse and the roll of a run, until this process is ended."""
+    _end_with_whoever_started_this()
+    invited = Invitation.from_text(invitation.read_text("utf-8"))
+    host, _, port = address.rpartition(":")
+    lighthouse_port = int(invited.lighthouse.rpartition(":")[2])
+    try:
+        kept = Harbour(host, int(port), lighthouse_port, invited.to_text(), join_limit_s=invited.place.limit_s)
+    except BaseException as error:
+        leave_at_once(error)
+    try:
+        while True:
+            signal.pause()
+    finally:
+        kept.close()
+
+
+def _end_with_whoever_started_this() -> None:
+    """Whoever started this process holds the other end of its input."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="orphan", daemon=True).start()
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    pass

@@ -1,0 +1,54 @@
+"""The one address of an elastic run: torchft's lighthouse, which says who meets whom, and the roll beside it.
+
+Neither knows anything that islands do not know too: when this process dies and comes back on the same ports, everybody goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atoll.engines.elastic.roll import Board, listening, open_store
+from atoll.extras import require
+
+HEARTBEAT_LIMIT_S = 1.0
+"""Whoever is silent for so long is left out of the next meeting."""
+TICK_S = 0.02
+"""How often the lighthouse looks whether all have come."""
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    with listening(host) as door:
+        return int(door.getsockname()[1])
+
+
+class Harbour:
+    """A lighthouse and a roll, in this process.
+
+    Args:
+        host: the address to listen on.
+        port: of the roll, which is the run's address.
+        lighthouse_port: of the lighthouse.
+        order: what newcomers are told.
+        join_limit_s: how long islands that are alive, and do not come to a meeting, are waited for.
+    """
+
+    def __init__(self, host: str, port: int, lighthouse_port: int, order: str, *, join_limit_s: float) -> None:
+        coordination: Any = require("torchft.coordination", extra="torchft", purpose="islands that come and go")
+        self._store, port = open_store(host, port)
+        self.address = f"{host}:{port}"
+        self._lighthouse = coordination.LighthouseServer(
+            bind=f"{_bracketed(host)}:{lighthouse_port}",
+            min_replicas=1,
+            join_timeout_ms=int(join_limit_s * 1000),
+            quorum_tick_ms=int(TICK_S * 1000),
+            heartbeat_timeout_ms=int(HEARTBEAT_LIMIT_S * 1000),
+        )
+        Board(self.address, self._store).give_order(order)
+
+    def close(self) -> None:
+        self._lighthouse.shutdown()
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

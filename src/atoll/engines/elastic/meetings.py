@@ -1,0 +1,127 @@
+"""A meeting: all islands that are there do something together, wholly or not at all.
+
+They find each other, say which state they hold, and leave out those who hold an older one. What they do then is over when
+everybody has heard from everybody that it came to the same. If somebody dies on the way, those who are left meet again and begin
+anew; nothing that they hold has changed. An island that has died after it heard from everybody, and before the others did, has a
+state that nobody will go on from: they meet again in a later epoch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from atoll.engines.dist.clock import Limit
+from atoll.engines.dist.wire import Wire
+from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.membership import Membership
+from atoll.errors import ExchangeFailed
+
+T = TypeVar("T")
+
+
+class LeftBehind(Exception):
+    """The others hold a newer state than this island, or another one. It needs theirs before it can go on."""
+
+
+class Disagreed(Exception):
+    """Islands have not come to the same: a message was damaged, or one of them computes wrongly. They meet again."""
+
+
+@dataclass(frozen=True)
+class Met(Generic[T]):
+    """What a meeting came to.
+
+    Attributes:
+        names: of the islands that met, in rank order; left out are those that were behind.
+        behind: those.
+        epoch: of the meeting.
+        attempts: it took.
+        result: of what they did.
+    """
+
+    names: tuple[str, ...]
+    behind: tuple[str, ...]
+    epoch: int
+    attempts: int
+    result: T
+
+
+class Meetings:
+    """All meetings of one island.
+
+    Args:
+        membership: finds the others.
+        limit: of exchanges.
+        say: takes what a person may want to know.
+    """
+
+    def __init__(self, membership: Membership, limit: Limit, say: Callable[[str], object]) -> None:
+        self._membership, self._limit, self.say = membership, limit, say
+        self.sent_bytes = self.control_bytes = 0
+        """Since the beginning, attempts that failed included."""
+        self._tried = 0
+        """The last epoch that this island took part in."""
+
+    def hold(
+        self, generation: Generation, digest: int, act: Callable[[Wire, tuple[str, ...]], T], *, opening: bool = False
+    ) -> Met[T]:
+        """Do something with all who are there and hold the same state.
+
+        Args:
+            generation: that this island holds.
+            digest: of it: those who hold the same generation hold the same bits, or the fewer of them are left out.
+            act: what is done, with a wire to those who do it, by their names. It begins anew whenever it is called. It ends when
+                all have told each other that they came to the same.
+            opening: it is no round, but what comes before one. Others who are in a round go on without this island.
+
+        Raises:
+            LeftBehind: the others go on without this island.
+        """
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                return self._attempt(generation, digest, act, attempts, opening)
+            except (ExchangeFailed, Disagreed) as error:
+                self.say(f"attempt {attempts} of round {generation.round} has failed, and those who are left meet again: {error}")
+                self._membership.abort()
+                self._limit.go_on()
+
+    def _attempt(
+        self, generation: Generation, digest: int, act: Callable[[Wire, tuple[str, ...]], T], attempts: int, opening: bool
+    ) -> Met[T]:
+        company = self._membership.meet(generation, attempts - 1)
+        wire = Wire(company.group, limit_s=self._limit.begin(), names=company.names)
+        try:
+            self._tried = max(self._tried, generation.epoch)
+            told = wire.tell(generation.round, generation.epoch, not opening, self._tried + 1, digest)
+            held = [(int(row[0]), int(row[1]), int(row[2])) for row in told]
+            ahead = max(held)
+            sound = _sound([int(row[4]) if one == ahead else None for one, row in zip(held, told, strict=True)])
+            epoch = self._tried = int(max(told[rank][3] for rank in sound))
+            behind = [rank for rank in range(wire.size) if rank not in sound]
+            if company.rank in behind:
+                raise LeftBehind(f"the others hold round {ahead[0]} of epoch {ahead[1]}, and this island {generation}")
+            wire.leave_out(behind)
+            names = tuple(company.names[rank] for rank in sound)
+            result = act(wire, names)
+        finally:
+            self.sent_bytes += wire.sent_bytes
+            self.control_bytes += wire.control_bytes
+        self._limit.end()
+        return Met(names, tuple(company.names[rank] for rank in behind), epoch, attempts, result)
+
+
+def _sound(digests: Sequence[int | None]) -> list[int]:
+    """Who holds what most of those hold who are ahead; of as many, what the first of them holds.
+
+    >>> _sound([None, 5, 7, 5])
+    [1, 3]
+    """
+    counted = Counter(digest for digest in digests if digest is not None)
+    most = max(counted.values())
+    chosen = next(digest for digest in digests if digest is not None and counted[digest] == most)
+    return [rank for rank, digest in enumerate(digests) if digest == chosen]

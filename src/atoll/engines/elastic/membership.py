@@ -1,0 +1,197 @@
+"""Who meets: torchft's manager and lighthouse find the islands that are there, and its process group is made anew for them.
+
+Of torchft's parts these are used: the servers that send heartbeats and find a quorum, and the process group that can be
+reconfigured. Its Manager class is not: it tells states apart by a step number alone, so that two islands that took the same step in
+different company both count as sound; and it heals an island while the others wait.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from atoll.engines.dist.carrier import first_sentence
+from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.reminding import reminding
+from atoll.engines.elastic.roll import open_store
+from atoll.errors import ExchangeFailed
+from atoll.extras import require
+
+_BEAT = timedelta(milliseconds=100)
+_CONNECT = timedelta(seconds=10)
+"""Islands that have found each other connect within this, or somebody has died."""
+_AGAIN_S = 0.2
+
+
+@dataclass(frozen=True)
+class Company:
+    """Islands that meet.
+
+    Attributes:
+        names: in rank order.
+        rank: of this one.
+        group: what carries their messages.
+        ahead: the generation of those who are furthest.
+    """
+
+    names: tuple[str, ...]
+    rank: int
+    group: dist.ProcessGroupGloo
+    ahead: Generation
+
+
+class Membership:
+    """One island's membership.
+
+    Args:
+        name: of the island; of two with the same name the later counts, since the earlier is dead.
+        host: the address by which others reach this machine.
+        lighthouse: its address.
+        limit_s: how long the lighthouse is waited for when it does not answer, and others to connect.
+        say: takes what a person may want to know.
+    """
+
+    def __init__(self, name: str, host: str, lighthouse: str, *, limit_s: float, say: Callable[[str], object]) -> None:
+        self._name, self._host, self._lighthouse, self._limit_s, self._say = name, host, lighthouse, limit_s, say
+        self._store: TCPStore
+        self._store, self._store_port = open_store(host)
+        self._server: Any = None
+        self._client: Any = None
+        self._group: Any = None
+        self._configured: tuple[Any, ...] | None = None
+
+    def join(self) -> None:
+        """From now on this island is alive, and others wait for it."""
+        if self._server is not None:
+            return
+        coordination: Any = require("torchft.coordination", extra="torchft", purpose="islands that come and go")
+        with reminding(self._say, f"the lighthouse at {self._lighthouse} does not answer yet"):
+            self._server = self._trying(lambda: self._serve(coordination))
+        self._client = coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT)
+
+    def _serve(self, coordination: Any) -> Any:
+        return coordination.ManagerServer(
+            replica_id=f"{self._name}:{uuid.uuid4().hex}",
+            lighthouse_addr=f"http://{self._lighthouse}",
+            hostname=self._host,
+            bind=f"{self._host}:0",
+            store_addr=f"{self._host}:{self._store_port}",
+            world_size=1,
+            heartbeat_interval=_BEAT,
+            connect_timeout=_CONNECT,
+            quorum_retries=0,
+        )
+
+    def leave(self) -> None:
+        """Others do not wait for this island any more."""
+        if self._server is not None:
+            self._server.shutdown()
+        self._server = self._client = None
+        self.abort()
+
+    def abort(self) -> None:
+        """What is under way has failed: end it, so that the others notice."""
+        self._configured = None
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(RuntimeError):
+                group.abort()
+
+    def meet(self, generation: Generation, failures: int) -> Company:
+        """Find all who are there. It waits for those who are alive and still train.
+
+        Args:
+            generation: of this island.
+            failures: attempts in a row that have failed since the last commit.
+
+        Raises:
+            ExchangeFailed: somebody who was there could not be connected to. Meet again.
+        """
+        with reminding(self._say, "waiting for the other islands to come to this round's meeting"):
+            found = self._trying(lambda: self._quorum(generation, failures))
+        ids = tuple(found.replica_ids)
+        configured = (found.quorum_id, found.replica_rank, ids, found.store_address)
+        if configured != self._configured:
+            self._configure(found, ids)
+            self._configured = configured
+        names = tuple(name.split(":")[0] for name in ids)
+        return Company(names, found.replica_rank, self._backend(), Generation.of(found.max_step))
+
+    def _quorum(self, generation: Generation, failures: int) -> Any:
+        return self._client._quorum(
+            group_rank=0,
+            step=generation.number,
+            checkpoint_metadata="",
+            shrink_only=False,
+            timeout=timedelta(seconds=self._limit_s),
+            commit_failures=failures,
+            init_sync=False,
+        )
+
+    def _configure(self, found: Any, ids: tuple[str, ...]) -> None:
+        self.abort()
+        self._group = _group_class()(self._host, _CONNECT)
+        # A lighthouse that was started anew counts from the beginning: the state that all are at tells its quorums apart.
+        place = f"{found.store_address}/{found.max_step}/{found.quorum_id}"
+        try:
+            self._group.configure(place, self._name, found.replica_rank, len(ids))
+        except Exception as error:  # torchft raises what it comes across
+            self.abort()
+            raise ExchangeFailed(
+                f"{self._name} could not connect to all of {', '.join(ids)}: {first_sentence(str(error))}. One of them has died "
+                f"since they met; those who are left meet again."
+            ) from error
+
+    def _backend(self) -> dist.ProcessGroupGloo:
+        backend: dist.ProcessGroupGloo = self._group.parent._get_backend(torch.device("cpu"))
+        return backend
+
+    def _trying(self, call: Callable[[], Any]) -> Any:
+        """Until it succeeds: the lighthouse may be away for a while."""
+        deadline_s = time.monotonic() + self._limit_s
+        while True:
+            try:
+                return call()
+            except Exception as error:  # of the manager's own kinds
+                if time.monotonic() > deadline_s:
+                    raise ExchangeFailed(
+                        f"{self._name} waited {self._limit_s:.0f} s for the lighthouse at {self._lighthouse}: "
+                        f"{first_sentence(str(error))}. What was saved stands. See that it runs, or raise --limit."
+                    ) from error
+                time.sleep(_AGAIN_S)
+
+
+_GlooOptions: Any = getattr(dist.ProcessGroupGloo, "_Options")  # noqa: B009 (torch's stubs do not know it)
+
+
+def _group_class() -> Any:
+    torchft: Any = require("torchft.process_group", extra="torchft", purpose="islands that come and go")
+
+    class Gloo(torchft.ProcessGroupGloo):  # type: ignore[misc]
+        """torchft's own, but it listens where it is told to, and not where the machine's name points to."""
+
+        def __init__(self, host: str, limit: timedelta) -> None:
+            super().__init__(timeout=limit)
+            self._host, self._limit = host, limit
+
+        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+            options: Any = _GlooOptions()
+            options._timeout = self._limit
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=socket.gethostbyname(self._host))]
+            backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+            group = dist.ProcessGroup(store, rank, world_size)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+            return group
+
+    return Gloo

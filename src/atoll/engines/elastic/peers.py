@@ -1,0 +1,225 @@
+"""The islands that are there, seen from one of them: a mean that is committed by all of them, or by none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from atoll.engines.dist.clock import WallClock
+from atoll.engines.dist.diary import Diary, Likeness, Meeting
+from atoll.engines.dist.driving import Flight, Line, Request
+from atoll.engines.dist.wire import Wire
+from atoll.engines.elastic.checksum import checksum
+from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.judging import Brought, Judge
+from atoll.engines.elastic.leases import Unit
+from atoll.engines.elastic.meetings import Disagreed, Meetings, Met
+from atoll.errors import ConfigError
+from atoll.protocols import Mean, Scattered, Work
+from atoll.tree import Tree, shard_range
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an island tells of itself when it commits.
+
+    Attributes:
+        home: whether it has the run's folder.
+        diary: of its round.
+    """
+
+    home: bool
+    diary: Diary
+
+    def to_text(self) -> str:
+        return json.dumps([self.home, self.diary.to_line()])
+
+    @staticmethod
+    def from_text(text: str) -> Told:
+        home, line = json.loads(text)
+        return Told(home, Diary.from_line(line))
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What islands agreed on.
+
+    Attributes:
+        value: the mean.
+        brought: by each, in rank order.
+        refused: whose was not taken, by rank, and why.
+        weight: of all that was.
+        told: by each.
+        now_s: on the first rank's clock.
+    """
+
+    value: Tree
+    brought: Sequence[Brought]
+    refused: dict[int, str]
+    weight: float
+    told: Sequence[Told]
+    now_s: float
+
+    def delivered(self, names: Sequence[str]) -> list[str]:
+        """Whose work is in it."""
+        return [name for rank, name in enumerate(names) if self.brought[rank].weight and rank not in self.refused]
+
+
+class ElasticPeers:
+    """Islands as equals, of whom some may vanish at any moment. A protocols.Peers, for algorithms that take one mean a round and
+    share all that they remember.
+
+    Args:
+        meetings: of this island.
+        line: the thread that exchanges.
+        judge: says whose delta is refused.
+        clock: of the run.
+        home: whether this island has the run's folder.
+    """
+
+    def __init__(self, meetings: Meetings, line: Line, judge: Judge, clock: WallClock, *, home: bool) -> None:
+        self._meetings, self._line, self._judge, self._clock, self._home = meetings, line, judge, clock, home
+        self._generation, self._digest = Generation(0, 0), 0
+        self._unit: Unit | None = None
+        self._work: Callable[[Unit | None], Work] = _no_work
+        self._diary = Diary()
+        self.met: Met[Agreed] | None = None
+        """What this round's meeting came to."""
+        self.rank, self.size = 0, 1
+
+    def begin(
+        self, generation: Generation, digest: int, unit: Unit | None, work: Callable[[Unit | None], Work], diary: Diary
+    ) -> None:
+        """A round begins.
+
+        Args:
+            generation: that this island holds.
+            digest: of it.
+            unit: that it is to train on; none if it has no work in this round.
+            work: turns a unit into work.
+            diary: of the round.
+        """
+        self._generation, self._digest, self._unit, self._work, self._diary = generation, digest, unit, work, diary
+        self.met = None
+
+    def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
+        asked = steps if batches is None else batches
+        if self._unit is not None and (asked != self._unit.batches or pieces != 1):
+            raise ConfigError(
+                f"a round asks for {asked} batches in {pieces} pieces, and a unit of data has {self._unit.batches} whole ones. "
+                f"With --elastic an algorithm asks for as many every round."
+            )
+        return self._work(self._unit)
+
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
+        if self.met is not None:
+            raise ConfigError("a second mean in one round: with --elastic a round is committed by its only exchange.")
+        arrived_s = self._clock.now_s()
+        mine = weight if self._unit is not None else 0.0
+        met = await Request(
+            lambda: self._meetings.hold(
+                self._generation, self._digest, lambda wire, names: self._agree(wire, tree, mine, compare, arrived_s)
+            )
+        )
+        self.met = met
+        return Mean(met.result.value, met.result.weight, True, True)
+
+    def assemble(self) -> Met[Agreed]:
+        """Meet without anything to bring: those who are here begin together."""
+        nothing = Tree.of({"nothing": torch.zeros(0)})
+        return self._line.call(
+            lambda: self._meetings.hold(
+                self._generation, self._digest, lambda wire, names: self._vote(wire, nothing, [], {}, 0.0, Diary()), opening=True
+            )
+        )
+
+    # -------------------------------------------------------------------------------------------------------------- agreeing
+
+    def _agree(self, wire: Wire, tree: Tree, weight: float, compare: bool, arrived_s: float) -> Agreed:
+        brought, sums = self._tell(wire, tree, weight)
+        refused = self._judge.refused(brought)
+        weights = [0.0 if rank in refused else one.weight for rank, one in enumerate(brought)]
+        total = float(sum(weights))
+        diary = Diary(list(self._diary.stretches))
+        diary.tokens = sum(stretch.tokens for stretch in diary.stretches) if weights[wire.rank] else 0
+        whole = tree.copy() if total else tree.zeros()
+        if total:
+            self._average(wire, whole, weights, sums, diary if compare else None)
+        end_s = self._clock.now_s()
+        unsound = tuple(refused)
+        diary.meetings = [Meeting("mean", arrived_s, end_s, wire.sent_bytes, wire.control_bytes, total, False, unsound, total == 0)]
+        return self._vote(wire, whole, brought, refused, total, diary)
+
+    def _tell(self, wire: Wire, tree: Tree, weight: float) -> tuple[list[Brought], list[int]]:
+        """What everybody brings, and the checksums of the slices that are sent here."""
+        finite = tree.is_finite() if weight else True
+        norm = tree.norm() if weight and finite else 0.0
+        slices = [tree.flat[slice(*shard_range(tree.numel, rank, wire.size))] for rank in range(wire.size)]
+        told = wire.tell(weight, finite, norm, *(checksum(part) if weight else 0 for part in slices))
+        return [Brought(row[0], bool(row[1]), row[2]) for row in told], [int(row[3 + wire.rank]) for row in told]
+
+    def _average(self, wire: Wire, whole: Tree, weights: Sequence[float], sums: Sequence[int], diary: Diary | None) -> None:
+        heard = [0] * wire.size
+        products = torch.zeros(wire.size, wire.size, dtype=torch.float64) if diary is not None else None
+
+        def hear(rank: int, piece: torch.Tensor) -> None:
+            heard[rank] += checksum(piece)
+
+        mine = wire.scatter_sum(whole.flat, weights, products=products, heard=hear)
+        for rank, weight in enumerate(weights):
+            if weight and rank != wire.rank and (heard[rank] - sums[rank]) % _FITS:
+                raise Disagreed(f"what rank {rank} sent is not what it told: it was damaged on the way")
+        mine /= float(sum(weights))
+        wire.gather(whole.flat)
+        if diary is not None and products is not None:
+            diary.likenesses = [Likeness(tuple(map(tuple, products.tolist())), tuple(weights))]
+
+    def _vote(
+        self, wire: Wire, value: Tree, brought: Sequence[Brought], refused: dict[int, str], weight: float, diary: Diary
+    ) -> Agreed:
+        """Everybody has heard from everybody that all came to the same."""
+        told = [Told.from_text(text) for text in wire.tell_text(Told(self._home, diary).to_text())]
+        votes = wire.tell(checksum(value.flat), self._clock.now_s())
+        if len({vote[0] for vote in votes}) > 1:
+            raise Disagreed(f"islands came to different means ({[int(vote[0]) for vote in votes]})")
+        self.rank, self.size = wire.rank, wire.size
+        return Agreed(value, brought, refused, weight, told, votes[0][1])
+
+    # ------------------------------------------------------------------------------------------------------- what there is not
+
+    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
+        _refuse("reduce_scatter")
+
+    async def all_gather(self, shard: Tree) -> Tree:
+        _refuse("all_gather")
+
+    async def total(self, number: float) -> float:
+        _refuse("total")
+
+    def background(self, coroutine: Coroutine[Any, Any, T], /) -> Flight[T]:
+        coroutine.close()
+        _refuse("background")
+
+    async def catch_up(self, state: S) -> S:
+        """Whoever is behind is given the state before it goes on."""
+        return state
+
+
+_FITS = 1 << 52
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigError(
+        f"{what} with --elastic: an island that vanishes would take its slice along. Use DiLoCo or DDP, or --engine dist alone."
+    )
+
+
+def _no_work(unit: Unit | None) -> Work:
+    raise ConfigError("work is asked for before a round has begun.")

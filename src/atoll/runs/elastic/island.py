@@ -1,0 +1,306 @@
+"""One island of an elastic run, as a process: it finds the run by its address, is given the state, and takes part until the end."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll.engines.dist.clock import Limit
+from atoll.engines.elastic.engine import Commit, ElasticEngine
+from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.meetings import Meetings
+from atoll.engines.elastic.membership import Membership
+from atoll.engines.elastic.pier import Cargo, Pier, fetch
+from atoll.engines.elastic.reminding import reminding
+from atoll.engines.elastic.roll import Board, Roll
+from atoll.engines.evaluator import Evaluator
+from atoll.engines.masters import initial
+from atoll.errors import CheckpointError, ConfigError, ExchangeFailed
+from atoll.events import RoundFinished
+from atoll.protocols import Algorithm
+from atoll.runs.build import loss_of, replica_of
+from atoll.runs.checkpoint import Checkpoint
+from atoll.runs.elastic.desk import Desk
+from atoll.runs.elastic.place import Invitation
+from atoll.runs.execute import digest_of
+from atoll.runs.folder import RunFolder
+from atoll.runs.pack import Packed, pack, unpack
+from atoll.runs.plain import to_json
+from atoll.runs.run import device_of, dtype_of
+from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
+from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
+from atoll.telemetry.jsonl import read_events
+
+_LOOK_S = 0.2
+_FETCH_LIMIT_S = 60.0
+"""Without a byte."""
+
+
+def take_part(address: str, name: str, *, folder: Path | None, say: Callable[[str], object], start_limit_s: float) -> None:
+    """Be an island of the run at this address, until it is over.
+
+    Args:
+        address: of the run.
+        name: of the island, unlike all others'.
+        folder: of the run, where this machine has it.
+        say: takes what a person may want to know.
+        start_limit_s: how long the run is waited for.
+    """
+    invitation = invited(address, say, start_limit_s)
+    host = _host_towards(address)
+    torch.set_num_threads(invitation.run.cluster.threads_per_island)
+    say(f"{name} on {platform.node()} ({host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
+    with ExitStack() as stack:
+        island = Island(invitation, address, host, name, folder, say)
+        stack.push(lambda kind, error, trace: island.close(wait=kind is None))
+        island.carry_out()
+
+
+def invited(address: str, say: Callable[[str], object], limit_s: float) -> Invitation:
+    """What the run at this address is."""
+    board, deadline_s = Board(address), time.monotonic() + limit_s
+    with reminding(say, f"waiting for the run at {address}"):
+        while True:
+            try:
+                text = board.order()
+                if text is not None:
+                    return Invitation.from_text(text)
+            except ExchangeFailed:
+                if time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_LOOK_S)
+
+
+def _host_towards(address: str) -> str:
+    """The address by which a machine that is reached there reaches this one."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        found: str = connection.getsockname()[0]
+        return found
+
+
+class Island:
+    """One island.
+
+    Args:
+        invitation: what the run is.
+        address: of the run.
+        host: the address of this machine, as others reach it.
+        name: of the island.
+        folder: of the run, where this machine has it.
+        say: takes what a person may want to know.
+    """
+
+    def __init__(
+        self, invitation: Invitation, address: str, host: str, name: str, folder: Path | None, say: Callable[[str], object]
+    ) -> None:
+        self._run, self._place, self._name, self._say = invitation.run.resolved, invitation.place, name, say
+        self._folder = RunFolder(folder) if folder is not None else None
+        self._doing = "coming"
+        self._engine: ElasticEngine | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._pier = Pier(host)
+        self._roll = Roll(address, name, self._entry)
+        limit_s = max(self._place.limit_s * 2, 60.0)
+        self._membership = Membership(name, host, invitation.lighthouse, limit_s=limit_s, say=say)
+        self._desk: Desk | None = None
+        self._set_up()
+
+    def _entry(self) -> dict[str, Any]:
+        generation = self._engine.generation.number if self._engine is not None and self._doing != "coming" else -1
+        return {"pier": self._pier.address, "generation": generation, "doing": self._doing}
+
+    def _set_up(self) -> None:
+        run, cache = self._run, Cache()
+        data = load_data(run, cache)
+        plain = plain_workload(run, data)
+        if self._folder is None and needs_weights(run):
+            raise ConfigError(
+                f"{self._name} joins from elsewhere, and this run's data are dealt out by what the weights of its warm start make "
+                f"of them, which are in the run's folder. Use data.partition=random, or start all islands where the folder is."
+            )
+        if self._folder is not None:
+            warm = warm_up(run, plain, file=self._folder.warm_start, cache=None, sink=_Silent())
+        else:  # whoever joins is given the weights
+            warm = WarmStart(initial(plain, device_of(run), dtype_of(run)), 0, math.nan)
+        workload = island_workload(run, data, warm.params)
+        origin = {"run": digest_of(_without_size(run)), "data": fingerprint(workload)}
+        device, loss, number = _device(run, self._name), loss_of(run, workload), _number(self._name)
+        if self._folder is not None:
+            evaluator = Evaluator(workload, device, dtype_of(run))
+            self._desk = Desk(run, self._folder, plain, warm, evaluator, origin, cache, self._say)
+        algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
+        limit = Limit(None)
+        self._engine = ElasticEngine(
+            name=self._name,
+            algorithm=algorithm,
+            meetings=Meetings(self._membership, limit, self._say),
+            params=warm.params.to(device),
+            batches=workload.batches,
+            make_replica=lambda: replica_of(run, workload, loss, number, device),
+            islands=run.world.islands,
+            steps=run.train.steps,
+            most=self._place.refused_above,
+            alive=lambda: len(self._roll.alive()),
+            home=self._folder is not None,
+            committed=self._committed,
+            heal=self._heal,
+            pause_s=(self._place.pace or 0.0) * run.world.step_time(number % run.world.islands, run.seed),
+            busy=lambda: self._pier.busy,
+        )
+
+    # --------------------------------------------------------------------------------------------------------------- the run
+
+    def carry_out(self) -> None:
+        engine = self._engine
+        assert engine is not None
+        began = self._fetched(engine, at_least=-1) or self._restored(engine) or self._fresh(engine)
+        self._say(f"{self._name} begins with {began}")
+        self._doing = "ready"
+        self._publish(engine)
+        self._membership.join()
+        self._roll.look()
+        if not engine.leases.out and not engine.over:
+            self._gather(engine)
+        self._doing = "training"
+        engine.run()
+        self._doing = "over"
+        if self._desk is not None:
+            self._desk.finish(engine, self._checkpoint)
+
+    def _gather(self, engine: ElasticEngine) -> None:
+        """Those who begin wait for all that were started."""
+        planned, deadline_s = self._run.world.islands, time.monotonic() + self._place.gather_s
+        with reminding(self._say, f"waiting for {planned} islands to begin together"):
+            while time.monotonic() < deadline_s:
+                alive = [entry for entry in self._roll.alive().values() if entry["doing"] != "coming"]
+                if len(alive) >= planned or any(entry["generation"] > engine.generation.number for entry in alive):
+                    return
+                time.sleep(_LOOK_S / 4)
+                self._roll.look()
+        self._say(f"begins with those who are here: {sorted(self._roll.alive())}")
+
+    def _committed(self, engine: ElasticEngine, commit: Commit) -> None:
+        self._publish(engine)
+        if self._desk is not None:
+            self._desk.committed(engine, commit)
+
+    def _publish(self, engine: ElasticEngine) -> None:
+        structure, tensors = pack(engine.shared())
+        with self._pier.changing() as put:
+            put(Cargo({"plain": engine.plain(), "structure": structure}, tensors))
+
+    def close(self, *, wait: bool) -> None:
+        self._membership.leave()
+        self._roll.close()
+        self._pier.close()
+        if self._engine is not None:
+            self._engine.close(wait=wait)
+
+    # ------------------------------------------------------------------------------------------------------ coming by the state
+
+    def _heal(self, engine: ElasticEngine) -> None:
+        """The others hold what this island does not. They do not wait while it is brought up to date."""
+        self._membership.leave()
+        self._doing = "healing"
+        while True:
+            self._roll.look()
+            healed = self._fetched(engine, at_least=engine.generation.number) or self._newer_checkpoint(engine)
+            if healed:
+                self._say(f"{self._name} goes on with {healed}")
+                break
+            if self._roll.reached and not self._others():
+                self._say(f"{self._name} is alone, and goes on with what it has: round {engine.generation.round}")
+                engine.begin_anew()
+                break
+            time.sleep(_LOOK_S)
+        self._publish(engine)
+        self._doing = "training"
+        self._membership.join()
+
+    def _others(self) -> dict[str, dict[str, Any]]:
+        return {name: e for name, e in self._roll.alive().items() if name != self._name and e["generation"] >= 0}
+
+    def _fetched(self, engine: ElasticEngine, at_least: int) -> str:
+        """The newest state that another island has committed; nothing if there is none."""
+        for name, entry in sorted(self._others().items(), key=lambda item: -item[1]["generation"]):
+            if entry["generation"] < at_least:
+                continue
+            try:
+                cargo = fetch(entry["pier"], _FETCH_LIMIT_S)
+            except ExchangeFailed as error:
+                self._say(str(error))
+                continue
+            if cargo is None or Generation(*cargo.header["plain"]["generation"]).number < at_least:
+                continue
+            shared = unpack(Packed(cargo.header["structure"], dict(cargo.tensors)), engine.shared())
+            engine.restore(cargo.header["plain"], shared)
+            return f"round {engine.generation.round}, fetched from {name} ({cargo.nbytes} bytes)"
+        return ""
+
+    def _restored(self, engine: ElasticEngine) -> str:
+        """The newest checkpoint, where there is one."""
+        checkpoint = self._desk.checkpoints.newest() if self._desk is not None else None
+        if checkpoint is None or self._desk is None:
+            return ""
+        self._desk.restored(checkpoint, engine)
+        self._checkpoint = checkpoint
+        return f"round {checkpoint.round}, from its checkpoint"
+
+    def _newer_checkpoint(self, engine: ElasticEngine) -> str:
+        """Of a run that others went on with and have all died since."""
+        checkpoint = self._desk.checkpoints.newest() if self._desk is not None and not self._others() else None
+        if checkpoint is None or Generation(*checkpoint.metadata["engine"]["generation"]) <= engine.generation:
+            return ""
+        return self._restored(engine)
+
+    def _fresh(self, engine: ElasticEngine) -> str:
+        """A run that has not begun."""
+        if self._folder is None:
+            with reminding(self._say, "waiting for an island that has the run's state"):
+                while not (found := self._fetched(engine, at_least=-1)):
+                    time.sleep(_LOOK_S)
+                    self._roll.look()
+            return found
+        done = self._folder.events.exists() and any(True for _ in read_events(self._folder.events, [RoundFinished]))
+        if done:
+            raise CheckpointError(
+                f"{self._folder.path} has a run that was begun, and there is neither an island with its state nor a checkpoint. "
+                f"It will not start from random weights again by itself: start a new run, or bring a checkpoint back."
+            )
+        return "the run's first weights"
+
+
+class _Silent:
+    def emit(self, event: Any) -> None:
+        pass
+
+
+def _without_size(run: Any) -> Any:
+    plain = to_json(run)
+    plain["cluster"]["islands"] = None
+    return plain
+
+
+def _number(name: str) -> int:
+    """Which of the planned islands this is, by the digits at the end of its name."""
+    digits = name[len(name.rstrip("0123456789")) :]
+    return int(digits) if digits else 0
+
+
+def _device(run: Any, name: str) -> str:
+    device = device_of(run)
+    if device != "cuda":
+        return device
+    number = _number(name) % torch.cuda.device_count()
+    torch.cuda.set_device(number)
+    return f"cuda:{number}"

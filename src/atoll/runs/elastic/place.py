@@ -1,0 +1,86 @@
+"""How an elastic run is carried out, and what whoever joins it is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from atoll.checks import check_types
+from atoll.errors import ConfigError
+from atoll.runs.folder import write_text
+from atoll.runs.place import PLACE, engine_in
+from atoll.runs.plain import from_json, to_json
+from atoll.runs.run import Run
+
+ENGINE = "elastic"
+JOIN_LIMIT_S = 600.0
+GATHER_S = 60.0
+REFUSED = 25.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """Islands that come and go, each a process.
+
+    Args:
+        processes: islands that are started here, and the work is planned for; none: as many as the run's cluster has.
+        pace: each batch takes so many times the cluster's step time longer, asleep; none: computing takes what it takes.
+        limit_s: how long an island that is alive, and does not come to a meeting, is waited for by the others.
+        gather_s: how long those who begin wait for all that were started.
+        refused_above: a delta that is so many times longer than deltas were lately is refused.
+        host: the address that the lighthouse and the islands here listen on. Others must be able to reach it.
+        port: of the run; 0 takes one that is free.
+    """
+
+    processes: int | None = None
+    pace: float | None = None
+    limit_s: float = JOIN_LIMIT_S
+    gather_s: float = GATHER_S
+    refused_above: float = REFUSED
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.processes is not None and self.processes < 1:
+            raise ConfigError(f"processes={self.processes}: at least 1. Leave it out for as many as the cluster has.")
+        if self.pace is not None and not self.pace >= 0:
+            raise ConfigError(f"pace={self.pace}: it is 0 or more. Leave it out so that computing takes what it takes.")
+        if not self.limit_s > 0 or not self.gather_s >= 0:
+            raise ConfigError(f"limit_s={self.limit_s}, gather_s={self.gather_s}: seconds, the first of them more than 0.")
+        if not self.refused_above > 1:
+            raise ConfigError(f"refused_above={self.refused_above}: it is more than 1. Use inf to refuse what is not finite alone.")
+
+
+def write_elastic(folder: Path, place: Elastic) -> None:
+    write_text(folder / PLACE, json.dumps({"engine": ENGINE, **asdict(place)}) + "\n")
+
+
+def read_elastic(folder: Path) -> Elastic | None:
+    """How this folder's run is carried out by islands that come and go; none if it is not."""
+    engine, settings = engine_in(folder)
+    return Elastic(**settings) if engine == ENGINE else None
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What an island is told that joins.
+
+    Attributes:
+        run: the Run, placed on the planned islands.
+        place: how.
+        lighthouse: its address.
+    """
+
+    run: Run
+    place: Elastic
+    lighthouse: str
+
+    def to_text(self) -> str:
+        return json.dumps({"run": to_json(self.run), "place": asdict(self.place), "lighthouse": self.lighthouse})
+
+    @staticmethod
+    def from_text(text: str) -> Invitation:
+        record = json.loads(text)
+        return Invitation(from_json(record["run"]), Elastic(**record["place"]), record["lighthouse"])

@@ -1,0 +1,97 @@
+"""Elastic runs, from Python: begun in a new folder, or gone on with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll.engines.elastic.engine import check_elastic
+from atoll.errors import ConfigError
+from atoll.protocols import Sink
+from atoll.runs.elastic.place import Elastic, read_elastic, write_elastic
+from atoll.runs.elastic.supervise import Supervisor
+from atoll.runs.execute import Result, is_finished, refuse_impossible, resume
+from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.place import placed
+from atoll.runs.plain import from_json, to_json
+from atoll.runs.run import Run
+from atoll.runs.warm import Cache, load_data, warm_up
+from atoll.runs.workloads import plain_workload
+from atoll.telemetry.fanout import Fanout
+from atoll.tree import Tree
+
+
+def create_elastic(run: Run, place: Elastic, folder: Path, command: Sequence[str]) -> Path:
+    """A new folder for this run. What is impossible is refused before it is there."""
+    mine = placed(run, place.processes or run.cluster.islands)
+    refuse_inelastic(mine)
+    refuse_impossible(mine.resolved, None, Cache())
+    RunFolder.create(folder, to_json(mine), list(command))
+    write_elastic(folder, place)
+    return folder
+
+
+def refuse_inelastic(run: Run) -> None:
+    """Refuse what islands that come and go cannot do."""
+    if run.inside is not None or run.cluster.devices_per_island > 1:
+        raise ConfigError(
+            f"cluster.devices_per_island={run.cluster.devices_per_island} with --elastic: an island is one process there. Use "
+            f"cluster.devices_per_island=1, or --engine dist alone."
+        )
+    algorithm: Any = run.resolved.algorithm
+    if run.resolved.train.precision == "all-bf16":
+        raise ConfigError("train.precision=all-bf16 with --elastic: deltas are of full weights. Use bf16 or fp32.")
+    check_elastic(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), _Alone()))
+
+
+class _Alone:
+    """Peers of a run that is only looked at."""
+
+    rank, size = 0, 1
+
+
+def keep_going(folder: Path, place: Elastic, *, say: Callable[[str], object], sinks: Sequence[Sink] = ()) -> None:
+    """Have islands on this machine go on with the run in this folder, and wait for them."""
+    opened = RunFolder.open(folder)
+    run = from_json(opened.run_json)
+    with opened.lock(), Fanout(list(sinks)) as sink:
+        write_elastic(folder, place)
+        mine = placed(run, place.processes or run.cluster.islands)
+        if mine.train.warm_start_steps:  # made once, before the islands that all begin with it
+            resolved = mine.resolved
+            plain = plain_workload(resolved, load_data(resolved, Cache()))
+            warm_up(resolved, plain, file=opened.warm_start, cache=None, sink=sink)
+        supervisor = Supervisor(mine, place, folder, say=say, sinks=[sink])
+        say(f"others join this run with: atoll run --join {supervisor.address}")
+        supervisor.keep_going()
+
+
+def run_elastic(place: Elastic, run: Run, *, out: str | Path | None = None, command: Sequence[str] | None = None) -> Result:
+    """Carries out a Run by islands that come and go, in a new folder.
+
+    Args:
+        place: how many, and how.
+        run: what to do; `processes` overrides the number of its islands.
+        out: the folder; by default a new one under runs/.
+        command: how the run was asked for, for the record.
+    """
+    folder = Path(out or default_path(run.recipe, run.seed)).expanduser()
+    command = list(command or sys.argv)
+    keep_going(create_elastic(run, place, folder, command), place, say=lambda text: None)
+    return resume(folder, command=command)
+
+
+def resume_elastic(out: str | Path, place: Elastic | None = None, *, command: Sequence[str] | None = None) -> Result:
+    """Goes on with an elastic run, by as many islands or others; see `run_elastic`."""
+    folder, command = Path(out).expanduser(), list(command or sys.argv)
+    before = read_elastic(folder)
+    if before is None:
+        raise ConfigError(f"{folder} is no run of islands that come and go. Use atoll.resume, or atoll.resume_on.")
+    if not is_finished(RunFolder.open(folder)):
+        RunFolder.open(folder).resumed(command)
+        keep_going(folder, place or before, say=lambda text: None)
+    return resume(folder, command=command)

@@ -1,0 +1,199 @@
+"""Whoever starts an elastic run: keeps the lighthouse and the islands of this machine going until the run is over.
+
+A process that dies is started again. One that refuses to start, or dies again and again before it has done anything, is not: then
+the run ends with what it said.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atoll.engines.elastic.harbour import free_port
+from atoll.errors import AtollError
+from atoll.events import Event, from_json
+from atoll.protocols import Sink
+from atoll.runs.elastic.place import Elastic, Invitation
+from atoll.runs.folder import RunFolder
+from atoll.runs.launch import last_words
+from atoll.runs.run import Run
+
+_LOOK_S = 0.05
+_PATIENCE_S = 5.0
+"""So long processes that were asked to end are waited for."""
+REFUSED = 2
+"""The exit code of a process that cannot start as it was asked to."""
+_MOST_IN_A_ROW, _SOON_S = 5, 10.0
+"""A process that dies so often, each time so soon after it was started, is not started again."""
+
+
+class IslandFailed(AtollError):
+    """An island of this machine cannot be kept going."""
+
+
+def island_name(number: int) -> str:
+    """What the islands that a run starts are called: names sort as numbers do."""
+    return f"island-{number:04d}"
+
+
+def log_of(folder: Path, name: str) -> Path:
+    return folder / "logs" / f"{name}.log"
+
+
+@dataclass
+class Child:
+    """A process that is kept going.
+
+    Attributes:
+        name: of it.
+        command: that starts it.
+        log: where it writes.
+        process: the present one.
+        started: how often it was.
+        soon: how often in a row it died soon after.
+    """
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    started: int = 0
+    soon: int = 0
+    _began_s: float = field(default=0.0, repr=False)
+
+    def start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "ab") as log:
+            # Its input is a pipe from here that nobody writes to: it ends when this process does, however that may be.
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "RUST_LOG": os.environ.get("RUST_LOG", "warn")},  # torchft tells of every meeting
+            )
+        self.started += 1
+        self._began_s = time.monotonic()
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll() if self.process is not None else None
+
+    def died(self) -> None:
+        """It is dead, and is to be started again: unless that is of no use."""
+        assert self.process is not None
+        self.soon = self.soon + 1 if time.monotonic() - self._began_s < _SOON_S else 0
+        if self.process.returncode == REFUSED or self.soon >= _MOST_IN_A_ROW:
+            words = last_words(self.log) or f"see {self.log}"
+            raise IslandFailed(f"{self.name} cannot be kept going: {words}.")
+        self.start()
+
+
+class Supervisor:
+    """Keeps an elastic run going.
+
+    Args:
+        run: placed on the planned islands.
+        place: how.
+        folder: of the run.
+        say: takes what a person may want to know.
+        sinks: who takes the events, as they appear in the log.
+    """
+
+    def __init__(self, run: Run, place: Elastic, folder: Path, *, say: Callable[[str], object], sinks: Sequence[Sink] = ()) -> None:
+        self._folder, self._say = folder, say
+        port, lighthouse = place.port or free_port(place.host), free_port(place.host)
+        self.address = f"{place.host}:{port}"
+        self._invitation = folder / "invitation.json"
+        self._invitation.write_text(Invitation(run, place, f"{place.host}:{lighthouse}").to_text(), "utf-8")
+        base = [sys.executable, "-m", "atoll"]
+        self.harbour = Child("lighthouse", [*base, "harbour", str(self._invitation), self.address], log_of(folder, "lighthouse"))
+        self.islands = [self._island(base, number) for number in range(run.world.islands)]
+        self._tail = Tail(folder, sinks)
+
+    def _island(self, base: Sequence[str], number: int) -> Child:
+        name = island_name(number)
+        command = [*base, "island", self.address, "--name", name, "--folder", str(self._folder)]
+        return Child(name, command, log_of(self._folder, name))
+
+    def keep_going(self) -> None:
+        """Until the run is over.
+
+        Raises:
+            IslandFailed: one of them cannot be kept going. All have been stopped.
+        """
+        with self._started():
+            while not all(child.code == 0 for child in self.islands):
+                for child in [self.harbour, *self.islands]:
+                    if child.code not in (None, 0) or (child is self.harbour and child.code == 0):
+                        self._say(f"{child.name} has died ({_how(child.code or 0)}) and is started again")
+                        child.died()
+                self._tail.follow()
+                time.sleep(_LOOK_S)
+            self._tail.follow()
+
+    @contextmanager
+    def _started(self) -> Iterator[None]:
+        everybody = [self.harbour, *self.islands]
+        try:
+            for child in everybody:
+                child.start()
+            yield
+        finally:
+            _stop(everybody)
+
+
+def _stop(children: Sequence[Child]) -> None:
+    running = [child.process for child in children if child.process is not None and child.process.poll() is None]
+    for process in running:
+        process.send_signal(signal.SIGTERM)
+    deadline_s = time.monotonic() + _PATIENCE_S
+    for process in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+class Tail:
+    """Follows the log of a run that others write, for whoever watches.
+
+    Args:
+        folder: of the run.
+        sinks: who takes the events.
+    """
+
+    def __init__(self, folder: Path, sinks: Sequence[Sink]) -> None:
+        self._path, self._sinks = RunFolder(folder).events, sinks
+        self._at = self._path.stat().st_size if self._path.exists() else 0
+
+    def follow(self) -> None:
+        """Pass on what is new."""
+        if not self._sinks or not self._path.exists():
+            return
+        if self._path.stat().st_size < self._at:  # it was cut, and goes on from a checkpoint
+            self._at = self._path.stat().st_size
+        with open(self._path, "rb") as file:
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._at += len(line)
+                self._emit(from_json(line.decode()))
+
+    def _emit(self, event: Event) -> None:
+        for sink in self._sinks:
+            sink.emit(event)
