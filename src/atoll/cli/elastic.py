@@ -80,6 +80,7 @@ def be_island(address: str, name: str | None, folder: Path | None) -> None:
     """Be one island of the run at this address."""
     if folder is not None:
         _end_with_whoever_started_this()
+    os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every meeting
     mine = name or f"{socket.gethostname()}-{os.getpid()}"
     try:
         take_part(address, mine, folder=folder, say=_say, start_limit_s=START_LIMIT_S if folder is None else 60.0)

@@ -64,6 +64,7 @@ class ElasticEngine:
         most: a delta is refused if it is so many times longer than deltas were lately.
         alive: tells how many islands are alive, as far as anybody knows.
         home: whether this island has the run's folder.
+        pier: where this island can be asked.
         committed: called after each commit, with this engine.
         heal: brings this engine up to date from another island, or from a checkpoint.
         pause_s: so long this process sleeps for each batch besides computing it.
@@ -83,6 +84,7 @@ class ElasticEngine:
         most: float,
         alive: Callable[[], int],
         home: bool,
+        pier: str,
         committed: Callable[[ElasticEngine, Commit], None],
         heal: Callable[[ElasticEngine], None],
         pause_s: float = 0.0,
@@ -106,7 +108,7 @@ class ElasticEngine:
         self.leases = Leases(shards=batches.num_shards, batches=self.per_round, units=rounds * islands)
         self.replica = make_replica()
         self._line = Line(self.replica.device)
-        self.peers = ElasticPeers(meetings, self._line, self._judge, self.clock, home=home)
+        self.peers = ElasticPeers(meetings, self._line, self._judge, self.clock, home=home, pier=pier)
         self.state = algorithm.init(params.copy(), self.peers)
         check_elastic(algorithm, self.state)
         self._diary = Diary()
@@ -144,6 +146,7 @@ class ElasticEngine:
     def begin_anew(self) -> None:
         """Nobody is at work: what a checkpoint says is leased comes back."""
         self.leases.settle(())
+        self._meetings.fellows = {}
         self._digest = self._digested()
 
     def _open(self) -> None:
@@ -236,6 +239,9 @@ class ElasticEngine:
             if name not in met.names:
                 self._tell(IslandLeft(island=self.known.index(name), round=number, virtual_time_s=None, wall_time_s=now_s))
         self._here = met.names
+        self._meetings.fellows = {
+            name: told.pier for name, told in zip(met.names, met.result.told, strict=True) if name != self.name
+        }
 
     def _account(self, met: Met[Agreed], settled: Settled) -> None:
         """Who was there, what became of the data, and what was refused."""
@@ -291,6 +297,7 @@ class ElasticEngine:
             "books": self.books.to_parts(),
             "known": list(self.known),
             "here": list(self._here),
+            "fellows": dict(self._meetings.fellows),
             "fruitless": self._fruitless,
         }
 
@@ -306,6 +313,7 @@ class ElasticEngine:
         self._judge.from_parts(plain["judge"])
         self.books.from_parts(plain["books"])
         self.known, self._here, self._fruitless = list(plain["known"]), tuple(plain["here"]), plain["fruitless"]
+        self._meetings.fellows = {name: pier for name, pier in plain["fellows"].items() if name != self.name}
         self._clerk.begin(plain["wall_time_s"])
         self._happened.clear()
         fresh = self.algorithm.init(self.params, self.peers)

@@ -8,8 +8,9 @@ state that nobody will go on from: they meet again in a later epoch.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -17,9 +18,13 @@ from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.wire import Wire
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.membership import Membership
+from atoll.engines.elastic.pier import ask
 from atoll.errors import ExchangeFailed
 
 T = TypeVar("T")
+_ASK_S = 0.5
+"""Whoever is alive says so within this."""
+_AGAIN_S, _TELL_S = 0.1, 2.0
 
 
 class LeftBehind(Exception):
@@ -56,9 +61,13 @@ class Meetings:
         membership: finds the others.
         limit: of exchanges.
         say: takes what a person may want to know.
+        patience_s: how long a fellow is waited for that is alive and does not come.
     """
 
-    def __init__(self, membership: Membership, limit: Limit, say: Callable[[str], object]) -> None:
+    def __init__(self, membership: Membership, limit: Limit, say: Callable[[str], object], *, patience_s: float = 600.0) -> None:
+        self.fellows: Mapping[str, str] = {}
+        """Who took part in the last commit, and where each can be asked whether it is alive."""
+        self._patience_s = patience_s
         self._membership, self._limit, self.say = membership, limit, say
         self.sent_bytes = self.control_bytes = 0
         """Since the beginning, attempts that failed included."""
@@ -80,20 +89,33 @@ class Meetings:
         Raises:
             LeftBehind: the others go on without this island.
         """
-        attempts = 0
+        attempts, began_s = 0, time.monotonic()
         while True:
             attempts += 1
             try:
-                return self._attempt(generation, digest, act, attempts, opening)
+                return self._attempt(generation, digest, act, attempts, opening, began_s)
+            except Absent as absent:
+                time.sleep(_AGAIN_S)
+                attempts -= 1  # nothing has failed
+                self._membership.abort()
+                if time.monotonic() - began_s > _TELL_S:
+                    self.say(str(absent))
             except (ExchangeFailed, Disagreed) as error:
                 self.say(f"attempt {attempts} of round {generation.round} has failed, and those who are left meet again: {error}")
                 self._membership.abort()
                 self._limit.go_on()
 
     def _attempt(
-        self, generation: Generation, digest: int, act: Callable[[Wire, tuple[str, ...]], T], attempts: int, opening: bool
+        self,
+        generation: Generation,
+        digest: int,
+        act: Callable[[Wire, tuple[str, ...]], T],
+        attempts: int,
+        opening: bool,
+        began_s: float,
     ) -> Met[T]:
         company = self._membership.meet(generation, attempts - 1)
+        self._look_for_fellows(generation, company.names, began_s)
         wire = Wire(company.group, limit_s=self._limit.begin(), names=company.names)
         try:
             self._tried = max(self._tried, generation.epoch)
@@ -113,6 +135,20 @@ class Meetings:
             self.control_bytes += wire.control_bytes
         self._limit.end()
         return Met(names, tuple(company.names[rank] for rank in behind), epoch, attempts, result)
+
+    def _look_for_fellows(self, generation: Generation, here: Collection[str], began_s: float) -> None:
+        """A lighthouse that was just started knows nobody, and may find one island a company of its own while another is alive and
+        about to come: then both would go on alone. So whoever is missed is asked itself."""
+        for name, address in self.fellows.items():
+            if name in here or time.monotonic() - began_s > self._patience_s:
+                continue
+            said = ask(address, _ASK_S)
+            if said is not None and said["name"] == name and said["generation"] == generation.number:
+                raise Absent(f"{name} is alive and has not come to this meeting yet. It is waited for.")
+
+
+class Absent(Exception):
+    """Somebody is alive, and not in this meeting."""
 
 
 def _sound(digests: Sequence[int | None]) -> list[int]:

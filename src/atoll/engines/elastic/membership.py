@@ -31,6 +31,8 @@ _BEAT = timedelta(milliseconds=100)
 _CONNECT = timedelta(seconds=10)
 """Islands that have found each other connect within this, or somebody has died."""
 _AGAIN_S = 0.2
+_RETRIES = 1000
+"""While the lighthouse is away. Without any, a question that it died over is never answered."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Membership:
             world_size=1,
             heartbeat_interval=_BEAT,
             connect_timeout=_CONNECT,
-            quorum_retries=0,
+            quorum_retries=_RETRIES,
         )
 
     def leave(self) -> None:

@@ -32,19 +32,21 @@ class Told:
 
     Attributes:
         home: whether it has the run's folder.
+        pier: where it can be asked.
         diary: of its round.
     """
 
     home: bool
+    pier: str
     diary: Diary
 
     def to_text(self) -> str:
-        return json.dumps([self.home, self.diary.to_line()])
+        return json.dumps([self.home, self.pier, self.diary.to_line()])
 
     @staticmethod
     def from_text(text: str) -> Told:
-        home, line = json.loads(text)
-        return Told(home, Diary.from_line(line))
+        home, pier, line = json.loads(text)
+        return Told(home, pier, Diary.from_line(line))
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,12 @@ class ElasticPeers:
         judge: says whose delta is refused.
         clock: of the run.
         home: whether this island has the run's folder.
+        pier: where this island can be asked.
     """
 
-    def __init__(self, meetings: Meetings, line: Line, judge: Judge, clock: WallClock, *, home: bool) -> None:
-        self._meetings, self._line, self._judge, self._clock, self._home = meetings, line, judge, clock, home
+    def __init__(self, meetings: Meetings, line: Line, judge: Judge, clock: WallClock, *, home: bool, pier: str) -> None:
+        self._meetings, self._line, self._judge, self._clock = meetings, line, judge, clock
+        self._home, self._pier = home, pier
         self._generation, self._digest = Generation(0, 0), 0
         self._unit: Unit | None = None
         self._work: Callable[[Unit | None], Work] = _no_work
@@ -185,7 +189,7 @@ class ElasticPeers:
         self, wire: Wire, value: Tree, brought: Sequence[Brought], refused: dict[int, str], weight: float, diary: Diary
     ) -> Agreed:
         """Everybody has heard from everybody that all came to the same."""
-        told = [Told.from_text(text) for text in wire.tell_text(Told(self._home, diary).to_text())]
+        told = [Told.from_text(text) for text in wire.tell_text(Told(self._home, self._pier, diary).to_text())]
         votes = wire.tell(checksum(value.flat), self._clock.now_s())
         if len({vote[0] for vote in votes}) > 1:
             raise Disagreed(f"islands came to different means ({[int(vote[0]) for vote in votes]})")

@@ -1,8 +1,8 @@
 """Where an island hands out the state that was last committed, to whoever joins: while it trains on.
 
-One question, one answer: a line of JSON that says what follows, then the tensors as they lie in memory, then their checksum.
-Nothing that is received is ever run. What is being read keeps its buffers: the owner asks whether anybody reads before it reuses
-them.
+Two questions, each with one answer. Whether it is alive: a line of JSON. The state: a line of JSON that says what follows, then the
+tensors as they lie in memory, then their checksum. Nothing that is received is ever run. What is being read keeps its buffers: the
+owner asks whether anybody reads before it reuses them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class Pier:
 
     Args:
         host: the address to listen on.
+        about: what is said of this island to whoever asks whether it is alive.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, about: Callable[[], Mapping[str, Any]] = dict) -> None:
         self._cargo: Cargo | None = None
         self._changing = threading.Lock()
         self._readers = 0
@@ -60,8 +61,11 @@ class Pier:
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                if self.rfile.readline(64).strip() == b"state":
+                asked = self.rfile.readline(64).strip()
+                if asked == b"state":
                     pier._hand_out(self.wfile.write)
+                elif asked == b"alive":
+                    self.wfile.write(json.dumps(about()).encode() + b"\n")
 
         self._server = _server((host, 0), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
@@ -109,6 +113,19 @@ class Pier:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+def ask(address: str, limit_s: float) -> dict[str, Any] | None:
+    """What is said of the island there; none if nobody answers in time."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=limit_s) as connection:
+            connection.sendall(b"alive\n")
+            with connection.makefile("rb") as file:
+                said: dict[str, Any] = json.loads(file.readline(_MOST_HEADER))
+                return said
+    except (OSError, ValueError):
+        return None
 
 
 def fetch(address: str, limit_s: float) -> Cargo | None:

@@ -142,7 +142,7 @@ class Desk:
     # -------------------------------------------------------------------------------------------------------------- the end
 
     def finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
-        """The run is over: whoever wrote last leaves what is to be left; or whoever comes back to a run of which that is missing."""
+        """The run is over: whoever wrote last leaves what is to be left, or whoever comes back to a run that lacks it."""
         if self._others_write:
             return
         with open(self._folder.path / "finish.lock", "w", encoding="utf-8") as lock:

@@ -108,7 +108,7 @@ class Island:
         self._doing = "coming"
         self._engine: ElasticEngine | None = None
         self._checkpoint: Checkpoint | None = None
-        self._pier = Pier(host)
+        self._pier = Pier(host, about=lambda: {"name": name, **self._entry()})
         self._roll = Roll(address, name, self._entry)
         limit_s = max(self._place.limit_s * 2, 60.0)
         self._membership = Membership(name, host, invitation.lighthouse, limit_s=limit_s, say=say)
@@ -143,7 +143,7 @@ class Island:
         self._engine = ElasticEngine(
             name=self._name,
             algorithm=algorithm,
-            meetings=Meetings(self._membership, limit, self._say),
+            meetings=Meetings(self._membership, limit, self._say, patience_s=self._place.limit_s),
             params=warm.params.to(device),
             batches=workload.batches,
             make_replica=lambda: replica_of(run, workload, loss, number, device),
@@ -152,6 +152,7 @@ class Island:
             most=self._place.refused_above,
             alive=lambda: len(self._roll.alive()),
             home=self._folder is not None,
+            pier=self._pier.address,
             committed=self._committed,
             heal=self._heal,
             pause_s=(self._place.pace or 0.0) * run.world.step_time(number % run.world.islands, run.seed),

@@ -26,6 +26,8 @@ from atoll.runs.launch import last_words
 from atoll.runs.run import Run
 
 _LOOK_S = 0.05
+_QUIET = {"RUST_LOG": "warn", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""torchft tells of every meeting, and torch of every store that is away."""
 _PATIENCE_S = 5.0
 """So long processes that were asked to end are waited for."""
 REFUSED = 2
@@ -78,7 +80,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "RUST_LOG": os.environ.get("RUST_LOG", "warn")},  # torchft tells of every meeting
+                env={**_QUIET, **os.environ},
             )
         self.started += 1
         self._began_s = time.monotonic()
