@@ -61,9 +61,13 @@ if TYPE_CHECKING:
     from atoll.runs.execute import run as run
     from atoll.runs.export import export as export
     from atoll.runs.export import load_exported as load_exported
+    from atoll.runs.on_ray import resume_on_ray as resume_on_ray
+    from atoll.runs.on_ray import run_on_ray as run_on_ray
     from atoll.runs.place import Dist as Dist
+    from atoll.runs.ray_place import Ray as Ray
     from atoll.runs.real import resume_on as resume_on
     from atoll.runs.real import run_on as run_on
+    from atoll.runs.replaying import replay_run as replay_run
     from atoll.runs.run import Keep as Keep
     from atoll.runs.run import Run as Run
     from atoll.runs.run import Train as Train
@@ -119,6 +123,10 @@ _HOME = {
     "export": "atoll.runs.export",
     "load_exported": "atoll.runs.export",
     "Dist": "atoll.runs.place",
+    "Ray": "atoll.runs.ray_place",
+    "replay_run": "atoll.runs.replaying",
+    "resume_on_ray": "atoll.runs.on_ray",
+    "run_on_ray": "atoll.runs.on_ray",
     "Keep": "atoll.runs.run",
     "Run": "atoll.runs.run",
     "Train": "atoll.runs.run",

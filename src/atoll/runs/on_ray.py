@@ -92,6 +92,8 @@ def drive(
 def create_ray_folder(place: Ray, run: Run, path: Path, command: Sequence[str], workload: Workload | None = None) -> RunFolder:
     """A new folder for this run. What is impossible is refused before it is there."""
     door.check_installed()
+    if place.address is not None:
+        door.reachable(place.address)
     mine = on_workers(run, place.processes or run.cluster.devices)
     refuse_impossible(mine.resolved, workload, Cache())
     folder = RunFolder.create(path.expanduser(), to_json(mine), list(command))

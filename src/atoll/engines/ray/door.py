@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ _LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_CONNECT_S = 5.0
 _LEAST_STORE_BYTES = 128 * 2**20
 
 
@@ -58,7 +61,7 @@ def own_ray(*, cpus: int, gpus: int, store_bytes: int, folder: Path) -> Iterator
         return
     with _environment({**_LOCAL, "RAY_AUTH_TOKEN_PATH": str(_new_token(folder))}):
         ray = library()
-        _check_token_mode()
+        _take_token()
         with _connected(
             ray,
             address="local",
@@ -77,17 +80,33 @@ def cluster(address: str) -> Iterator[Any]:
     if _is_connected():
         yield library()
         return
-    with _environment({"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}):
+    host = reachable(address)
+    wanted = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
+    # Else Ray takes the loopback for the address that the machine has in its network, where a cluster on the loopback is not.
+    with _environment({**wanted, **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if host in _LOOPBACK else {})}):
         ray = library()
         try:
             with _connected(ray, address=address):
                 yield ray
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
-                f"--ray-address {address}: Ray could not be joined there ({str(error).splitlines()[0]}). See that it was started "
+                f"--ray-address {address}: Ray could not be joined there ({_first_sentence(error)}). See that it was started "
                 f"by `RAY_AUTH_MODE=token ray start --head --node-ip-address HOST --port PORT`, that this machine is one of its "
                 f"nodes, and that its token is in ~/.ray/auth_token here, or in the file that RAY_AUTH_TOKEN_PATH names."
             ) from error
+
+
+def reachable(address: str) -> str:
+    """The host of an address at which somebody listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--ray-address {address}: nothing answers there ({error}). Give host and port of a Ray that was started by `ray start "
+            f"--head --node-ip-address HOST --port PORT`, or leave it out to start one on this machine."
+        ) from error
+    return host
 
 
 def _is_connected() -> bool:
@@ -103,13 +122,19 @@ def _connected(ray: Any, **settings: Any) -> Iterator[None]:
         ray.shutdown()
 
 
-def _check_token_mode() -> None:
+def _take_token() -> None:
+    """Ray keeps in mind the token that it read first, of an earlier run in this process."""
     inside = require("ray._raylet", extra="ray", purpose="--engine ray and what runs on it")
     if inside.get_authentication_mode() != inside.AuthenticationMode.TOKEN:
         raise ConfigError(
             "Ray was imported before, without its token authentication, and cannot turn it on any more. Set RAY_AUTH_MODE=token "
             "in the environment of this process, or import ray after atoll has started it."
         )
+    inside.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).partition(". ")[0].partition("\n")[0]
 
 
 def _new_token(folder: Path) -> Path:
