@@ -76,14 +76,15 @@ class _terminated_like_interrupted:  # noqa: N801
         signal.signal(signal.SIGTERM, self._before)
 
 
-def be_island(address: str, name: str | None, folder: Path | None) -> None:
+def be_island(address: str, name: str | None, folder: Path | None, chaos: Path | None = None) -> None:
     """Be one island of the run at this address."""
     if folder is not None:
         _end_with_whoever_started_this()
     os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every meeting
     mine = name or f"{socket.gethostname()}-{os.getpid()}"
     try:
-        take_part(address, mine, folder=folder, say=_say, start_limit_s=START_LIMIT_S if folder is None else 60.0)
+        limit_s = START_LIMIT_S if folder is None else 60.0
+        take_part(address, mine, folder=folder, say=_say, start_limit_s=limit_s, chaos=chaos)
     except BaseException as error:
         leave_at_once(error)
     sys.stdout.flush()

@@ -158,11 +158,12 @@ def island(
     address: str,
     name: Annotated[str | None, typer.Option(help="Unlike all others'.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Of the run, where this machine has it.")] = None,
+    chaos: Annotated[Path | None, typer.Option(help="A script of faults, see atoll.testing.chaos.")] = None,
 ) -> None:
     """Be one island of the elastic run at this address."""
     from atoll.cli.elastic import be_island
 
-    be_island(address, name, folder)
+    be_island(address, name, folder, chaos)
 
 
 @app.command(hidden=True)

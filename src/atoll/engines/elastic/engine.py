@@ -140,6 +140,11 @@ class ElasticEngine:
         params: Tree = self.state.params
         return params
 
+    @property
+    def digest(self) -> str:
+        """Of all that islands hold alike."""
+        return f"{self._digest:08x}"
+
     def close(self, *, wait: bool = True) -> None:
         self._line.close(wait=wait)
 
@@ -266,7 +271,7 @@ class ElasticEngine:
                 participating=len(settled.delivered),
                 attempts=met.attempts,
                 epoch=met.epoch,
-                digest=f"{self._digest:08x}",
+                digest=self.digest,
                 virtual_time_s=None,
                 wall_time_s=now_s,
             )

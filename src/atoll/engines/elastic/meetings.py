@@ -12,12 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.wire import Wire
 from atoll.engines.elastic.generation import Generation
-from atoll.engines.elastic.membership import Membership
+from atoll.engines.elastic.membership import Company
 from atoll.engines.elastic.pier import ask
 from atoll.errors import ExchangeFailed
 
@@ -54,6 +54,14 @@ class Met(Generic[T]):
     result: T
 
 
+class Finds(Protocol):
+    """Finds the islands that are there, as a Membership does."""
+
+    def meet(self, generation: Generation, failures: int) -> Company: ...
+
+    def abort(self) -> None: ...
+
+
 class Meetings:
     """All meetings of one island.
 
@@ -64,7 +72,7 @@ class Meetings:
         patience_s: how long a fellow is waited for that is alive and does not come.
     """
 
-    def __init__(self, membership: Membership, limit: Limit, say: Callable[[str], object], *, patience_s: float = 600.0) -> None:
+    def __init__(self, membership: Finds, limit: Limit, say: Callable[[str], object], *, patience_s: float = 600.0) -> None:
         self.fellows: Mapping[str, str] = {}
         """Who took part in the last commit, and where each can be asked whether it is alive."""
         self._patience_s = patience_s

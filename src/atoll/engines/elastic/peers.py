@@ -59,7 +59,7 @@ class Agreed:
         refused: whose was not taken, by rank, and why.
         weight: of all that was.
         told: by each.
-        now_s: on the first rank's clock.
+        now_s: on the clock that is furthest: whoever has just come may not know how long it took to come.
     """
 
     value: Tree
@@ -194,7 +194,7 @@ class ElasticPeers:
         if len({vote[0] for vote in votes}) > 1:
             raise Disagreed(f"islands came to different means ({[int(vote[0]) for vote in votes]})")
         self.rank, self.size = wire.rank, wire.size
-        return Agreed(value, brought, refused, weight, told, votes[0][1])
+        return Agreed(value, brought, refused, weight, told, max(vote[1] for vote in votes))
 
     # ------------------------------------------------------------------------------------------------------- what there is not
 

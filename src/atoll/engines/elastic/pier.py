@@ -11,6 +11,7 @@ import json
 import socket
 import socketserver
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,10 +34,12 @@ class Cargo:
     Attributes:
         header: plain data.
         tensors: on the CPU or not, by name.
+        age_s: how long ago it was put there, when it was asked for.
     """
 
     header: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    age_s: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +56,7 @@ class Pier:
 
     def __init__(self, host: str, about: Callable[[], Mapping[str, Any]] = dict) -> None:
         self._cargo: Cargo | None = None
+        self._put_s = 0.0
         self._changing = threading.Lock()
         self._readers = 0
         self.handed_out_bytes = 0
@@ -76,7 +80,7 @@ class Pier:
         """Nobody begins to read meanwhile. Gives what puts new cargo there."""
 
         def put(cargo: Cargo) -> None:
-            self._cargo = cargo
+            self._cargo, self._put_s = cargo, time.monotonic()
 
         with self._changing:
             yield put
@@ -88,7 +92,7 @@ class Pier:
 
     def _hand_out(self, write: Callable[[bytes | memoryview], Any]) -> None:
         with self._changing:
-            cargo = self._cargo
+            cargo, age_s = self._cargo, time.monotonic() - self._put_s
             self._readers += 1
         try:
             if cargo is None:
@@ -96,7 +100,7 @@ class Pier:
                 return
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in cargo.tensors.items()}
             shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-            write(json.dumps({"header": cargo.header, "tensors": shapes}).encode() + b"\n")
+            write(json.dumps({"header": cargo.header, "tensors": shapes, "age_s": age_s}).encode() + b"\n")
             checksum = 0
             for tensor in tensors.values():
                 for chunk in _chunks(tensor):
@@ -159,7 +163,7 @@ def _read(file: Any) -> Cargo | None:
             checksum = zlib.crc32(chunk, checksum)
     if file.readline(32).strip() != str(checksum).encode():
         raise ValueError("its checksum is another")
-    return Cargo(told["header"], tensors)
+    return Cargo(told["header"], tensors, told["age_s"])
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:

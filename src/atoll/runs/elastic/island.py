@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from atoll.engines.dist.clock import Limit
 from atoll.engines.elastic.engine import Commit, ElasticEngine
 from atoll.engines.elastic.generation import Generation
-from atoll.engines.elastic.meetings import Meetings
+from atoll.engines.elastic.meetings import Finds, Meetings
 from atoll.engines.elastic.membership import Membership
 from atoll.engines.elastic.pier import Cargo, Pier, fetch
 from atoll.engines.elastic.reminding import reminding
@@ -40,12 +40,17 @@ from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
 from atoll.telemetry.jsonl import read_events
 
+if TYPE_CHECKING:
+    from atoll.testing.chaos import Spoiler
+
 _LOOK_S = 0.2
 _FETCH_LIMIT_S = 60.0
 """Without a byte."""
 
 
-def take_part(address: str, name: str, *, folder: Path | None, say: Callable[[str], object], start_limit_s: float) -> None:
+def take_part(
+    address: str, name: str, *, folder: Path | None, say: Callable[[str], object], start_limit_s: float, chaos: Path | None = None
+) -> None:
     """Be an island of the run at this address, until it is over.
 
     Args:
@@ -54,13 +59,14 @@ def take_part(address: str, name: str, *, folder: Path | None, say: Callable[[st
         folder: of the run, where this machine has it.
         say: takes what a person may want to know.
         start_limit_s: how long the run is waited for.
+        chaos: a script of faults, some of which are this island's own.
     """
     invitation = invited(address, say, start_limit_s)
     host = _host_towards(address)
     torch.set_num_threads(invitation.run.cluster.threads_per_island)
     say(f"{name} on {platform.node()} ({host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
     with ExitStack() as stack:
-        island = Island(invitation, address, host, name, folder, say)
+        island = Island(invitation, address, host, name, folder, say, chaos)
         stack.push(lambda kind, error, trace: island.close(wait=kind is None))
         island.carry_out()
 
@@ -98,10 +104,18 @@ class Island:
         name: of the island.
         folder: of the run, where this machine has it.
         say: takes what a person may want to know.
+        chaos: a script of faults, some of which are this island's own.
     """
 
     def __init__(
-        self, invitation: Invitation, address: str, host: str, name: str, folder: Path | None, say: Callable[[str], object]
+        self,
+        invitation: Invitation,
+        address: str,
+        host: str,
+        name: str,
+        folder: Path | None,
+        say: Callable[[str], object],
+        chaos: Path | None = None,
     ) -> None:
         self._run, self._place, self._name, self._say = invitation.run.resolved, invitation.place, name, say
         self._folder = RunFolder(folder) if folder is not None else None
@@ -113,7 +127,16 @@ class Island:
         limit_s = max(self._place.limit_s * 2, 60.0)
         self._membership = Membership(name, host, invitation.lighthouse, limit_s=limit_s, say=say)
         self._desk: Desk | None = None
+        self._spoiler = self._spoiler_of(chaos) if chaos is not None else None
         self._set_up()
+
+    def _spoiler_of(self, chaos: Path) -> Spoiler:
+        from atoll.testing.chaos import Script, Spoiler
+
+        def now() -> int:
+            return self._engine.generation.round if self._engine is not None else -1
+
+        return Spoiler(Script.read(chaos).spoils, self._name, now, self._say)
 
     def _entry(self) -> dict[str, Any]:
         generation = self._engine.generation.number if self._engine is not None and self._doing != "coming" else -1
@@ -140,6 +163,9 @@ class Island:
             self._desk = Desk(run, self._folder, plain, warm, evaluator, origin, cache, self._say)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
         limit = Limit(None)
+        finds: Finds = self._membership
+        if self._spoiler is not None:
+            algorithm, finds = self._spoiler.algorithm(algorithm), self._spoiler.membership(finds)
         self._engine = ElasticEngine(
             name=self._name,
             algorithm=algorithm,
@@ -192,6 +218,11 @@ class Island:
 
     def _committed(self, engine: ElasticEngine, commit: Commit) -> None:
         self._publish(engine)
+        if not commit.opening:  # every island says what it holds, so that nobody has to trust the one who writes
+            worked = self._name in commit.met.result.delivered(commit.met.names)
+            work = "with work of its own" if worked else "without work of its own"
+            generation = engine.generation
+            self._say(f"committed round {generation.round} of epoch {generation.epoch} as {engine.digest}, {work}")
         if self._desk is not None:
             self._desk.committed(engine, commit)
 
@@ -244,7 +275,8 @@ class Island:
             if cargo is None or Generation(*cargo.header["plain"]["generation"]).number < at_least:
                 continue
             shared = unpack(Packed(cargo.header["structure"], dict(cargo.tensors)), engine.shared())
-            engine.restore(cargo.header["plain"], shared)
+            plain = cargo.header["plain"]
+            engine.restore({**plain, "wall_time_s": plain["wall_time_s"] + cargo.age_s}, shared)
             return f"round {engine.generation.round}, fetched from {name} ({cargo.nbytes} bytes)"
         return ""
 

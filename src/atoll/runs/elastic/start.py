@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from atoll.runs.warm import Cache, load_data, warm_up
 from atoll.runs.workloads import plain_workload
 from atoll.telemetry.fanout import Fanout
 from atoll.tree import Tree
+
+if TYPE_CHECKING:
+    from atoll.testing.chaos import Chaos
 
 
 def create_elastic(run: Run, place: Elastic, folder: Path, command: Sequence[str]) -> Path:
@@ -54,8 +57,25 @@ class _Alone:
     rank, size = 0, 1
 
 
-def keep_going(folder: Path, place: Elastic, *, say: Callable[[str], object], sinks: Sequence[Sink] = ()) -> None:
-    """Have islands on this machine go on with the run in this folder, and wait for them."""
+def keep_going(
+    folder: Path,
+    place: Elastic,
+    *,
+    say: Callable[[str], object],
+    sinks: Sequence[Sink] = (),
+    chaos: Chaos | None = None,
+    started: Callable[[Supervisor], object] = lambda supervisor: None,
+) -> None:
+    """Have islands on this machine go on with the run in this folder, and wait for them.
+
+    Args:
+        folder: of the run.
+        place: how.
+        say: takes what a person may want to know.
+        sinks: who takes the events.
+        chaos: breaks it on purpose.
+        started: is given whoever watches the islands, before it starts them.
+    """
     opened = RunFolder.open(folder)
     run = from_json(opened.run_json)
     with opened.lock(), Fanout(list(sinks)) as sink:
@@ -65,7 +85,8 @@ def keep_going(folder: Path, place: Elastic, *, say: Callable[[str], object], si
             resolved = mine.resolved
             plain = plain_workload(resolved, load_data(resolved, Cache()))
             warm_up(resolved, plain, file=opened.warm_start, cache=None, sink=sink)
-        supervisor = Supervisor(mine, place, folder, say=say, sinks=[sink])
+        supervisor = Supervisor(mine, place, folder, say=say, sinks=[sink], chaos=chaos)
+        started(supervisor)
         say(f"others join this run with: atoll run --join {supervisor.address}")
         supervisor.keep_going()
 

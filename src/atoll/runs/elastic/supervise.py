@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atoll.engines.elastic.harbour import free_port
 from atoll.errors import AtollError
@@ -24,6 +25,9 @@ from atoll.runs.elastic.place import Elastic, Invitation
 from atoll.runs.folder import RunFolder
 from atoll.runs.launch import last_words
 from atoll.runs.run import Run
+
+if TYPE_CHECKING:
+    from atoll.testing.chaos import Chaos
 
 _LOOK_S = 0.05
 _QUIET = {"RUST_LOG": "warn", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -108,10 +112,20 @@ class Supervisor:
         folder: of the run.
         say: takes what a person may want to know.
         sinks: who takes the events, as they appear in the log.
+        chaos: breaks it on purpose.
     """
 
-    def __init__(self, run: Run, place: Elastic, folder: Path, *, say: Callable[[str], object], sinks: Sequence[Sink] = ()) -> None:
-        self._folder, self._say = folder, say
+    def __init__(
+        self,
+        run: Run,
+        place: Elastic,
+        folder: Path,
+        *,
+        say: Callable[[str], object],
+        sinks: Sequence[Sink] = (),
+        chaos: Chaos | None = None,
+    ) -> None:
+        self._folder, self._say, self._chaos = folder, say, chaos
         port, lighthouse = place.port or free_port(place.host), free_port(place.host)
         self.address = f"{place.host}:{port}"
         self._invitation = folder / "invitation.json"
@@ -119,11 +133,15 @@ class Supervisor:
         base = [sys.executable, "-m", "atoll"]
         self.harbour = Child("lighthouse", [*base, "harbour", str(self._invitation), self.address], log_of(folder, "lighthouse"))
         self.islands = [self._island(base, number) for number in range(run.world.islands)]
-        self._tail = Tail(folder, sinks)
+        self._tail = Tail(folder, [*sinks, *([chaos] if chaos is not None else [])])
 
     def _island(self, base: Sequence[str], number: int) -> Child:
         name = island_name(number)
         command = [*base, "island", self.address, "--name", name, "--folder", str(self._folder)]
+        if self._chaos is not None and self._chaos.script.spoils:
+            script = self._folder / "chaos.json"
+            script.write_text(self._chaos.script.to_text(), "utf-8")
+            command += ["--chaos", str(script)]
         return Child(name, command, log_of(self._folder, name))
 
     def keep_going(self) -> None:
@@ -139,8 +157,14 @@ class Supervisor:
                         self._say(f"{child.name} has died ({_how(child.code or 0)}) and is started again")
                         child.died()
                 self._tail.follow()
+                self._break()
                 time.sleep(_LOOK_S)
             self._tail.follow()
+
+    def _break(self) -> None:
+        if self._chaos is not None:
+            running = {child.name: child.process for child in [self.harbour, *self.islands] if child.process is not None}
+            self._chaos.step(time.monotonic(), running)
 
     @contextmanager
     def _started(self) -> Iterator[None]:
@@ -150,6 +174,8 @@ class Supervisor:
                 child.start()
             yield
         finally:
+            if self._chaos is not None:
+                self._chaos.close()
             _stop(everybody)
 
 

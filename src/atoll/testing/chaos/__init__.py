@@ -1,0 +1,36 @@
+"""A kit for breaking runs of islands that come and go: faults as values, by a script or at random from a seed, and what was lost.
+
+    faults.py     what can go wrong, and when, as values and as a file
+    breaking.py   makes it happen to processes and lines, and writes down what it did
+    inside.py     what goes wrong inside an island's own process: damage on the wire, deltas that nobody should take
+    lines.py      network namespaces joined by lines that can be cut and shaped
+    report.py     what became of the run
+
+>>> at_random(seed=7, victims=["island-0000", "island-0001"], every_s=20.0, until_s=60.0)
+(At(at_s=20.0, fault=Kill(victim='island-0001')), At(at_s=40.0, fault=Kill(victim='island-0000')))
+"""
+
+from atoll.testing.chaos.breaking import Chaos, Process
+from atoll.testing.chaos.faults import LIGHTHOUSE, At, Cut, Fault, Freeze, FullDisk, Kill, Script, Slow, Spoil, at_random
+from atoll.testing.chaos.inside import Spoiler
+from atoll.testing.chaos.report import Report, exactly_once, report_of
+
+__all__ = [
+    "LIGHTHOUSE",
+    "At",
+    "Chaos",
+    "Cut",
+    "Fault",
+    "Freeze",
+    "FullDisk",
+    "Kill",
+    "Process",
+    "Report",
+    "Script",
+    "Slow",
+    "Spoil",
+    "Spoiler",
+    "at_random",
+    "exactly_once",
+    "report_of",
+]
