@@ -19,7 +19,7 @@ from atoll.engines.elastic.engine import Commit, ElasticEngine
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.meetings import Finds, Meetings
 from atoll.engines.elastic.membership import Membership
-from atoll.engines.elastic.pier import Cargo, Pier, fetch
+from atoll.engines.elastic.pier import Cargo, Pier, ask, fetch
 from atoll.engines.elastic.reminding import reminding
 from atoll.engines.elastic.roll import Board, Roll
 from atoll.engines.evaluator import Evaluator
@@ -43,7 +43,8 @@ from atoll.telemetry.jsonl import read_events
 if TYPE_CHECKING:
     from atoll.testing.chaos import Spoiler
 
-_LOOK_S = 0.2
+_LOOK_S, _ASK_S = 0.2, 1.0
+_ANY = Generation(-1, 0)
 _FETCH_LIMIT_S = 60.0
 """Without a byte."""
 
@@ -140,7 +141,8 @@ class Island:
 
     def _entry(self) -> dict[str, Any]:
         generation = self._engine.generation.number if self._engine is not None and self._doing != "coming" else -1
-        return {"pier": self._pier.address, "generation": generation, "doing": self._doing}
+        exchanging = self._engine is not None and self._engine.exchanging
+        return {"pier": self._pier.address, "generation": generation, "doing": self._doing, "exchanging": exchanging}
 
     def _set_up(self) -> None:
         run, cache = self._run, Cache()
@@ -190,11 +192,11 @@ class Island:
     def carry_out(self) -> None:
         engine = self._engine
         assert engine is not None
-        began = self._fetched(engine, at_least=-1) or self._restored(engine) or self._fresh(engine)
+        began = self._fetched(engine, at_least=_ANY) or self._restored(engine) or self._fresh(engine)
         self._say(f"{self._name} begins with {began}")
-        self._doing = "ready"
         self._publish(engine)
         self._membership.join()
+        self._doing = "ready"  # not before it beats: whoever reads this takes it for one that will be waited for
         self._roll.look()
         if not engine.leases.out and not engine.over:
             self._gather(engine)
@@ -240,13 +242,13 @@ class Island:
 
     # ------------------------------------------------------------------------------------------------------ coming by the state
 
-    def _heal(self, engine: ElasticEngine) -> None:
+    def _heal(self, engine: ElasticEngine, ahead: Generation) -> None:
         """The others hold what this island does not. They do not wait while it is brought up to date."""
         self._membership.leave()
         self._doing = "healing"
         while True:
             self._roll.look()
-            healed = self._fetched(engine, at_least=engine.generation.number) or self._newer_checkpoint(engine)
+            healed = self._fetched(engine, at_least=max(ahead, engine.generation)) or self._newer_checkpoint(engine)
             if healed:
                 self._say(f"{self._name} goes on with {healed}")
                 break
@@ -259,24 +261,33 @@ class Island:
         self._doing = "training"
         self._membership.join()
 
-    def _others(self) -> dict[str, dict[str, Any]]:
-        return {name: e for name, e in self._roll.alive().items() if name != self._name and e["generation"] >= 0}
+    def _others(self) -> list[tuple[Generation, bool, str, str]]:
+        """Who else has a state, as they say themselves, the newest first: which, whether a newer one may follow at any moment, name
+        and pier."""
+        piers = {name: entry["pier"] for name, entry in self._roll.alive().items() if name != self._name}
+        said = {name: ask(pier, _ASK_S) for name, pier in piers.items()}
+        states = [
+            (Generation.of(s["generation"]), s["exchanging"], n, piers[n]) for n, s in said.items() if s and s["generation"] >= 0
+        ]
+        return sorted(states, reverse=True)
 
-    def _fetched(self, engine: ElasticEngine, at_least: int) -> str:
-        """The newest state that another island has committed; nothing if there is none."""
-        for name, entry in sorted(self._others().items(), key=lambda item: -item[1]["generation"]):
-            if entry["generation"] < at_least:
-                continue
+    def _fetched(self, engine: ElasticEngine, at_least: Generation) -> str:
+        """The newest state that another island has committed; nothing if there is none, or if a newer one is about to follow."""
+        others = self._others()
+        if others and others[0][1] and others[0][0] <= at_least:
+            return ""
+        for generation, _, name, pier in others:
+            if generation < at_least:
+                break
             try:
-                cargo = fetch(entry["pier"], _FETCH_LIMIT_S)
+                cargo = fetch(pier, _FETCH_LIMIT_S)
             except ExchangeFailed as error:
                 self._say(str(error))
                 continue
-            if cargo is None or Generation(*cargo.header["plain"]["generation"]).number < at_least:
+            if cargo is None or Generation(*cargo.header["plain"]["generation"]) < at_least:
                 continue
             shared = unpack(Packed(cargo.header["structure"], dict(cargo.tensors)), engine.shared())
-            plain = cargo.header["plain"]
-            engine.restore({**plain, "wall_time_s": plain["wall_time_s"] + cargo.age_s}, shared)
+            engine.restore(cargo.header["plain"], shared)
             return f"round {engine.generation.round}, fetched from {name} ({cargo.nbytes} bytes)"
         return ""
 
@@ -300,7 +311,7 @@ class Island:
         """A run that has not begun."""
         if self._folder is None:
             with reminding(self._say, "waiting for an island that has the run's state"):
-                while not (found := self._fetched(engine, at_least=-1)):
+                while not (found := self._fetched(engine, at_least=_ANY)):
                     time.sleep(_LOOK_S)
                     self._roll.look()
             return found
