@@ -66,7 +66,7 @@ class ElasticEngine:
         home: whether this island has the run's folder.
         pier: where this island can be asked.
         committed: called after each commit, with this engine.
-        heal: brings this engine up to date from another island, or from a checkpoint.
+        heal: brings this engine up to date from another island, or from a checkpoint. It is told what the others hold.
         pause_s: so long this process sleeps for each batch besides computing it.
     """
 
@@ -86,7 +86,7 @@ class ElasticEngine:
         home: bool,
         pier: str,
         committed: Callable[[ElasticEngine, Commit], None],
-        heal: Callable[[ElasticEngine], None],
+        heal: Callable[[ElasticEngine, Generation], None],
         pause_s: float = 0.0,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -124,7 +124,7 @@ class ElasticEngine:
                 self._open() if not self.leases.out else self._play_round()
             except LeftBehind as left:
                 self._meetings.say(f"{self.name} was left behind: {left}")
-                self._heal(self)
+                self._heal(self, left.ahead)
 
     @property
     def over(self) -> bool:
@@ -144,6 +144,11 @@ class ElasticEngine:
     def digest(self) -> str:
         """Of all that islands hold alike."""
         return f"{self._digest:08x}"
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether a commit may follow at any moment."""
+        return self._meetings.exchanging
 
     def close(self, *, wait: bool = True) -> None:
         self._line.close(wait=wait)

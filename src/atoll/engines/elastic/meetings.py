@@ -28,7 +28,16 @@ _AGAIN_S, _TELL_S = 0.1, 2.0
 
 
 class LeftBehind(Exception):
-    """The others hold a newer state than this island, or another one. It needs theirs before it can go on."""
+    """The others hold a newer state than this island, or another one. It needs theirs before it can go on.
+
+    Args:
+        ahead: what they hold.
+        mine: what this island holds.
+    """
+
+    def __init__(self, ahead: Generation, mine: Generation) -> None:
+        super().__init__(f"the others hold {ahead}, and this island {mine}")
+        self.ahead = ahead
 
 
 class Disagreed(Exception):
@@ -79,6 +88,8 @@ class Meetings:
         self._membership, self._limit, self.say = membership, limit, say
         self.sent_bytes = self.control_bytes = 0
         """Since the beginning, attempts that failed included."""
+        self.exchanging = False
+        """Whether islands have met, and are not through with what they do: a new state may follow at any moment."""
         self._tried = 0
         """The last epoch that this island took part in."""
 
@@ -125,6 +136,7 @@ class Meetings:
         company = self._membership.meet(generation, attempts - 1)
         self._look_for_fellows(generation, company.names, began_s)
         wire = Wire(company.group, limit_s=self._limit.begin(), names=company.names)
+        self.exchanging = True
         try:
             self._tried = max(self._tried, generation.epoch)
             told = wire.tell(generation.round, generation.epoch, not opening, self._tried + 1, digest)
@@ -134,11 +146,12 @@ class Meetings:
             epoch = self._tried = int(max(told[rank][3] for rank in sound))
             behind = [rank for rank in range(wire.size) if rank not in sound]
             if company.rank in behind:
-                raise LeftBehind(f"the others hold round {ahead[0]} of epoch {ahead[1]}, and this island {generation}")
+                raise LeftBehind(Generation(*ahead[:2]), generation)
             wire.leave_out(behind)
             names = tuple(company.names[rank] for rank in sound)
             result = act(wire, names)
         finally:
+            self.exchanging = False
             self.sent_bytes += wire.sent_bytes
             self.control_bytes += wire.control_bytes
         self._limit.end()

@@ -220,7 +220,8 @@ class Tail:
                 if not line.endswith(b"\n"):
                     break
                 self._at += len(line)
-                self._emit(from_json(line.decode()))
+                with suppress(ValueError):  # half a line, where the log was cut behind our back and has grown again
+                    self._emit(from_json(line.decode()))
 
     def _emit(self, event: Event) -> None:
         for sink in self._sinks:
