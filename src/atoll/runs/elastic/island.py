@@ -171,7 +171,7 @@ class Island:
         self._engine = ElasticEngine(
             name=self._name,
             algorithm=algorithm,
-            meetings=Meetings(self._membership, limit, self._say, patience_s=self._place.limit_s),
+            meetings=Meetings(finds, limit, self._say, patience_s=self._place.limit_s),
             params=warm.params.to(device),
             batches=workload.batches,
             make_replica=lambda: replica_of(run, workload, loss, number, device),
