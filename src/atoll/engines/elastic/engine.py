@@ -23,7 +23,7 @@ from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.idle import IdleReplica
 from atoll.engines.elastic.judging import Judge
 from atoll.engines.elastic.leases import Leases, Settled, Unit
-from atoll.engines.elastic.meetings import LeftBehind, Meetings, Met
+from atoll.engines.elastic.meetings import LeftBehind, Meetings, Met, Unvouched
 from atoll.engines.elastic.peers import Agreed, ElasticPeers
 from atoll.engines.local import LocalReplica
 from atoll.engines.states import on_device, shared_fields, with_shared
@@ -67,6 +67,7 @@ class ElasticEngine:
         pier: where this island can be asked.
         committed: called after each commit, with this engine.
         heal: brings this engine up to date from another island, or from a checkpoint. It is told what the others hold.
+        confirm: finds out whether anybody went on from the state that this engine was given.
         pause_s: so long this process sleeps for each batch besides computing it.
     """
 
@@ -87,12 +88,13 @@ class ElasticEngine:
         pier: str,
         committed: Callable[[ElasticEngine, Commit], None],
         heal: Callable[[ElasticEngine, Generation], None],
+        confirm: Callable[[ElasticEngine], None],
         pause_s: float = 0.0,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name, self.algorithm, self._planned, self._pause_s = name, algorithm, islands, pause_s
         self._meetings, self._batches, self._make_replica = meetings, batches, make_replica
-        self._alive, self._committed, self._heal, self._busy = alive, committed, heal, busy
+        self._alive, self._committed, self._heal, self._confirm, self._busy = alive, committed, heal, confirm, busy
         self.clock = WallClock()
         self.generation = Generation(0, 0)
         self.books = Books(0, real=True)
@@ -125,6 +127,8 @@ class ElasticEngine:
             except LeftBehind as left:
                 self._meetings.say(f"{self.name} was left behind: {left}")
                 self._heal(self, left.ahead)
+            except Unvouched:
+                self._confirm(self)
 
     @property
     def over(self) -> bool:
@@ -156,7 +160,7 @@ class ElasticEngine:
     def begin_anew(self) -> None:
         """Nobody is at work: what a checkpoint says is leased comes back."""
         self.leases.settle(())
-        self._meetings.fellows = {}
+        self._meetings.fellows, self._meetings.vouched = {}, True
         self._digest = self._digested()
 
     def _open(self) -> None:
@@ -325,6 +329,7 @@ class ElasticEngine:
         self.known, self._here, self._fruitless = list(plain["known"]), tuple(plain["here"]), plain["fruitless"]
         self._meetings.fellows = {name: pier for name, pier in plain["fellows"].items() if name != self.name}
         self._clerk.begin(plain["wall_time_s"])
+        self._meetings.vouched = False
         self._happened.clear()
         fresh = self.algorithm.init(self.params, self.peers)
         self.state = with_shared(fresh, on_device(dict(shared), self.replica.device))

@@ -40,6 +40,10 @@ class LeftBehind(Exception):
         self.ahead = ahead
 
 
+class Unvouched(Exception):
+    """Nobody here has committed the state that all hold: they were given it by islands that are gone, and perhaps went on."""
+
+
 class Disagreed(Exception):
     """Islands have not come to the same: a message was damaged, or one of them computes wrongly. They meet again."""
 
@@ -92,6 +96,8 @@ class Meetings:
         """Whether islands have met, and are not through with what they do: a new state may follow at any moment."""
         self._tried = 0
         """The last epoch that this island took part in."""
+        self.vouched = True
+        """Whether this island has committed the state that it holds, or knows that nobody has gone on from it."""
 
     def hold(
         self, generation: Generation, digest: int, act: Callable[[Wire, tuple[str, ...]], T], *, opening: bool = False
@@ -107,6 +113,7 @@ class Meetings:
 
         Raises:
             LeftBehind: the others go on without this island.
+            Unvouched: nobody here can tell whether this is the newest state.
         """
         attempts, began_s = 0, time.monotonic()
         while True:
@@ -139,7 +146,7 @@ class Meetings:
         self.exchanging = True
         try:
             self._tried = max(self._tried, generation.epoch)
-            told = wire.tell(generation.round, generation.epoch, not opening, self._tried + 1, digest)
+            told = wire.tell(generation.round, generation.epoch, not opening, self._tried + 1, digest, self.vouched)
             held = [(int(row[0]), int(row[1]), int(row[2])) for row in told]
             ahead = max(held)
             sound = _sound([int(row[4]) if one == ahead else None for one, row in zip(held, told, strict=True)])
@@ -147,6 +154,8 @@ class Meetings:
             behind = [rank for rank in range(wire.size) if rank not in sound]
             if company.rank in behind:
                 raise LeftBehind(Generation(*ahead[:2]), generation)
+            if not any(told[rank][5] for rank in sound):
+                raise Unvouched
             wire.leave_out(behind)
             names = tuple(company.names[rank] for rank in sound)
             result = act(wire, names)
@@ -155,6 +164,7 @@ class Meetings:
             self.sent_bytes += wire.sent_bytes
             self.control_bytes += wire.control_bytes
         self._limit.end()
+        self.vouched = True
         return Met(names, tuple(company.names[rank] for rank in behind), epoch, attempts, result)
 
     def _look_for_fellows(self, generation: Generation, here: Collection[str], began_s: float) -> None:

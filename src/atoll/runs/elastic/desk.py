@@ -7,6 +7,7 @@ the log ends.
 from __future__ import annotations
 
 import fcntl
+import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,14 +16,14 @@ from typing import Any
 from atoll.engines.elastic.engine import Commit, ElasticEngine
 from atoll.engines.evaluator import Evaluator
 from atoll.errors import CheckpointError
-from atoll.events import Event, RoundFinished, Saved, SaveFailed, WarmStartFinished
+from atoll.events import Attended, Evaluated, Event, IslandJoined, RunStarted, Saved, SaveFailed, WarmStartFinished
 from atoll.protocols import Workload
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
 from atoll.runs.execute import Execution, is_finished
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
 from atoll.runs.warm import Cache, WarmStart
-from atoll.telemetry.jsonl import JsonlSink, read_events
+from atoll.telemetry.jsonl import JsonlSink
 
 _REMEMBERED = 8  # commits
 
@@ -129,10 +130,11 @@ class Desk:
         if opening and cut_at is not None:  # what came after the checkpoint happens again
             return JsonlSink(path, append_at=cut_at)
         self._say(f"{engine.name} writes the log from round {engine.generation.round} on")
-        last = max((event.round for event in read_events(path, [RoundFinished]) if isinstance(event, RoundFinished)), default=0)
+        mine = {event.round: event.epoch for _, events in self._recent for event in events if isinstance(event, Attended)}
+        append_at, last = _agreed_part(path, mine, first=min(mine, default=engine.generation.round + 1))
         while self._recent and self._recent[0][0] <= last:
             self._recent.popleft()
-        return JsonlSink(path, append_at=_whole_lines(path))
+        return JsonlSink(path, append_at=append_at)
 
     def _stop_writing(self) -> None:
         if self._log is not None:
@@ -159,6 +161,11 @@ class Desk:
             self._evaluator.load(engine.params, engine.replica.buffers())
             self._execution.result(self._evaluator, engine.params)
 
+    def brought_up_to_date(self, engine: ElasticEngine) -> None:
+        """The engine goes on with what another island gave it: what this one saw before may have come to nothing."""
+        self._recent.clear()
+        self._steps = engine.steps_taken
+
     def restored(self, checkpoint: Checkpoint, engine: ElasticEngine) -> None:
         """Have an engine go on from a checkpoint."""
         for what, found in (("run", "its settings"), ("data", "its data or how they are dealt out")):
@@ -170,7 +177,39 @@ class Desk:
         shared: dict[str, Any] = self.checkpoints.load(checkpoint, "shared", engine.shared())
         engine.restore(checkpoint.metadata["engine"], shared)
         engine.begin_anew()
+        self._recent.clear()
         self._steps, self.cut_at = engine.steps_taken, checkpoint.metadata["events_bytes"]
+
+
+def _agreed_part(path: Path, mine: Mapping[int, int], *, first: int) -> tuple[int, int]:
+    """How many bytes of a log tell of commits that count, and the last of these.
+
+    A commit that was written by an island which died at once may be one that nobody else has; and it may not be there in full.
+
+    Args:
+        path: the log.
+        mine: the epochs of the commits that this island remembers, by round.
+        first: the first round that it has to agree on.
+    """
+    at = end = last = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        end += len(line)
+        name = line[: line.find(b",")].decode(errors="replace").removeprefix('{"event": ').strip('"')
+        if not line.endswith(b"\n"):
+            break
+        if name == Attended.__name__:
+            attended = json.loads(line)
+            if attended["round"] >= first and mine.get(attended["round"]) != attended["epoch"]:
+                break
+            at, last = end, attended["round"]
+        elif name in _BETWEEN or (not last and name in _AT_FIRST):
+            at = end
+    return at, last
+
+
+_BETWEEN = (Evaluated.__name__, Saved.__name__, SaveFailed.__name__)
+_AT_FIRST = (RunStarted.__name__, WarmStartFinished.__name__, IslandJoined.__name__)
+"""What is written between two commits, and before the first. A commit's own events end with who attended."""
 
 
 def _whole_lines(path: Path) -> int:

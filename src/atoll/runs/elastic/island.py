@@ -183,6 +183,7 @@ class Island:
             pier=self._pier.address,
             committed=self._committed,
             heal=self._heal,
+            confirm=self._confirm,
             pause_s=(self._place.pace or 0.0) * run.world.step_time(number % run.world.islands, run.seed),
             busy=lambda: self._pier.busy,
         )
@@ -261,6 +262,16 @@ class Island:
         self._doing = "training"
         self._membership.join()
 
+    def _confirm(self, engine: ElasticEngine) -> None:
+        """Those who gave this island its state are gone. Where they went on, they left a checkpoint; else this is the newest."""
+        newer = Generation(engine.generation.round, engine.generation.epoch + 1)
+        self._roll.look()
+        found = self._fetched(engine, at_least=newer) or self._newer_checkpoint(engine)
+        self._say(f"{self._name} finds nobody who gave it its state, and goes on with {found or 'it'}")
+        if not found:
+            engine.begin_anew()
+        self._publish(engine)
+
     def _others(self) -> list[tuple[Generation, bool, str, str]]:
         """Who else has a state, as they say themselves, the newest first: which, whether a newer one may follow at any moment, name
         and pier."""
@@ -287,7 +298,10 @@ class Island:
             if cargo is None or Generation(*cargo.header["plain"]["generation"]) < at_least:
                 continue
             shared = unpack(Packed(cargo.header["structure"], dict(cargo.tensors)), engine.shared())
-            engine.restore(cargo.header["plain"], shared)
+            plain = cargo.header["plain"]
+            engine.restore({**plain, "wall_time_s": plain["wall_time_s"] + cargo.age_s}, shared)
+            if self._desk is not None:
+                self._desk.brought_up_to_date(engine)
             return f"round {engine.generation.round}, fetched from {name} ({cargo.nbytes} bytes)"
         return ""
 
@@ -302,8 +316,9 @@ class Island:
 
     def _newer_checkpoint(self, engine: ElasticEngine) -> str:
         """Of a run that others went on with and have all died since."""
-        checkpoint = self._desk.checkpoints.newest() if self._desk is not None and not self._others() else None
-        if checkpoint is None or Generation(*checkpoint.metadata["engine"]["generation"]) <= engine.generation:
+        checkpoint = self._desk.checkpoints.newest() if self._desk is not None else None
+        held = max([engine.generation, *(generation for generation, *_ in self._others())])
+        if checkpoint is None or Generation(*checkpoint.metadata["engine"]["generation"]) <= held:
             return ""
         return self._restored(engine)
 
