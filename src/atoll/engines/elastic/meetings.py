@@ -121,15 +121,19 @@ class Meetings:
             try:
                 return self._attempt(generation, digest, act, attempts, opening, began_s)
             except Absent as absent:
-                time.sleep(_AGAIN_S)
-                attempts -= 1  # nothing has failed
-                self._membership.abort()
-                if time.monotonic() - began_s > _TELL_S:
-                    self.say(str(absent))
+                failed, why = False, str(absent)
             except (ExchangeFailed, Disagreed) as error:
-                self.say(f"attempt {attempts} of round {generation.round} has failed, and those who are left meet again: {error}")
-                self._membership.abort()
+                failed, why = True, str(error)
+            # Not while the error is handled: its trace holds the connections, which are closed when nobody holds them.
+            self._membership.abort()
+            if failed:
+                self.say(f"attempt {attempts} of round {generation.round} has failed, and those who are left meet again: {why}")
                 self._limit.go_on()
+                continue
+            attempts -= 1
+            if time.monotonic() - began_s > _TELL_S:
+                self.say(why)
+            time.sleep(_AGAIN_S)
 
     def _attempt(
         self,

@@ -7,6 +7,7 @@ different company both count as sound; and it heals an island while the others w
 
 from __future__ import annotations
 
+import gc
 import socket
 import time
 import uuid
@@ -105,9 +106,14 @@ class Membership:
         """What is under way has failed: end it, so that the others notice."""
         self._configured = None
         group, self._group = self._group, None
-        if group is not None:
-            with suppress(RuntimeError):
-                group.abort()
+        if group is None:
+            return
+        with suppress(RuntimeError):
+            group.abort()
+        # gloo closes its connections when the last one who holds them lets go, and errors that were passed on hold each other:
+        # until they are collected the others would wait for this island, whoever it was that died.
+        del group
+        gc.collect()
 
     def meet(self, generation: Generation, failures: int) -> Company:
         """Find all who are there. It waits for those who are alive and still train.
