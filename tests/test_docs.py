@@ -16,7 +16,7 @@ from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
 from atoll.cli import main as cli
-from atoll.cli import processes, verbs
+from atoll.cli import on_ray, processes, replaying, verbs
 from atoll.data.text import Text
 from atoll.events import Event, RoundFinished
 from atoll.runs.overrides import override
@@ -75,6 +75,8 @@ def understood(monkeypatch, capsys):
     ):
         monkeypatch.setattr(verbs, name, stand_in(verbs, name))
     monkeypatch.setattr(processes, "carry_out_by_processes", stand_in(processes, "carry_out_by_processes"))
+    monkeypatch.setattr(on_ray, "carry_out_on_ray", stand_in(on_ray, "carry_out_on_ray"))
+    monkeypatch.setattr(replaying, "replay_folder", stand_in(replaying, "replay_folder"))
 
     def read(words):
         monkeypatch.setattr(sys, "argv", list(words))
