@@ -100,7 +100,7 @@ class At:
     fault: Fault
 
 
-Spoilt = Literal["damage", "damage late", "nan", "huge"]
+Spoilt = Literal["damage", "damage late", "die", "die late", "nan", "huge"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +109,10 @@ class Spoil:
 
     Args:
         island: by its name.
-        round: commits before it; each is spoilt once, at the first chance from this round on.
+        round: commits before it. If the island has no work in it, nothing is spoilt.
         how: damage flips a bit of what it sends of its delta, after it has told the checksums; damage late does so with what it
-            sends of the mean; nan has one number of its delta be none; huge makes its delta a million times as long.
+            sends of the mean. die and die late are SIGKILL at the same moments. nan has one number of its delta be none; huge
+            makes its delta a million times as long.
     """
 
     island: str

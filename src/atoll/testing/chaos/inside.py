@@ -6,6 +6,8 @@ that is spoilt finds others over a group that flips a bit.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -162,8 +164,11 @@ class _SpoiltGroup:
             return self._group.send(tensors, rank, tag)
         sent = self._sent[rank] = self._sent.get(rank, 0) + tensor.numel()
         # First everybody is sent its own slice of the delta; whatever goes there beyond that is of the mean.
-        kind = "damage late" if sent > -(-self._spoiler.numel // self.size()) else "damage"
-        return self._group.send([_flipped(tensor)] if self._spoiler.takes(kind) else tensors, rank, tag)
+        late = " late" if sent > -(-self._spoiler.numel // self.size()) else ""
+        how = self._spoiler.takes(f"damage{late}", f"die{late}")
+        if how == f"die{late}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._group.send([_flipped(tensor)] if how else tensors, rank, tag)
 
 
 def _flipped(tensor: Tensor) -> Tensor:

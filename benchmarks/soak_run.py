@@ -1,0 +1,117 @@
+"""One run of the soak: small islands that are killed again and again, or left alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.algorithms.diloco import DiLoCo
+from atoll.data.text import Text
+from atoll.engines.sim.world import Cluster
+from atoll.events import Attended, Evaluated, Event
+from atoll.models.gpt import GPT
+from atoll.optim.adam import AdamW
+from atoll.optim.schedules import Cosine
+from atoll.optim.sgd import Nesterov
+from atoll.runs.elastic.place import Elastic
+from atoll.runs.elastic.start import create_elastic, keep_going
+from atoll.runs.elastic.supervise import island_name
+from atoll.runs.run import Keep, Run, Train
+from atoll.telemetry.jsonl import read_events
+from atoll.testing.chaos import Chaos, Script, at_random, report_of
+from atoll.testing.chaos.report import CHAOS_LOG
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soak:
+    """How large it is.
+
+    Attributes:
+        islands: each a process.
+        minutes: that it takes, about.
+        every_s: between two kills.
+        seed: of the weights, the data and the kills.
+        asleep_s: of a round, in which islands play that they compute: so many of them share a few cores.
+        inner_steps: of a round.
+        layers, width: of the model.
+    """
+
+    islands: int = 8
+    minutes: float = 10.0
+    every_s: float = 20.0
+    seed: int = 0
+    asleep_s: float = 2.5
+    inner_steps: int = 20
+    layers: int = 2
+    width: int = 32
+
+    @property
+    def rounds(self) -> int:
+        """By what a round takes besides, which is not much."""
+        return max(3, round(self.minutes * 60 / (self.asleep_s * 1.2)))
+
+    @property
+    def run(self) -> Run:
+        steps = self.rounds * self.inner_steps
+        return Run(
+            recipe="soak",
+            seed=self.seed,
+            model=GPT(layers=self.layers, width=self.width, heads=2, head_size=self.width // 2),
+            data=Text(corpus="stdlib", tokenizer="bytes", seq_len=32, limit_bytes=1_000_000, eval_batches=32),
+            algorithm=DiLoCo(inner_steps=self.inner_steps, outer=Nesterov(lr=0.7, momentum=0.7)),
+            optimizer=AdamW(lr=Cosine(lr=0.006, warmup=min(20, steps // 2), floor=0.0006), betas=(0.9, 0.95), weight_decay=0.1),
+            train=Train(steps=steps, batch_size=4),
+            cluster=Cluster(islands=self.islands),
+            keep=Keep(evaluate_every=10 * self.inner_steps, save_every=10 * self.inner_steps),
+        )
+
+    @property
+    def place(self) -> Elastic:
+        return Elastic(processes=self.islands, pace=self.asleep_s / self.inner_steps, gather_s=300.0)
+
+    @property
+    def script(self) -> Script:
+        names = [island_name(number) for number in range(self.islands)]
+        return Script(faults=at_random(seed=self.seed, victims=names, every_s=self.every_s, until_s=self.minutes * 60))
+
+    def about(self) -> str:
+        return ", ".join(f"{name}={value:g}" for name, value in asdict(self).items())
+
+
+class Follows:
+    """A sink that says how far a run is.
+
+    Args:
+        rounds: of it.
+        advance: is told the share, and a word.
+    """
+
+    def __init__(self, rounds: int, advance: Callable[[float, str], object]) -> None:
+        self._rounds, self._advance = rounds, advance
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Attended):
+            self._advance(event.round / self._rounds, f"{event.participating} of {event.alive} islands")
+
+
+def carried_out(soak: Soak, folder: Path, *, broken: bool, advance: Callable[[float, str], object]) -> dict[str, Any]:
+    """A cell: what became of the run in this folder, with kills or without."""
+    create_elastic(soak.run, soak.place, folder, ["benchmarks/soak.py"])
+    chaos = Chaos(soak.script, folder / CHAOS_LOG) if broken else None
+    load_before = os.getloadavg()[1]
+    keep_going(folder, soak.place, say=lambda text: None, sinks=[Follows(soak.rounds, advance)], chaos=chaos)
+    report = report_of(folder, units=soak.rounds * soak.islands)
+    attended = [event for event in read_events(folder / "events.jsonl", [Attended]) if isinstance(event, Attended)]
+    evaluated = [event for event in read_events(folder / "events.jsonl", [Evaluated]) if isinstance(event, Evaluated)]
+    return {
+        "broken": broken,
+        "report": {**asdict(report), "succeeded": report.succeeded},
+        "tokens": evaluated[-1].tokens,
+        "seconds": attended[-1].time_s - attended[0].time_s,
+        "load": [load_before, os.getloadavg()[1]],
+        "attended": [[round(e.time_s, 2), e.known, e.alive, e.participating, e.attempts, e.digest] for e in attended],
+        "losses": [[round(e.time_s, 2), e.tokens, e.loss] for e in evaluated],
+    }
