@@ -136,6 +136,10 @@ class Desk:
             self._recent.popleft()
         return JsonlSink(path, append_at=append_at)
 
+    def close(self) -> None:
+        """Nothing more is written here."""
+        self._stop_writing()
+
     def _stop_writing(self) -> None:
         if self._log is not None:
             self._log.close()

@@ -238,6 +238,8 @@ class Island:
         self._membership.leave()
         self._roll.close()
         self._pier.close()
+        if self._desk is not None:
+            self._desk.close()
         if self._engine is not None:
             self._engine.close(wait=wait)
 

@@ -1,0 +1,34 @@
+"""Checksums find what has changed."""
+
+import pytest
+import torch
+
+from atoll.engines.elastic.checksum import checksum, combined
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_flipped_bit_anywhere_changes_it(dtype):
+    flat = torch.randn(97).to(dtype)
+    before = checksum(flat)
+    bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    for place in (0, 50, 96):
+        for bit in (0, 7, 14):
+            bits[place] ^= 1 << bit
+            assert checksum(flat) != before, (place, bit)
+            bits[place] ^= 1 << bit
+    assert checksum(flat) == before
+
+
+def test_pieces_add_up_to_the_whole():
+    flat = torch.randn(1001)
+    assert (checksum(flat[:300]) + checksum(flat[300:]) - checksum(flat)) % (1 << 52) == 0
+    assert checksum(flat[:0]) == 0
+
+
+def test_it_fits_into_a_float_to_the_last_digit():
+    assert int(float(checksum(torch.full((1000,), -1.0)))) == checksum(torch.full((1000,), -1.0))
+
+
+def test_order_and_text_count_where_several_are_combined():
+    assert combined([1, 2]) != combined([2, 1])
+    assert combined([1, 2], "a") != combined([1, 2], "b")

@@ -1,0 +1,75 @@
+"""Data in units: whatever islands do, each unit ends in exactly one commit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.engines.elastic.leases import Leases, Unit
+from atoll.errors import ConfigError, ExchangeFailed
+
+ISLANDS = ["a", "b", "c", "d"]
+ROUNDS = st.lists(
+    st.tuples(st.sets(st.sampled_from(ISLANDS), min_size=1), st.sets(st.sampled_from(ISLANDS))), min_size=1, max_size=40
+)
+
+
+@given(ROUNDS, st.integers(1, 5), st.integers(1, 30))
+def test_whoever_comes_and_dies_no_unit_is_delivered_twice_or_lost(rounds, shards, units):
+    leases, delivered = Leases(shards=shards, batches=3, units=units), []
+    for here, died in rounds:
+        out = leases.lease(sorted(here))
+        assert len(out) == min(len(here), units - leases.delivered)
+        settled = leases.settle(here - died if out.keys() >= here - died else set(out) - died)
+        delivered += settled.delivered.values()
+        leases.check()
+    assert len(set(delivered)) == len(delivered) == leases.delivered <= units
+    while not leases.done:  # somebody stays
+        leases.lease(["a"])
+        delivered += leases.settle(["a"]).delivered.values()
+    leases.check()
+    assert len(set(delivered)) == len(delivered) == units
+    for shard in range(shards):  # and no batch before the last one is left out
+        starts = sorted(unit.start for unit in delivered if unit.shard == shard)
+        assert starts == list(range(0, 3 * len(starts), 3))
+
+
+def test_with_all_there_each_island_reads_its_own_shard_in_order():
+    leases = Leases(shards=3, batches=2, units=9)
+    for number in range(3):
+        out = leases.lease(["a", "b", "c"])
+        assert out == {name: Unit(shard, 2 * number, 2) for shard, name in enumerate("abc")}
+        leases.settle(out)
+    assert leases.done
+    assert leases.lease(["a", "b", "c"]) == {}
+
+
+def test_islands_that_share_a_shard_never_read_the_same():
+    leases = Leases(shards=2, batches=1, units=8)
+    out = leases.lease(["a", "b", "c", "d"])
+    assert [unit.shard for unit in out.values()] == [0, 1, 0, 1]
+    assert len(set(out.values())) == 4
+
+
+def test_an_account_goes_on_from_its_parts():
+    leases, other = Leases(shards=2, batches=4, units=20), Leases(shards=2, batches=4, units=20)
+    leases.lease(["a", "b", "c"])
+    leases.settle(["b"])
+    leases.lease(["b", "d"])
+    other.from_parts(leases.to_parts())
+    assert other.to_parts() == leases.to_parts()
+    assert other.settle(["d"]) == leases.settle(["d"])
+    assert other.lease(["b", "a"]) == leases.lease(["b", "a"])
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="at least one of each"):
+        Leases(shards=0, batches=1, units=1)
+    leases = Leases(shards=1, batches=1, units=5)
+    leases.lease(["a"])
+    with pytest.raises(ExchangeFailed, match=r"\['b'\] delivered without a lease"):
+        leases.settle(["b"])
+    with pytest.raises(ConfigError, match="of 1 shards, and there are 2"):
+        Leases(shards=2, batches=1, units=5).from_parts(leases.to_parts())
+    leases.delivered = 3
+    with pytest.raises(ExchangeFailed, match="the account of data is wrong"):
+        leases.check()

@@ -1,0 +1,214 @@
+"""Islands that come and go, as threads of one process, which meet over a real lighthouse and real sockets."""
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+from atoll import recipes
+from atoll.engines.elastic.harbour import Harbour, free_port
+from atoll.errors import CheckpointError, ConfigError
+from atoll.events import Attended, Compared, Evaluated, Exchanged, IslandJoined, Leased, RoundFinished, RunFinished
+from atoll.runs.elastic.island import Island
+from atoll.runs.elastic.place import Elastic, Invitation
+from atoll.runs.elastic.start import create_elastic, refuse_inelastic
+from atoll.runs.elastic.supervise import island_name
+from atoll.runs.execute import run as simulate
+from atoll.runs.folder import RunFolder
+from atoll.runs.overrides import override
+from atoll.runs.place import placed
+from atoll.telemetry import read_events
+from atoll.tensorfile import load_tree
+
+HOST = "127.0.0.1"
+SETTINGS = (
+    "model.hidden=8",
+    "data.examples=512",
+    "data.dimensions=16",
+    "data.clusters_per_class=1",
+    "data.eval_examples=128",
+    "algorithm.inner_steps=2",
+    "train.steps=8",
+    "train.warm_start_steps=3",
+    "train.batch_size=8",
+    "keep.evaluate_every=4",
+    "keep.save_every=4",
+)
+
+
+def toy(islands, *settings):
+    return placed(override(recipes.ALL["toy-sync"](), [*SETTINGS, *settings]), islands)
+
+
+class Died(BaseException):
+    """An island is gone, between a commit and the log of it."""
+
+
+class Shore:
+    """A run whose islands are threads here."""
+
+    def __init__(self, folder, run, place):
+        self.run, self.folder = run, create_elastic(run, place, folder, ["test"])
+        port, self.errors, self.said = free_port(HOST), [], []
+        self.invitation = Invitation(run, place, f"{HOST}:{port}")
+        self.harbour = Harbour(HOST, 0, port, self.invitation.to_text(), join_limit_s=30.0)
+
+    def start(self, *names, home=True, until=None):
+        """Islands that take part, each in a thread; they die when they have committed a round, if one is given."""
+        threads = [threading.Thread(target=self._take_part, args=(name, home, until), daemon=True) for name in names]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _take_part(self, name, home, until):
+        torch.set_num_threads(1)
+
+        def say(text):
+            self.said.append(text)
+            if until is not None and text.startswith(f"committed round {until} "):
+                raise Died
+
+        try:
+            island = Island(self.invitation, self.harbour.address, HOST, name, self.folder if home else None, say)
+            try:
+                island.carry_out()
+            except Died:
+                island.close(wait=False)
+                return
+            island.close(wait=True)
+        except Exception as error:
+            self.errors.append(error)
+
+    def finish(self, threads):
+        for thread in threads:
+            thread.join(60.0)
+        assert not self.errors, self.errors
+        assert not any(thread.is_alive() for thread in threads), self.said
+        self.harbour.close()
+
+    def events(self, kind):
+        return [event for event in read_events(RunFolder(self.folder).events) if isinstance(event, kind)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_with_nobody_missing_weights_losses_tokens_and_bytes_are_the_simulators(tmp_path, size):
+    run = toy(size)
+    shore = Shore(tmp_path / "elastic", run, Elastic(processes=size))
+    shore.finish(shore.start(*map(island_name, range(size))))
+    expected = simulate(run, out=tmp_path / "sim")
+    assert load_tree(shore.folder / "final.safetensors").equal(expected.params)
+    (finished,) = shore.events(RunFinished)
+    figures = expected.summary
+    assert (finished.val_loss, finished.tokens, finished.rounds) == (figures.val_loss, figures.tokens, figures.rounds)
+    assert finished.sent_bytes_per_island == figures.sent_bytes_per_island
+    (simulated,) = [e for e in read_events(expected.folder / "events.jsonl") if isinstance(e, RunFinished)]
+    assert (finished.digest, finished.local_updates) == (simulated.digest, simulated.local_updates)
+    for kind in (Evaluated, Exchanged, Compared, RoundFinished):
+        count = sum(isinstance(event, kind) for event in read_events(expected.folder / "events.jsonl"))
+        assert len(shore.events(kind)) == count, kind
+
+
+def test_every_commit_says_who_was_there_and_what_became_of_the_data(tmp_path):
+    shore = Shore(tmp_path / "run", toy(2), Elastic(processes=2))
+    shore.finish(shore.start("island-0000", "island-0001"))
+    attended = shore.events(Attended)
+    assert [(e.round, e.known, e.participating, e.attempts) for e in attended] == [(n, 2, 2, 1) for n in (1, 2, 3, 4)]
+    assert all(event.alive == 2 for event in attended)
+    assert [event.epoch for event in attended] == sorted(event.epoch for event in attended)
+    assert len({event.digest for event in attended}) == 4
+    delivered = [unit for event in shore.events(Leased) for unit in event.delivered]
+    assert delivered == [[island, island, 2 * n, 2] for n in range(4) for island in (0, 1)]
+    assert [event.island for event in shore.events(IslandJoined)] == [0, 1]
+
+
+def test_whoever_comes_later_is_given_the_state_listens_first_and_then_shares_the_work(tmp_path):
+    shore = Shore(tmp_path / "run", toy(1, "train.steps=24"), Elastic(processes=1, pace=1e-4))
+    first = shore.start("island-0000")
+    later = shore.start("elsewhere", home=False)
+    shore.finish([*first, *later])
+    joined = {event.island: event.round for event in shore.events(IslandJoined)}
+    attended = {event.round: event for event in shore.events(Attended)}
+    assert joined.keys() == {0, 1}, shore.said
+    assert attended[joined[1]].participating == 1
+    assert max(event.participating for event in attended.values()) == 2
+    units = Counter(tuple(unit[1:]) for event in shore.events(Leased) for unit in event.delivered)
+    assert len(units) == 12
+    assert set(units.values()) == {1}
+    assert len(attended) < 12, "two that share the work need fewer rounds"
+    assert any("fetched from island-0000" in text for text in shore.said)
+
+
+def test_a_run_that_everybody_left_goes_on_from_its_newest_checkpoint(tmp_path):
+    run = toy(2, "train.steps=16")
+    shore = Shore(tmp_path / "run", run, Elastic(processes=2))
+    for thread in shore.start("island-0000", "island-0001", until=5):
+        thread.join(60.0)
+    assert not shore.errors
+    assert [event.round for event in shore.events(RoundFinished)] == [1, 2, 3, 4]
+    shore.finish(shore.start("island-0000", "island-0001"))
+    assert shore.said.count("island-0000 begins with round 4, from its checkpoint") == 1
+    assert [event.round for event in shore.events(RoundFinished)] == list(range(1, 9))
+    units = Counter(tuple(unit[1:]) for event in shore.events(Leased) for unit in event.delivered)
+    assert len(units) == 16
+    assert set(units.values()) == {1}
+
+
+def test_when_the_one_who_writes_dies_the_next_goes_on_where_the_log_ends(tmp_path):
+    shore = Shore(tmp_path / "run", toy(2, "train.steps=16"), Elastic(processes=2))
+    first, second = shore.start("island-0000", until=3), shore.start("island-0001")
+    for thread in first:
+        thread.join(60.0)
+    shore.finish(second)
+    assert "island-0001 writes the log from round 4 on" in shore.said
+    assert [event.round for event in shore.events(RoundFinished)] == list(range(1, len(shore.events(RoundFinished)) + 1))
+    assert [event.islands for event in shore.events(RoundFinished)][:4] == [2, 2, 2, 1]
+    (finished,) = shore.events(RunFinished)
+    assert finished.local_updates == 32
+    units = Counter(tuple(unit[1:]) for event in shore.events(Leased) for unit in event.delivered)
+    assert len(units) == 16
+    assert set(units.values()) == {1}
+
+
+def test_an_island_that_comes_alone_to_a_run_without_a_checkpoint_does_not_begin_anew(tmp_path):
+    shore = Shore(tmp_path / "run", toy(1, "keep.save_every=1000"), Elastic(processes=1))
+    for thread in shore.start("island-0000", until=3):
+        thread.join(60.0)
+    for thread in shore.start("island-0000"):
+        thread.join(60.0)
+    (error,) = shore.errors
+    assert isinstance(error, CheckpointError)
+    assert "will not start from random weights again by itself" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "says"),
+    [
+        ("demo-acco", (), "each island holds a slice"),
+        ("demo-diloco", ("cluster.devices_per_island=2",), "an island is one process there"),
+        ("demo-diloco", ("algorithm.missed=agreed",), "Use global"),
+        ("demo-async", (), "has a hub and workers"),
+    ],
+)
+def test_what_islands_that_come_and_go_cannot_do_is_refused(recipe, settings, says):
+    with pytest.raises(ConfigError, match=says):
+        refuse_inelastic(placed(override(recipes.ALL[recipe](), list(settings)), 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"processes": 0}, "at least 1"),
+        ({"pace": -1.0}, "0 or more"),
+        ({"limit_s": 0.0}, "more than 0"),
+        ({"refused_above": 1.0}, "more than 1"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        Elastic(**settings)
+
+
+def test_an_invitation_says_it_all():
+    invitation = Invitation(toy(3), Elastic(processes=3, pace=0.5), "127.0.0.1:99")
+    assert Invitation.from_text(invitation.to_text()) == invitation
