@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from atoll.optim.stale import DelayCompensation as DelayCompensation
     from atoll.optim.stale import Polynomial as Polynomial
     from atoll.runs.execute import Result as Result
+    from atoll.runs.elastic.place import Elastic as Elastic
+    from atoll.runs.elastic.start import resume_elastic as resume_elastic
+    from atoll.runs.elastic.start import run_elastic as run_elastic
     from atoll.runs.execute import resume as resume
     from atoll.runs.execute import run as run
     from atoll.runs.export import export as export
@@ -123,6 +126,9 @@ _HOME = {
     "export": "atoll.runs.export",
     "load_exported": "atoll.runs.export",
     "Dist": "atoll.runs.place",
+    "Elastic": "atoll.runs.elastic.place",
+    "resume_elastic": "atoll.runs.elastic.start",
+    "run_elastic": "atoll.runs.elastic.start",
     "Ray": "atoll.runs.ray_place",
     "replay_run": "atoll.runs.replaying",
     "resume_on_ray": "atoll.runs.on_ray",
