@@ -7,7 +7,7 @@
     report.py     what became of the run
 
 >>> at_random(seed=7, victims=["island-0000", "island-0001"], every_s=20.0, until_s=60.0)
-(At(at_s=20.0, fault=Kill(victim='island-0001')), At(at_s=40.0, fault=Kill(victim='island-0000')))
+(At(at_s=20.0, fault=Kill(victim='island-0000')), At(at_s=40.0, fault=Kill(victim='island-0001')))
 """
 
 from atoll.testing.chaos.breaking import Chaos, Process

@@ -1,0 +1,152 @@
+"""What it costs that islands may come and go: when nothing fails, and when one is killed.
+
+    python benchmarks/elastic_cost.py             about ten minutes on two idle cores; leave the machine alone meanwhile
+    python benchmarks/elastic_cost.py --quick     in miniature, to see whether it works here
+
+When nothing fails: the same Run by two processes with `--elastic` and with plain `--engine dist`, in turn, and the time of a round
+by their own logs. When one is killed: two islands, one of which dies by SIGKILL in the middle of its steps, shortly before they are
+over, or in the middle of the exchange; how long after the end of its own steps the other commits, by its own clock; and whether
+weights and outer momentum of both are the same bits once the dead one is back, all of them fetched and compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from elastic_runs import Size, deaths_in, killed, kills_at, round_times
+from page import fill
+from progress import Watch
+from record import Record, default_path, markdown_table, script
+
+MOST_COST, MOST_DELAY_S = 0.03, 2.0
+PLAN: dict[str, Any] = {
+    "pairs": 5,
+    "calm": Size(layers=4, width=128, seq_len=64, batch_size=8, inner_steps=50, rounds=9),
+    "train": Size(layers=2, width=64, seq_len=32, batch_size=4, inner_steps=10, rounds=48, asleep_s=2.5),
+    "moments_s": [8.3, 22.0, 35.1, 48.8, 61.9, 75.4],
+    "meet": Size(layers=2, width=768, seq_len=16, batch_size=1, inner_steps=1, rounds=40, asleep_s=2.0),
+    "deaths": [3, 10, 17, 24],
+}
+QUICK: dict[str, Any] = {
+    "pairs": 1,
+    "calm": Size(layers=1, width=16, seq_len=16, batch_size=2, inner_steps=2, rounds=3),
+    "train": Size(layers=1, width=16, seq_len=16, batch_size=2, inner_steps=2, rounds=14, asleep_s=1.0),
+    "moments_s": [2.5],
+    "meet": Size(layers=1, width=16, seq_len=16, batch_size=2, inner_steps=2, rounds=14, asleep_s=1.0),
+    "deaths": [2],
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    record = Record(options.record or default_path("elastic_cost" + ("_quick" if options.quick else "")))
+    plan = QUICK if options.quick else PLAN
+    cells = measure(record, plan, options.runs, quiet=options.quiet)
+    sections = [calm_section(cells, plan), *killed_sections(cells, plan)]
+    readme = record.write("What it costs that islands may come and go", sections)
+    fill(options.docs, "elastic_cost", sections, record)
+    print("\n\n".join(sections))
+    print(f"\nrecord: {readme}")
+
+
+def measure(record: Record, plan: Mapping[str, Any], runs: Path | None, *, quiet: bool) -> dict[str, dict[str, Any]]:
+    """All cells, by name; those that the record does not have are made."""
+    todo = {name: make for name, make in _cells(plan).items() if record.get(_key(name, plan)) is None}
+    with tempfile.TemporaryDirectory() as temporary, Watch("elastic cost", len(todo), quiet=quiet) as watch:
+        for name, make in todo.items():
+            watch.begin(name)
+            cell = make((runs or Path(temporary)) / name.replace(" ", "_"))
+            record.add(_key(name, plan), cell)
+            watch.end(f"{name}: " + (f"{cell['round_s']:.3f} s a round" if "round_s" in cell else f"{len(cell['deaths'])} deaths"))
+    return {name: record[_key(name, plan)] for name in _cells(plan)}
+
+
+def _cells(plan: Mapping[str, Any]) -> dict[str, Callable[[Path], dict[str, Any]]]:
+    cells: dict[str, Callable[[Path], dict[str, Any]]] = {}
+    for pair in range(plan["pairs"]):
+        for elastic in (pair % 2 == 0, pair % 2 == 1):  # in turn, and who comes first in turn too
+            name = f"{'elastic' if elastic else 'plain'} {pair}"
+            cells[name] = lambda folder, elastic=elastic: round_times(plan["calm"], folder, elastic=elastic)  # type: ignore[misc]
+    cells["killed in training"] = lambda folder: killed(plan["train"], folder, kills_at(plan["moments_s"]))
+    cells["killed in the exchange"] = lambda folder: killed(plan["meet"], folder, deaths_in(plan["deaths"]))
+    return cells
+
+
+def _key(name: str, plan: Mapping[str, Any]) -> str:
+    what = "calm" if name.split()[0] in ("elastic", "plain") else "train" if "training" in name else "meet"
+    script_of = {"calm": "", "train": plan["moments_s"], "meet": plan["deaths"]}[what]
+    return f"{name}: {plan[what]} {script_of}"
+
+
+# ------------------------------------------------------------------------------------------------------------------- in words
+
+
+def calm_section(cells: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]) -> str:
+    pairs = [(cells[f"elastic {pair}"], cells[f"plain {pair}"]) for pair in range(plan["pairs"])]
+    costs = [one["round_s"] / two["round_s"] - 1 for one, two in pairs]
+    rows = [
+        [str(n), f"{e['round_s']:.3f}", f"{p['round_s']:.3f}", f"{cost:+.1%}", f"{e['exchange_s']:.3f}", f"{p['exchange_s']:.3f}"]
+        for n, ((e, p), cost) in enumerate(zip(pairs, costs, strict=True))
+    ]
+    headings = ["pair", "elastic, s a round", "plain, s a round", "cost", "elastic, s of it exchanging", "plain"]
+    same = all(one["digest"] == two["digest"] for one, two in pairs)
+    size: Size = plan["calm"]
+    words = (
+        f"Two islands, {size.model.num_params(256):,} parameters, rounds of {size.inner_steps} steps; medians over the "
+        f"{size.rounds - 1} rounds after the first. Fault tolerance costs {median(costs):+.1%} of a round (median of the pairs; "
+        f"asked for: less than {MOST_COST:.0%}): {_verdict(median(costs) < MOST_COST)}. The weights at the end are "
+        f"{'the same bits' if same else '**not the same**'} with both."
+    )
+    return f"## When nothing fails\n\n{words}\n\n" + markdown_table(headings, rows)
+
+
+def killed_sections(cells: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+    training, meeting = cells["killed in training"], cells["killed in the exchange"]
+    rows = []
+    for into_s, death in zip(training["into_round_s"], training["deaths"], strict=False):
+        rows.append([f"{into_s:.1f} s into the round", *_death(death)])
+    hows = ["while deltas are under way", "while the mean is under way"]
+    for number, death in enumerate(meeting["deaths"]):
+        rows.append([hows[number // 2 % 2], *_death(death)])
+    delays = [death["delay_s"] for cell in (training, meeting) for death in cell["deaths"]]
+    twins = [twin for cell in (training, meeting) for twin in cell["twins"]]
+    equal = bool(twins) and all(twin["equal"] for twin in twins)
+    sound = not any(cell["data"] or cell["apart"] for cell in (training, meeting))
+    words = (
+        f"One of two islands is killed, {len(delays)} times. The other commits at most {max(delays):.2f} s after the end of its "
+        f"own steps (asked for: at most {MOST_DELAY_S:g} s): {_verdict(max(delays) <= MOST_DELAY_S)}. {len(twins)} times the dead "
+        f"one came back and all tensors of both, weights and outer momentum, were fetched and compared: "
+        f"{'the same bits each time' if equal else '**not the same**'}. Data and digests of the runs: "
+        f"{'nothing is lost, twice or apart' if sound else '**see the cells**'}."
+    )
+    headings = ["killed", "its steps, s", "commit after them, s", "attempts", "both again after, s"]
+    return [f"## When one is killed\n\n{words}\n\n" + markdown_table(headings, rows)]
+
+
+def _death(death: Mapping[str, Any]) -> list[str]:
+    back = f"{death['back_s']:.1f}" if death["back_s"] is not None else "-"
+    return [f"{death['steps_s']:.2f}", f"{death['delay_s']:.2f}", str(death["attempts"]), back]
+
+
+def _verdict(holds: bool) -> str:
+    return "it holds" if holds else "**it does not hold**"
+
+
+def _parser() -> argparse.ArgumentParser:
+    first = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="in miniature, to see whether it works")
+    parser.add_argument("--runs", type=Path, help="keep the runs' folders here; None: they are removed")
+    parser.add_argument("--record", type=Path, help="the record's folder; None: records/<today>_elastic_cost")
+    parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables, such as docs/chaos.md")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    return parser
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,0 +1,199 @@
+"""The runs of `elastic_cost.py`: the same work with and without fault tolerance, and two islands of which one is killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from atoll.algorithms.diloco import DiLoCo
+from atoll.data.text import Text
+from atoll.engines.elastic.pier import fetch
+from atoll.engines.elastic.roll import Board
+from atoll.engines.sim.world import Cluster
+from atoll.errors import ExchangeFailed
+from atoll.events import Attended, Computed, Event, Exchanged, Leased, RoundFinished, RunFinished
+from atoll.models.gpt import GPT
+from atoll.optim.adam import AdamW
+from atoll.optim.schedules import Cosine
+from atoll.runs.elastic.place import Elastic
+from atoll.runs.elastic.start import create_elastic, keep_going
+from atoll.runs.elastic.supervise import Supervisor, island_name
+from atoll.runs.place import Dist
+from atoll.runs.real import run_on
+from atoll.runs.run import Keep, Run, Train
+from atoll.telemetry.jsonl import read_events
+from atoll.testing.chaos import At, Chaos, Kill, Script, Spoil, report_of
+from atoll.testing.chaos.faults import Spoilt
+from atoll.testing.chaos.report import CHAOS_LOG
+
+COMMAND = ["benchmarks/elastic_cost.py"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What two islands train.
+
+    Attributes:
+        layers, width: of the model.
+        seq_len, batch_size: of a batch.
+        inner_steps: of a round.
+        rounds: of the run.
+        asleep_s: of a round, besides computing.
+    """
+
+    layers: int
+    width: int
+    seq_len: int
+    batch_size: int
+    inner_steps: int
+    rounds: int
+    asleep_s: float = 0.0
+
+    @property
+    def model(self) -> GPT:
+        return GPT(layers=self.layers, width=self.width, heads=4, head_size=self.width // 4)
+
+    @property
+    def run(self) -> Run:
+        steps = self.rounds * self.inner_steps
+        return Run(
+            recipe="elastic-cost",
+            model=self.model,
+            data=Text(corpus="stdlib", tokenizer="bytes", seq_len=self.seq_len, limit_bytes=1_000_000, eval_batches=2),
+            algorithm=DiLoCo(inner_steps=self.inner_steps),
+            optimizer=AdamW(lr=Cosine(lr=0.001, warmup=1, floor=0.0001), betas=(0.9, 0.95), weight_decay=0.1),
+            train=Train(steps=steps, batch_size=self.batch_size),
+            cluster=Cluster(islands=2),
+            keep=Keep(evaluate_every=steps, save_every=steps),
+        )
+
+    @property
+    def place(self) -> Elastic:
+        return Elastic(processes=2, pace=self.asleep_s / self.inner_steps, gather_s=300.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- nothing fails
+
+
+def round_times(size: Size, folder: Path, *, elastic: bool) -> dict[str, Any]:
+    """Seconds of each round but the first, and of what its exchange took after both had come."""
+    if elastic:
+        create_elastic(size.run, size.place, folder, COMMAND)
+        keep_going(folder, size.place, say=lambda text: None)
+    else:
+        run_on(Dist(processes=2, pace=size.place.pace), size.run, out=folder, command=COMMAND)
+    ends_s = [event.time_s for event in _read(folder, RoundFinished)]
+    exchanges = list(_read(folder, Exchanged))[1:]
+    rounds_s = [end_s - start_s for start_s, end_s in itertools.pairwise(ends_s)]
+    return {
+        "elastic": elastic,
+        "rounds_s": rounds_s,
+        "round_s": median(rounds_s),
+        "exchange_s": median(event.end_s - event.start_s for event in exchanges),
+        "digest": next(event.digest for event in _read(folder, RunFinished)),
+        "load": os.getloadavg()[0],
+    }
+
+
+def _read(folder: Path, kind: type[Any]) -> Iterator[Any]:
+    return (event for event in read_events(folder / "events.jsonl", [kind]) if isinstance(event, kind))
+
+
+# ----------------------------------------------------------------------------------------------------------------- one is killed
+
+
+def killed(size: Size, folder: Path, script: Script) -> dict[str, Any]:
+    """Two islands, of which one is killed now and then: what it cost the other, and whether the dead one came back whole."""
+    create_elastic(size.run, size.place, folder, COMMAND)
+    chaos, twins = Chaos(script, folder / CHAOS_LOG), Twins()
+    keep_going(folder, size.place, say=lambda text: None, sinks=[twins], chaos=chaos, started=twins.started)
+    report = report_of(folder, units=2 * size.rounds)
+    return {
+        "deaths": deaths(folder),
+        "twins": twins.found,
+        "data": list(report.data),
+        "apart": list(report.apart),
+        "into_round_s": into_rounds(folder),
+        "load": os.getloadavg()[0],
+    }
+
+
+def deaths(folder: Path) -> list[dict[str, float]]:
+    """Of each commit that a death left with one island: seconds from the end of its own inner steps to the commit, what its steps
+    took, and seconds until both work again."""
+    computed = {(event.round, event.island): event for event in _read(folder, Computed)}
+    attended = {event.round: event for event in _read(folder, Attended)}
+    found = []
+    for leased in _read(folder, Leased):
+        if not leased.returned or not leased.delivered:
+            continue
+        mine = computed[leased.round - 1, leased.delivered[0][0]]
+        commit_s = attended[leased.round].time_s
+        back = next((e.time_s for e in attended.values() if e.round > leased.round and e.participating == 2), None)
+        found.append(
+            {
+                "round": leased.round,
+                "attempts": attended[leased.round].attempts,
+                "steps_s": mine.end_s - mine.start_s,
+                "delay_s": commit_s - mine.end_s,
+                "back_s": back - commit_s if back is not None else None,
+            }
+        )
+    return found
+
+
+def into_rounds(folder: Path) -> list[float]:
+    """How far into a round each kill from outside fell, in seconds."""
+    actions = [json.loads(line) for line in (folder / CHAOS_LOG).read_text("utf-8").splitlines()]
+    seen = [action["at_s"] for action in actions if "saw" in action]
+    return [action["at_s"] - max(s for s in seen if s <= action["at_s"]) for action in actions if "did" in action]
+
+
+class Twins:
+    """A sink that fetches what both islands hold, after each death and return, and compares it to the bit."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+        self._board: Board | None = None
+        self._alone = False
+
+    def started(self, supervisor: Supervisor) -> None:
+        self._board = Board(supervisor.address)
+
+    def emit(self, event: Event) -> None:
+        if not isinstance(event, Attended) or self._board is None:
+            return
+        if event.participating < 2:
+            self._alone = True
+        elif self._alone:
+            self._alone = not self._compared(self._board, event.round)
+
+    def _compared(self, board: Board, number: int) -> bool:
+        try:
+            one, two = (fetch(board.entries()[island_name(island)]["pier"], 10.0) for island in range(2))
+        except ExchangeFailed:
+            return False
+        if one is None or two is None or one.header["plain"]["generation"] != two.header["plain"]["generation"]:
+            return False  # one of them has committed again meanwhile
+        equal = one.tensors.keys() == two.tensors.keys() and all(torch.equal(t, two.tensors[n]) for n, t in one.tensors.items())
+        self.found.append({"round": number, "tensors": len(one.tensors), "bytes": one.nbytes, "equal": equal})
+        return True
+
+
+def kills_at(moments_s: list[float]) -> Script:
+    """Kills from outside, of either island in turn."""
+    return Script(faults=tuple(At(at_s=s, fault=Kill(victim=island_name((n + 1) % 2))) for n, s in enumerate(moments_s)))
+
+
+def deaths_in(rounds: list[int]) -> Script:
+    """Deaths in mid-exchange, of either island in turn, while deltas or the mean are under way."""
+    hows: list[Spoilt] = ["die", "die late"]
+    return Script(spoils=tuple(Spoil(island=island_name((n + 1) % 2), round=r, how=hows[n // 2 % 2]) for n, r in enumerate(rounds)))

@@ -1,0 +1,115 @@
+"""The report finds what is lost, twice, or apart, and says how long it took to recover."""
+
+import json
+
+import pytest
+
+from atoll.errors import ConfigError
+from atoll.events import Attended, Evaluated, Leased
+from atoll.telemetry.jsonl import JsonlSink
+from atoll.testing.chaos import exactly_once, report_of
+
+
+def leased(number, *delivered, returned=()):
+    units = [[island, shard, start, 10] for island, shard, start in delivered]
+    back = [[island, shard, start, 10] for island, shard, start in returned]
+    return Leased(round=number, delivered=units, returned=back, virtual_time_s=None, wall_time_s=float(number))
+
+
+def attended(number, participating=2, digest="aaaaaaaa", attempts=1):
+    return Attended(
+        round=number,
+        known=2,
+        alive=2,
+        participating=participating,
+        attempts=attempts,
+        epoch=number + 1,
+        digest=digest,
+        virtual_time_s=None,
+        wall_time_s=float(number),
+    )
+
+
+def test_a_whole_account_is_right_in_any_order():
+    assert exactly_once([leased(1, (0, 0, 10), (1, 1, 0)), leased(2, (1, 0, 0), (0, 1, 10))], units=4) == []
+
+
+def test_a_unit_that_is_twice_is_found():
+    assert exactly_once([leased(1, (0, 0, 0)), leased(2, (1, 0, 0))]) == ["shard 0: batches 0 to 10 are in commits 1 and 2"]
+
+
+def test_a_unit_that_is_missing_is_found():
+    assert exactly_once([leased(1, (0, 0, 0)), leased(2, (1, 0, 20))]) == ["shard 0: batches 10 to 20 are in no commit"]
+
+
+def test_a_last_unit_that_is_missing_is_found_by_their_number():
+    assert exactly_once([leased(1, (0, 0, 0))], units=2) == ["1 units are in commits, and 2 were to be"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run of two islands, one of which was killed after its second commit, and came back for the fourth."""
+    with JsonlSink(tmp_path / "events.jsonl") as log:
+        for event in (
+            leased(1, (0, 0, 0), (1, 1, 0)),
+            attended(1),
+            leased(2, (0, 0, 10), (1, 1, 10)),
+            attended(2, digest="bbbbbbbb"),
+            leased(3, (0, 0, 20), returned=[(1, 1, 20)]),
+            attended(3, participating=1, digest="cccccccc", attempts=2),
+            leased(4, (0, 1, 20)),
+            attended(4, digest="dddddddd"),
+        ):
+            log.emit(event)
+        counts = {"steps": 4, "tokens": 9, "local_updates": 9, "sent_bytes_per_island": 0.0}
+        log.emit(Evaluated(round=4, virtual_time_s=None, wall_time_s=4.0, metrics={"loss": 2.5}, **counts))
+    actions = [
+        {"at_s": 0.0, "saw": {"round": 1, "epoch": 2, "participating": 2}},
+        {"at_s": 1.0, "saw": {"round": 2, "epoch": 3, "participating": 2}},
+        {"at_s": 1.5, "did": {"fault": "Kill", "victim": "island-0001", "pid": 7}},
+        {"at_s": 3.0, "saw": {"round": 3, "epoch": 4, "participating": 1}},
+        {"at_s": 4.0, "saw": {"round": 4, "epoch": 5, "participating": 2}},
+    ]
+    (tmp_path / "chaos.jsonl").write_text("".join(json.dumps(action) + "\n" for action in actions))
+    (tmp_path / "logs").mkdir()
+    write(tmp_path, 0, (6, [(1, 2, "aaaaaaaa"), (2, 3, "bbbbbbbb"), (3, 4, "cccccccc"), (4, 5, "dddddddd")]))
+    write(tmp_path, 1, (7, [(1, 2, "aaaaaaaa"), (2, 3, "bbbbbbbb")]), (8, [(4, 5, "dddddddd")]))
+    return tmp_path
+
+
+def write(folder, island, *processes):
+    name = f"island-{island:04d}"
+    lines = []
+    for pid, commits in processes:
+        lines.append(f"12:00:00 {name} on host (127.0.0.1), process {pid}, 1 thread(s)")
+        lines += [f"12:00:01 committed round {r} of epoch {e} as {digest}, with work of its own" for r, e, digest in commits]
+    (folder / "logs" / f"{name}.log").write_text("\n".join(lines) + "\n")
+
+
+def test_a_report_adds_up_what_happened(folder):
+    report = report_of(folder, units=6)
+    assert (report.commits, report.attempts, report.succeeded) == (4, 5, 0.8)
+    assert (report.delivered, report.returned, report.data) == (6, 1, ())
+    assert (report.participating_of_alive, report.loss, report.done) == (0.875, 2.5, {"Kill": 1})
+    assert (report.compared, report.apart, report.unseen) == (7, (), 0)
+
+
+def test_recovery_is_told_from_the_kill_to_the_others_commit_and_to_the_work_of_the_next_process(folder):
+    (recovery,) = report_of(folder).recoveries
+    assert (recovery.victim, recovery.commit_s, recovery.back_s) == ("island-0001", 1.5, 2.5)
+
+
+def test_an_island_that_holds_other_bits_is_named(folder):
+    write(folder, 1, (7, [(1, 2, "aaaaaaaa"), (2, 3, "bbbbbbb0")]))
+    assert report_of(folder).apart == ("island-0001 held bbbbbbb0 after round 2, and the log has bbbbbbbb",)
+
+
+def test_a_commit_that_one_island_alone_has_is_counted_apart(folder):
+    write(folder, 1, (7, [(3, 9, "eeeeeeee")]))
+    assert (report_of(folder).unseen, report_of(folder).apart) == (1, ())
+
+
+def test_a_run_without_a_commit_has_no_report(tmp_path):
+    (tmp_path / "events.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no commit"):
+        report_of(tmp_path)
