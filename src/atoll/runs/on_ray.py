@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,34 +17,28 @@ from typing import Any
 import torch
 
 from atoll.engines.evaluator import Evaluator
-from atoll.engines.local import LocalReplica
-from atoll.engines.masters import initial
 from atoll.engines.ray import door
 from atoll.engines.ray.engine import RayEngine
-from atoll.engines.ray.keeping import Kept, Log, Lost
-from atoll.engines.ray.server import HubOrder
-from atoll.engines.ray.wire import bits_of, dtype_name, tree_over
+from atoll.engines.ray.orders import HubOrder
+from atoll.engines.ray.wire import bits_of, dtype_name
 from atoll.engines.ray.worker import WorkerOrder
 from atoll.errors import CheckpointError, ConfigError
-from atoll.events import Arrived, Progress, WarmStartFinished
+from atoll.events import Progress, WarmStartFinished
 from atoll.protocols import AsyncAlgorithm, Sink, Workload
-from atoll.runs.build import loss_of, replica_of
 from atoll.runs.checkpoint import Checkpoint, Checkpoints
 from atoll.runs.execute import Execution, Result, check_workload, digest_of, is_finished, refuse_impossible
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.plain import from_json, to_json
+from atoll.runs.ray_parts import BEGIN, FolderKeeper, Made
 from atoll.runs.ray_place import Ray, on_workers, plan_of, read_ray, write_ray
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
 from atoll.telemetry.fanout import Fanout
-from atoll.telemetry.jsonl import JsonlSink, read_events
-from atoll.tensorfile import load_tree, save_tree
+from atoll.telemetry.jsonl import JsonlSink
+from atoll.tensorfile import save_tree
 from atoll.tree import Tree
 
-HUB_LOG = "hub.log"
-BEGIN = "begin.safetensors"
-"""The weights that a hub begins with: also one that takes the place of another before anything was saved."""
 _ROOM = 4
 """Times the weights, for each worker: what the object store has room for, pulls and pushes together."""
 
@@ -268,80 +260,3 @@ class _Drive:
             limit_s=self._place.limit_s,
             log=(self._folder.path / "logs" / f"worker-{number}.log").absolute(),
         )
-
-
-class Made:
-    """What a worker trains: made in its process, from its machine's data.
-
-    Args:
-        run: the run, resolved.
-        weights: a reference to the bits of the warm start, where the data are dealt out by it.
-        given: a workload to train instead of the Run's model and data.
-    """
-
-    def __init__(self, run: Run, weights: tuple[Any, ...], given: Workload | None) -> None:
-        self._run = run
-        self._workload = given or island_workload(run, load_data(run, Cache()), self._params(weights))
-        self._loss = loss_of(run, self._workload)
-
-    def _params(self, weights: tuple[Any, ...]) -> Tree:
-        run = self._run
-        begin = initial(plain_workload(run, load_data(run, Cache())), device_of(run), dtype_of(run))
-        return tree_over(door.library().get(weights[0]), begin.layout, dtype_name(begin)).copy() if weights else begin
-
-    @property
-    def fingerprint(self) -> str:
-        return str(fingerprint(self._workload))
-
-    def replica(self, number: int) -> LocalReplica:
-        return replica_of(self._run, self._workload, self._loss, number)
-
-
-@dataclass(frozen=True)
-class FolderKeeper:
-    """Keeps a hub's log and checkpoints in the run's folder. A keeping.Keeper.
-
-    Args:
-        folder: the run's.
-        checkpoints: how many are kept.
-        origin: what a checkpoint says of where it comes from.
-    """
-
-    folder: Path
-    checkpoints: int
-    origin: Mapping[str, str | None]
-
-    @property
-    def _kept(self) -> Checkpoints:
-        return Checkpoints(RunFolder(self.folder).checkpoints, keep=self.checkpoints)
-
-    def begin(self) -> Tree:
-        return load_tree(self.folder / BEGIN)
-
-    def newest(self) -> Kept | None:
-        kept, newest = self._kept, self._kept.newest()
-        if newest is None:
-            return None
-        return Kept(newest.path.name, newest.metadata, lambda part, like: kept.load(newest, part, like))
-
-    def save(self, round: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-        self._kept.save(round, parts, {**metadata, **self.origin})
-
-    def name(self, round: int) -> str:
-        return Checkpoints.name(round)
-
-    def lost(self, after: int) -> Lost:
-        events = RunFolder(self.folder).events
-        with open(events, "rb") as file:
-            before = file.read(after).count(b"\n")
-        arrived = [event for number, event in enumerate(read_events(events)) if number >= before and isinstance(event, Arrived)]
-        return Lost(len(arrived), sum(event.steps for event in arrived))
-
-    def log(self, after: int) -> Log:
-        return JsonlSink(RunFolder(self.folder).events, append_at=after)
-
-    def say(self, text: str) -> None:
-        path = self.folder / "logs" / HUB_LOG
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")

@@ -9,7 +9,8 @@ import torch
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.engines.dist.diary import Stretch
 from atoll.engines.ray.keeping import Kept, Lost
-from atoll.engines.ray.server import HubOrder, HubServer
+from atoll.engines.ray.orders import HubOrder
+from atoll.engines.ray.server import HubServer
 from atoll.engines.ray.wire import Brought, bits_of, tree_over
 from atoll.errors import CheckpointError
 from atoll.events import Arrived, HubLoad, HubRestarted, RunFinished, Saved
@@ -137,7 +138,7 @@ def together(*calls):
 
 
 def finished(server):
-    news = server.news(-1, 0, 0.0)
+    news = server.news(-1, 0, 0, 0.0)
     assert news.error is None
     for one in news.to_judge:
         server.judged(one.number, {"loss": 1.0})
@@ -173,13 +174,13 @@ def test_the_first_wait_for_the_others_and_a_late_one_takes_its_place_at_once():
     store, shelf = Store(), Shelf()
     server = hub(store, shelf)
     server.hello(0, 0, "data", "a test")
-    assert server.news(-1, 0, 0.0).seats == {}
+    assert server.news(-1, 0, 0, 0.0).seats == {}
     server.hello(1, 1, "data", "a test")
-    assert server.news(-1, 0, 0.0).seats == {0: 0, 1: 1}
+    assert server.news(-1, 0, 0, 0.0).seats == {0: 0, 1: 1}
     server.left(1, 1)
-    assert server.news(-1, 0, 0.0).seats == {0: 0}
+    assert server.news(-1, 0, 0, 0.0).seats == {0: 0}
     server.hello(1, 2, "data", "another")
-    assert server.news(-1, 0, 0.0).seats == {0: 0, 1: 2}
+    assert server.news(-1, 0, 0, 0.0).seats == {0: 0, 1: 2}
 
 
 def test_who_reads_other_data_is_refused_with_advice():
@@ -232,7 +233,7 @@ def test_another_session_goes_on_from_the_saved_time_with_other_workers():
     one.save()
     two = hub(store, shelf, session="b")
     assert not shelf.of(HubRestarted), "nothing is lost"
-    assert two.news(-1, 0, 0.0).seats == {}
+    assert two.news(-1, 0, 0, 0.0).seats == {}
     together(*(lambda n=n: work(two, store, n, n) for n in (0, 1)))
     assert finished(two).local_updates == 40
     arrived = shelf.of(Arrived)
@@ -248,10 +249,10 @@ def test_a_hub_saves_by_itself_and_only_if_something_has_happened():
     deadline = time.monotonic() + PATIENCE_S
     while len(shelf.checkpoints) < 2:
         assert time.monotonic() < deadline
-        server.news(-1, 0, 0.02)
+        server.news(-1, 0, 0, 0.02)
     count = len(shelf.checkpoints)
     for _ in range(5):
-        server.news(-1, 10**6, 0.02)
+        server.news(server.news(-1, 0, 0, 0.0).epoch, 10**6, 10**6, 0.02)
     assert len(shelf.checkpoints) <= count + 1
     assert next(event.name for event in shelf.of(Saved)) == "00000000", "the first before anybody is sent off"
 
@@ -261,7 +262,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run():
     server = hub(Store(), shelf)
     for number in (0, 1):
         server.hello(number, number, "data", "a test")
-    assert isinstance(server.news(-1, 0, 0.0).error, CheckpointError)
+    assert isinstance(server.news(-1, 0, 0, 0.0).error, CheckpointError)
     assert server.pull(0, 0, None).word == "over"
 
 
@@ -282,4 +283,17 @@ def test_a_hub_that_believes_in_the_dead_is_told_by_a_census():
     for number in (0, 1):
         server.hello(number, number, "data", "a test")
     server.census({0: 0, 1: 7})
-    assert server.news(-1, 0, 0.0).seats == {0: 0}
+    assert server.news(-1, 0, 0, 0.0).seats == {0: 0}
+
+
+def test_a_hub_that_dies_after_its_last_words_is_followed_by_one_that_says_them_again():
+    store, shelf = Store(), Shelf()
+    one = hub(store, shelf)
+    together(*(lambda n=n: work(one, store, n, n) for n in (0, 1)))
+    first = finished(one)
+    two = hub(store, shelf)
+    assert two.finish() is None, "its weights are not judged yet"
+    again = finished(two)
+    assert (again.digest, again.local_updates) == (first.digest, 40)
+    assert len(shelf.of(RunFinished)) == 1
+    assert isinstance(shelf.events[-1], RunFinished)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from atoll.engines.ray import door
-from atoll.engines.ray.server import HubOrder, HubServer
+from atoll.engines.ray.orders import HubOrder
+from atoll.engines.ray.server import HubServer
 from atoll.engines.ray.worker import Worker, WorkerOrder
 
 _CALLS = 16  # besides those of workers

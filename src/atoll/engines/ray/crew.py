@@ -24,6 +24,8 @@ class Hired:
     actor: Any
     work: Any
     started_s: float
+    ended: bool = False
+    """Whether it has ended by itself: the hub told it that the run is over, which is soon heard here too."""
 
 
 class Crew:
@@ -78,11 +80,14 @@ class Crew:
                 del self._deaths[number]
         ready, _ = self._ray.wait([hired.work for hired in self.hired.values()], num_returns=len(self.hired), timeout=0)
         for hired in [hired for hired in self.hired.values() if hired.work in ready]:
-            self._replace(hired, local_updates, left)
+            why = self._why(hired)
+            if why is None and not hired.ended:
+                hired.ended = True
+            else:
+                self._replace(hired, why or "it ended by itself", local_updates, left)
         self._remind(seats)
 
-    def _replace(self, hired: Hired, local_updates: int, left: Callable[[int, int], object]) -> None:
-        why = self._why(hired)
+    def _replace(self, hired: Hired, why: str, local_updates: int, left: Callable[[int, int], object]) -> None:
         left(hired.number, hired.life)
         deaths = self._deaths.setdefault(hired.number, [])
         deaths.append(local_updates)
@@ -95,8 +100,8 @@ class Crew:
         self._kill(hired)
         self.hired[hired.number] = self._hire(hired.number)
 
-    def _why(self, hired: Hired) -> str:
-        """What a worker that has ended died of."""
+    def _why(self, hired: Hired) -> str | None:
+        """What a worker that has ended died of; none if it ended by itself."""
         try:
             self._ray.get(hired.work)
         except self._ray.exceptions.RayActorError as error:
@@ -108,7 +113,7 @@ class Crew:
             if isinstance(cause, AtollError):
                 raise cause from None
             raise
-        return "it ended by itself"
+        return None
 
     def _remind(self, seats: dict[int, int]) -> None:
         now_s = time.monotonic()

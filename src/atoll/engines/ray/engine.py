@@ -13,8 +13,8 @@ from torch import Tensor
 
 from atoll.engines.ray.actors import start_hub
 from atoll.engines.ray.crew import Crew
+from atoll.engines.ray.orders import HubOrder, News, ToJudge
 from atoll.engines.ray.reaching import Reach
-from atoll.engines.ray.server import HubOrder, News, ToJudge
 from atoll.engines.ray.wire import own_tree, tensors_of
 from atoll.engines.ray.worker import WorkerOrder
 from atoll.errors import TrainingDiverged
@@ -62,7 +62,7 @@ class RayEngine:
         self._hub = start_hub(ray, order)
         self._reach = Reach(ray, self._hub, limit_s=limit_s, say=say)
         self._crew: Crew | None = None
-        self._epoch, self._asked = -1, 0
+        self._epoch, self._heard, self._handed = -1, 0, 0
 
     def run(self) -> tuple[RunFinished, Tree, dict[str, Tensor]]:
         """Until the run has its local updates. The figures, the hub's weights, and buffers."""
@@ -76,30 +76,39 @@ class RayEngine:
             gpus=self._gpus,
             say=self._say,
         )
-        while not self._turn(self._crew):
-            pass
-        finished: RunFinished = self._reach.ask("finish")
-        self._show(self._reach.ask("news", self._epoch, self._asked, 0.0))
-        (reference,), buffers = self._reach.ask("outcome")
-        params = own_tree(self._ray.get(reference), order.layout, order.dtype, "cpu")
-        return finished, params, tensors_of(buffers)
+        while True:
+            while not self._turn(self._crew):
+                pass
+            epoch, finished = self._epoch, self._reach.ask("finish")
+            (reference,), buffers = self._reach.ask("outcome")
+            self._show(self._news(0.0))
+            if finished is not None and self._epoch == epoch:  # else that hub is gone, and the next begins where it had saved
+                params = own_tree(self._ray.get(reference), order.layout, order.dtype, "cpu")
+                return finished, params, tensors_of(buffers)
 
     def _turn(self, crew: Crew) -> bool:
         """Hear the news, and do what they ask for. Whether the run is over."""
-        news: News = self._reach.ask("news", self._epoch, self._asked, _PATIENCE_S)
-        if news.epoch != self._epoch and self._epoch != -1:  # another hub, which may believe in workers that have died since
+        before, news = self._epoch, self._news(_PATIENCE_S)
+        if news.epoch != before and before != -1:  # another hub, which may believe in workers that have died since
             self._reach.ask("census", crew.lives)
         self._show(news)
         if news.error is not None:
             raise news.error
         for one in news.to_judge:
             self._judge(one)
+            self._handed = one.number
         if not news.done:
             crew.look_after(news.local_updates, news.seats, lambda number, life: self._reach.ask("left", number, life))
         return news.done and news.judged
 
+    def _news(self, patience_s: float) -> News:
+        news: News = self._reach.ask("news", self._epoch, self._heard, self._handed, patience_s)
+        if news.epoch != self._epoch:
+            self._epoch, self._handed = news.epoch, 0
+        self._heard = news.heard
+        return news
+
     def _show(self, news: News) -> None:
-        self._epoch, self._asked = news.epoch, news.asked
         for event in news.events:
             self._sink.emit(event)
         done = news.local_updates * self._steps // max(1, self._order.updates)

@@ -18,16 +18,18 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from atoll.engines.dist.clock import WallClock
 from atoll.engines.ray.desk import Desk
-from atoll.engines.ray.keeping import Keeper, Kept, Log
+from atoll.engines.ray.keeping import Kept, Log
 from atoll.engines.ray.load import Load
+from atoll.engines.ray.orders import HubOrder, News
+from atoll.engines.ray.publishing import Publisher
+from atoll.engines.ray.tidings import Tidings
 from atoll.engines.ray.wire import (
     Bits,
     Brought,
@@ -36,101 +38,18 @@ from atoll.engines.ray.wire import (
     Verdict,
     Word,
     arrays_of,
-    bits_of,
     dtype_name,
     expect_read_only,
     tree_over,
 )
 from atoll.engines.sim.world import draw
 from atoll.errors import AtollError
-from atoll.events import Evaluated, Event, HubRestarted, RunFinished, Saved
-from atoll.protocols import AsyncAlgorithm, Plan
-from atoll.tree import Layout, Tree
+from atoll.events import Event, HubRestarted, RunFinished, Saved
+from atoll.tree import Tree
 
 _ANSWER_S = 5.0  # so long a question waits for something to tell before it is answered with nothing
 _LOAD_EVERY_S = 10.0
-_MOST_TO_JUDGE = 4  # that wait: whoever judges is slower than the run, and each holds weights
 _GATHER_S = 60.0  # so long the first workers wait for the others
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubOrder:
-    """What a hub is made of.
-
-    Attributes:
-        algorithm: whose hub it is.
-        plan: how workers are sent off.
-        layout: of the weights.
-        dtype: of the weights.
-        examples: of each shard.
-        updates: local updates of the run.
-        seed: of what is drawn.
-        workers: how many are expected.
-        places: how many there are at most.
-        speeds: in steps per second, by place, where they are given.
-        evaluate_every: local updates between evaluations.
-        save_every_s: seconds between checkpoints.
-        begin_bytes: of the log, when the run begins.
-        session: names the process that drives the run: another goes on where the run was saved.
-        keeper: of log and checkpoints.
-        fingerprint: of the data.
-        threads: of torch.
-        warm_start_tokens: for the figures.
-    """
-
-    algorithm: AsyncAlgorithm[Any]
-    plan: Plan
-    layout: Layout
-    dtype: str
-    examples: tuple[int, ...]
-    updates: int
-    seed: int
-    workers: int
-    places: int
-    speeds: tuple[float, ...]
-    evaluate_every: int
-    save_every_s: float
-    begin_bytes: int
-    session: str
-    keeper: Keeper
-    fingerprint: str
-    threads: int
-    warm_start_tokens: int
-
-
-class ToJudge(NamedTuple):
-    """What whoever judges is given: the evaluation without its figures, a reference to the weights, and buffers."""
-
-    number: int
-    due: Evaluated
-    weights: tuple[Any, ...]
-    buffers: Mapping[str, Any]
-
-
-class News(NamedTuple):
-    """What happened at a hub.
-
-    Attributes:
-        epoch: which hub it is.
-        events: since the last time it was asked.
-        asked: how many events it has told of, these included.
-        to_judge: what is to be judged, and was not handed out before.
-        local_updates: that have arrived.
-        seats: who is there: lives by place.
-        done: whether the run has its local updates.
-        judged: whether all is judged that was to be.
-        error: what the run ends with, if it ends so.
-    """
-
-    epoch: int
-    events: list[Event]
-    asked: int
-    to_judge: list[ToJudge]
-    local_updates: int
-    seats: dict[int, int]
-    done: bool
-    judged: bool
-    error: Exception | None
 
 
 class HubServer:
@@ -144,19 +63,14 @@ class HubServer:
     def __init__(self, order: HubOrder, put: Callable[[Bits], Any]) -> None:
         torch.set_num_threads(order.threads)
         expect_read_only()
-        self._order, self._put = order, put
+        self._order = order
         self._epoch = secrets.randbits(48)
         self._clock, self._load = WallClock(), Load()
         self._changed = threading.Condition()
-        self._publishing = threading.Lock()
+        self._publisher, self._tidings = Publisher(put), Tidings()
         self._saving = threading.Lock()
-        self._published: list[tuple[Tree, Any]] = []
         self._hellos: dict[int, int] = {}
         self._first_hello_s = math.inf
-        self._told: list[Event] = []
-        self._told_before = 0
-        self._to_judge: dict[int, ToJudge] = {}
-        self._judgements = self._handed = 0
         self._error: Exception | None = None
         self._finished: RunFinished | None = None
         self._log: Log | None = None
@@ -189,7 +103,7 @@ class HubServer:
         """Takes an event: for the log, and for whoever asks for news."""
         assert self._log is not None
         self._log.emit(event)
-        self._told.append(event)
+        self._tidings.tell(event)
 
     # ------------------------------------------------------------------------------------------------------- the beginning
 
@@ -284,7 +198,7 @@ class HubServer:
             self._changed.notify_all()
 
     def _go(self, number: int) -> None:
-        with self._publishing:  # what it was sent off with may be on its way into the store
+        with self._publisher.lock:  # what it was sent off with may be on its way into the store
             self._desk.go(number, self._clock.now_s())
 
     # ------------------------------------------------------------------------------------------------------ pull and push
@@ -310,19 +224,9 @@ class HubServer:
                 self._changed.wait(left_s)
             if fresh:
                 self._changed.notify_all()
-        reference = self._publish(task.params)
+        reference = self._publisher.publish(task.params)
         dtype = dtype_name(task.params)
         return Told("go", ticket, task.steps, task.work, (reference,), dtype, fresh, self._clock.now_s())
-
-    def _publish(self, tree: Tree) -> Any:
-        """A reference to these weights in the object store. They are put there once, and given up when nobody is out with them."""
-        with self._publishing:
-            found = next((reference for other, reference in self._published if other is tree), None)
-            if found is None:
-                found = self._put(bits_of(tree))
-                self._published = [(other, reference) for other, reference in self._published if not other.given][-_KEPT:]
-                self._published.append((tree, found))
-            return found
 
     def began(self, number: int, life: int, ticket: Ticket, begin_s: float) -> None:
         """A worker has the weights it was sent off with."""
@@ -365,45 +269,37 @@ class HubServer:
         """The present weights go to whoever judges, unless too many wait there. The last are always judged."""
         due, self._desk.due = self._desk.due, None
         assert due is not None
-        if len(self._to_judge) >= _MOST_TO_JUDGE and not self._desk.done:
-            return
-        # At once, while nobody else is at the desk: the next arrival may reuse the buffer.
-        reference = self._publish(self._desk.params)
-        self._judgements += 1
-        self._to_judge[self._judgements] = ToJudge(self._judgements, due, (reference,), arrays_of(self._desk.buffers))
+        if self._desk.done or not self._tidings.is_full:
+            # At once, while nobody else is at the desk: the next arrival may reuse the buffer.
+            reference = self._publisher.publish(self._desk.params)
+            self._tidings.file(due, reference, arrays_of(self._desk.buffers))
 
     def judged(self, number: int, metrics: Mapping[str, float]) -> None:
         """Somebody has judged."""
         with self._changed:
-            waiting = self._to_judge.pop(number, None)
-            if waiting is not None:
-                self._try(lambda: self._desk.judged(waiting.due, metrics))
+            due = self._tidings.judged(number)
+            if due is not None:
+                self._try(lambda: self._desk.judged(due, metrics))
 
-    def news(self, epoch: int, asked: int, patience_s: float) -> News:
-        """What happened, for whoever drives the run and has asked this hub (or another) before."""
+    def news(self, epoch: int, heard: int, handed: int, patience_s: float) -> News:
+        """What happened, for whoever drives the run and has heard so much of this hub (or of another) before."""
         with self._changed:
             if epoch != self._epoch:
-                asked, self._handed = 0, 0
-            if not self._something_new(asked):
+                heard, handed = 0, 0
+            if not self._tidings.is_new(heard, handed) and self._error is None:
                 self._changed.wait(patience_s)
-            del self._told[: max(0, asked - self._told_before)]
-            self._told_before = max(asked, self._told_before)
-            hand = [waiting for number, waiting in self._to_judge.items() if number > self._handed]
-            self._handed = self._judgements
+            events, heard = self._tidings.since(heard)
             return News(
                 epoch=self._epoch,
-                events=list(self._told),
-                asked=self._told_before + len(self._told),
-                to_judge=hand,
+                events=events,
+                heard=heard,
+                to_judge=self._tidings.to_judge(handed),
                 local_updates=self._desk.hub.scheduler.local_updates,
                 seats={number: seat.life for number, seat in self._desk.seats.items()},
                 done=self._desk.done,
-                judged=not self._to_judge,
+                judged=self._tidings.is_judged,
                 error=self._error,
             )
-
-    def _something_new(self, asked: int) -> bool:
-        return self._told_before + len(self._told) > asked or self._error is not None or self._handed < self._judgements
 
     # -------------------------------------------------------------------------------------------------------------- saving
 
@@ -469,10 +365,12 @@ class HubServer:
 
     # ------------------------------------------------------------------------------------------------------------- the end
 
-    def finish(self) -> RunFinished:
-        """The run is over and judged: save, and draw up its figures."""
+    def finish(self) -> RunFinished | None:
+        """The run is over and judged: save, and draw up its figures. None if it is not: this hub has come after another."""
         self.save()
         with self._changed:
+            if not (self._desk.done and self._tidings.is_judged):
+                return None
             if self._finished is None:
                 now_s = self._clock.now_s()
                 self.emit(self._load.report(now_s))
@@ -486,8 +384,4 @@ class HubServer:
     def outcome(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A reference to the weights, and buffers."""
         with self._changed:
-            return (self._publish(self._desk.params),), arrays_of(self._desk.buffers)
-
-
-_KEPT = 3
-"""Of the weights that were published last. Others are out with workers that have them already."""
+            return (self._publisher.publish(self._desk.params),), arrays_of(self._desk.buffers)

@@ -1,0 +1,71 @@
+"""What a hub has to tell: events, and weights that are to be judged. Whoever asks says what it has heard already, so that an answer
+which was lost on its way is given again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from atoll.engines.ray.orders import ToJudge
+from atoll.events import Evaluated, Event
+
+_MOST_TO_JUDGE = 4  # that wait: whoever judges is slower than the run, and each holds weights
+
+
+class Tidings:
+    """What there is to tell.
+
+    >>> from atoll.events import Saved
+    >>> tidings = Tidings()
+    >>> tidings.tell(Saved(round=1, name="00000001"))
+    >>> tidings.since(0)
+    ([Saved(round=1, name='00000001')], 1)
+    >>> tidings.since(1)
+    ([], 1)
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._heard = 0
+        """Events that were told and heard, and are not kept any more."""
+        self._waiting: dict[int, ToJudge] = {}
+        self._filed = 0
+
+    def tell(self, event: Event) -> None:
+        self._events.append(event)
+
+    def since(self, heard: int) -> tuple[list[Event], int]:
+        """The events after the first so many, and how many there are now."""
+        del self._events[: max(0, heard - self._heard)]
+        self._heard = max(heard, self._heard)
+        return list(self._events), self._heard + len(self._events)
+
+    def is_new(self, heard: int, handed: int) -> bool:
+        """Whether there is something that was not heard, or not handed out."""
+        return self._heard + len(self._events) > heard or self._filed > handed
+
+    # ------------------------------------------------------------------------------------------------------------- judging
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is to be judged that more would hold too many weights."""
+        return len(self._waiting) >= _MOST_TO_JUDGE
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether nothing is to be judged any more."""
+        return not self._waiting
+
+    def file(self, due: Evaluated, reference: Any, buffers: Mapping[str, Any]) -> None:
+        """Something is to be judged."""
+        self._filed += 1
+        self._waiting[self._filed] = ToJudge(self._filed, due, (reference,), buffers)
+
+    def to_judge(self, handed: int) -> list[ToJudge]:
+        """What is to be judged, but for what was handed out."""
+        return [waiting for number, waiting in self._waiting.items() if number > handed]
+
+    def judged(self, number: int) -> Evaluated | None:
+        """Somebody has judged; what it was, unless that is known already."""
+        waiting = self._waiting.pop(number, None)
+        return None if waiting is None else waiting.due

@@ -1,0 +1,107 @@
+"""What goes to the processes of a run on Ray: what workers train, and what keeps the hub's log and checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.engines.local import LocalReplica
+from atoll.engines.masters import initial
+from atoll.engines.ray import door
+from atoll.engines.ray.keeping import Kept, Log, Lost
+from atoll.engines.ray.wire import dtype_name, tree_over
+from atoll.events import Arrived
+from atoll.protocols import Workload
+from atoll.runs.build import loss_of, replica_of
+from atoll.runs.checkpoint import Checkpoints
+from atoll.runs.folder import RunFolder
+from atoll.runs.run import Run, device_of, dtype_of
+from atoll.runs.warm import Cache, load_data
+from atoll.runs.workloads import fingerprint, island_workload, plain_workload
+from atoll.telemetry.jsonl import JsonlSink, read_events
+from atoll.tensorfile import load_tree
+from atoll.tree import Tree
+
+HUB_LOG = "hub.log"
+BEGIN = "begin.safetensors"
+"""The weights that a hub begins with: also one that takes the place of another before anything was saved."""
+
+
+class Made:
+    """What a worker trains: made in its process, from its machine's data.
+
+    Args:
+        run: the run, resolved.
+        weights: a reference to the bits of the warm start, where the data are dealt out by it.
+        given: a workload to train instead of the Run's model and data.
+    """
+
+    def __init__(self, run: Run, weights: tuple[Any, ...], given: Workload | None) -> None:
+        self._run = run
+        self._workload = given or island_workload(run, load_data(run, Cache()), self._params(weights))
+        self._loss = loss_of(run, self._workload)
+
+    def _params(self, weights: tuple[Any, ...]) -> Tree:
+        run = self._run
+        begin = initial(plain_workload(run, load_data(run, Cache())), device_of(run), dtype_of(run))
+        return tree_over(door.library().get(weights[0]), begin.layout, dtype_name(begin)).copy() if weights else begin
+
+    @property
+    def fingerprint(self) -> str:
+        return str(fingerprint(self._workload))
+
+    def replica(self, number: int) -> LocalReplica:
+        return replica_of(self._run, self._workload, self._loss, number)
+
+
+@dataclass(frozen=True)
+class FolderKeeper:
+    """Keeps a hub's log and checkpoints in the run's folder. A keeping.Keeper.
+
+    Args:
+        folder: the run's.
+        checkpoints: how many are kept.
+        origin: what a checkpoint says of where it comes from.
+    """
+
+    folder: Path
+    checkpoints: int
+    origin: Mapping[str, str | None]
+
+    @property
+    def _kept(self) -> Checkpoints:
+        return Checkpoints(RunFolder(self.folder).checkpoints, keep=self.checkpoints)
+
+    def begin(self) -> Tree:
+        return load_tree(self.folder / BEGIN)
+
+    def newest(self) -> Kept | None:
+        kept, newest = self._kept, self._kept.newest()
+        if newest is None:
+            return None
+        return Kept(newest.path.name, newest.metadata, lambda part, like: kept.load(newest, part, like))
+
+    def save(self, round: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+        self._kept.save(round, parts, {**metadata, **self.origin})
+
+    def name(self, round: int) -> str:
+        return Checkpoints.name(round)
+
+    def lost(self, after: int) -> Lost:
+        events = RunFolder(self.folder).events
+        with open(events, "rb") as file:
+            before = file.read(after).count(b"\n")
+        arrived = [event for number, event in enumerate(read_events(events)) if number >= before and isinstance(event, Arrived)]
+        return Lost(len(arrived), sum(event.steps for event in arrived))
+
+    def log(self, after: int) -> Log:
+        return JsonlSink(RunFolder(self.folder).events, append_at=after)
+
+    def say(self, text: str) -> None:
+        path = self.folder / "logs" / HUB_LOG
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
