@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import atoll.testing.namespaces
 from atoll.engines.sim.network import Link, all_gather, reduce_scatter
 from atoll.engines.sim.world import Cluster
 from atoll.errors import ConfigError
@@ -62,12 +63,12 @@ def outcome(b, *losses, tokens=100):
         "claims",
         "demo_seeds",
         "async_demo",
+        "async_ray",
         "async_rows",
         "async_claims",
         "acco_unequal",
         "page",
         "options",
-        "namespaces",
         "slow_island",
         "slow_tables",
     ],
@@ -352,6 +353,35 @@ def test_the_time_that_is_asked_for_is_judged(b):
     assert [told(mine_s).split("**")[1] for mine_s in (40.0, 40.1)] == ["holds here", "does not hold here"]
 
 
+# ---------------------------------------------------------------------------------------------------------------- async_ray
+
+
+def test_nobody_waits_is_judged_by_every_seed_and_by_every_replay(b):
+    def told(*times_s, same_bits=True):
+        replay = {"rounds": 9, "largest": 0.0, "relative": 0.0 if same_bits else 1e-3, "tolerance": 1e-5, "same_bits": same_bits}
+        more = {
+            "staleness": 1.0,
+            "steps": [9, 3],
+            "hub_busy": 0.01,
+            "hub_apply_s": 0.002,
+            "replay": {**replay, "agrees": same_bits},
+        }
+        cells = []
+        for seed, (sync_s, async_s) in enumerate(times_s):
+            common = {"seed": seed, "local_updates": 12, "val_loss": 2.0, "utilisation": 0.5}
+            cells.append({"label": "synchronous", "wall_s": sync_s, **common})
+            cells.append({"label": "asynchronous", "wall_s": async_s, **common, **more})
+        sections = b.async_ray.report(cells, 0.1, ("train.steps=6",))
+        return [line.split("**")[1] for line in sections[0].splitlines() if line.startswith("- **")], sections
+
+    assert told((10.0, 4.5), (10.0, 4.0))[0] == ["holds here", "holds here"]
+    assert told((10.0, 4.6), (10.0, 4.0))[0] == ["does not hold here", "holds here"]
+    verdicts, sections = told((10.0, 4.0), same_bits=False)
+    assert verdicts == ["holds here", "does not hold here"]
+    assert "--engine dist" in sections[2]
+    assert "--engine ray" in sections[2]
+
+
 # --------------------------------------------------------------------------------------------------------------------- ACCO
 
 
@@ -547,46 +577,12 @@ def test_memory_is_told_per_further_island(b):
 
 
 @pytest.fixture(scope="module")
-def namespaces(b):
+def namespaces():
     """The module, where it can be used."""
-    reason = b.namespaces.why_not()
+    reason = atoll.testing.namespaces.why_not()
     if reason is not None:
         pytest.skip(reason)
-    return b.namespaces
-
-
-def made(namespaces):
-    """The names of all network namespaces there are."""
-    return {line.split()[0] for line in namespaces._do("ip", "netns", "list").splitlines() if line}
-
-
-def test_namespaces_are_gone_after_an_error(namespaces):
-    names = []
-
-    def fail():
-        with namespaces.joined() as islands:
-            names.extend(island.name for island in islands)
-            assert set(names) <= made(namespaces)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert len(names) == 2
-    assert not set(names) & made(namespaces)
-
-
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_namespaces_are_gone_after_a_signal_or_when_the_next_ones_are_made(namespaces, end):
-    text = "import namespaces, sys\nwith namespaces.joined() as (one, _):\n    print(one.name, flush=True)\n    sys.stdin.read()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-c", text], cwd=BENCHMARKS, text=True, **pipes) as other:
-        name = other.stdout.readline().strip()
-        assert name in made(namespaces)
-        other.send_signal(end)
-        other.wait()
-    assert (name in made(namespaces)) == (end == signal.SIGKILL)
-    with namespaces.joined():
-        assert name not in made(namespaces)
+    return atoll.testing.namespaces
 
 
 def test_a_slow_line_is_measured_in_miniature_and_not_twice(b, namespaces, tmp_path, capsys):
@@ -639,11 +635,6 @@ def test_what_is_computed_does_not_change_the_virtual_time(b):
             for workload in (real, weighing)
         ]
         assert times_s[0] == times_s[1], algorithm
-
-
-def test_payload_is_what_is_left_without_headers(b):
-    before, after = b.namespaces.Counters(100, 1), b.namespaces.Counters(100 + 5 * 66 + 1234, 6)
-    assert after.payload_since(before) == 1234
 
 
 def test_a_cell_that_was_disturbed_is_measured_again_and_the_steadiest_counts(b):
