@@ -154,8 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     first = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one pair of runs for each")
-    parser.add_argument("--pace", type=float, default=0.1, help="seconds asleep for a second of step time")
-    parser.add_argument("--steps", type=int, default=200, help="inner steps per worker")
+    parser.add_argument("--pace", type=float, default=0.2, help="seconds asleep for a second of step time")
+    parser.add_argument("--steps", type=int, default=100, help="inner steps per worker")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every run")
     parser.add_argument("--record", type=Path, help="the record's folder; None: records/<today>_async_ray")
     parser.add_argument("--quiet", action="store_true", help="no progress")
