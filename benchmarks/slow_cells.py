@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from namespaces import Island
+from atoll.testing.namespaces import Island
 from slow_island import Spec
 
 WORKER = Path(__file__).resolve().parent / "slow_worker.py"

@@ -23,7 +23,7 @@ from atoll.engines.sim.network import Link, all_reduce
 from atoll.errors import AtollError
 from atoll.models.gpt import GPT
 from atoll.telemetry.drawing import save_figure
-from namespaces import Island, joined, why_not
+from atoll.testing.namespaces import Island, joined, why_not
 from page import fill
 from progress import Watch
 from record import Record, default_path, script

@@ -8,7 +8,7 @@ from typing import Any
 
 from atoll.telemetry.drawing import COLOURS, new_figure
 from atoll.telemetry.units import human_bytes, human_count, human_percent
-from namespaces import HEADER_BYTES
+from atoll.testing.namespaces import HEADER_BYTES
 from record import markdown_table
 
 BYTES_WITHIN, TIME_WITHIN, ACCO_WITHIN = 0.03, 0.10, 1.10

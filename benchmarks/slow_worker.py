@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from namespaces import Counters
+from atoll.testing.namespaces import Counters
 from slow_island import Loop, Meeting, Spec, step_alone
 from slow_ours import ALGORITHMS, Exchange, Ours
 from slow_peers import TorchDDP, TorchftDiLoCo

@@ -3,8 +3,6 @@
 import doctest
 import importlib
 import json
-import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path

@@ -13,6 +13,7 @@
 from atoll.testing.chaos.breaking import Chaos, Process
 from atoll.testing.chaos.faults import LIGHTHOUSE, At, Cut, Fault, Freeze, FullDisk, Kill, Script, Slow, Spoil, at_random
 from atoll.testing.chaos.inside import Spoiler
+from atoll.testing.chaos.lines import Line
 from atoll.testing.chaos.report import Report, exactly_once, report_of
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Freeze",
     "FullDisk",
     "Kill",
+    "Line",
     "Process",
     "Report",
     "Script",

@@ -85,6 +85,11 @@ class Island:
             ]
             _do("tc", "-n", self.name, "qdisc", "add", "dev", self.device, "root", *shaper)
 
+    def silence(self) -> None:
+        """What it sends is lost from now on, and nobody is told. `shape` ends it."""
+        self.shape(None)
+        _do("tc", "-n", self.name, "qdisc", "add", "dev", self.device, "root", "pfifo", "limit", "0")
+
 
 def burst_bytes(mbit_per_s: float) -> int:
     """What may go at once after a pause: 4 ms of the rate, and no fewer than eighty packets: a timer that comes late on a busy

@@ -1,0 +1,83 @@
+"""Lines between network namespaces: made, shaped, silent for a while, and gone afterwards."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from atoll.testing import namespaces
+from atoll.testing.chaos import Line
+
+WHY_NOT = namespaces.why_not()
+as_root = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+def made():
+    """The names of all network namespaces there are."""
+    return {line.split()[0] for line in namespaces._do("ip", "netns", "list").splitlines() if line}
+
+
+@as_root
+def test_namespaces_are_gone_after_an_error():
+    names = []
+
+    def fail():
+        with namespaces.joined() as islands:
+            names.extend(island.name for island in islands)
+            assert set(names) <= made()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(names) == 2
+    assert not set(names) & made()
+
+
+@as_root
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_namespaces_are_gone_after_a_signal_or_when_the_next_ones_are_made(end):
+    text = (
+        "import sys\nfrom atoll.testing import namespaces\n"
+        "with namespaces.joined() as (one, _):\n    print(one.name, flush=True)\n    sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", text], text=True, **pipes) as other:
+        name = other.stdout.readline().strip()
+        assert name in made()
+        other.send_signal(end)
+        other.wait()
+    assert (name in made()) == (end == signal.SIGKILL)
+    with namespaces.joined():
+        assert name not in made()
+
+
+def test_payload_is_what_is_left_without_headers():
+    before, after = namespaces.Counters(100, 1), namespaces.Counters(100 + 5 * 66 + 1234, 6)
+    assert after.payload_since(before) == 1234
+
+
+def reaches(one, two):
+    """Whether a packet from the one comes to the other and back."""
+    found = namespaces._tool("ip")
+    ask = "import socket, sys\nsocket.create_connection((sys.argv[1], 4711), timeout=0.3)"
+    listen = "import socket, sys\ndoor = socket.create_server((sys.argv[1], 4711))\nprint(flush=True)\nsys.stdin.read()"
+    there = [found, "netns", "exec", two.name, sys.executable, "-c", listen, two.address]
+    with subprocess.Popen(there, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        other.stdout.readline()
+        here = [found, "netns", "exec", one.name, sys.executable, "-c", ask, two.address]
+        asked = subprocess.run(here, capture_output=True, check=False)
+        other.stdin.close()
+    return asked.returncode == 0
+
+
+@as_root
+def test_a_line_that_is_cut_carries_nothing_until_it_is_mended():
+    with namespaces.joined() as (one, two):
+        line = Line([one, two])
+        found = [reaches(one, two)]
+        line.cut()
+        found.append(reaches(one, two))
+        line.mend()
+        found.append(reaches(one, two))
+    assert found == [True, False, True]
