@@ -52,6 +52,8 @@ class Shore:
         self.run, self.folder = run, create_elastic(run, place, folder, ["test"])
         port, self.errors, self.said = free_port(HOST), [], []
         self.invitation = Invitation(run, place, f"{HOST}:{port}")
+        self.waits_for, self.came = None, threading.Event()
+        """Whom the first island waits for after its third round."""
         self.harbour = Harbour(HOST, 0, port, self.invitation.to_text(), join_limit_s=30.0)
 
     def start(self, *names, home=True, until=None):
@@ -68,6 +70,10 @@ class Shore:
             self.said.append(text)
             if until is not None and text.startswith(f"committed round {until} "):
                 raise Died
+            if self.waits_for is not None and name == "island-0000" and text.startswith("committed round 3 "):
+                assert self.came.wait(30.0)
+            if text.startswith(f"{self.waits_for} begins with"):
+                self.came.set()
 
         try:
             island = Island(self.invitation, self.harbour.address, HOST, name, self.folder if home else None, say)
@@ -124,6 +130,7 @@ def test_every_commit_says_who_was_there_and_what_became_of_the_data(tmp_path):
 
 def test_whoever_comes_later_is_given_the_state_listens_first_and_then_shares_the_work(tmp_path):
     shore = Shore(tmp_path / "run", toy(1, "train.steps=24"), Elastic(processes=1, pace=1e-4))
+    shore.waits_for = "elsewhere"
     first = shore.start("island-0000")
     later = shore.start("elsewhere", home=False)
     shore.finish([*first, *later])

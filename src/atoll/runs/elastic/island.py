@@ -209,7 +209,7 @@ class Island:
 
     def _gather(self, engine: ElasticEngine) -> None:
         """Those who begin wait for all that were started."""
-        planned, deadline_s = self._run.world.islands, time.monotonic() + self._place.gather_s
+        planned, deadline_s = self._place.processes or self._run.world.islands, time.monotonic() + self._place.gather_s
         with reminding(self._say, f"waiting for {planned} islands to begin together"):
             while time.monotonic() < deadline_s:
                 alive = [entry for entry in self._roll.alive().values() if entry["doing"] != "coming"]

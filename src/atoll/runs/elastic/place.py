@@ -24,7 +24,8 @@ class Elastic:
     """Islands that come and go, each a process.
 
     Args:
-        processes: islands that are started here, and the work is planned for; none: as many as the run's cluster has.
+        processes: islands that are started here; none: as many as the run's cluster has. For so many the work of a new run is
+            planned; if others go on with it, or more join, the work stays the same.
         pace: each batch takes so many times the cluster's step time longer, asleep; none: computing takes what it takes.
         limit_s: how long an island that is alive, and does not come to a meeting, is waited for by the others.
         gather_s: how long those who begin wait for all that were started.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +80,14 @@ def keep_going(
     opened = RunFolder.open(folder)
     run = from_json(opened.run_json)
     with opened.lock(), Fanout(list(sinks)) as sink:
+        # The work stays that of the islands that the run was planned for, whoever does it.
+        place = replace(place, processes=place.processes or run.cluster.islands)
         write_elastic(folder, place)
-        mine = placed(run, place.processes or run.cluster.islands)
-        if mine.train.warm_start_steps:  # made once, before the islands that all begin with it
-            resolved = mine.resolved
+        if run.train.warm_start_steps:  # made once, before the islands that all begin with it
+            resolved = run.resolved
             plain = plain_workload(resolved, load_data(resolved, Cache()))
             warm_up(resolved, plain, file=opened.warm_start, cache=None, sink=sink)
-        supervisor = Supervisor(mine, place, folder, say=say, sinks=[sink], chaos=chaos)
+        supervisor = Supervisor(run, place, folder, say=say, sinks=[sink], chaos=chaos)
         started(supervisor)
         say(f"others join this run with: atoll run --join {supervisor.address}")
         supervisor.keep_going()

@@ -74,7 +74,13 @@ class Child:
     soon: int = 0
     _began_s: float = field(default=0.0, repr=False)
 
+    def let_go(self) -> None:
+        """Nothing is held of the present process any more. If it is still there, it ends."""
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+
     def start(self) -> None:
+        self.let_go()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             # Its input is a pipe from here that nobody writes to: it ends when this process does, however that may be.
@@ -132,7 +138,7 @@ class Supervisor:
         self._invitation.write_text(Invitation(run, place, f"{place.host}:{lighthouse}").to_text(), "utf-8")
         base = [sys.executable, "-m", "atoll"]
         self.harbour = Child("lighthouse", [*base, "harbour", str(self._invitation), self.address], log_of(folder, "lighthouse"))
-        self.islands = [self._island(base, number) for number in range(run.world.islands)]
+        self.islands = [self._island(base, number) for number in range(place.processes or run.world.islands)]
         self._tail = Tail(folder, [*sinks, *([chaos] if chaos is not None else [])])
 
     def _island(self, base: Sequence[str], number: int) -> Child:
@@ -190,6 +196,8 @@ def _stop(children: Sequence[Child]) -> None:
         if process.poll() is None:
             process.kill()
             process.wait()
+    for child in children:
+        child.let_go()
 
 
 def _how(code: int) -> str:

@@ -1,0 +1,168 @@
+"""`atoll run --elastic` as a person meets it: real processes, of which some are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+
+from atoll.cli import main as cli
+from atoll.events import Attended, IslandJoined, IslandLeft, Leased, RoundFinished, RunFinished
+from atoll.runs.elastic.supervise import log_of
+from atoll.telemetry import read_events
+
+PATIENCE_S = 90.0
+SETTINGS = (
+    "model.hidden=8",
+    "data.examples=512",
+    "data.dimensions=16",
+    "data.clusters_per_class=1",
+    "data.eval_examples=128",
+    "algorithm.inner_steps=2",
+    "train.warm_start_steps=3",
+    "train.batch_size=8",
+    "cluster.step_time_s=[1.0]",
+    "keep.evaluate_every=20",
+    "keep.save_every=4",
+)
+SETS = [part for setting in SETTINGS for part in ("--set", setting)]
+
+
+@contextmanager
+def running(*arguments):
+    """The command, in a session of its own; what is left of it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "atoll", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def end_of(process):
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, out, err
+
+
+def until(condition, what, process):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert process.poll() is None, f"it ended before there was {what}: {process.communicate()}"
+        assert time.monotonic() < deadline_s, f"there was never {what}"
+        time.sleep(0.02)
+
+
+def rounds(folder):
+    log = folder / "events.jsonl"
+    return [event.round for event in read_events(log) if isinstance(event, RoundFinished)] if log.exists() else []
+
+
+def process_of(folder, name):
+    """The process that last began to write the log of this island."""
+    lines = [line for line in log_of(folder, name).read_text().splitlines() if ", process " in line]
+    return int(lines[-1].split(", process ")[1].split(",")[0])
+
+
+def child_of(folder, word):
+    """The process of the command with this word and this folder."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                command = file.read().decode().split("\0")
+        except OSError:
+            continue
+        if word in command and any(str(folder) in part for part in command):
+            return int(pid), command
+    raise AssertionError(f"there is no process {word} of {folder}")
+
+
+def events(folder, kind):
+    return [event for event in read_events(folder / "events.jsonl") if isinstance(event, kind)]
+
+
+def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_joins(tmp_path):
+    folder, steps = tmp_path / "run", 120
+    arguments = ["run", "toy-sync", *SETS, "--set", f"train.steps={steps}", "--elastic", "--processes", 2, "--pace", 0.1]
+    with running(*arguments, "--out", folder) as process:
+        until(lambda: len(rounds(folder)) >= 2, "a round", process)
+        os.kill(process_of(folder, "island-0001"), signal.SIGKILL)
+        until(lambda: any(e.participating == 1 for e in events(folder, Attended)), "a commit without it", process)
+        until(lambda: events(folder, Attended)[-1].participating == 2, "a commit with it again", process)
+        lighthouse, command = child_of(folder, "harbour")
+        os.kill(lighthouse, signal.SIGKILL)
+        seen = len(rounds(folder))
+        until(lambda: len(rounds(folder)) >= seen + 2, "a commit after the lighthouse came back", process)
+        with running("run", "--join", command[-2]) as newcomer:
+            until(lambda: events(folder, Attended)[-1].participating == 3, "a commit of three", process)
+            for name in ("island-0000", "island-0001"):
+                os.kill(process_of(folder, name), signal.SIGKILL)
+            newcomer.kill()
+            code, _, err = end_of(process)
+    assert code == 0, err
+    assert err.count("has died (by SIGKILL) and is started again") == 4
+    assert "from its checkpoint" in log_of(folder, "island-0000").read_text()
+    (finished,) = events(folder, RunFinished)
+    assert finished.local_updates == 2 * steps
+    units = Counter(tuple(unit[1:]) for event in events(folder, Leased) for unit in event.delivered)
+    assert len(units) == steps
+    assert set(units.values()) == {1}, "every unit of data is in exactly one committed delta"
+    assert rounds(folder) == list(range(1, len(rounds(folder)) + 1))
+    assert {event.island for event in events(folder, IslandLeft)} >= {1}
+    assert {event.island for event in events(folder, IslandJoined)} == {0, 1, 2} or len(events(folder, IslandJoined)) >= 3
+    assert max(event.known for event in events(folder, Attended)) == 3
+    commits = [
+        {
+            line.split(" committed ")[1].split(",")[0]
+            for line in log_of(folder, name).read_text().splitlines()
+            if " committed " in line
+        }
+        for name in ("island-0000", "island-0001")
+    ]
+    shared = {line.rsplit(" as ", 1)[0] for line in commits[0]} & {line.rsplit(" as ", 1)[0] for line in commits[1]}
+    assert len(shared) > 10
+    for generation in shared:  # weights, momentum and account of both, to the bit
+        assert {line for line in commits[0] if line.startswith(f"{generation} as ")} == {
+            line for line in commits[1] if line.startswith(f"{generation} as ")
+        }
+
+
+def test_a_run_that_was_stopped_goes_on_with_other_islands(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    arguments = ["run", "toy-sync", *SETS, "--set", "train.steps=40", "--elastic", "--processes", 2, "--pace", 0.1]
+    with running(*arguments, "--out", folder) as process:
+        until(lambda: len(rounds(folder)) >= 5, "a checkpoint", process)
+        process.send_signal(signal.SIGINT)
+        code, _, err = end_of(process)
+    assert code == 130, err
+    assert f"Go on: atoll run --resume {folder}" in err
+    for word in ("harbour", "island"):
+        with pytest.raises(AssertionError, match="there is no process"):
+            child_of(folder, word)
+    monkeypatch.setattr(sys, "argv", ["atoll", "run", "--resume", str(folder), "--processes", "1", "--pace", "0", "--json"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    out = capsys.readouterr().out
+    assert end.value.code in (0, None)
+    assert json.loads(out.splitlines()[-1])["local_updates"] == 80
+    assert len({tuple(unit[1:]) for event in events(folder, Leased) for unit in event.delivered}) == 40
+
+
+def test_an_island_that_cannot_start_ends_the_run_with_its_words(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["atoll", "run", "demo-acco", "--elastic", "--processes", "2", "--out", str(tmp_path / "run")])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert "each island holds a slice of its state" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
