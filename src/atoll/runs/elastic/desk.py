@@ -10,6 +10,7 @@ import fcntl
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from atoll.runs.run import Run
 from atoll.runs.warm import Cache, WarmStart
 from atoll.telemetry.jsonl import JsonlSink
 
-_REMEMBERED = 8  # commits
+_REMEMBERED = 256  # commits: so long a log can lag behind
 
 
 class Desk:
@@ -76,6 +77,16 @@ class Desk:
         if self._others_write:
             self._stop_writing()
             return
+        try:
+            self._write(engine, commit, before)
+        except CheckpointError as error:
+            if commit.opening:
+                raise
+            # The commit stands whether it is written down or not, and is remembered: the next one tries again where the log ends.
+            self._say(f"not written: {error}")
+            self._stop_writing()
+
+    def _write(self, engine: ElasticEngine, commit: Commit, before: int) -> None:
         log = self._writing(engine, opening=commit.opening)
         if commit.opening and engine.generation.round == 0:
             self._judge(engine, log)
@@ -113,7 +124,7 @@ class Desk:
         for _, events in self._recent:
             for event in events:
                 self._log.emit(event)
-        self._recent.clear()
+        self._recent.clear()  # not before all is written: else it is written again, from where the log ends
         return self._log
 
     def _opened(self, engine: ElasticEngine, *, opening: bool) -> JsonlSink:
@@ -142,7 +153,8 @@ class Desk:
 
     def _stop_writing(self) -> None:
         if self._log is not None:
-            self._log.close()
+            with suppress(CheckpointError):
+                self._log.close()
         self._log, self.cut_at = None, None
 
     # -------------------------------------------------------------------------------------------------------------- the end
