@@ -18,8 +18,11 @@ from atoll.runs.execute import run as simulate
 from atoll.runs.folder import RunFolder
 from atoll.runs.overrides import override
 from atoll.runs.place import placed
+from atoll.runs.warm import Cache, load_data, warm_up
+from atoll.runs.workloads import plain_workload
 from atoll.telemetry import read_events
 from atoll.tensorfile import load_tree
+from atoll.testing.simulate import Recorder
 
 HOST = "127.0.0.1"
 SETTINGS = (
@@ -54,6 +57,9 @@ class Shore:
         self.invitation = Invitation(run, place, f"{HOST}:{port}")
         self.waits_for, self.came = None, threading.Event()
         """Whom the first island waits for after its third round."""
+        resolved = run.resolved  # whoever starts islands makes the warm start first, and threads share their random numbers
+        plain = plain_workload(resolved, load_data(resolved, Cache()))
+        warm_up(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
         self.harbour = Harbour(HOST, 0, port, self.invitation.to_text(), join_limit_s=30.0)
 
     def start(self, *names, home=True, until=None):

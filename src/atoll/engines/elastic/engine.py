@@ -157,6 +157,10 @@ class ElasticEngine:
     def close(self, *, wait: bool = True) -> None:
         self._line.close(wait=wait)
 
+    def expect(self, fellows: Mapping[str, str]) -> None:
+        """These are here too, at these piers, and are waited for if they are alive."""
+        self._meetings.fellows = {name: pier for name, pier in fellows.items() if name != self.name}
+
     def begin_anew(self) -> None:
         """Nobody is at work: what a checkpoint says is leased comes back."""
         self.leases.settle(())
@@ -253,9 +257,7 @@ class ElasticEngine:
             if name not in met.names:
                 self._tell(IslandLeft(island=self.known.index(name), round=number, virtual_time_s=None, wall_time_s=now_s))
         self._here = met.names
-        self._meetings.fellows = {
-            name: told.pier for name, told in zip(met.names, met.result.told, strict=True) if name != self.name
-        }
+        self.expect({name: told.pier for name, told in zip(met.names, met.result.told, strict=True)})
 
     def _account(self, met: Met[Agreed], settled: Settled) -> None:
         """Who was there, what became of the data, and what was refused."""
@@ -327,7 +329,7 @@ class ElasticEngine:
         self._judge.from_parts(plain["judge"])
         self.books.from_parts(plain["books"])
         self.known, self._here, self._fruitless = list(plain["known"]), tuple(plain["here"]), plain["fruitless"]
-        self._meetings.fellows = {name: pier for name, pier in plain["fellows"].items() if name != self.name}
+        self.expect(plain["fellows"])
         self._clerk.begin(plain["wall_time_s"])
         self._meetings.vouched = False
         self._happened.clear()

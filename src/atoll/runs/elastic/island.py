@@ -212,8 +212,11 @@ class Island:
         planned, deadline_s = self._place.processes or self._run.world.islands, time.monotonic() + self._place.gather_s
         with reminding(self._say, f"waiting for {planned} islands to begin together"):
             while time.monotonic() < deadline_s:
-                alive = [entry for entry in self._roll.alive().values() if entry["doing"] != "coming"]
-                if len(alive) >= planned or any(entry["generation"] > engine.generation.number for entry in alive):
+                here = {name: entry for name, entry in self._roll.alive().items() if entry["doing"] != "coming"}
+                ahead = any(entry["generation"] > engine.generation.number for entry in here.values())
+                if len(here) >= planned or ahead:
+                    # The lighthouse may not have heard the last of them beat yet: they are fellows from now on.
+                    engine.expect({name: entry["pier"] for name, entry in here.items()})
                     return
                 time.sleep(_LOOK_S / 4)
                 self._roll.look()
