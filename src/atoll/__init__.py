@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from atoll.optim.sgd import Nesterov as Nesterov
     from atoll.optim.stale import DelayCompensation as DelayCompensation
     from atoll.optim.stale import Polynomial as Polynomial
-    from atoll.runs.execute import Result as Result
     from atoll.runs.elastic.place import Elastic as Elastic
     from atoll.runs.elastic.start import resume_elastic as resume_elastic
     from atoll.runs.elastic.start import run_elastic as run_elastic
+    from atoll.runs.execute import Result as Result
     from atoll.runs.execute import resume as resume
     from atoll.runs.execute import run as run
     from atoll.runs.export import export as export

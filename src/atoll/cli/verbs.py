@@ -32,6 +32,7 @@ from atoll.runs.settings import describe
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.asynchrony import read_asynchrony
 from atoll.telemetry.asynchrony_text import asynchrony_section
+from atoll.telemetry.attendance import plot_attendance, read_attendance
 from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.memory import memory_line, read_memory
 from atoll.telemetry.overlap import read_overlap, worth_telling
@@ -143,12 +144,17 @@ def report_run(folder: Path, *, as_json: bool) -> None:
     memory = read_memory(folder)
     if memory is not None:
         print(memory_line(memory))
+    attendance = read_attendance(folder)
+    if attendance is not None:
+        print("\n".join(attendance.lines))
     overlap = read_overlap(folder) if worth_telling(folder) else None
     if overlap is not None:
         rich.print(overlap_section(overlap))
     print(f"plot:  {plot_run(folder, folder / 'plot.png')}")
     if overlap is not None and overlap.background:
         print(f"       {plot_overlap(folder, folder / 'overlap.png')}")
+    if attendance is not None:
+        print(f"       {plot_attendance(folder, folder / 'attendance.png')}")
     if arrived:
         print(f"       {plot_asynchrony(folder, folder / 'asynchrony.png')}")
     print(f"trace: {write_trace(folder, folder / 'trace.json')}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from atoll.events import (
+    Attended,
     CaughtUp,
     Evaluated,
     Event,
@@ -19,6 +20,7 @@ from atoll.events import (
     RunFinished,
     RunStarted,
     Saved,
+    SaveFailed,
     UpdateSkipped,
     WarmStartFinished,
 )
@@ -58,6 +60,10 @@ def notice(event: Event, who: str | None = None) -> str | None:
             return f"island {event.island} brings nothing from its round no. {event.round}: {lost}"
         case HubRestarted():
             return _restarted(event)
+        case Attended():
+            return _attended(event)
+        case SaveFailed():
+            return f"round {event.round}: not saved, and training goes on: {event.reason}"
         case RoundFailed():
             silent = ", ".join(map(str, event.islands))
             return f"round {event.round}: void, since {event.what} needs everybody and did not hear of: {silent}"
@@ -71,6 +77,14 @@ def notice(event: Event, who: str | None = None) -> str | None:
             return f"finished: {_outcome(event)}"
         case _:
             return None
+
+
+def _attended(event: Attended) -> str | None:
+    """Only where somebody was missed: who else was there."""
+    if event.participating == event.alive and event.attempts == 1:
+        return None
+    again = f", at attempt {event.attempts}" if event.attempts > 1 else ""
+    return f"round {event.round}: committed by {event.participating} of {event.alive} islands alive ({event.known} known){again}"
 
 
 def _restarted(event: HubRestarted) -> str:
