@@ -15,8 +15,8 @@ import atoll
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
+from atoll.cli import elastic, on_ray, processes, replaying, verbs
 from atoll.cli import main as cli
-from atoll.cli import on_ray, processes, replaying, verbs
 from atoll.data.text import Text
 from atoll.events import Event, RoundFinished
 from atoll.runs.overrides import override
@@ -75,6 +75,8 @@ def understood(monkeypatch, capsys):
     ):
         monkeypatch.setattr(verbs, name, stand_in(verbs, name))
     monkeypatch.setattr(processes, "carry_out_by_processes", stand_in(processes, "carry_out_by_processes"))
+    for name in ("carry_out_elastic", "be_island"):
+        monkeypatch.setattr(elastic, name, stand_in(elastic, name))
     monkeypatch.setattr(on_ray, "carry_out_on_ray", stand_in(on_ray, "carry_out_on_ray"))
     monkeypatch.setattr(replaying, "replay_folder", stand_in(replaying, "replay_folder"))
 

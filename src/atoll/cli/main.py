@@ -114,14 +114,18 @@ def run(
     refused_above: Annotated[
         float | None, typer.Option(help="elastic: refuse deltas that are so many times longer than lately. By default 25.")
     ] = None,
+    chaos: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="elastic: break it on purpose, by this script; see docs/chaos.md.")
+    ] = None,
 ) -> None:
     """Carry out a recipe: in a simulated cluster, or by real processes (also under torchrun, on several machines)."""
     if join is not None:
         from atoll.cli.elastic import be_island
 
         be_island(join, None, None)
+        return
     elastic_only = {"host": host, "port": port, "gather_s": gather, "refused_above": refused_above}
-    if elastic or any(value is not None for value in elastic_only.values()) or _engine_in(resume) == "elastic":
+    if elastic or chaos is not None or any(value is not None for value in elastic_only.values()) or _engine_in(resume) == "elastic":
         from atoll.cli.elastic import carry_out_elastic
 
         if start_limit is not None or backend is not None:
@@ -129,7 +133,7 @@ def run(
                 "--start-limit or --backend with --elastic: islands there come when they can, over gloo. Leave them out."
             )
         how = {"processes": processes, "pace": pace, "limit_s": limit, **elastic_only}
-        carry_out_elastic(recipe, settings or [], seed, out, resume, json, quiet, how)
+        carry_out_elastic(recipe, settings or [], seed, out, resume, json, quiet, how, chaos)
         return
     if engine == "ray" or ray_address is not None or save_every is not None or _engine_in(resume) == "ray":
         from atoll.cli.on_ray import carry_out_on_ray
