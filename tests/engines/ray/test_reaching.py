@@ -26,7 +26,8 @@ def reach(answers, limit_s=5.0):
 
     errors = SimpleNamespace(RayActorError=Gone, ObjectLostError=Gone, GetTimeoutError=Gone)
     hub = SimpleNamespace(news=SimpleNamespace(remote=lambda *arguments: next(answers)))
-    return Reach(SimpleNamespace(get=get, exceptions=errors), hub, limit_s=limit_s, say=said.append), said, Broken
+    ray, never = SimpleNamespace(get=get, exceptions=errors), lambda seconds: None
+    return Reach(ray, hub, limit_s=limit_s, say=said.append, sleep=never), said, Broken
 
 
 def test_a_hub_that_is_away_is_waited_for_and_that_is_said_once():

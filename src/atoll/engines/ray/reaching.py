@@ -20,10 +20,19 @@ class Reach:
         hub: the actor.
         limit_s: how long it is waited for when it does not answer.
         say: takes a line on who is waited for.
+        sleep: waits for so many seconds.
     """
 
-    def __init__(self, ray: Any, hub: Any, *, limit_s: float, say: Callable[[str], object]) -> None:
-        self._ray, self.hub, self._limit_s, self._say = ray, hub, limit_s, say
+    def __init__(
+        self,
+        ray: Any,
+        hub: Any,
+        *,
+        limit_s: float,
+        say: Callable[[str], object],
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._ray, self.hub, self._limit_s, self._say, self._sleep = ray, hub, limit_s, say, sleep
         errors = ray.exceptions
         # An actor that is gone or away; an object that was lost with the process that had put it into the store.
         self.gone: tuple[type[Exception], ...] = (errors.RayActorError, errors.ObjectLostError, errors.GetTimeoutError)
@@ -49,7 +58,7 @@ class Reach:
                 if waited_s - said_s >= _SAY_EVERY_S:
                     said_s = waited_s
                     self._say(f"the hub does not answer ({what}: {type(error).__name__}); it is waited for {self._limit_s:g} s")
-                time.sleep(_APART_S)
+                self._sleep(_APART_S)
             else:
                 if said_s >= 0:
                     self._say(f"the hub answers again, after {time.monotonic() - began_s:.1f} s")

@@ -44,7 +44,7 @@ class Told(NamedTuple):
         ticket: of its round.
         steps: to take.
         work: on what.
-        weights: a reference to the bits, in a list of one: what is not in one would be fetched before the answer is given.
+        weights: a reference to the bits in the object store, in a tuple of one.
         dtype: of the weights.
         fresh: whether it begins with a new inner optimizer: the hub does not know what its present one was trained on.
         now_s: the time on the hub's clock when it answered.
