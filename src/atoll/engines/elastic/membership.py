@@ -91,7 +91,7 @@ class Membership:
             store_addr=f"{self._host}:{self._store_port}",
             world_size=1,
             heartbeat_interval=_BEAT,
-            connect_timeout=_CONNECT,
+            connect_timeout=min(_CONNECT, timedelta(seconds=self._limit_s)),
             quorum_retries=_RETRIES,
         )
 

@@ -1,0 +1,181 @@
+"""Meetings over a real lighthouse: wholly or not at all, and never with an older state."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from atoll.engines.dist.clock import Limit
+from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.harbour import Harbour, free_port
+from atoll.engines.elastic.meetings import Disagreed, LeftBehind, Meetings
+from atoll.engines.elastic.membership import Membership
+from atoll.engines.elastic.pier import Pier
+from atoll.errors import ExchangeFailed
+
+HOST = "127.0.0.1"
+NOW = Generation(3, 7)
+
+
+@pytest.fixture(scope="module")
+def lighthouse():
+    port = free_port(HOST)
+    harbour = Harbour(HOST, 0, port, "", join_limit_s=20.0)
+    yield f"{HOST}:{port}"
+    harbour.close()
+
+
+class Islands:
+    """Members of one lighthouse, each driven by a thread of its own."""
+
+    def __init__(self, lighthouse, names):
+        self.said = []
+        self.members = {n: Membership(n, HOST, lighthouse, limit_s=20.0, say=self.said.append) for n in names}
+        self.meetings = {n: Meetings(m, Limit(10.0), self.said.append, patience_s=20.0) for n, m in self.members.items()}
+        for member in self.members.values():
+            member.join()
+
+    def hold(self, acts, generations=None, digests=None):
+        """Everybody's meeting, or what it raised."""
+        generations, digests = generations or {}, digests or {}
+
+        def one(name):
+            try:
+                return self.meetings[name].hold(generations.get(name, NOW), digests.get(name, 1), acts[name])
+            except (LeftBehind, Died) as error:
+                raised = error.with_traceback(None)  # which would hold its connections open
+            self.members[name].leave()
+            return raised
+
+        with ThreadPoolExecutor(len(acts)) as pool:
+            return dict(zip(acts, pool.map(one, acts), strict=True))
+
+    def close(self):
+        for member in self.members.values():
+            member.leave()
+
+
+class Died(Exception):
+    """An island is gone."""
+
+
+@pytest.fixture
+def islands(lighthouse):
+    made = []
+
+    def make(*names):
+        made.append(Islands(lighthouse, names))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def names_of(wire, names):
+    wire.tell(1.0)
+    return names
+
+
+def test_all_who_are_there_meet_in_the_order_of_their_names(islands):
+    met = islands("c", "a", "b").hold(dict.fromkeys("abc", names_of))
+    assert {name: m.result for name, m in met.items()} == dict.fromkeys("abc", ("a", "b", "c"))
+    assert {(m.names, m.behind, m.attempts) for m in met.values()} == {(("a", "b", "c"), (), 1)}
+    assert {m.epoch for m in met.values()} == {NOW.epoch + 1}
+
+
+def test_whoever_holds_an_older_state_is_left_behind_and_told_so(islands):
+    met = islands("a", "b", "c").hold(dict.fromkeys("abc", names_of), {"a": Generation(2, 6), "b": Generation(3, 6)})
+    assert met["c"].result == ("c",)
+    assert met["c"].behind == ("a", "b")
+    assert [type(met[name]) for name in "ab"] == [LeftBehind, LeftBehind]
+    assert met["a"].ahead == NOW
+
+
+def test_of_those_who_differ_the_fewer_are_left_behind(islands):
+    met = islands("a", "b", "c").hold(dict.fromkeys("abc", names_of), digests={"a": 5})
+    assert isinstance(met["a"], LeftBehind)
+    assert met["b"].names == met["c"].names == ("b", "c")
+
+
+def test_when_one_dies_in_the_middle_the_others_meet_again_and_begin_anew(islands):
+    shore, begun = islands("a", "b", "c"), []
+
+    def dies(wire, names):
+        wire.tell(1.0)
+        raise Died
+
+    def goes_on(wire, names):
+        begun.append(names)
+        wire.tell(1.0)
+        flat = torch.ones(300_000)
+        wire.scatter_sum(flat, [1.0] * wire.size)
+        wire.gather(flat)
+        wire.tell(1.0)
+        return float(flat[-1])
+
+    met = shore.hold({"a": goes_on, "b": dies, "c": goes_on})
+    assert met["a"].names == met["c"].names == ("a", "c")
+    assert met["a"].result == met["c"].result == 2.0
+    assert met["a"].attempts >= 2
+    assert met["a"].epoch == met["c"].epoch > NOW.epoch + 1, "a later attempt has a later epoch"
+    assert ("a", "b", "c") in begun
+    assert any("has failed, and those who are left meet again" in text for text in shore.said)
+
+
+def test_what_they_disagree_on_is_done_again(islands):
+    tries = []
+
+    def act(wire, names):
+        wire.tell(1.0)
+        tries.append(names)
+        if len(tries) <= 2:
+            raise Disagreed("a bit has flipped")
+        return len(tries)
+
+    met = islands("a", "b").hold({"a": act, "b": act})
+    assert {m.attempts for m in met.values()} == {2}
+
+
+def test_a_fellow_that_is_alive_is_waited_for_though_the_lighthouse_does_not_know_it(islands):
+    shore, came = islands("a"), threading.Event()
+    shore.members["b"] = Membership("b", HOST, shore.members["a"]._lighthouse, limit_s=20.0, say=shore.said.append)
+    shore.meetings["b"] = Meetings(shore.members["b"], Limit(10.0), shore.said.append)
+
+    def about():
+        came.set()
+        return {"name": "b", "generation": NOW.number}
+
+    pier = Pier(HOST, about)
+    shore.meetings["a"].fellows = {"b": pier.address}
+
+    def comes_late():
+        assert came.wait(20.0), "it was never asked"
+        shore.members["b"].join()
+        return shore.meetings["b"].hold(NOW, 1, names_of)
+
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(comes_late)
+        met = shore.meetings["a"].hold(NOW, 1, names_of)
+        assert met.names == late.result().names == ("a", "b")
+    assert met.attempts == 1, "nothing has failed"
+    pier.close()
+
+
+@pytest.mark.parametrize("said", [None, {"name": "other", "generation": NOW.number}, {"name": "b", "generation": 0}])
+def test_a_fellow_that_is_dead_another_or_behind_is_not_waited_for(islands, said):
+    shore = islands("a")
+    pier = Pier(HOST, lambda: said)
+    if said is None:
+        pier.close()
+    shore.meetings["a"].fellows = {"b": pier.address}
+    assert shore.meetings["a"].hold(NOW, 1, names_of).names == ("a",)
+    if said is not None:
+        pier.close()
+
+
+def test_without_a_lighthouse_it_is_said_how_long_it_was_waited_for():
+    member = Membership("a", HOST, f"{HOST}:{free_port(HOST)}", limit_s=0.1, say=lambda text: None)
+    with pytest.raises(ExchangeFailed, match=r"a waited 0 s for the lighthouse at 127\.0\.0\.1"):
+        member.join()
