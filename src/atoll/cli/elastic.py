@@ -11,18 +11,21 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from atoll.cli.verbs import interruptible, run_of, show_result, sinks_of
 from atoll.engines.elastic.harbour import Harbour
 from atoll.errors import ConfigError
 from atoll.runs.elastic.island import take_part
 from atoll.runs.elastic.place import Elastic, Invitation, read_elastic
-from atoll.runs.elastic.start import create_elastic, keep_going
+from atoll.runs.elastic.start import chaos_of, create_elastic, keep_going
 from atoll.runs.execute import is_finished
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.logs import leave_at_once
 from atoll.runs.plain import from_json
+
+if TYPE_CHECKING:
+    from atoll.testing.chaos import Chaos
 
 START_LIMIT_S = 3600.0
 
@@ -36,8 +39,9 @@ def carry_out_elastic(
     as_json: bool,
     quiet: bool,
     how: Mapping[str, Any],
+    chaos: Path | None = None,
 ) -> None:
-    """Carries out a run by islands that come and go."""
+    """Carries out a run by islands that come and go; breaks it on purpose, where there is a script for that."""
     given = {key: value for key, value in how.items() if value is not None}
     if resume is not None:
         folder = resume.expanduser()
@@ -60,8 +64,21 @@ def carry_out_elastic(
     if not is_finished(RunFolder.open(folder)):
         mine = from_json(RunFolder.open(folder).run_json)
         with interruptible(folder), _terminated_like_interrupted():
-            keep_going(folder, place, say=_say_nothing if quiet else _say, sinks=sinks_of(mine.recipe, mine, quiet=quiet))
+            sinks, say = sinks_of(mine.recipe, mine, quiet=quiet), _say_nothing if quiet else _say
+            keep_going(folder, place, say=say, sinks=sinks, chaos=_chaos_of(chaos, folder))
+    if chaos is not None:
+        from atoll.testing.chaos import in_words, report_of
+
+        print(in_words(report_of(folder)), file=sys.stderr)
     show_result(folder, as_json=as_json)
+
+
+def _chaos_of(path: Path | None, folder: Path) -> Chaos | None:
+    if path is None:
+        return None
+    from atoll.testing.chaos import Script
+
+    return chaos_of(Script.read(path), folder)
 
 
 class _terminated_like_interrupted:  # noqa: N801

@@ -26,7 +26,7 @@ from atoll.telemetry.fanout import Fanout
 from atoll.tree import Tree
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import Chaos
+    from atoll.testing.chaos import Chaos, Script
 
 
 def create_elastic(run: Run, place: Elastic, folder: Path, command: Sequence[str]) -> Path:
@@ -93,7 +93,14 @@ def keep_going(
         supervisor.keep_going()
 
 
-def run_elastic(place: Elastic, run: Run, *, out: str | Path | None = None, command: Sequence[str] | None = None) -> Result:
+def run_elastic(
+    place: Elastic,
+    run: Run,
+    *,
+    out: str | Path | None = None,
+    command: Sequence[str] | None = None,
+    chaos: Script | None = None,
+) -> Result:
     """Carries out a Run by islands that come and go, in a new folder.
 
     Args:
@@ -101,11 +108,22 @@ def run_elastic(place: Elastic, run: Run, *, out: str | Path | None = None, comm
         run: what to do; `processes` overrides the number of its islands.
         out: the folder; by default a new one under runs/.
         command: how the run was asked for, for the record.
+        chaos: what is to go wrong with it, on purpose.
     """
     folder = Path(out or default_path(run.recipe, run.seed)).expanduser()
     command = list(command or sys.argv)
-    keep_going(create_elastic(run, place, folder, command), place, say=lambda text: None)
+    create_elastic(run, place, folder, command)
+    keep_going(folder, place, say=lambda text: None, chaos=chaos_of(chaos, folder))
     return resume(folder, command=command)
+
+
+def chaos_of(script: Script | None, folder: Path) -> Chaos | None:
+    """What carries out a script on the run in this folder."""
+    if script is None:
+        return None
+    from atoll.testing.chaos import CHAOS_LOG, Chaos
+
+    return Chaos(script, folder / CHAOS_LOG)
 
 
 def resume_elastic(out: str | Path, place: Elastic | None = None, *, command: Sequence[str] | None = None) -> Result:

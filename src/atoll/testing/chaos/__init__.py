@@ -4,7 +4,7 @@
     breaking.py   makes it happen to processes and lines, and writes down what it did
     inside.py     what goes wrong inside an island's own process: damage on the wire, deltas that nobody should take
     lines.py      network namespaces joined by lines that can be cut and shaped
-    report.py     what became of the run
+    report.py     what became of the run            words.py   in words
 
 >>> at_random(seed=7, victims=["island-0000", "island-0001"], every_s=20.0, until_s=60.0)
 (At(at_s=20.0, fault=Kill(victim='island-0000')), At(at_s=40.0, fault=Kill(victim='island-0001')))
@@ -14,9 +14,11 @@ from atoll.testing.chaos.breaking import Chaos, Process
 from atoll.testing.chaos.faults import LIGHTHOUSE, At, Cut, Fault, Freeze, FullDisk, Kill, Script, Slow, Spoil, at_random
 from atoll.testing.chaos.inside import Spoiler
 from atoll.testing.chaos.lines import Line
-from atoll.testing.chaos.report import Report, exactly_once, report_of
+from atoll.testing.chaos.report import CHAOS_LOG, Report, exactly_once, report_of
+from atoll.testing.chaos.words import in_words
 
 __all__ = [
+    "CHAOS_LOG",
     "LIGHTHOUSE",
     "At",
     "Chaos",
@@ -34,5 +36,6 @@ __all__ = [
     "Spoiler",
     "at_random",
     "exactly_once",
+    "in_words",
     "report_of",
 ]

@@ -159,7 +159,10 @@ class Script:
 
     @staticmethod
     def read(path: Path) -> Script:
-        return Script.from_text(path.read_text("utf-8"))
+        try:
+            return Script.from_text(path.read_text("utf-8"))
+        except OSError as error:
+            raise ConfigError(f"the script {path} cannot be read: {error.strerror}. Give a file that is there.") from error
 
 
 _FAULTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
