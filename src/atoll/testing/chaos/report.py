@@ -18,7 +18,10 @@ from atoll.telemetry.jsonl import read_events
 CHAOS_LOG = "chaos.jsonl"
 """What was done to a run, in its folder."""
 _PROCESS = re.compile(r"^[\d:]{8} \S+ on .* process (?P<pid>\d+),")
-_COMMITTED = re.compile(r"^[\d:]{8} committed round (?P<round>\d+) of epoch (?P<epoch>\d+) as (?P<digest>[0-9a-f]+), (?P<work>.*)$")
+_RESTORED = re.compile(r"^(?P<at>[\d:]{8}) .* with round (?P<round>\d+), from its checkpoint")
+_COMMITTED = re.compile(
+    r"^(?P<at>[\d:]{8}) committed round (?P<round>\d+) of epoch (?P<epoch>\d+) as (?P<digest>[0-9a-f]+), (?P<work>.*)$"
+)
 WITH_WORK = "with work of its own"
 
 
@@ -30,6 +33,7 @@ class Line(NamedTuple):
         round, epoch: of the commit.
         digest: of all that it holds alike with others.
         worked: whether its own work is in the commit.
+        at: the time of day.
     """
 
     pid: int
@@ -37,6 +41,7 @@ class Line(NamedTuple):
     epoch: int
     digest: str
     worked: bool
+    at: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +74,8 @@ class Report:
         data: what is wrong with the account of data; nothing if every unit is in exactly one commit.
         compared: lines of islands' own logs that could be held against the run's log, and others of the same commit.
         apart: commits after which an island held something else; nothing if all were equal to the bit.
-        unseen: commits in islands' logs that the run's log does not have: of islands that were cut off right then.
+        unseen: commits in islands' logs that the run's log does not have: of islands that were cut off right then, or of all of
+            them before they died, and went on from a checkpoint.
         done: faults that were carried out, by kind.
         refused, not_saved: how many deltas and checkpoints.
         recoveries: after each kill of an island.
@@ -113,7 +119,8 @@ def report_of(folder: Path, *, units: int | None = None) -> Report:
         raise ConfigError(f"{folder} has no commit of islands that come and go, so there is nothing to report. Let it run longer.")
     lines = {path.stem: list(told_in(path)) for path in sorted((folder / "logs").glob("*.log"))}
     actions = list(_actions(folder / CHAOS_LOG))
-    compared, apart, unseen = compare(attended, lines)
+    restored = [one for path in sorted((folder / "logs").glob("*.log")) for one in restored_in(path)]
+    compared, apart, unseen = compare(attended, lines, restored)
     losses = [event.loss for event in events if isinstance(event, Evaluated)]
     return Report(
         commits=len(attended),
@@ -188,10 +195,19 @@ def told_in(path: Path) -> Iterator[Line]:
             pid = int(begun["pid"])
         elif found := _COMMITTED.match(text):
             worked = found["work"] == WITH_WORK
-            yield Line(pid, int(found["round"]), int(found["epoch"]), found["digest"], worked)
+            yield Line(pid, int(found["round"]), int(found["epoch"]), found["digest"], worked, found["at"])
 
 
-def compare(attended: Iterable[Attended], lines: Mapping[str, Iterable[Line]]) -> tuple[int, tuple[str, ...], int]:
+def restored_in(path: Path) -> Iterator[tuple[str, int]]:
+    """When an island went on from a checkpoint, and of which round: what it or others had committed after that is void."""
+    for text in path.read_text("utf-8", errors="replace").splitlines():
+        if found := _RESTORED.match(text):
+            yield found["at"], int(found["round"])
+
+
+def compare(
+    attended: Iterable[Attended], lines: Mapping[str, Iterable[Line]], restored: Sequence[tuple[str, int]] = ()
+) -> tuple[int, tuple[str, ...], int]:
     """How many lines could be compared; which islands held something else, and after which commit; and how many commits are
     nowhere but in islands' logs."""
     known = {(event.round, event.epoch): event.digest for event in attended}
@@ -199,7 +215,8 @@ def compare(attended: Iterable[Attended], lines: Mapping[str, Iterable[Line]]) -
     for name, told in lines.items():
         for line in told:
             digest = known.get((line.round, line.epoch))
-            if digest is None:
+            void = any(line.at <= at and line.round > number for at, number in restored)
+            if digest is None or (void and digest != line.digest):
                 unseen += 1
                 continue
             compared += 1
