@@ -15,7 +15,7 @@ import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from atoll.telemetry.drawing import COLOURS, new_figure, save_figure
@@ -62,13 +62,13 @@ def measure(record: Record, soak: Soak, runs: Path | None, *, quiet: bool) -> di
 
 def sections_of(broken: Mapping[str, Any], alone: Mapping[str, Any], soak: Soak) -> list[str]:
     report = broken["report"]
-    rows = [[claim, figure, "yes" if holds else "**no**"] for claim, figure, holds in checks(broken, alone)]
+    rows = [[claim, figure, "yes" if holds else "**no**"] for claim, figure, holds in checks(broken, alone, soak)]
     commit_s = [one["commit_s"] for one in report["recoveries"] if one["commit_s"] is not None]
     back_s = [one["back_s"] for one in report["recoveries"] if one["back_s"] is not None]
     words = (
         f"{soak.islands} islands of {soak.run.model.num_params(256):,} parameters, rounds of {soak.inner_steps} steps "
-        f"({soak.asleep_s:g} s asleep). {report['done'].get('Kill', 0)} kills of islands, one every {soak.every_s:g} s. Load "
-        f"averages over five minutes, before and after: {_loads(broken)} with kills, {_loads(alone)} without."
+        f"({soak.asleep_s:g} s asleep). {report['done'].get('Kill', 0)} kills of islands, one every {soak.every_s:g} s for "
+        f"{soak.minutes:g} minutes; shares are of the commits in that time, all else is of the whole run. Load averages over five minutes, before and after: {_loads(broken)} with kills, {_loads(alone)} without."
     )
     figures = [
         ["commits, attempts", *(f"{c['report']['commits']}, {c['report']['attempts']}" for c in (broken, alone))],
@@ -87,23 +87,22 @@ def sections_of(broken: Mapping[str, Any], alone: Mapping[str, Any], soak: Soak)
     ]
 
 
-def checks(broken: Mapping[str, Any], alone: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+def checks(broken: Mapping[str, Any], alone: Mapping[str, Any], soak: Soak) -> list[tuple[str, str, bool]]:
     """What is asked of the run with kills, what came out, and whether it holds."""
     report = broken["report"]
+    # A run that takes longer than planned ends in peace: that time is not to count.
+    stormy = [row for row in broken["attended"] if row[0] - broken["attended"][0][0] <= soak.minutes * 60]
+    succeeded, participating = len(stormy) / sum(row[4] for row in stormy), fmean(row[3] / row[2] for row in stormy)
     apart = abs(report["loss"] - alone["report"]["loss"])
     data = "; ".join(report["data"]) or f"{report['delivered']} units, each in one commit; {report['returned']} leased again"
     equal = "; ".join(report["apart"]) or f"{report['compared']} digests in islands' own logs, none differs"
     return [
         ("every island equal to the bit after each commit", equal, not report["apart"] and report["compared"] > 0),
-        (
-            f"at least {LEAST_SUCCEEDED:.0%} of commits succeed",
-            f"{report['succeeded']:.1%}",
-            report["succeeded"] >= LEAST_SUCCEEDED,
-        ),
+        (f"at least {LEAST_SUCCEEDED:.0%} of commits succeed", f"{succeeded:.1%}", succeeded >= LEAST_SUCCEEDED),
         (
             "participating over alive at least 7/8 on average",
-            f"{report['participating_of_alive']:.3f}",
-            report["participating_of_alive"] >= LEAST_PARTICIPATING,
+            f"{participating:.3f}",
+            participating >= LEAST_PARTICIPATING,
         ),
         ("every unit of data in exactly one commit", data, not report["data"]),
         (f"final loss within {MOST_APART} at equal tokens", f"{apart:.4f} apart", _alike(broken, alone) and apart <= MOST_APART),
