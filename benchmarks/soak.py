@@ -68,7 +68,8 @@ def sections_of(broken: Mapping[str, Any], alone: Mapping[str, Any], soak: Soak)
     words = (
         f"{soak.islands} islands of {soak.run.model.num_params(256):,} parameters, rounds of {soak.inner_steps} steps "
         f"({soak.asleep_s:g} s asleep). {report['done'].get('Kill', 0)} kills of islands, one every {soak.every_s:g} s for "
-        f"{soak.minutes:g} minutes; shares are of the commits in that time, all else is of the whole run. Load averages over five minutes, before and after: {_loads(broken)} with kills, {_loads(alone)} without."
+        f"{soak.minutes:g} minutes; shares are of the commits in that time, all else is of the whole run. Load "
+        f"averages over five minutes, before and after: {_loads(broken)} with kills, {_loads(alone)} without."
     )
     figures = [
         ["commits, attempts", *(f"{c['report']['commits']}, {c['report']['attempts']}" for c in (broken, alone))],
