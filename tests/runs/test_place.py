@@ -81,7 +81,7 @@ def test_nccl_is_refused_where_a_run_computes_on_the_cpu():
 
 
 def test_an_algorithm_with_a_hub_is_refused():
-    with pytest.raises(ConfigError, match=r"AsyncLocalSGD has a hub.*--engine sim"):
+    with pytest.raises(ConfigError, match=r"AsyncLocalSGD has a hub.*--engine ray or sim"):
         placed(recipes.toy_async(), 2)
 
 

@@ -67,7 +67,7 @@ def test_who_reads_is_known_until_it_is_through_and_reads_what_there_was(pier):
         put(pier, Cargo({"round": 2}, {"weights": torch.zeros(1)}))
         assert fetch(pier.address, 5.0).header == {"round": 2}
         assert pier.busy
-    for thread in [t for t in threading.enumerate() if t.name.startswith("Thread-")]:
+    for thread in [t for t in threading.enumerate() if "process_request" in t.name]:
         thread.join(5.0)
     assert not pier.busy
 
