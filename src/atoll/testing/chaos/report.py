@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from atoll.errors import ConfigError
 from atoll.events import Attended, Evaluated, Event, Leased, Refused, SaveFailed
 from atoll.telemetry.jsonl import read_events
+from atoll.testing.chaos.faults import LIGHTHOUSE
 
 CHAOS_LOG = "chaos.jsonl"
 """What was done to a run, in its folder."""
@@ -233,7 +234,7 @@ def recoveries(actions: Sequence[Mapping[str, Any]], lines: Mapping[str, Sequenc
     seen = [(action["at_s"], action["saw"]["round"]) for action in actions if "saw" in action]
     for action in actions:
         done = action.get("did", {})
-        if done.get("fault") != "Kill" or done["victim"] not in lines:
+        if done.get("fault") != "Kill" or done["victim"] == LIGHTHOUSE or done["victim"] not in lines:
             continue
         at_s, after = action["at_s"], [moment for moment in seen if moment[0] > action["at_s"]]
         told = lines[done["victim"]]

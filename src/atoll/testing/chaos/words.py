@@ -43,10 +43,10 @@ def in_words(report: Report) -> str:
     if report.recoveries:
         commit_s = _seconds(one.commit_s for one in report.recoveries)
         back_s = _seconds(one.back_s for one in report.recoveries)
-        lines.append(("recovery", f"next commit after a kill {commit_s}; the killed one works again {back_s}"))
+        lines.append(("recovery", f"after a kill the others commit {commit_s}, and the killed one works again {back_s}"))
     return "\n".join(f"{name:<14}{text}" for name, text in lines)
 
 
 def _seconds(found: Iterable[float | None]) -> str:
     known = [one for one in found if one is not None]
-    return f"after {median(known):.1f} s (median; at most {max(known):.1f} s)" if known else "never"
+    return f"within {median(known):.1f} s (median; at most {max(known):.1f} s)" if known else "never"
