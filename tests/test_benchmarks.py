@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import atoll.events as events_module
 import atoll.testing.namespaces
 from atoll.engines.sim.network import Link, all_gather, reduce_scatter
 from atoll.engines.sim.world import Cluster
@@ -662,3 +663,108 @@ def test_outer_steps_are_measured_in_miniature_and_not_twice(b, tmp_path, capsys
     for rank in cell["ranks"]:
         parts = [sum(turn) for turn in zip(*rank["parts"].values(), strict=True)]
         assert all(whole >= part for whole, part in zip(rank["seconds"]["atoll"], parts, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------- islands that are killed
+
+
+def stormy(**changes):
+    """A cell of a soak of two minutes, in which everything is as it should be, but for what is changed."""
+    report = {
+        "commits": 3,
+        "attempts": 3,
+        "known": 8.0,
+        "alive": 8.0,
+        "participating": 7.5,
+        "delivered": 24,
+        "returned": 1,
+        "data": [],
+        "compared": 24,
+        "apart": [],
+        "unseen": 0,
+        "done": {"Kill": 1},
+        "recoveries": [{"victim": "island-0000", "at_s": 20.0, "commit_s": 2.0, "back_s": 9.0}],
+        "loss": 2.5,
+    }
+    attended = [[0.0, 8, 8, 8, 1, "a"], [60.0, 8, 8, 6, 1, "b"], [300.0, 8, 8, 1, 9, "c"]]
+    cell = {"attended": attended, "losses": [[0.0, 0, 5.0], [300.0, 99, 2.5]], "tokens": 99, "seconds": 300.0, "load": [1.0, 2.0]}
+    return {**cell, "report": {**report, **changes}}
+
+
+def holding(b, broken, alone=None):
+    return [holds for _, _, holds in b.soak.checks(broken, alone or stormy(), b.soak_run.Soak(minutes=2.0))]
+
+
+def test_a_soak_in_which_all_is_well_holds_and_what_comes_after_the_storm_does_not_count(b):
+    assert holding(b, stormy()) == [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [
+        ({"apart": ["island-0001 held something else"]}, 0),
+        ({"compared": 0}, 0),
+        ({"data": ["shard 0: batches 0 to 10 are in no commit"]}, 3),
+        ({"loss": 2.56}, 4),
+    ],
+)
+def test_what_a_soak_finds_wrong_is_told_from_what_is_right(b, changes, number):
+    assert [at for at, holds in enumerate(holding(b, stormy(**changes))) if not holds] == [number]
+
+
+def test_shares_of_a_soak_are_of_its_storm(b):
+    late = {**stormy(), "attended": [[0.0, 8, 8, 6, 2, "a"], [100.0, 8, 8, 6, 1, "b"]]}
+    assert holding(b, late) == [True, False, False, True, True]
+
+
+def test_losses_after_other_numbers_of_tokens_are_not_compared(b):
+    assert holding(b, stormy(), {**stormy(), "tokens": 98})[4] is False
+
+
+def test_a_soaks_kills_are_its_seeds_and_its_tables_and_plot_are_drawn(b, tmp_path):
+    soak = b.soak_run.Soak()
+    assert soak.script == b.soak_run.Soak().script != b.soak_run.Soak(seed=1).script
+    assert len(soak.script.faults) == 29
+    outcome, figures = b.soak.sections_of(stormy(), stormy(), soak)
+    assert "| every unit of data in exactly one commit | 24 units, each in one commit; 1 leased again | yes |" in outcome
+    assert "(median, most) | 9.0, 9.0 | - |" in figures
+    assert b.soak.save_figure(b.soak.figure, {"with kills": stormy(), "left alone": stormy()}, tmp_path / "plot.png").exists()
+
+
+def test_a_death_is_counted_from_the_end_of_the_survivors_own_steps(b, tmp_path):
+    moment = {"virtual_time_s": None}
+    who = {"known": 2, "alive": 2, "attempts": 1, "epoch": 1, "digest": "0"}
+    events = [
+        events_module.Computed(island=0, round=4, start_s=10.0, end_s=12.5, steps=2, batches=2.0, tokens=8, loss=3.0),
+        events_module.Leased(round=5, delivered=[[0, 0, 8, 2]], returned=[[1, 1, 8, 2]], wall_time_s=13.25, **moment),
+        events_module.Attended(round=5, participating=1, wall_time_s=13.25, **who, **moment),
+        events_module.Attended(round=6, participating=2, wall_time_s=20.25, **who, **moment),
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(event.to_json() + "\n" for event in events))
+    assert b.elastic_runs.deaths(tmp_path) == [{"round": 5, "attempts": 1, "steps_s": 2.5, "delay_s": 0.75, "back_s": 7.0}]
+
+
+def test_what_elasticity_costs_is_judged_pair_by_pair(b):
+    calm = {"exchange_s": 0.1, "digest": "d"}
+    cells = {"elastic 0": {"round_s": 1.02, **calm}, "plain 0": {"round_s": 1.0, **calm}}
+    section = b.elastic_cost.calm_section(cells, b.elastic_cost.QUICK)
+    assert "costs +2.0% of a round" in section
+    assert "it holds. The weights at the end are the same bits with both." in section
+    cells["elastic 0"]["round_s"] = 1.04
+    assert "**it does not hold**" in b.elastic_cost.calm_section(cells, b.elastic_cost.QUICK)
+
+
+def test_deaths_are_told_by_their_moment_and_judged_by_the_slowest(b):
+    def death(delay_s):
+        return {"round": 3, "attempts": 1, "steps_s": 2.5, "delay_s": delay_s, "back_s": 8.0}
+
+    twins, sound = [{"round": 9, "tensors": 4, "bytes": 8, "equal": True}], {"data": [], "apart": []}
+    training = {"deaths": [death(0.5)], "into_round_s": [1.25], "twins": twins, **sound}
+    meeting = {"deaths": [death(1.5)], "into_round_s": [], "twins": twins, **sound}
+    cells = {"killed in training": training, "killed in the exchange": meeting}
+    (section,) = b.elastic_cost.killed_sections(cells, b.elastic_cost.QUICK)
+    assert "at most 1.50 s after the end of its own steps (asked for: at most 2 s): it holds" in section
+    assert "| 1.2 s into the round | 2.50 | 0.50 | 1 | 8.0 |" in section
+    meeting["deaths"] = [death(2.5)]
+    (section,) = b.elastic_cost.killed_sections(cells, b.elastic_cost.QUICK)
+    assert "**it does not hold**" in section
