@@ -25,11 +25,11 @@ from record import Record, default_path, markdown_table, script
 
 MOST_COST, MOST_DELAY_S = 0.03, 2.0
 PLAN: dict[str, Any] = {
-    "pairs": 5,
-    "calm": Size(layers=4, width=128, seq_len=64, batch_size=8, inner_steps=50, rounds=9),
-    "train": Size(layers=2, width=64, seq_len=32, batch_size=4, inner_steps=10, rounds=48, asleep_s=2.5),
+    "pairs": 4,
+    "calm": Size(layers=4, width=128, seq_len=64, batch_size=8, inner_steps=25, rounds=9),
+    "train": Size(layers=2, width=64, seq_len=32, batch_size=4, inner_steps=10, rounds=36, asleep_s=2.5),
     "moments_s": [8.3, 22.0, 35.1, 48.8, 61.9, 75.4],
-    "meet": Size(layers=2, width=768, seq_len=16, batch_size=1, inner_steps=1, rounds=40, asleep_s=2.0),
+    "meet": Size(layers=2, width=768, seq_len=16, batch_size=1, inner_steps=1, rounds=32, asleep_s=2.0),
     "deaths": [3, 10, 17, 24],
 }
 QUICK: dict[str, Any] = {
