@@ -26,7 +26,7 @@ from record import Record, default_path, markdown_table, script
 MOST_COST, MOST_DELAY_S = 0.03, 2.0
 PLAN: dict[str, Any] = {
     "pairs": 4,
-    "calm": Size(layers=4, width=128, seq_len=64, batch_size=8, inner_steps=25, rounds=9),
+    "calm": Size(layers=4, width=128, seq_len=64, batch_size=8, inner_steps=2, rounds=10, asleep_s=2.5),
     "train": Size(layers=2, width=64, seq_len=32, batch_size=4, inner_steps=10, rounds=36, asleep_s=2.5),
     "moments_s": [8.3, 22.0, 35.1, 48.8, 61.9, 75.4],
     "meet": Size(layers=2, width=768, seq_len=16, batch_size=1, inner_steps=1, rounds=32, asleep_s=2.0),
@@ -97,8 +97,9 @@ def calm_section(cells: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]
     same = all(one["digest"] == two["digest"] for one, two in pairs)
     size: Size = plan["calm"]
     words = (
-        f"Two islands, {size.model.num_params(256):,} parameters, rounds of {size.inner_steps} steps; medians over the "
-        f"{size.rounds - 1} rounds after the first. Fault tolerance costs {median(costs):+.1%} of a round (median of the pairs; "
+        f"Two islands, {size.model.num_params(256):,} parameters, rounds of {size.inner_steps} steps, with "
+        f"{size.asleep_s:g} s asleep in them to play larger ones; medians over the {size.rounds - 1} rounds after the first. Fault "
+        f"tolerance costs {median(costs):+.1%} of a round (median of the pairs; "
         f"asked for: less than {MOST_COST:.0%}): {_verdict(median(costs) < MOST_COST)}. The weights at the end are "
         f"{'the same bits' if same else '**not the same**'} with both."
     )
