@@ -63,6 +63,9 @@ class Idle:
     def params(self) -> Tree:
         return self._clock.around(READ, self._replica.params)
 
+    def lent(self) -> Tree:
+        return self._clock.around(READ, self._replica.lent)
+
     async def train(self, steps: int, work: Work) -> None:
         pass
 
@@ -85,6 +88,9 @@ class TimedRule:
     def update(self, params: Tree, gradient: Tree, state: Any) -> tuple[Tree, Any]:
         return self.clock.around(UPDATE, lambda: self.rule.update(params, gradient, state))
 
+    def update_taking(self, params: Tree, gradient: Tree, state: Any) -> tuple[Tree, Any]:
+        return self.clock.around(UPDATE, lambda: self.rule.update_taking(params, gradient, state))
+
 
 class OuterStep:
     """Rounds of DiLoCo without inner steps, in one of several processes."""
@@ -102,6 +108,7 @@ class OuterStep:
             lambda steps, batches, pieces: work,
             params.layout,
             note=lambda meeting: self._clock.add(EXCHANGE, meeting.end_s - meeting.arrived_s),
+            last=True,  # as in the engine
         )
         self._replica = Idle(LocalReplica(workload, optimizer=AdamW()), self._clock)
         self._algorithm = DiLoCo(inner_steps=1, outer=TimedRule(clock=self._clock))

@@ -154,6 +154,19 @@ class Replica(Protocol):
         """
 
 
+@runtime_checkable
+class Lends(Protocol):
+    """What a replica has besides that can show its weights without a copy."""
+
+    def lent(self) -> Tree:
+        """The present weights, to be read before the replica computes again."""
+
+
+def present(replica: Replica) -> Tree:
+    """The replica's weights, to be read once and at once: lent if it can, else a copy that is given."""
+    return replica.lent() if isinstance(replica, Lends) else replica.params().give()
+
+
 class Mean(NamedTuple):
     """What an exchange brought.
 
@@ -163,12 +176,14 @@ class Mean(NamedTuple):
         weight: the sum of the weights that arrived; 0 means that nothing did, and `value` is zero.
         heard: whether this island took part. If not, the others went on without it and it must not use `value`.
         finite: whether everybody's tree was.
+        last: whether the State that the round began with is read by nobody any more: the update may be computed in its buffers.
     """
 
     value: Tree
     weight: float
     heard: bool
     finite: bool = True
+    last: bool = False
 
 
 class Scattered(NamedTuple):

@@ -345,3 +345,13 @@ def test_a_batch_of_padding_alone_adds_nothing_and_weighs_nothing():
     gradient, trained = replica.gradient(work(), weigh="tokens")
     assert not gradient.sum.flat.any()
     assert (gradient.weight, gradient.tokens, trained.losses) == (0.0, 0, [0.0])
+
+
+def test_weights_that_are_lent_are_the_present_ones_without_a_copy():
+    replica = LocalReplica(Regression(hidden=3), optimizer=SGD(lr=0.1))
+    assert replica.lent().equal(replica.params())
+    assert replica.lent().flat.data_ptr() == replica.lent().flat.data_ptr() != replica.params().flat.data_ptr()
+    origin = replica.params()
+    replica.train(2, Work(shard=0, start=0, schedule=0, examples=1))
+    assert (origin - replica.lent()).equal(origin - replica.params())
+    assert replica.lent().equal(replica.params()), "reading it has changed nothing"

@@ -12,6 +12,7 @@ from typing import Any
 from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.optim.adam import AdamW
+from atoll.optim.taking import advance
 from atoll.protocols import Gradient, Peers, Replica, Rule, Weigh, shared
 from atoll.tree import Tree
 
@@ -65,7 +66,7 @@ class DDP:
         if not (mean.heard and mean.finite and mean.weight):
             return state
         gradient = clip(mean.value.wide(), self.clip_norm)
-        params, optimizer = self.rule.update(state.params, gradient, state.optimizer)
+        params, optimizer = advance(self.rule, state.params, gradient, state.optimizer, taking=mean.last)
         return DDPState(params, optimizer)
 
     async def _gradient(self, replica: Replica, peers: Peers) -> Gradient:

@@ -26,7 +26,8 @@ from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.optim.prune import prune
 from atoll.optim.sgd import Nesterov
-from atoll.protocols import Peers, Replica, Rule, Work, own, shared
+from atoll.optim.taking import advance
+from atoll.protocols import Peers, Replica, Rule, Work, own, present, shared
 from atoll.tree import Tree
 
 
@@ -87,14 +88,14 @@ class DiLoCo:
         state = await peers.catch_up(state)
         origin = state.params if self.missed == "global" else last_agreed
         # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
-        delta = prune(origin - replica.params().give(), self.pruned, self.pruning)
+        delta = prune(origin - present(replica), self.pruned, self.pruning)
 
         mean = await peers.mean(delta.give(), weight=self._weight(work), compare=True)
         if not mean.heard:
             return replace(state, adrift=replica.params())
         if mean.weight == 0:
             return replace(state, adrift=None)
-        params, outer = self.outer.update(state.params, mean.value, state.outer)
+        params, outer = advance(self.outer, state.params, mean.value, state.outer, taking=mean.last)
         return DiLoCoState(params, outer)
 
     def _weight(self, work: Work) -> float:

@@ -29,6 +29,9 @@ class Weights(Protocol):
     def read(self) -> Tree:
         """A copy of the module's weights."""
 
+    def lent(self) -> Tree:
+        """The module's weights, which change with it."""
+
     def holds(self, params: Tree) -> bool:
         """Whether these are the module's weights, to the bit, once they are in its precision."""
 
@@ -97,6 +100,10 @@ class FlatModule:
         self._check()
         assert params.layout == self.layout, "these weights are another model's"
         self._params.copy_(params.flat)
+
+    def lent(self) -> Tree:
+        self._check()
+        return Tree(self.layout, self._params)
 
     def read(self) -> Tree:
         self._check()
@@ -176,6 +183,9 @@ class BorrowedModule:
 
     def read(self) -> Tree:
         return Tree.of({name: parameter.detach() for name, parameter in self._parameters.items()})
+
+    def lent(self) -> Tree:
+        return self.read()  # they do not lie together
 
     def holds(self, params: Tree) -> bool:
         own = self.read()

@@ -116,6 +116,10 @@ class LocalReplica:
             return self._masters.read()
         return self.weights.read() if self._full is None else self._full.copy()
 
+    def lent(self) -> Tree:
+        """The present weights without a copy where that is possible, to be read before anything is computed again."""
+        return self.weights.lent() if self._masters is None and self._full is None else self.params()
+
     def train(self, steps: int, work: Work) -> Trained:
         """Take `steps` optimizer steps on consecutive batches."""
         losses, tokens = [], 0

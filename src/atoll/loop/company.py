@@ -46,10 +46,18 @@ class Lone:
         pass
 
     def scatter_sum(
-        self, flat: Tensor, weights: Sequence[float], sums: torch.dtype | None = None, *, products: Tensor | None = None
+        self,
+        flat: Tensor,
+        weights: Sequence[float],
+        sums: torch.dtype | None = None,
+        *,
+        products: Tensor | None = None,
+        over: float | None = None,
     ) -> Tensor:
         total = flat if sums in (None, flat.dtype) else torch.empty_like(flat, dtype=sums)
         add_up([flat], weights, total)
+        if over is not None:
+            total /= over
         return total
 
 
@@ -131,9 +139,15 @@ class Company:
         self._islands = [island for rank, island in enumerate(self._islands) if rank not in ranks]
 
     def scatter_sum(
-        self, flat: Tensor, weights: Sequence[float], sums: torch.dtype | None = None, *, products: Tensor | None = None
+        self,
+        flat: Tensor,
+        weights: Sequence[float],
+        sums: torch.dtype | None = None,
+        *,
+        products: Tensor | None = None,
+        over: float | None = None,
     ) -> Tensor:
-        return self._wire.scatter_sum(flat, weights, sums, products=products)
+        return self._wire.scatter_sum(flat, weights, sums, products=products, over=over)
 
     def gather(self, whole: Tensor) -> None:
         self._wire.gather(whole)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from atoll.chunks import CHUNK
+from atoll.protocols import Rule
 from atoll.tree import Tree, empty
 
 
@@ -27,6 +28,13 @@ class Taking(Protocol):
 
     def update_taking(self, params: Tree, gradient: Tree, state: Any, /) -> tuple[Tree, Any]:
         """`update`, computed in the buffers of `state`, and of `params` if it was given."""
+
+
+def advance(rule: Rule, params: Tree, gradient: Tree, state: Any, *, taking: bool) -> tuple[Tree, Any]:
+    """A step of a rule: in the buffers of `params` and `state`, if that is allowed and the rule can."""
+    if taking and isinstance(rule, Taking):
+        return rule.update_taking(params.give(), gradient, state)
+    return rule.update(params, gradient, state)
 
 
 def take(tree: Tree) -> Tree:

@@ -29,7 +29,13 @@ class Collectives(Protocol):
     def tell(self, *numbers: float) -> list[list[float]]: ...
 
     def scatter_sum(
-        self, flat: Tensor, weights: Sequence[float], sums: torch.dtype | None = None, *, products: Tensor | None = None
+        self,
+        flat: Tensor,
+        weights: Sequence[float],
+        sums: torch.dtype | None = None,
+        *,
+        products: Tensor | None = None,
+        over: float | None = None,
     ) -> Tensor: ...
 
     def gather(self, whole: Tensor) -> None: ...

@@ -111,6 +111,7 @@ class DistEngine:
             limit=self._limit,
             note=lambda meeting: self._diary.meetings.append(meeting),
             liken=lambda likeness: self._diary.likenesses.append(likeness),
+            last=True,  # a round that fails ends the run: nobody goes back to its beginning
         )
         self._seat = self._seated(model, inside, params, pause_s)
         self._state = algorithm.init(self._seat.share(params).copy(), self.peers)

@@ -46,6 +46,7 @@ class DistPeers:
         limit: of exchanges, which is told how long they take.
         note: takes a record of each meeting.
         liken: takes what is known of the likeness of trees that are to be compared; none compares nothing.
+        last: whether nobody reads the State of a round any more once its mean is there.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class DistPeers:
         limit: Limit | None = None,
         note: Callable[[Meeting], object] = lambda meeting: None,
         liken: Callable[[Likeness], object] | None = None,
+        last: bool = False,
     ) -> None:
         self._wire, self._line, self._deal, self._layout = wire, line, deal, layout
         self._clock, self._limit, self._note, self._liken = clock or WallClock(), limit, note, liken
+        self._last = last
         self._here = threading.current_thread()
         self._launching = False
         self._flight: Flight[Any] | None = None
@@ -97,13 +100,12 @@ class DistPeers:
             return _Outcome(Mean(tree.zeros(), 0.0, True, not unsound), 0.0, unsound)
         whole = tree if tree.spare else tree.copy()
         products = torch.zeros(self.size, self.size, dtype=torch.float64) if compare and self._liken is not None else None
-        mine = self._wire.scatter_sum(whole.flat, weights, products=products)
-        mine /= total
+        self._wire.scatter_sum(whole.flat, weights, products=products, over=total)
         self._wire.gather(whole.flat)
         value = self._lent(Tree(whole.layout, whole.flat))
         if products is not None and self._liken is not None:
             self._liken(Likeness(tuple(map(tuple, products.tolist())), tuple(weights)))
-        return _Outcome(Mean(value, total, True, not unsound), total, unsound)
+        return _Outcome(Mean(value, total, True, not unsound, self._last), total, unsound)
 
     async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
         return await self._meeting("reduce_scatter", lambda: self._reduce_scatter(tree, weight, wide))

@@ -46,6 +46,9 @@ class DistReplica:
     def params(self) -> Tree:
         return self._replica.params()
 
+    def lent(self) -> Tree:
+        return self._replica.lent()
+
     async def train(self, steps: int, work: Work) -> None:
         self._computed(lambda: (None, self._replica.train(steps, work)), steps, float(steps))
 

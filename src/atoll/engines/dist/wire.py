@@ -130,8 +130,9 @@ class Wire:
         *,
         products: Tensor | None = None,
         heard: Callable[[int, Tensor], object] | None = None,
+        over: float | None = None,
     ) -> Tensor:
-        """This rank's slice of the sum of everybody's buffer times its weight, added up in rank order.
+        """This rank's slice of the sum of everybody's buffer times its weight, added up in rank order, and divided by `over`.
 
         It lies in `flat`, or in a buffer of its own if it is summed in another precision, `sums`. What weighs nothing is left out.
         The inner products of everybody's slices are added to `products`, to about six digits. `heard` is shown each piece of
@@ -140,7 +141,7 @@ class Wire:
         start, stop = shard_range(flat.numel(), self.rank, self.size)
         mine = flat[start:stop]
         total = mine if sums in (None, flat.dtype) else torch.empty(stop - start, dtype=sums, device=flat.device)
-        self._pipeline(self._scattering(flat, mine, total, weights, products, heard))
+        self._pipeline(self._scattering(flat, mine, total, weights, products, heard, over))
         self.sent_bytes += (flat.numel() - mine.numel()) * flat.element_size()
         return total
 
@@ -152,6 +153,7 @@ class Wire:
         weights: Sequence[float],
         products: Tensor | None,
         heard: Callable[[int, Tensor], object] | None,
+        over: float | None,
     ) -> Iterator[Callable[[], None]]:
         """Each piece of everybody's slice: sent to whom it belongs, and added up by whom it belongs to."""
         first, _ = shard_range(flat.numel(), self.rank, self.size)
@@ -165,7 +167,7 @@ class Wire:
             theirs = {rank: torch.empty_like(mine[piece]) for rank in self._others()}
             arrived = partial(_show_when, self._post(sends, theirs), theirs, heard) if heard else self._post(sends, theirs)
             parts = [mine[piece] if rank == self.rank else theirs[rank] for rank in range(self.size)]
-            yield partial(_add_when, arrived, parts, weights, total[piece], products)
+            yield partial(_add_when, arrived, parts, weights, total[piece], products, over)
 
     def gather(self, whole: Tensor) -> None:
         """Everybody's slice of a buffer, of which this rank has filled in its own."""
@@ -254,12 +256,19 @@ def _show_when(arrived: Callable[[], None], theirs: Mapping[int, Tensor], heard:
 
 
 def _add_when(
-    arrived: Callable[[], None], parts: Sequence[Tensor], weights: Sequence[float], out: Tensor, products: Tensor | None
+    arrived: Callable[[], None],
+    parts: Sequence[Tensor],
+    weights: Sequence[float],
+    out: Tensor,
+    products: Tensor | None,
+    over: float | None,
 ) -> None:
     arrived()
     if products is not None:
         _multiply(parts, products)
     add_up(parts, weights, out)
+    if over is not None:
+        out /= over  # while it is in the cache
 
 
 def _multiply(parts: Sequence[Tensor], products: Tensor) -> None:

@@ -176,11 +176,10 @@ class ElasticPeers:
         def hear(rank: int, piece: torch.Tensor) -> None:
             heard[rank] += checksum(piece)
 
-        mine = wire.scatter_sum(whole.flat, weights, products=products, heard=hear)
+        wire.scatter_sum(whole.flat, weights, products=products, heard=hear, over=float(sum(weights)))
         for rank, weight in enumerate(weights):
             if weight and rank != wire.rank and (heard[rank] - sums[rank]) % _FITS:
                 raise Disagreed(f"what rank {rank} sent is not what it told: it was damaged on the way")
-        mine /= float(sum(weights))
         wire.gather(whole.flat)
         if diary is not None and products is not None:
             diary.likenesses = [Likeness(tuple(map(tuple, products.tolist())), tuple(weights))]
