@@ -62,7 +62,9 @@ class Clerk:
             for one in diary.stretches:
                 trained = Trained([one.loss], one.tokens, moved=False)
                 at = device if self._inside else None
-                yield self._books.computed(self._numbers[island], one.start_s, one.end_s, one.steps, one.batches, trained, device=at)
+                yield self._books.computed(
+                    self._numbers[island], one.start_s, one.end_s, one.steps, one.batches, trained, device=at
+                )
         yield from self._exchanged(diaries)
         yield from self._skipped(diaries)
         yield from (self._compared(likenesses) for likenesses in zip(*(diary.likenesses for diary in diaries), strict=True))

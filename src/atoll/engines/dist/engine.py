@@ -319,9 +319,7 @@ class DistEngine:
         return {
             f"read-{rank}": Part({"position": position}),
             "shared": Part(shared_fields(self._state), Cut(world.device, world.devices, "devices")),
-            "sharded": Part(
-                fields_owned(self._state, Owner.SHARDED), Cut(world.island, world.size // world.devices, "islands")
-            ),
+            "sharded": Part(fields_owned(self._state, Owner.SHARDED), Cut(world.island, world.size // world.devices, "islands")),
             f"own-{rank}": Part({**own, "state": fields_owned(self._state, Owner.OWN)}),
             **self._seat.parts(),
         }

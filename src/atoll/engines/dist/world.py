@@ -26,7 +26,6 @@ from atoll.errors import ConfigError, ExchangeFailed
 _POLL_S = 0.01  # between two looks for a word
 
 
-
 @dataclass
 class World:
     """This process among all.
@@ -80,7 +79,9 @@ class World:
                 waited_s, silent_s = time.monotonic() - began_s, watch.silent_s()
                 words = watch.last_words()
                 if words or silent_s > SILENT_S or waited_s > self.everybody.limit_s:
-                    gone = f"it has given no sign of life for {silent_s:.0f} s" if silent_s > SILENT_S else "it takes longer than that"
+                    gone = (
+                        f"it has given no sign of life for {silent_s:.0f} s" if silent_s > SILENT_S else "it takes longer than that"
+                    )
                     gone = f"it has ended ({words})" if words else gone
                     raise ExchangeFailed(
                         f"rank {self.rank} waited {waited_s:.0f} s for a word of rank {of} ({key}): {gone}. What was saved before this "
@@ -114,7 +115,9 @@ class World:
         """The devices of this island, as torch's own parallelism wants them: cpu or cuda. All processes ask for it together. What is
         exchanged there may take so long."""
         if kind == "cuda" and self.backend != "nccl":
-            raise ConfigError("inside=FSDP on GPUs needs NCCL between the devices of an island. Use --backend nccl, or inside=ZeRO1.")
+            raise ConfigError(
+                "inside=FSDP on GPUs needs NCCL between the devices of an island. Use --backend nccl, or inside=ZeRO1."
+            )
         mine: Any = None
         for first in range(0, self.size, self.devices):
             ranks = list(range(first, first + self.devices))
@@ -153,7 +156,14 @@ def meet(limit_s: float) -> tuple[Store, int, int]:
 
 
 def join(
-    store: Store, rank: int, size: int, *, devices: int = 1, inside: bool = False, backend: str = "gloo", start_limit_s: float = 3600.0
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    devices: int = 1,
+    inside: bool = False,
+    backend: str = "gloo",
+    start_limit_s: float = 3600.0,
 ) -> World:
     """Join the other processes. All of them call this.
 
@@ -189,4 +199,3 @@ def _wire(groups: list[list[int]], rank: int, backend: str, limit_s: float, stor
             names = [f"rank {member}" for member in ranks]
             mine = Wire(group, limit_s=limit_s, blame=Blame(store, rank, ranks), names=names)
     return mine
-
