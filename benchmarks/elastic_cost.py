@@ -25,12 +25,12 @@ from record import Record, default_path, markdown_table, script
 
 MOST_COST, MOST_DELAY_S = 0.03, 2.0
 PLAN: dict[str, Any] = {
-    "pairs": 4,
+    "pairs": 3,
     "calm": Size(layers=4, width=128, seq_len=64, batch_size=8, inner_steps=2, rounds=10, asleep_s=2.5),
-    "train": Size(layers=2, width=64, seq_len=32, batch_size=4, inner_steps=10, rounds=36, asleep_s=2.5),
-    "moments_s": [8.3, 22.0, 35.1, 48.8, 61.9, 75.4],
-    "meet": Size(layers=2, width=768, seq_len=16, batch_size=1, inner_steps=1, rounds=32, asleep_s=2.0),
-    "deaths": [3, 10, 17, 24],
+    "train": Size(layers=2, width=64, seq_len=32, batch_size=4, inner_steps=10, rounds=32, asleep_s=2.5),
+    "moments_s": [8.3, 22.0, 35.1, 48.8, 61.9],
+    "meet": Size(layers=2, width=768, seq_len=16, batch_size=1, inner_steps=1, rounds=27, asleep_s=2.0),
+    "deaths": [3, 9, 15, 21],
 }
 QUICK: dict[str, Any] = {
     "pairs": 1,

@@ -295,6 +295,7 @@ class ElasticEngine:
         events = list(self._happened)
         self._happened.clear()
         self._committed(self, Commit(met, events, opening))
+        self._meetings.exchanging = False
 
     # ---------------------------------------------------------------------------------------------------------------- saving
 

@@ -93,7 +93,8 @@ class Meetings:
         self.sent_bytes = self.control_bytes = 0
         """Since the beginning, attempts that failed included."""
         self.exchanging = False
-        """Whether islands have met, and are not through with what they do: a new state may follow at any moment."""
+        """Whether islands have met, and a new state may follow at any moment. After a meeting that succeeded it is so until whoever
+        held it has put the new state where others find it, and says so here."""
         self._tried = 0
         """The last epoch that this island took part in."""
         self.vouched = True
@@ -163,8 +164,10 @@ class Meetings:
             wire.leave_out(behind)
             names = tuple(company.names[rank] for rank in sound)
             result = act(wire, names)
-        finally:
+        except BaseException:
             self.exchanging = False
+            raise
+        finally:
             self.sent_bytes += wire.sent_bytes
             self.control_bytes += wire.control_bytes
         self._limit.end()

@@ -123,6 +123,8 @@ class Island:
         self._doing = "coming"
         self._engine: ElasticEngine | None = None
         self._checkpoint: Checkpoint | None = None
+        self._published: Generation | None = None
+        """What others can fetch here: they must not be told of a state before it is there."""
         self._pier = Pier(host, about=lambda: {"name": name, **self._entry()})
         self._roll = Roll(address, name, self._entry)
         limit_s = max(self._place.limit_s * 2, 60.0)
@@ -140,7 +142,7 @@ class Island:
         return Spoiler(Script.read(chaos).spoils, self._name, now, self._say)
 
     def _entry(self) -> dict[str, Any]:
-        generation = self._engine.generation.number if self._engine is not None and self._doing != "coming" else -1
+        generation = self._published.number if self._published is not None and self._doing != "coming" else -1
         exchanging = self._engine is not None and self._engine.exchanging
         return {"pier": self._pier.address, "generation": generation, "doing": self._doing, "exchanging": exchanging}
 
@@ -236,6 +238,7 @@ class Island:
         structure, tensors = pack(engine.shared())
         with self._pier.changing() as put:
             put(Cargo({"plain": engine.plain(), "structure": structure}, tensors))
+            self._published = engine.generation
 
     def close(self, *, wait: bool) -> None:
         self._membership.leave()
