@@ -1,8 +1,8 @@
 """Who trains on what, when islands come and go: data in units, each of which ends in exactly one committed delta.
 
 A unit is a stretch of batches of one shard. It is leased to an island for a round. If the island's delta is in the commit, the unit
-is delivered; if not, because the island died, fell behind or was refused, the unit goes back and is leased again, first of its
-shard. Everybody who commits keeps the same account by the same rule, so nobody has to be asked, and nobody's death loses it.
+is delivered; if not, because the island died, fell behind or was refused, the unit goes back and is leased again, before any
+other. Everybody who commits keeps the same account by the same rule, so nobody has to be asked, and nobody's death loses it.
 
 With all islands there all the time, island i trains on shard i as in any other run. An island that finds its own shard ahead of
 others, since theirs were away, goes on with one that is behind.
@@ -96,14 +96,15 @@ class Leases:
 
     def _next(self, name: str) -> Unit:
         shard = self._last.setdefault(name, len(self._last) % len(self._positions))
+        if self._returned:  # before anything new: else it may be missing at the end, when enough others are delivered
+            unit = next((unit for unit in self._returned if unit.shard == shard), self._returned[0])
+            self._returned.remove(unit)
+            self._counts[unit.shard] += 1
+            return unit
         least = min(self._counts)
         if self._counts[shard] > least:
             shard = self._last[name] = self._counts.index(least)
         self._counts[shard] += 1
-        for unit in self._returned:
-            if unit.shard == shard:
-                self._returned.remove(unit)
-                return unit
         start = self._positions[shard]
         self._positions[shard] += self._batches
         return Unit(shard, start, self._batches)
