@@ -9,7 +9,7 @@ import torch
 from atoll import recipes
 from atoll.engines.elastic.harbour import Harbour, free_port
 from atoll.errors import CheckpointError, ConfigError
-from atoll.events import Attended, Compared, Evaluated, Exchanged, IslandJoined, Leased, RoundFinished, RunFinished
+from atoll.events import Attended, Compared, Evaluated, Exchanged, IslandJoined, Leased, RoundFinished, RunFinished, Saved
 from atoll.runs.elastic.island import Island
 from atoll.runs.elastic.place import Elastic, Invitation
 from atoll.runs.elastic.start import create_elastic, refuse_inelastic
@@ -21,6 +21,7 @@ from atoll.runs.place import placed
 from atoll.runs.warm import Cache, load_data, warm_up
 from atoll.runs.workloads import plain_workload
 from atoll.telemetry import read_events
+from atoll.telemetry.jsonl import JsonlSink
 from atoll.tensorfile import load_tree
 from atoll.testing.simulate import Recorder
 
@@ -160,7 +161,7 @@ def test_a_run_that_everybody_left_goes_on_from_its_newest_checkpoint(tmp_path):
     assert not shore.errors
     assert [event.round for event in shore.events(RoundFinished)] == [1, 2, 3, 4]
     shore.finish(shore.start("island-0000", "island-0001"))
-    assert shore.said.count("island-0000 begins with round 4, from its checkpoint") == 1
+    assert any(text.endswith("begins with round 4, from its checkpoint") for text in shore.said), "one may fetch it from the other"
     assert [event.round for event in shore.events(RoundFinished)] == list(range(1, 9))
     units = Counter(tuple(unit[1:]) for event in shore.events(Leased) for unit in event.delivered)
     assert len(units) == 16
@@ -225,3 +226,34 @@ def test_a_place_that_cannot_be_is_refused(settings, says):
 def test_an_invitation_says_it_all():
     invitation = Invitation(toy(3), Elastic(processes=3, pace=0.5), "127.0.0.1:99")
     assert Invitation.from_text(invitation.to_text()) == invitation
+
+
+def test_a_desk_that_was_brought_up_to_date_writes_behind_what_others_have_written_since(tmp_path):
+    shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1))
+    island = Island(shore.invitation, shore.harbour.address, HOST, "island-0000", shore.folder, lambda text: None)
+    desk, engine, log = island._desk, island._engine, RunFolder(shore.folder).events
+    log.write_text(Saved(round=1, name="mine").to_json() + "\n")
+    desk._log = JsonlSink(log, append_at=log.stat().st_size)
+    with log.open("a") as file:  # while this island was frozen
+        file.write(Saved(round=2, name="another's").to_json() + "\n")
+    desk.brought_up_to_date(engine)
+    assert desk._log is None, "it must look again where the log ends"
+    assert [event.name for event in shore.events(Saved)] == ["mine", "another's"]
+    island.close(wait=False)
+
+
+def test_an_island_that_was_given_the_state_listens_first_though_it_had_work_before(tmp_path):
+    shore = Shore(tmp_path / "run", toy(2, "train.steps=16"), Elastic(processes=2))
+    for thread in shore.start("island-0001", "island-0000", until=3):
+        thread.join(60.0)
+    island = Island(shore.invitation, shore.harbour.address, HOST, "island-0000", shore.folder, lambda text: None)
+    engine = island._engine
+    engine.leases.lease(["island-0000", "island-0001"])
+    plain, shared = engine.plain(), engine.shared()
+    assert not engine._listens
+    engine.restore(plain, shared)
+    assert engine.leases.out["island-0000"] is not None
+    assert engine._listens, "the others would wait for it"
+    engine.begin_anew()
+    assert not engine._listens
+    island.close(wait=False)

@@ -115,6 +115,8 @@ class ElasticEngine:
         check_elastic(algorithm, self.state)
         self._diary = Diary()
         self._fruitless = 0
+        self._listens = False
+        """Whether it was just given the state: a lease that it had before is old, and the others would wait for it."""
         self._digest = self._digested()
 
     # --------------------------------------------------------------------------------------------------------- the whole run
@@ -163,6 +165,7 @@ class ElasticEngine:
 
     def begin_anew(self) -> None:
         """Nobody is at work: what a checkpoint says is leased comes back."""
+        self._listens = False
         self.leases.settle(())
         self._meetings.fellows, self._meetings.vouched = {}, True
         self._digest = self._digested()
@@ -174,6 +177,7 @@ class ElasticEngine:
         self.generation = Generation(self.generation.round, met.epoch)
         self._clerk.begin(met.result.now_s)
         self._tell_who_is_here(met)
+        self._listens = False
         self.leases.lease(met.names)
         self._digest = self._digested()
         self._report(met, opening=True)
@@ -181,7 +185,7 @@ class ElasticEngine:
     # ---------------------------------------------------------------------------------------------------------------- a round
 
     def _play_round(self) -> None:
-        before, unit = self.state, self.leases.out.get(self.name)
+        before, unit = self.state, None if self._listens else self.leases.out.get(self.name)
         self._diary = Diary()
         self.peers.begin(self.generation, self._digest, unit, self._work, self._diary)
         coroutine = self.algorithm.round(before, self._replica_for(unit), self.peers)
@@ -208,6 +212,7 @@ class ElasticEngine:
     def _settle(self, after: Any, met: Met[Agreed]) -> None:
         """The commit: from here on this is the state."""
         agreed = met.result
+        self._listens = False
         self.state = after
         self.generation = Generation(self.generation.round + 1, met.epoch)
         self._judge.remember(agreed.brought, agreed.refused)
@@ -324,6 +329,7 @@ class ElasticEngine:
 
     def restore(self, plain: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
         """Go on from a state that was committed."""
+        self._listens = True
         self.generation = Generation(*plain["generation"])
         self.clock.set(plain["wall_time_s"])
         self.leases.from_parts(plain["leases"])

@@ -179,11 +179,13 @@ class Desk:
 
     def brought_up_to_date(self, engine: ElasticEngine) -> None:
         """The engine goes on with what another island gave it: what this one saw before may have come to nothing."""
+        self._stop_writing()  # somebody else may have written since, and this end of the log is no longer its end
         self._recent.clear()
         self._steps = engine.steps_taken
 
     def restored(self, checkpoint: Checkpoint, engine: ElasticEngine) -> None:
         """Have an engine go on from a checkpoint."""
+        self._stop_writing()
         for what, found in (("run", "its settings"), ("data", "its data or how they are dealt out")):
             if checkpoint.metadata.get(what) != self._origin[what]:
                 raise CheckpointError(
