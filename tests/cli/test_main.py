@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from atoll import recipes
-from atoll.cli import main as cli
 from atoll.events import Arrived, Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
 from atoll.runs.export import load_exported
 from atoll.telemetry import JsonlSink, read_progress
@@ -21,20 +20,6 @@ SMALL = [*TINY, "train.steps=6", "train.warm_start_steps=0"]
 
 def sets(*settings):
     return [part for setting in settings for part in ("--set", setting)]
-
-
-@pytest.fixture
-def atoll(monkeypatch, capsys):
-    """Calls the command; gives its exit code, standard output and standard error."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["atoll", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return end.value.code or 0, out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")

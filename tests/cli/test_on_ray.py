@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from atoll.cli import main as cli
 from atoll.events import (
     Arrived,
     Dispatched,
@@ -138,20 +137,6 @@ def survived(tmp_path_factory):
         code, out, err = end_of(process)
     assert code == 0, err
     return folder, out, err, listening
-
-
-@pytest.fixture
-def atoll(monkeypatch, capsys):
-    """Calls the command in this process; gives its exit code, standard output and standard error."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["atoll", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return end.value.code or 0, out, err
-
-    return call
 
 
 def test_with_hub_and_worker_killed_a_run_ends_with_its_local_updates_and_takes_none_twice(survived):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli import main as cli
 from atoll.events import Computed, RoundFinished, RunFinished, RunStarted, Saved
 from atoll.runs.logs import log_of
 from atoll.telemetry import read_events
@@ -108,20 +107,6 @@ def finished(tmp_path_factory):
     done = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout, done.stderr
-
-
-@pytest.fixture
-def atoll(monkeypatch, capsys):
-    """Calls the command in this process; gives its exit code, standard output and standard error."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["atoll", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capsys.readouterr()
-        return end.value.code or 0, out, err
-
-    return call
 
 
 # ----------------------------------------------------------------------------------------------------------- all is well

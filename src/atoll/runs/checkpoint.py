@@ -282,6 +282,22 @@ class Checkpoints:
         return CheckpointError(f"the checkpoint of round {round} is damaged: {file} {why}. {advice}")
 
 
+def check_origin(checkpoint: Checkpoint, origin: Mapping[str, str | None], who: object) -> None:
+    """A checkpoint goes on only with the Run and the data that it comes from.
+
+    Args:
+        checkpoint: that is to be gone on from.
+        origin: digests of the Run (`run`) and of the data (`data`), as they are now.
+        who: has them now.
+    """
+    for what, found in (("run", "its settings"), ("data", "its data or how they are dealt out")):
+        if checkpoint.metadata.get(what) != origin[what]:
+            raise CheckpointError(
+                f"{checkpoint.path} was saved by another run: {found} differ from what {who} has now. Bring back what it was saved "
+                f"with, or start afresh in another folder."
+            )
+
+
 # ------------------------------------------------------------------------------------------------------------ on the disk
 
 

@@ -29,22 +29,21 @@ from atoll.engines.dist.world import World, join
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.local import Loss
 from atoll.engines.masters import initial
-from atoll.errors import CheckpointError, ConfigError
+from atoll.errors import ConfigError
 from atoll.events import Progress, Saved, WarmStartFinished
 from atoll.protocols import Algorithm, Sink, Workload
 from atoll.runs.build import loss_of, replica_of
-from atoll.runs.checkpoint import Checkpoint
-from atoll.runs.execute import Execution, Result, digest_of
+from atoll.runs.checkpoint import Checkpoint, check_origin
+from atoll.runs.execute import Execution, Result, digest_without_size
 from atoll.runs.folder import RunFolder
 from atoll.runs.logs import RankLog, leave_at_once, own_log, telling_why
 from atoll.runs.orders import Order, Prepare, come_together, give_order, take_order
 from atoll.runs.place import START_LIMIT_S, check_backend, own_gpu, pause_s
-from atoll.runs.plain import to_json
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.sharded_checkpoint import ShardedCheckpoints
 from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
-from atoll.telemetry.fanout import Fanout
+from atoll.telemetry.fanout import Fanout, Silent
 from atoll.tree import Tree
 
 
@@ -167,7 +166,7 @@ class Share:
     def carry_out(self) -> Result | None:
         checkpoint = self._checkpoints.newest()
         with ExitStack() as stack:
-            sink: Sink = _Silent()
+            sink: Sink = Silent()
             if self._world.first:
                 self._books.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
                 sink = stack.enter_context(Fanout(self._books.sinks(checkpoint)))
@@ -191,11 +190,11 @@ class Share:
             sink.emit(self._books.started(plain, engine="dist"))
         warm = self._warm_start(plain, sink, resuming=checkpoint is not None)
         workload = self._given or island_workload(run, load_data(run, self._cache), warm.params)
-        self._origin = {"run": _digest_without_size(run), "data": fingerprint(workload)}
+        self._origin = {"run": digest_without_size(run), "data": fingerprint(workload)}
         world.agreed("data", str(self._origin["data"]), "data")
         engine, evaluator = self._engine(workload, warm.params, sink)
         if checkpoint is not None:
-            self._check_origin(checkpoint)
+            check_origin(checkpoint, self._origin, f"rank {self._world.rank}")
             engine.restore(checkpoint.metadata["engine"], self._checkpoints.loader(checkpoint, engine.parts()))
             sink.emit(Progress(phase="resume", done=engine.steps_taken, total=engine.steps, note=f"from round {checkpoint.round}"))
         return engine, evaluator, warm.tokens
@@ -261,14 +260,6 @@ class Share:
 
         return save
 
-    def _check_origin(self, checkpoint: Checkpoint) -> None:
-        for what, found in (("run", "its settings"), ("data", "its data or how they are dealt out")):
-            if checkpoint.metadata.get(what) != self._origin[what]:
-                raise CheckpointError(
-                    f"{checkpoint.path} was saved by another run: {found} differ from what rank {self._world.rank} has now. Bring "
-                    f"back what it was saved with, or start afresh in another folder."
-                )
-
 
 def _sharded_of(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, device: str) -> ShardedModel:
     """A model that FSDP2 cuts over the devices of an island."""
@@ -283,17 +274,3 @@ def _sharded_of(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, devi
 
 def _judges_nothing(params: Tree, buffers: Mapping[str, Tensor]) -> Mapping[str, float]:
     raise AssertionError("the first rank alone judges")
-
-
-class _Silent:
-    """Takes events on ranks that report nothing."""
-
-    def emit(self, event: Any) -> None:
-        pass
-
-
-def _digest_without_size(run: Run) -> str:
-    """Of a Run's settings but for the number of islands: another number may go on with it."""
-    plain = to_json(run)
-    plain["cluster"]["islands"] = None
-    return digest_of(plain)

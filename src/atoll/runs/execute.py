@@ -25,7 +25,7 @@ from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.protocols import Sink, Workload
 from atoll.runs.build import Engine, engine_of
-from atoll.runs.checkpoint import Checkpoint, Checkpoints
+from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
 from atoll.runs.finetuning import check_given
 from atoll.runs.folder import RunFolder, default_path, write_text
 from atoll.runs.plain import from_json, full_name, to_json
@@ -162,7 +162,7 @@ class Execution:
             self._origin = {"run": digest_of(to_json(self._run)), "data": fingerprint(workload)}
             engine, evaluator = engine_of(self._run, workload, warm.params, sink, self._saver(sink))
             if checkpoint is not None:
-                self._check_origin(checkpoint)
+                check_origin(checkpoint, self._origin, self._folder.path)
                 engine.restore(lambda part, like: self._checkpoints.load(checkpoint, part, like))
                 sink.emit(
                     Progress(
@@ -204,15 +204,6 @@ class Execution:
 
     def _plain(self) -> Workload:
         return self._given_workload or plain_workload(self._run, self._data())
-
-    def _check_origin(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint goes on only with the Run and the data that it comes from."""
-        for what, found in (("run", "its settings"), ("data", "its data or how they are dealt out")):
-            if checkpoint.metadata.get(what) != self._origin[what]:
-                raise CheckpointError(
-                    f"{checkpoint.path} was saved by another run: {found} differ from what {self._folder.path} has now. Bring back "
-                    f"what it was saved with, or start afresh in another folder."
-                )
 
     def _warm_up(self, sink: Sink, *, silent: bool) -> WarmStart:
         plain, steps = self._plain(), self._run.train.warm_start_steps
@@ -321,3 +312,10 @@ def check_workload(folder: RunFolder, given: Workload | None) -> None:
 def digest_of(plain: Any) -> str:
     """Of plain data."""
     return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def digest_without_size(run: Run) -> str:
+    """Of a Run's settings but for the number of islands: another number may go on with it."""
+    plain = to_json(run)
+    plain["cluster"]["islands"] = None
+    return digest_of(plain)

@@ -22,10 +22,10 @@ from atoll.engines.ray.engine import RayEngine
 from atoll.engines.ray.orders import HubOrder
 from atoll.engines.ray.wire import bits_of, dtype_name
 from atoll.engines.ray.worker import WorkerOrder
-from atoll.errors import CheckpointError, ConfigError
+from atoll.errors import ConfigError
 from atoll.events import Progress, WarmStartFinished
 from atoll.protocols import AsyncAlgorithm, Sink, Workload
-from atoll.runs.checkpoint import Checkpoint, Checkpoints
+from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
 from atoll.runs.execute import Execution, Result, check_workload, digest_of, is_finished, refuse_impossible
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.plain import from_json, to_json
@@ -165,20 +165,12 @@ class _Drive:
         save_tree(self._folder.path / BEGIN, warm.params)
         workload = self._given or island_workload(run, load_data(run, self._cache), warm.params)
         if checkpoint is not None:
-            self._check_origin(checkpoint, workload)
+            check_origin(checkpoint, self._origin(workload), self._folder.path)
             sink.emit(Progress(phase="resume", done=0, total=run.train.steps, note=f"from round {checkpoint.round}"))
         return warm, workload
 
     def _origin(self, workload: Workload) -> dict[str, str | None]:
         return {"run": digest_of(to_json(self._run)), "data": fingerprint(workload)}
-
-    def _check_origin(self, checkpoint: Checkpoint, workload: Workload) -> None:
-        for what, found in (("run", "its settings"), ("data", "its data or how they are dealt out")):
-            if checkpoint.metadata.get(what) != self._origin(workload)[what]:
-                raise CheckpointError(
-                    f"{checkpoint.path} was saved by another run: {found} differ from what {self._folder.path} has now. Bring back "
-                    f"what it was saved with, or start afresh in another folder."
-                )
 
     @contextmanager
     def _ray(self, params: Tree) -> Iterator[Any]:

@@ -76,3 +76,10 @@ class Remembered:
     def of(self, kind: type[E]) -> list[E]:
         """The events of one class, in order."""
         return [event for event in self.events if isinstance(event, kind)]
+
+
+class Silent:
+    """Takes events where nobody reports."""
+
+    def emit(self, event: Event) -> None:
+        pass

@@ -19,7 +19,7 @@ from atoll.engines.evaluator import Evaluator
 from atoll.errors import CheckpointError
 from atoll.events import Attended, Evaluated, Event, IslandJoined, RunStarted, Saved, SaveFailed, WarmStartFinished
 from atoll.protocols import Workload
-from atoll.runs.checkpoint import Checkpoint, Checkpoints
+from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
 from atoll.runs.execute import Execution, is_finished
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
@@ -186,12 +186,7 @@ class Desk:
     def restored(self, checkpoint: Checkpoint, engine: ElasticEngine) -> None:
         """Have an engine go on from a checkpoint."""
         self._stop_writing()
-        for what, found in (("run", "its settings"), ("data", "its data or how they are dealt out")):
-            if checkpoint.metadata.get(what) != self._origin[what]:
-                raise CheckpointError(
-                    f"{checkpoint.path} was saved by another run: {found} differ from what {engine.name} has now. Bring back what "
-                    f"it was saved with, or start afresh in another folder."
-                )
+        check_origin(checkpoint, self._origin, engine.name)
         shared: dict[str, Any] = self.checkpoints.load(checkpoint, "shared", engine.shared())
         engine.restore(checkpoint.metadata["engine"], shared)
         engine.begin_anew()

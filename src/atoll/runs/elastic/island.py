@@ -31,13 +31,13 @@ from atoll.runs.build import loss_of, replica_of
 from atoll.runs.checkpoint import Checkpoint
 from atoll.runs.elastic.desk import Desk
 from atoll.runs.elastic.place import Invitation
-from atoll.runs.execute import digest_of
+from atoll.runs.execute import digest_without_size
 from atoll.runs.folder import RunFolder
 from atoll.runs.pack import Packed, pack, unpack
-from atoll.runs.plain import to_json
 from atoll.runs.run import device_of, dtype_of
 from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
+from atoll.telemetry.fanout import Silent
 from atoll.telemetry.jsonl import read_events
 
 if TYPE_CHECKING:
@@ -156,11 +156,11 @@ class Island:
                 f"of them, which are in the run's folder. Use data.partition=random, or start all islands where the folder is."
             )
         if self._folder is not None:
-            warm = warm_up(run, plain, file=self._folder.warm_start, cache=None, sink=_Silent())
+            warm = warm_up(run, plain, file=self._folder.warm_start, cache=None, sink=Silent())
         else:  # whoever joins is given the weights
             warm = WarmStart(initial(plain, device_of(run), dtype_of(run)), 0, math.nan)
         workload = island_workload(run, data, warm.params)
-        origin = {"run": digest_of(_without_size(run)), "data": fingerprint(workload)}
+        origin = {"run": digest_without_size(run), "data": fingerprint(workload)}
         device, loss, number = _device(run, self._name), loss_of(run, workload), _number(self._name)
         if self._folder is not None:
             evaluator = Evaluator(workload, device, dtype_of(run))
@@ -345,17 +345,6 @@ class Island:
                 f"It will not start from random weights again by itself: start a new run, or bring a checkpoint back."
             )
         return "the run's first weights"
-
-
-class _Silent:
-    def emit(self, event: Any) -> None:
-        pass
-
-
-def _without_size(run: Any) -> Any:
-    plain = to_json(run)
-    plain["cluster"]["islands"] = None
-    return plain
 
 
 def _number(name: str) -> int:
