@@ -19,34 +19,29 @@ from atoll.engines.elastic.engine import Commit, ElasticEngine
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.meetings import Finds, Meetings
 from atoll.engines.elastic.membership import Membership
-from atoll.engines.elastic.pier import Cargo, Pier, ask, fetch
+from atoll.engines.elastic.pier import Cargo, Pier
 from atoll.engines.elastic.reminding import reminding
 from atoll.engines.elastic.roll import Board, Roll
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.masters import initial
-from atoll.errors import CheckpointError, ConfigError, ExchangeFailed
-from atoll.events import RoundFinished
+from atoll.errors import ConfigError, ExchangeFailed
 from atoll.protocols import Algorithm
 from atoll.runs.build import loss_of, replica_of
-from atoll.runs.checkpoint import Checkpoint
 from atoll.runs.elastic.desk import Desk
 from atoll.runs.elastic.place import Invitation
+from atoll.runs.elastic.sources import Sources
 from atoll.runs.execute import digest_without_size
 from atoll.runs.folder import RunFolder
-from atoll.runs.pack import Packed, pack, unpack
+from atoll.runs.pack import pack
 from atoll.runs.run import device_of, dtype_of
 from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
 from atoll.telemetry.fanout import Silent
-from atoll.telemetry.jsonl import read_events
 
 if TYPE_CHECKING:
     from atoll.testing.chaos import Spoiler
 
-_LOOK_S, _ASK_S = 0.2, 1.0
-_ANY = Generation(-1, 0)
-_FETCH_LIMIT_S = 60.0
-"""Without a byte."""
+_LOOK_S = 0.2
 
 
 def take_part(
@@ -122,7 +117,6 @@ class Island:
         self._folder = RunFolder(folder) if folder is not None else None
         self._doing = "coming"
         self._engine: ElasticEngine | None = None
-        self._checkpoint: Checkpoint | None = None
         self._published: Generation | None = None
         """What others can fetch here: they must not be told of a state before it is there."""
         self._pier = Pier(host, about=lambda: {"name": name, **self._entry()})
@@ -165,6 +159,7 @@ class Island:
         if self._folder is not None:
             evaluator = Evaluator(workload, device, dtype_of(run))
             self._desk = Desk(run, self._folder, plain, warm, evaluator, origin, cache, self._say)
+        self._sources = Sources(self._name, self._roll, self._folder, self._desk, self._say)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
         limit = Limit(None)
         finds: Finds = self._membership
@@ -195,7 +190,7 @@ class Island:
     def carry_out(self) -> None:
         engine = self._engine
         assert engine is not None
-        began = self._fetched(engine, at_least=_ANY) or self._restored(engine) or self._fresh(engine)
+        began = self._sources.first(engine)
         self._say(f"{self._name} begins with {began}")
         self._publish(engine)
         self._membership.join()
@@ -207,7 +202,7 @@ class Island:
         engine.run()
         self._doing = "over"
         if self._desk is not None:
-            self._desk.finish(engine, self._checkpoint)
+            self._desk.finish(engine, self._sources.checkpoint)
 
     def _gather(self, engine: ElasticEngine) -> None:
         """Those who begin wait for all that were started."""
@@ -255,96 +250,14 @@ class Island:
         """The others hold what this island does not. They do not wait while it is brought up to date."""
         self._membership.leave()
         self._doing = "healing"
-        while True:
-            self._roll.look()
-            healed = self._fetched(engine, at_least=max(ahead, engine.generation)) or self._newer_checkpoint(engine)
-            if healed:
-                self._say(f"{self._name} goes on with {healed}")
-                break
-            if self._roll.reached and not self._others():
-                self._say(f"{self._name} is alone, and goes on with what it has: round {engine.generation.round}")
-                engine.begin_anew()
-                break
-            time.sleep(_LOOK_S)
+        self._sources.catch_up(engine, ahead)
         self._publish(engine)
         self._doing = "training"
         self._membership.join()
 
     def _confirm(self, engine: ElasticEngine) -> None:
-        """Those who gave this island its state are gone. Where they went on, they left a checkpoint; else this is the newest."""
-        newer = Generation(engine.generation.round, engine.generation.epoch + 1)
-        self._roll.look()
-        found = self._fetched(engine, at_least=newer) or self._newer_checkpoint(engine)
-        self._say(f"{self._name} finds nobody who gave it its state, and goes on with {found or 'it'}")
-        if not found:
-            engine.begin_anew()
+        self._sources.confirm(engine)
         self._publish(engine)
-
-    def _others(self) -> list[tuple[Generation, bool, str, str]]:
-        """Who else has a state, as they say themselves, the newest first: which, whether a newer one may follow at any moment, name
-        and pier."""
-        piers = {name: entry["pier"] for name, entry in self._roll.alive().items() if name != self._name}
-        said = {name: ask(pier, _ASK_S) for name, pier in piers.items()}
-        states = [
-            (Generation.of(s["generation"]), s["exchanging"], n, piers[n]) for n, s in said.items() if s and s["generation"] >= 0
-        ]
-        return sorted(states, reverse=True)
-
-    def _fetched(self, engine: ElasticEngine, at_least: Generation) -> str:
-        """The newest state that another island has committed; nothing if there is none, or if a newer one is about to follow."""
-        others = self._others()
-        if others and others[0][1] and others[0][0] <= at_least:
-            return ""
-        for generation, _, name, pier in others:
-            if generation < at_least:
-                break
-            try:
-                cargo = fetch(pier, _FETCH_LIMIT_S)
-            except ExchangeFailed as error:
-                self._say(str(error))
-                continue
-            if cargo is None or Generation(*cargo.header["plain"]["generation"]) < at_least:
-                continue
-            shared = unpack(Packed(cargo.header["structure"], dict(cargo.tensors)), engine.shared())
-            plain = cargo.header["plain"]
-            engine.restore({**plain, "wall_time_s": plain["wall_time_s"] + cargo.age_s}, shared)
-            if self._desk is not None:
-                self._desk.brought_up_to_date(engine)
-            return f"round {engine.generation.round}, fetched from {name} ({cargo.nbytes} bytes)"
-        return ""
-
-    def _restored(self, engine: ElasticEngine) -> str:
-        """The newest checkpoint, where there is one."""
-        checkpoint = self._desk.checkpoints.newest() if self._desk is not None else None
-        if checkpoint is None or self._desk is None:
-            return ""
-        self._desk.restored(checkpoint, engine)
-        self._checkpoint = checkpoint
-        return f"round {checkpoint.round}, from its checkpoint"
-
-    def _newer_checkpoint(self, engine: ElasticEngine) -> str:
-        """Of a run that others went on with and have all died since."""
-        checkpoint = self._desk.checkpoints.newest() if self._desk is not None else None
-        held = max([engine.generation, *(generation for generation, *_ in self._others())])
-        if checkpoint is None or Generation(*checkpoint.metadata["engine"]["generation"]) <= held:
-            return ""
-        return self._restored(engine)
-
-    def _fresh(self, engine: ElasticEngine) -> str:
-        """A run that has not begun."""
-        if self._folder is None:
-            with reminding(self._say, "waiting for an island that has the run's state"):
-                while not (found := self._fetched(engine, at_least=_ANY)):
-                    time.sleep(_LOOK_S)
-                    self._roll.look()
-            return found
-        done = self._folder.events.exists() and any(True for _ in read_events(self._folder.events, [RoundFinished]))
-        if done:
-            raise CheckpointError(
-                f"{self._folder.path} has a run that was begun, and there is neither an island with its state nor a checkpoint. "
-                f"It will not start from random weights again by itself: start a new run, or bring a checkpoint back."
-            )
-        return "the run's first weights"
 
 
 def _number(name: str) -> int:

@@ -1,0 +1,140 @@
+"""Where an island comes by the state of the run: from another island, from a checkpoint, or, once only, from the beginning."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from atoll.engines.elastic.engine import ElasticEngine
+from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.pier import ask, fetch
+from atoll.engines.elastic.reminding import reminding
+from atoll.engines.elastic.roll import Roll
+from atoll.errors import CheckpointError, ExchangeFailed
+from atoll.events import RoundFinished
+from atoll.runs.checkpoint import Checkpoint
+from atoll.runs.elastic.desk import Desk
+from atoll.runs.folder import RunFolder
+from atoll.runs.pack import Packed, unpack
+from atoll.telemetry.jsonl import read_events
+
+_LOOK_S, _ASK_S = 0.2, 1.0
+_ANY = Generation(-1, 0)
+_FETCH_LIMIT_S = 60.0
+"""Without a byte."""
+
+
+class Sources:
+    """All that one island can be given the state by.
+
+    Args:
+        name: of the island.
+        roll: says who else is there.
+        folder: of the run, where this machine has it.
+        desk: keeps its checkpoints.
+        say: takes what a person may want to know.
+    """
+
+    def __init__(self, name: str, roll: Roll, folder: RunFolder | None, desk: Desk | None, say: Callable[[str], object]) -> None:
+        self._name, self._roll, self._folder, self._desk, self._say = name, roll, folder, desk, say
+        self.checkpoint: Checkpoint | None = None
+        """The last one that was restored."""
+
+    def first(self, engine: ElasticEngine) -> str:
+        """What a process that was just started begins with, in words."""
+        return self._fetched(engine, at_least=_ANY) or self._restored(engine) or self._fresh(engine)
+
+    def catch_up(self, engine: ElasticEngine, ahead: Generation) -> None:
+        """The others hold what this island does not."""
+        while True:
+            self._roll.look()
+            healed = self._fetched(engine, at_least=max(ahead, engine.generation)) or self._newer_checkpoint(engine)
+            if healed:
+                self._say(f"{self._name} goes on with {healed}")
+                return
+            if self._roll.reached and not self._others():
+                self._say(f"{self._name} is alone, and goes on with what it has: round {engine.generation.round}")
+                engine.begin_anew()
+                return
+            time.sleep(_LOOK_S)
+
+    def confirm(self, engine: ElasticEngine) -> None:
+        """Those who gave this island its state are gone. Where they went on, they left a checkpoint; else this is the newest."""
+        newer = Generation(engine.generation.round, engine.generation.epoch + 1)
+        self._roll.look()
+        found = self._fetched(engine, at_least=newer) or self._newer_checkpoint(engine)
+        self._say(f"{self._name} finds nobody who gave it its state, and goes on with {found or 'it'}")
+        if not found:
+            engine.begin_anew()
+
+    # ---------------------------------------------------------------------------------------------------------- other islands
+
+    def _others(self) -> list[tuple[Generation, bool, str, str]]:
+        """Who else has a state, as they say themselves, the newest first: which, whether a newer one may follow at any moment, name
+        and pier."""
+        piers = {name: entry["pier"] for name, entry in self._roll.alive().items() if name != self._name}
+        said = {name: ask(pier, _ASK_S) for name, pier in piers.items()}
+        states = [
+            (Generation.of(s["generation"]), s["exchanging"], n, piers[n]) for n, s in said.items() if s and s["generation"] >= 0
+        ]
+        return sorted(states, reverse=True)
+
+    def _fetched(self, engine: ElasticEngine, at_least: Generation) -> str:
+        """The newest state that another island has committed; nothing if there is none, or if a newer one is about to follow."""
+        others = self._others()
+        if others and others[0][1] and others[0][0] <= at_least:
+            return ""
+        for generation, _, name, pier in others:
+            if generation < at_least:
+                break
+            try:
+                cargo = fetch(pier, _FETCH_LIMIT_S)
+            except ExchangeFailed as error:
+                self._say(str(error))
+                continue
+            if cargo is None or Generation(*cargo.header["plain"]["generation"]) < at_least:
+                continue
+            shared = unpack(Packed(cargo.header["structure"], dict(cargo.tensors)), engine.shared())
+            plain = cargo.header["plain"]
+            engine.restore({**plain, "wall_time_s": plain["wall_time_s"] + cargo.age_s}, shared)
+            if self._desk is not None:
+                self._desk.brought_up_to_date(engine)
+            return f"round {engine.generation.round}, fetched from {name} ({cargo.nbytes} bytes)"
+        return ""
+
+    # ------------------------------------------------------------------------------------------------------------ checkpoints
+
+    def _restored(self, engine: ElasticEngine) -> str:
+        """The newest checkpoint, where there is one."""
+        checkpoint = self._desk.checkpoints.newest() if self._desk is not None else None
+        if checkpoint is None or self._desk is None:
+            return ""
+        self._desk.restored(checkpoint, engine)
+        self.checkpoint = checkpoint
+        return f"round {checkpoint.round}, from its checkpoint"
+
+    def _newer_checkpoint(self, engine: ElasticEngine) -> str:
+        """Of a run that others went on with and have all died since."""
+        checkpoint = self._desk.checkpoints.newest() if self._desk is not None else None
+        held = max([engine.generation, *(generation for generation, *_ in self._others())])
+        if checkpoint is None or Generation(*checkpoint.metadata["engine"]["generation"]) <= held:
+            return ""
+        return self._restored(engine)
+
+    # ----------------------------------------------------------------------------------------------------------- the beginning
+
+    def _fresh(self, engine: ElasticEngine) -> str:
+        """A run that has not begun."""
+        if self._folder is None:
+            with reminding(self._say, "waiting for an island that has the run's state"):
+                while not (found := self._fetched(engine, at_least=_ANY)):
+                    time.sleep(_LOOK_S)
+                    self._roll.look()
+            return found
+        done = self._folder.events.exists() and any(True for _ in read_events(self._folder.events, [RoundFinished]))
+        if done:
+            raise CheckpointError(
+                f"{self._folder.path} has a run that was begun, and there is neither an island with its state nor a checkpoint. "
+                f"It will not start from random weights again by itself: start a new run, or bring a checkpoint back."
+            )
+        return "the run's first weights"
