@@ -1,13 +1,14 @@
-"""torch's fused AdamW kernel, on ranges of a buffer, with bits that do not depend on the ranges.
+"""torch's fused kernels, on flat buffers, with bits that do not depend on where a buffer is cut.
 
-The kernel reads and writes each number once: about two copies' worth of time, where the readable form takes ten. But it rounds
-otherwise in the elements at an end that fill no vector, so that a shard would not have the bits of the whole. Those elements are
-padded here to a whole vector.
+A kernel reads and writes each number once: AdamW's takes about two copies' worth of time, where the readable form takes ten. But it
+rounds otherwise in the elements at an end that fill no vector, so that a shard would not have the bits of the whole. Those elements
+are padded here to a whole vector (AdamW), or left to the readable form (SGD).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -73,3 +74,49 @@ def _cut(moments: Moments, ranges: Iterable[tuple[int, int]]) -> tuple[list[Mome
         if middle < stop:
             ends.append(Moments(*(flat[middle:stop] for flat in moments)))
     return bodies, ends
+
+
+def fused_momentum(
+    weights: Tensor, gradient: Tensor, velocity: Tensor, *, lr: float, momentum: float, nesterov: bool, weight_decay: float
+) -> int:
+    """A step of SGD with momentum in place, on as many elements from the first on as it says: all that fill whole vectors, or none
+    where the kernel has not the bits of the readable form."""
+    if weights.device.type != "cpu" or weights.dtype not in (torch.float32, torch.float64) or not _rounds_as_the_readable_form():
+        return 0
+    whole = weights.numel() - weights.numel() % VECTOR
+    if whole:
+        _momentum(weights[:whole], gradient[:whole], velocity[:whole], lr, momentum, nesterov, weight_decay)
+    return whole
+
+
+def _momentum(
+    weights: Tensor, gradient: Tensor, velocity: Tensor, lr: float, momentum: float, nesterov: bool, weight_decay: float
+) -> None:
+    torch._fused_sgd_(
+        [weights],
+        [gradient],
+        [velocity],
+        weight_decay=weight_decay,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=False,
+        is_first_step=False,
+    )
+
+
+@cache
+def _rounds_as_the_readable_form() -> bool:
+    """Where the kernel rounds depends on how torch was compiled: it is tried once, on numbers of which a fourth would show it."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float64):
+        w, g, m = torch.randn(3, 16 * VECTOR, generator=generator, dtype=dtype)
+        decayed = torch.add(g, w, alpha=0.3)
+        moved = m.mul(0.9).add_(decayed)
+        ahead = torch.add(decayed, moved, alpha=0.9)
+        expected = torch.add(w, ahead, alpha=-0.7)
+        _momentum(w, g, m, 0.7, 0.9, True, 0.3)
+        if not (torch.equal(m, moved) and torch.equal(w, expected)):
+            return False
+    return True

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from atoll.chunks import elementwise
 from atoll.optim.checks import at_least_zero, below_one
+from atoll.optim.fused import fused_momentum
 from atoll.optim.schedules import Schedule, at, check_lr
 from atoll.optim.taking import check_layouts, old_and_new, release_given, take, windows
 from atoll.tree import Tree
@@ -97,7 +98,8 @@ class Momentum:
         """The bits of `update`, computed in the buffers of `state`, and of `params` if it was given."""
         check_layouts(params, gradient, state.velocity)
         (old, new), velocity, lr = old_and_new(params), take(state.velocity), at(self.lr, state.step)
-        for w, next_w, g, m, room in windows(old, new, gradient, velocity):
+        done = _fused(self, new, gradient, velocity, lr) if new is old else 0
+        for w, next_w, g, m, room in windows(old, new, gradient, velocity, start=done):
             m.mul_(self.momentum).add_(_decayed(g, w, self.weight_decay, room))
             torch.add(w, m, alpha=-lr, out=next_w)
         release_given(gradient, but=new)
@@ -131,13 +133,27 @@ class Nesterov:
         """The bits of `update`, computed in the buffers of `state`, and of `params` if it was given."""
         check_layouts(params, gradient, state.velocity)
         (old, new), velocity, lr = old_and_new(params), take(state.velocity), at(self.lr, state.step)
-        for w, next_w, g, m, room in windows(old, new, gradient, velocity):
+        done = _fused(self, new, gradient, velocity, lr) if new is old else 0
+        for w, next_w, g, m, room in windows(old, new, gradient, velocity, start=done):
             g = _decayed(g, w, self.weight_decay, room)
             m.mul_(self.momentum).add_(g)
             ahead = torch.add(g, m, alpha=self.momentum, out=room)
             torch.add(w, ahead, alpha=-lr, out=next_w)
         release_given(gradient, but=new)
         return new, MomentumState(state.step + 1, velocity)
+
+
+def _fused(rule: Momentum | Nesterov, params: Tree, gradient: Tree, velocity: Tree, lr: float) -> int:
+    """The step in place, in one pass by torch's kernel, on as many elements as it says: the others are for the readable form."""
+    return fused_momentum(
+        params.flat,
+        gradient.flat,
+        velocity.flat,
+        lr=lr,
+        momentum=rule.momentum,
+        nesterov=isinstance(rule, Nesterov),
+        weight_decay=rule.weight_decay,
+    )
 
 
 def _with_decay(gradient: Tree, params: Tree, weight_decay: float) -> Tree:

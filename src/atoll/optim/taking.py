@@ -64,14 +64,14 @@ def check_layouts(*trees: Tree) -> None:
         raise ValueError(f"these Trees have different layouts: {', '.join(map(repr, trees))}. A rule needs those of one model.")
 
 
-def windows(*trees: Tree) -> Iterator[list[Tensor]]:
+def windows(*trees: Tree, start: int = 0) -> Iterator[list[Tensor]]:
     """The buffers side by side, as much of them at a time as stays in cache; and last, as much room for what is passing."""
-    flats = [tree.flat for tree in trees]
+    flats = [tree.flat[start:] for tree in trees]
     numel = flats[0].numel()
     size = min(CHUNK, numel) if flats[0].device.type == "cpu" else numel
     room = torch.empty(size, dtype=flats[0].dtype, device=flats[0].device)
-    for start in range(0, numel, max(size, 1)):
-        parts = [flat[start : start + size] for flat in flats]
+    for at in range(0, numel, max(size, 1)):
+        parts = [flat[at : at + size] for flat in flats]
         yield [*parts, room[: parts[0].numel()]]
 
 
