@@ -2,15 +2,30 @@
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 from atoll import recipes
+from atoll.data.text import Text
 from atoll.engines.elastic.harbour import Harbour, free_port
 from atoll.errors import CheckpointError, ConfigError
-from atoll.events import Attended, Compared, Evaluated, Exchanged, IslandJoined, Leased, RoundFinished, RunFinished, Saved
+from atoll.events import (
+    Attended,
+    Compared,
+    Evaluated,
+    Exchanged,
+    IslandJoined,
+    Leased,
+    RoundFinished,
+    RunFinished,
+    Saved,
+    SaveFailed,
+)
+from atoll.models.gpt import GPT
 from atoll.runs.elastic.island import Island
+from atoll.runs.elastic.log import TakenLog
 from atoll.runs.elastic.place import Elastic, Invitation
 from atoll.runs.elastic.start import create_elastic, refuse_inelastic
 from atoll.runs.elastic.supervise import island_name
@@ -21,8 +36,8 @@ from atoll.runs.place import placed
 from atoll.runs.warm import Cache, load_data, warm_up
 from atoll.runs.workloads import plain_workload
 from atoll.telemetry import read_events
-from atoll.telemetry.jsonl import JsonlSink
 from atoll.tensorfile import load_tree
+from atoll.testing.chaos import exactly_once
 from atoll.testing.simulate import Recorder
 
 HOST = "127.0.0.1"
@@ -56,8 +71,9 @@ class Shore:
         self.run, self.folder = run, create_elastic(run, place, folder, ["test"])
         port, self.errors, self.said = free_port(HOST), [], []
         self.invitation = Invitation(run, place, f"{HOST}:{port}")
-        self.waits_for, self.came = None, threading.Event()
-        """Whom the first island waits for after its third round."""
+        self.something_said = threading.Condition()
+        self.waits = {}
+        """What is waited for, by whom, after which of its rounds: until something is said that begins so."""
         resolved = run.resolved  # whoever starts islands makes the warm start first, and threads share their random numbers
         plain = plain_workload(resolved, load_data(resolved, Cache()))
         warm_up(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
@@ -74,13 +90,12 @@ class Shore:
         torch.set_num_threads(1)
 
         def say(text):
-            self.said.append(text)
+            self.note(text)
             if until is not None and text.startswith(f"committed round {until} "):
                 raise Died
-            if self.waits_for is not None and name == "island-0000" and text.startswith("committed round 3 "):
-                assert self.came.wait(30.0)
-            if text.startswith(f"{self.waits_for} begins with"):
-                self.came.set()
+            for (who, number), what in self.waits.items():
+                if who == name and text.startswith(f"committed round {number} "):
+                    self.wait_until(what)
 
         try:
             island = Island(self.invitation, self.harbour.address, HOST, name, self.folder if home else None, say)
@@ -92,6 +107,17 @@ class Shore:
             island.close(wait=True)
         except Exception as error:
             self.errors.append(error)
+            self.note(f"{name} ended: {error}")
+
+    def wait_until(self, what):
+        """Until something is said that begins so."""
+        with self.something_said:
+            assert self.something_said.wait_for(lambda: any(text.startswith(what) for text in self.said), 30.0), (what, self.said)
+
+    def note(self, text):
+        with self.something_said:
+            self.said.append(text)
+            self.something_said.notify_all()
 
     def finish(self, threads):
         for thread in threads:
@@ -137,7 +163,7 @@ def test_every_commit_says_who_was_there_and_what_became_of_the_data(tmp_path):
 
 def test_whoever_comes_later_is_given_the_state_listens_first_and_then_shares_the_work(tmp_path):
     shore = Shore(tmp_path / "run", toy(1, "train.steps=24"), Elastic(processes=1, pace=1e-4))
-    shore.waits_for = "elsewhere"
+    shore.waits["island-0000", 3] = "elsewhere begins with"
     first = shore.start("island-0000")
     later = shore.start("elsewhere", home=False)
     shore.finish([*first, *later])
@@ -231,14 +257,15 @@ def test_an_invitation_says_it_all():
 def test_a_desk_that_was_brought_up_to_date_writes_behind_what_others_have_written_since(tmp_path):
     shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1))
     island = Island(shore.invitation, shore.harbour.address, HOST, "island-0000", shore.folder, lambda text: None)
-    desk, engine, log = island._desk, island._engine, RunFolder(shore.folder).events
-    log.write_text(Saved(round=1, name="mine").to_json() + "\n")
-    desk._log = JsonlSink(log, append_at=log.stat().st_size)
-    with log.open("a") as file:  # while this island was frozen
-        file.write(Saved(round=2, name="another's").to_json() + "\n")
-    desk.brought_up_to_date(engine)
+    desk, log = island._desk, RunFolder(shore.folder).events
+    desk._log = TakenLog(log, 0)
+    desk._log.emit(Saved(round=1, name="mine"))
+    other = TakenLog(log, log.stat().st_size)  # while this island was frozen
+    other.emit(Saved(round=2, name="another's"))
+    desk.brought_up_to_date(island._engine)
     assert desk._log is None, "it must look again where the log ends"
     assert [event.name for event in shore.events(Saved)] == ["mine", "another's"]
+    other.close()
     island.close(wait=False)
 
 
@@ -256,4 +283,57 @@ def test_an_island_that_was_given_the_state_listens_first_though_it_had_work_bef
     assert engine._listens, "the others would wait for it"
     engine.begin_anew()
     assert not engine._listens
+    island.close(wait=False)
+
+
+def test_what_islands_without_the_folder_commit_alone_is_written_by_whoever_has_it_next(tmp_path):
+    shore = Shore(tmp_path / "run", toy(1, "train.steps=28", "keep.save_every=1000"), Elastic(processes=1))
+    shore.waits = {("island-0000", 3): "zz-elsewhere begins with", ("zz-elsewhere", 9): "island-0000 begins with round 9"}
+    first, other = shore.start("island-0000", until=5), shore.start("zz-elsewhere", home=False)
+    for thread in first:
+        thread.join(60.0)
+    shore.wait_until("committed round 9 ")
+    shore.finish([*shore.start("island-0000"), *other])
+    rounds = [event.round for event in shore.events(Attended)]
+    assert rounds == list(range(1, len(rounds) + 1))
+    assert exactly_once(shore.events(Leased), units=14) == []
+    assert len(shore.events(RunFinished)) == 1
+
+
+def test_who_joins_with_other_data_is_refused(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    data = Text(corpus=f"files:{text}", tokenizer="bytes", seq_len=16, eval_batches=2)
+    run = replace(toy(1), recipe="text", model=GPT(layers=1, width=8, heads=1, head_size=8), data=data)
+    shore = Shore(tmp_path / "run", placed(run, 1), Elastic(processes=1))
+    shore.waits["island-0000", 1] = "elsewhere ended"
+    first = shore.start("island-0000")
+    shore.wait_until("committed round 1 ")
+    text.write_text("0123456789 is another text on the other machine " * 200)
+    shore.start("elsewhere", home=False)
+    shore.wait_until("elsewhere ended: the data here")
+    (error,) = shore.errors
+    assert isinstance(error, ConfigError)
+    shore.errors.clear()
+    shore.finish(first)
+
+
+def test_a_checkpoint_that_could_not_be_saved_is_not_told_of_as_saved(tmp_path):
+    shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1))
+    (shore.folder / "checkpoints").write_text("in the way")
+    shore.finish(shore.start("island-0000"))
+    assert [event.round for event in shore.events(SaveFailed)] == [2, 4]
+    assert shore.events(Saved) == []
+
+
+def test_the_last_figures_are_of_the_last_weights_though_another_island_judged_before(tmp_path):
+    shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1))
+    shore.finish(shore.start("island-0000"))
+    (finished,) = shore.events(RunFinished)
+    (shore.folder / "final.safetensors").unlink()
+    island = Island(shore.invitation, shore.harbour.address, HOST, "island-0000", shore.folder, lambda text: None)
+    island._sources.first(island._engine)
+    island._engine.books.totals.metrics = {"loss": -1.0}  # of weights that have changed since
+    island._desk.finish(island._engine, None)
+    assert [event.val_loss for event in shore.events(RunFinished)] == [finished.val_loss]
     island.close(wait=False)

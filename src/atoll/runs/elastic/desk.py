@@ -7,26 +7,22 @@ the log ends.
 from __future__ import annotations
 
 import fcntl
-import json
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from atoll.engines.elastic.engine import Commit, ElasticEngine
+from atoll.engines.elastic.generation import Generation
 from atoll.engines.evaluator import Evaluator
 from atoll.errors import CheckpointError
-from atoll.events import Attended, Evaluated, Event, IslandJoined, RunStarted, Saved, SaveFailed, WarmStartFinished
+from atoll.events import Saved, SaveFailed, WarmStartFinished
 from atoll.protocols import Workload
 from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
+from atoll.runs.elastic.log import NOTHING, TakenLog, agreed_part
+from atoll.runs.elastic.minutes import Minutes
 from atoll.runs.execute import Execution, is_finished
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
 from atoll.runs.warm import Cache, WarmStart
-from atoll.telemetry.jsonl import JsonlSink
-
-_REMEMBERED = 256  # commits: so long a log can lag behind
 
 
 class Desk:
@@ -40,6 +36,7 @@ class Desk:
         evaluator: judges weights.
         origin: what a checkpoint must be of.
         cache: keeps the data that are read.
+        minutes: what is to be written.
         say: takes what a person may want to know.
     """
 
@@ -52,27 +49,28 @@ class Desk:
         evaluator: Evaluator,
         origin: Mapping[str, str | None],
         cache: Cache,
+        minutes: Minutes,
         say: Callable[[str], object],
     ) -> None:
         self._run, self._folder, self._workload, self._warm, self._evaluator = run, folder, workload, warm, evaluator
-        self._origin, self._say = dict(origin), say
+        self._origin, self._minutes, self._say = dict(origin), minutes, say
         self._execution = Execution(run, folder, None, (), cache)
         self.checkpoints = Checkpoints(folder.checkpoints, run.keep.checkpoints)
-        self._recent: deque[tuple[int, Sequence[Event]]] = deque(maxlen=_REMEMBERED)
-        self._log: JsonlSink | None = None
+        self._log: TakenLog | None = None
+        self._written = NOTHING
+        """The last of the minutes that are in it."""
+        self._judged: Generation | None = None
+        """Whose weights were judged here last."""
         self._steps = 0
         """Of the run, at the last commit."""
         self._others_write = False
         """Whether somebody else wrote of the last commit."""
-        self.cut_at: int | None = None
-        """Where the log ended when the checkpoint was saved that this island begins with; none if it did not begin with one."""
 
     # ------------------------------------------------------------------------------------------------------------- at commits
 
-    def committed(self, engine: ElasticEngine, commit: Commit) -> None:
+    def committed(self, engine: ElasticEngine, commit: Commit, writer: str | None) -> None:
+        """Write down what was committed, if it is this island who does so."""
         before, self._steps = self._steps, engine.steps_taken
-        self._recent.append((engine.generation.round, commit.events))
-        writer = next((n for n, told in zip(commit.met.names, commit.met.result.told, strict=True) if told.home), None)
         self._others_write = writer != engine.name
         if self._others_write:
             self._stop_writing()
@@ -87,65 +85,67 @@ class Desk:
             self._stop_writing()
 
     def _write(self, engine: ElasticEngine, commit: Commit, before: int) -> None:
-        log = self._writing(engine, opening=commit.opening)
+        log = self._writing(engine)
         if commit.opening and engine.generation.round == 0:
             self._judge(engine, log)
             return
         if engine.over or self._passed(before, self._run.keep.evaluate_every):
             self._judge(engine, log)
-        if not commit.opening and (engine.over or self._passed(before, self._run.keep.save_every)):
+        if not commit.opening and (engine.over or self._passed(before, self._run.keep.save_every)) and log.is_ours:
             self._save(engine, log)
 
     def _passed(self, before: int, every: int) -> bool:
         """Whether the run has just passed a multiple of so many steps."""
         return self._steps // every > before // every
 
-    def _judge(self, engine: ElasticEngine, log: JsonlSink) -> None:
+    def _judge(self, engine: ElasticEngine, log: TakenLog) -> None:
         metrics = self._evaluator(engine.params, engine.replica.buffers())
         log.emit(engine.books.evaluated(metrics, engine.clock.now_s()))
+        self._judged = engine.generation
 
-    def _save(self, engine: ElasticEngine, log: JsonlSink) -> None:
+    def _save(self, engine: ElasticEngine, log: TakenLog) -> None:
         """A disk that is full ends nothing: the last checkpoint stands, and the next may succeed."""
         number = engine.generation.round
         try:
-            log.emit(Saved(round=number, name=Checkpoints.name(number)))
-            metadata = {**self._origin, "engine": engine.plain(), "events_bytes": log.position()}
-            self.checkpoints.save(number, {"shared": engine.shared()}, metadata)
+            log.sync()  # whoever goes on from the checkpoint looks for its commit there
+            self.checkpoints.save(number, {"shared": engine.shared()}, {**self._origin, "engine": engine.plain()})
         except CheckpointError as error:
             self._say(f"not saved: {error}")
             log.emit(SaveFailed(round=number, reason=str(error)))
+        else:
+            log.emit(Saved(round=number, name=Checkpoints.name(number)))
 
     # -------------------------------------------------------------------------------------------------------------- the log
 
-    def _writing(self, engine: ElasticEngine, *, opening: bool) -> JsonlSink:
+    def _writing(self, engine: ElasticEngine) -> TakenLog:
         """The log, with everything in it that happened up to now."""
         if self._log is None:
-            self._log = self._opened(engine, opening=opening)
-        for _, events in self._recent:
-            for event in events:
-                self._log.emit(event)
-        self._recent.clear()  # not before all is written: else it is written again, from where the log ends
+            self._log = self._taken_over(engine)
+        for minute in self._minutes:
+            if minute.generation > self._written:
+                for event in minute.events:
+                    self._log.emit(event)
+                self._written = minute.generation
         return self._log
 
-    def _opened(self, engine: ElasticEngine, *, opening: bool) -> JsonlSink:
-        path = self._folder.events
-        cut_at, self.cut_at = self.cut_at, None
-        if opening and engine.generation.round == 0:
-            self._execution.keep_what_is_read()
-            log = JsonlSink(path)
-            log.emit(self._execution.started(self._workload, engine="elastic"))
-            if self._run.train.warm_start_steps:
-                warm = self._warm
-                log.emit(WarmStartFinished(steps=self._run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
-            return log
-        if opening and cut_at is not None:  # what came after the checkpoint happens again
-            return JsonlSink(path, append_at=cut_at)
+    def _taken_over(self, engine: ElasticEngine) -> TakenLog:
         self._say(f"{engine.name} writes the log from round {engine.generation.round} on")
-        mine = {event.round: event.epoch for _, events in self._recent for event in events if isinstance(event, Attended)}
-        append_at, last = _agreed_part(path, mine, first=min(mine, default=engine.generation.round + 1))
-        while self._recent and self._recent[0][0] <= last:
-            self._recent.popleft()
-        return JsonlSink(path, append_at=append_at)
+        epochs = self._minutes.epochs
+        keep_bytes, self._written = agreed_part(self._folder.events, epochs)
+        missing = range(max(self._written.round, 0) + 1, min(epochs, default=0))
+        if missing:
+            self._say(f"nobody remembers rounds {missing[0]} to {missing[-1]}, and the log does not have them")
+        log = TakenLog(self._folder.events, keep_bytes)
+        if not keep_bytes:
+            self._begin(log)
+        return log
+
+    def _begin(self, log: TakenLog) -> None:
+        self._execution.keep_what_is_read()
+        log.emit(self._execution.started(self._workload, engine="elastic"))
+        if self._run.train.warm_start_steps:
+            warm = self._warm
+            log.emit(WarmStartFinished(steps=self._run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
 
     def close(self) -> None:
         """Nothing more is written here."""
@@ -153,9 +153,8 @@ class Desk:
 
     def _stop_writing(self) -> None:
         if self._log is not None:
-            with suppress(CheckpointError):
-                self._log.close()
-        self._log, self.cut_at = None, None
+            self._log.close()
+        self._log = None
 
     # -------------------------------------------------------------------------------------------------------------- the end
 
@@ -167,8 +166,8 @@ class Desk:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if is_finished(self._folder):
                 return
-            log = self._log or JsonlSink(self._folder.events, append_at=_whole_lines(self._folder.events))
-            if not engine.books.totals.metrics:
+            log = self._writing(engine)
+            if self._judged != engine.generation:
                 self._judge(engine, log)
             finished = engine.books.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
             log.emit(finished)
@@ -178,9 +177,8 @@ class Desk:
             self._execution.result(self._evaluator, engine.params)
 
     def brought_up_to_date(self, engine: ElasticEngine) -> None:
-        """The engine goes on with what another island gave it: what this one saw before may have come to nothing."""
-        self._stop_writing()  # somebody else may have written since, and this end of the log is no longer its end
-        self._recent.clear()
+        """The engine goes on with what another island gave it, and the minutes are that one's."""
+        self._stop_writing()  # somebody else may have written since
         self._steps = engine.steps_taken
 
     def restored(self, checkpoint: Checkpoint, engine: ElasticEngine) -> None:
@@ -189,43 +187,6 @@ class Desk:
         check_origin(checkpoint, self._origin, engine.name)
         shared: dict[str, Any] = self.checkpoints.load(checkpoint, "shared", engine.shared())
         engine.restore(checkpoint.metadata["engine"], shared)
+        self._minutes.begin_with(engine.generation)
         engine.begin_anew()
-        self._recent.clear()
-        self._steps, self.cut_at = engine.steps_taken, checkpoint.metadata["events_bytes"]
-
-
-def _agreed_part(path: Path, mine: Mapping[int, int], *, first: int) -> tuple[int, int]:
-    """How many bytes of a log tell of commits that count, and the last of these.
-
-    A commit that was written by an island which died at once may be one that nobody else has; and it may not be there in full.
-
-    Args:
-        path: the log.
-        mine: the epochs of the commits that this island remembers, by round.
-        first: the first round that it has to agree on.
-    """
-    at = end = last = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        end += len(line)
-        name = line[: line.find(b",")].decode(errors="replace").removeprefix('{"event": ').strip('"')
-        if not line.endswith(b"\n"):
-            break
-        if name == Attended.__name__:
-            attended = json.loads(line)
-            if attended["round"] >= first and mine.get(attended["round"]) != attended["epoch"]:
-                break
-            at, last = end, attended["round"]
-        elif name in _BETWEEN or (not last and name in _AT_FIRST):
-            at = end
-    return at, last
-
-
-_BETWEEN = (Evaluated.__name__, Saved.__name__, SaveFailed.__name__)
-_AT_FIRST = (RunStarted.__name__, WarmStartFinished.__name__, IslandJoined.__name__)
-"""What is written between two commits, and before the first. A commit's own events end with who attended."""
-
-
-def _whole_lines(path: Path) -> int:
-    """How many bytes of a log are whole lines: whoever wrote it may have died in the middle of one."""
-    text = path.read_bytes()
-    return text.rfind(b"\n") + 1
+        self._steps = engine.steps_taken

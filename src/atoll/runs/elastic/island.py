@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from atoll.errors import ConfigError, ExchangeFailed
 from atoll.protocols import Algorithm
 from atoll.runs.build import loss_of, replica_of
 from atoll.runs.elastic.desk import Desk
+from atoll.runs.elastic.minutes import Minute, Minutes
 from atoll.runs.elastic.place import Invitation
 from atoll.runs.elastic.sources import Sources
 from atoll.runs.execute import digest_without_size
@@ -123,6 +125,7 @@ class Island:
         self._roll = Roll(address, name, self._entry)
         limit_s = max(self._place.limit_s * 2, 60.0)
         self._membership = Membership(name, host, invitation.lighthouse, limit_s=limit_s, say=say)
+        self._minutes = Minutes()
         self._desk: Desk | None = None
         self._spoiler = self._spoiler_of(chaos) if chaos is not None else None
         self._set_up()
@@ -158,8 +161,9 @@ class Island:
         device, loss, number = _device(run, self._name), loss_of(run, workload), _number(self._name)
         if self._folder is not None:
             evaluator = Evaluator(workload, device, dtype_of(run))
-            self._desk = Desk(run, self._folder, plain, warm, evaluator, origin, cache, self._say)
-        self._sources = Sources(self._name, self._roll, self._folder, self._desk, self._say)
+            self._desk = Desk(run, self._folder, plain, warm, evaluator, origin, cache, self._minutes, self._say)
+        self._origin = {**origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
+        self._sources = Sources(self._name, self._roll, self._folder, self._desk, self._minutes, self._origin, self._say)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
         limit = Limit(None)
         finds: Finds = self._membership
@@ -220,6 +224,9 @@ class Island:
         self._say(f"begins with those who are here: {sorted(self._roll.alive())}")
 
     def _committed(self, engine: ElasticEngine, commit: Commit) -> None:
+        told = zip(commit.met.names, commit.met.result.told, strict=True)
+        writer = next((name for name, one in told if one.home), None)
+        self._minutes.add(Minute(engine.generation, commit.opening, commit.events), writer)
         self._publish(engine)
         if not commit.opening:  # every island says what it holds, so that nobody has to trust the one who writes
             worked = self._name in commit.met.result.delivered(commit.met.names)
@@ -227,12 +234,13 @@ class Island:
             generation = engine.generation
             self._say(f"committed round {generation.round} of epoch {generation.epoch} as {engine.digest}, {work}")
         if self._desk is not None:
-            self._desk.committed(engine, commit)
+            self._desk.committed(engine, commit, writer)
 
     def _publish(self, engine: ElasticEngine) -> None:
         structure, tensors = pack(engine.shared())
+        header = {"plain": engine.plain(), "structure": structure, "minutes": self._minutes.to_parts(), "origin": self._origin}
         with self._pier.changing() as put:
-            put(Cargo({"plain": engine.plain(), "structure": structure}, tensors))
+            put(Cargo(header, tensors))
             self._published = engine.generation
 
     def close(self, *, wait: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,3 +86,14 @@ class Invitation:
     def from_text(text: str) -> Invitation:
         record = json.loads(text)
         return Invitation(from_json(record["run"]), Elastic(**record["place"]), record["lighthouse"])
+
+
+def check_alike(mine: Mapping[str, str | None], theirs: Mapping[str, str | None], name: str) -> None:
+    """Refuse to take part with another text or version than the island of this name has: it would train on examples that others
+    train on too, or compute other bits than they do."""
+    for what, found in (("run", "settings"), ("data", "data"), ("atoll", "version of atoll"), ("torch", "version of torch")):
+        if mine[what] != theirs.get(what):
+            raise ConfigError(
+                f"the {found} here ({mine[what]}) and there, on {name} ({theirs.get(what)}), are not the same. All islands of a "
+                f"run have the same. Bring here what is there."
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.generation import Generation
@@ -14,6 +14,8 @@ from atoll.errors import CheckpointError, ExchangeFailed
 from atoll.events import RoundFinished
 from atoll.runs.checkpoint import Checkpoint
 from atoll.runs.elastic.desk import Desk
+from atoll.runs.elastic.minutes import Minutes
+from atoll.runs.elastic.place import check_alike
 from atoll.runs.folder import RunFolder
 from atoll.runs.pack import Packed, unpack
 from atoll.telemetry.jsonl import read_events
@@ -32,11 +34,23 @@ class Sources:
         roll: says who else is there.
         folder: of the run, where this machine has it.
         desk: keeps its checkpoints.
+        minutes: what others remember of the last commits goes here.
+        origin: what this island has: the same as whoever gives it the state.
         say: takes what a person may want to know.
     """
 
-    def __init__(self, name: str, roll: Roll, folder: RunFolder | None, desk: Desk | None, say: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        name: str,
+        roll: Roll,
+        folder: RunFolder | None,
+        desk: Desk | None,
+        minutes: Minutes,
+        origin: Mapping[str, str | None],
+        say: Callable[[str], object],
+    ) -> None:
         self._name, self._roll, self._folder, self._desk, self._say = name, roll, folder, desk, say
+        self._minutes, self._origin = minutes, origin
         self.checkpoint: Checkpoint | None = None
         """The last one that was restored."""
 
@@ -94,9 +108,11 @@ class Sources:
                 continue
             if cargo is None or Generation(*cargo.header["plain"]["generation"]) < at_least:
                 continue
+            check_alike(self._origin, cargo.header["origin"], name)
             shared = unpack(Packed(cargo.header["structure"], dict(cargo.tensors)), engine.shared())
             plain = cargo.header["plain"]
             engine.restore({**plain, "wall_time_s": plain["wall_time_s"] + cargo.age_s}, shared)
+            self._minutes.from_parts(cargo.header["minutes"])
             if self._desk is not None:
                 self._desk.brought_up_to_date(engine)
             return f"round {engine.generation.round}, fetched from {name} ({cargo.nbytes} bytes)"

@@ -1,0 +1,87 @@
+"""The run's log in the hands of one island: whoever takes it over goes on behind what counts, and whoever had it has it no more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from atoll.engines.elastic.generation import Generation
+from atoll.errors import CheckpointError
+from atoll.events import Attended, Evaluated, Event, IslandJoined, RunStarted, Saved, SaveFailed, WarmStartFinished
+from atoll.files import replacing
+from atoll.telemetry.jsonl import JsonlSink
+
+NOTHING, _BEGUN = Generation(-1, 0), Generation(0, 1 << 31)
+"""What a log tells of that is empty, and what one without a commit does: the beginning, whatever its epoch."""
+_BETWEEN = (Evaluated.__name__, Saved.__name__, SaveFailed.__name__)
+_AT_FIRST = (RunStarted.__name__, WarmStartFinished.__name__, IslandJoined.__name__)
+"""What is written between two commits, and before the first. A commit's own events end with who attended."""
+
+
+class TakenLog:
+    """The log, from here on.
+
+    A copy takes its place. So an island that wrote it before, was frozen in the middle of that and wakes, writes to a file that
+    nobody reads any more.
+
+    Args:
+        path: of the log.
+        keep_bytes: of what is there; the rest does not count.
+
+    Raises:
+        CheckpointError: it cannot be written. What was there is untouched.
+    """
+
+    def __init__(self, path: Path, keep_bytes: int) -> None:
+        with replacing(path, CheckpointError) as file:
+            file.write(path.read_bytes()[:keep_bytes] if keep_bytes else b"")
+        self._sink = JsonlSink(path, append_at=keep_bytes)
+        self._inode = path.stat().st_ino
+
+    def emit(self, event: Event) -> None:
+        self._sink.emit(event)
+
+    def sync(self) -> None:
+        """All of it is on the disk when this returns."""
+        self._sink.position()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether nobody has taken it over since."""
+        path = self._sink.path
+        return path.exists() and path.stat().st_ino == self._inode
+
+    def close(self) -> None:
+        with suppress(CheckpointError):
+            self._sink.close()
+
+
+def agreed_part(path: Path, epochs: Mapping[int, int]) -> tuple[int, Generation]:
+    """How many bytes of a log tell of commits that count, and the last of these.
+
+    A commit that was written by an island which died at once may be one that nobody else has; and it may not be there in full.
+
+    Args:
+        path: the log.
+        epochs: of the commits that count, by round. Those before the first of these are not doubted; if there are none, nothing
+            in the log counts.
+    """
+    at, last, end, first = 0, NOTHING, 0, min(epochs, default=0)
+    for line in path.read_bytes().splitlines(keepends=True) if epochs and path.exists() else ():
+        end += len(line)
+        name = line[: line.find(b",")].decode(errors="replace").removeprefix('{"event": ').strip('"')
+        if not line.endswith(b"\n"):
+            break
+        if name == Attended.__name__:
+            attended = json.loads(line)
+            found = Generation(attended["round"], attended["epoch"])
+            if found.round >= first and epochs.get(found.round) != found.epoch:
+                break
+            at, last = end, found
+        elif name in _BETWEEN:
+            at = end
+        elif name in _AT_FIRST and last <= _BEGUN:
+            at, last = end, _BEGUN
+    return at, last

@@ -1,0 +1,90 @@
+"""What was committed lately: every island remembers it, and whoever writes the run's log next has what the last one left out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from atoll.engines.elastic.generation import Generation
+from atoll.events import Event, from_json
+
+_REMEMBERED = 512  # commits: so long a log can lag behind
+
+
+class Minute(NamedTuple):
+    """What is to be written of one commit.
+
+    Attributes:
+        generation: that was committed.
+        opening: whether it was before a round, and not a round itself.
+        events: what happened.
+    """
+
+    generation: Generation
+    opening: bool
+    events: Sequence[Event]
+
+
+class Minutes:
+    """The minutes of one island.
+
+    >>> minutes = Minutes()
+    >>> for number in range(1, 5):
+    ...     minutes.add(Minute(Generation(number, number), False, []), writer="a" if number < 4 else None)
+    >>> minutes.epochs
+    {1: 1, 2: 2, 3: 3, 4: 4}
+    >>> [parts[:2] for parts in minutes.to_parts()]  # a came to the third meeting, and so has written of the second
+    [[2, 2], [3, 3], [4, 4]]
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[Minute] = deque(maxlen=_REMEMBERED)
+        self._writer: str | None = None
+        self._written = Generation(-1, 0)
+        """So far the log is known to go."""
+
+    def __iter__(self) -> Iterator[Minute]:
+        return iter(self._kept)
+
+    @property
+    def epochs(self) -> dict[int, int]:
+        """Of the commits, by round."""
+        return {minute.generation.round: minute.generation.epoch for minute in self._kept if not minute.opening}
+
+    def add(self, minute: Minute, writer: str | None) -> None:
+        """Something was committed.
+
+        Args:
+            minute: what.
+            writer: who of those who committed it writes it down; none if nobody of them can.
+        """
+        if writer is not None and writer == self._writer and self._kept:
+            self._written = self._kept[-1].generation
+        self._writer = writer
+        self._kept.append(minute)
+
+    def begin_with(self, generation: Generation) -> None:
+        """This island goes on from a checkpoint: what came after it is void."""
+        self._replace([Minute(generation, False, [])])
+
+    def _replace(self, minutes: Sequence[Minute]) -> None:
+        self._kept.clear()
+        self._kept.extend(minutes)
+        self._writer, self._written = None, Generation(-1, 0)
+
+    # ------------------------------------------------------------------------------------------------------- to other islands
+
+    def to_parts(self) -> list[Any]:
+        """What may not be in the log yet, and the last commit that is, as plain data."""
+        return [
+            [*minute.generation, minute.opening, [event.to_json() for event in minute.events if event.recorded]]
+            for minute in self._kept
+            if minute.generation >= self._written
+        ]
+
+    def from_parts(self, parts: Sequence[Any]) -> None:
+        """Remember what another island does. What this one saw itself may have come to nothing."""
+        self._replace(
+            [Minute(Generation(number, epoch), opening, [*map(from_json, lines)]) for number, epoch, opening, lines in parts]
+        )
