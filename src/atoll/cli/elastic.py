@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from atoll.cli.verbs import interruptible, run_of, show_result, sinks_of
 from atoll.engines.elastic.harbour import Harbour
-from atoll.errors import ConfigError
+from atoll.errors import CheckpointError, ConfigError
 from atoll.runs.elastic.island import take_part
 from atoll.runs.elastic.place import Elastic, Invitation, read_elastic
 from atoll.runs.elastic.start import chaos_of, create_elastic, keep_going
+from atoll.runs.elastic.supervise import STATELESS
 from atoll.runs.execute import is_finished
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.logs import leave_at_once
@@ -103,6 +104,8 @@ def be_island(address: str, name: str | None, folder: Path | None, chaos: Path |
     try:
         limit_s = START_LIMIT_S if folder is None else 60.0
         take_part(address, mine, folder=folder, say=_say, start_limit_s=limit_s, chaos=chaos)
+    except CheckpointError as error:  # another island may have the state, though it does not answer just now
+        leave_at_once(error, code=STATELESS)
     except BaseException as error:
         leave_at_once(error)
     sys.stdout.flush()

@@ -68,8 +68,8 @@ def telling_why(store: Store, rank: int, size: int) -> Iterator[None]:
         raise
 
 
-def leave_at_once(error: BaseException, log: IO[str] | None = None) -> NoReturn:
-    """End this process, with the error in its log and on its console."""
+def leave_at_once(error: BaseException, log: IO[str] | None = None, code: int | None = None) -> NoReturn:
+    """End this process, with the error in its log and on its console, and with this exit code; none: the usual one."""
     known, interrupted = isinstance(error, AtollError), isinstance(error, KeyboardInterrupt)
     text = "interrupted" if interrupted else f"error: {' '.join(str(error).split())}"
     for file in [file for file in (log, None if interrupted else sys.stderr) if file is not None]:
@@ -77,4 +77,5 @@ def leave_at_once(error: BaseException, log: IO[str] | None = None) -> NoReturn:
             traceback.print_exception(error, file=file)
         print(text, file=file, flush=True)
     sys.stdout.flush()
-    os._exit(130 if interrupted else MISSED_ANOTHER if isinstance(error, ExchangeFailed) else 2 if known else 1)
+    usual = 130 if interrupted else MISSED_ANOTHER if isinstance(error, ExchangeFailed) else 2 if known else 1
+    os._exit(usual if code is None else code)

@@ -1,13 +1,17 @@
 """Processes that are kept going, and a log that is followed."""
 
 import os
+import re
 import signal
 import sys
 
 import pytest
 
+from atoll import recipes
 from atoll.events import RunStarted, Saved
-from atoll.runs.elastic.supervise import Child, IslandFailed, Tail, island_name
+from atoll.runs.elastic.place import Elastic
+from atoll.runs.elastic.supervise import Child, IslandFailed, Supervisor, Tail, island_name
+from atoll.runs.place import placed
 from atoll.testing.simulate import Recorder
 
 
@@ -28,17 +32,28 @@ def test_a_child_that_was_killed_is_started_again(tmp_path):
     one = child(tmp_path, "import sys; sys.stdin.read()")
     one.start()
     os.kill(one.process.pid, signal.SIGKILL)
-    ended(one).died()
+    ended(one).died(alone=True)
     assert (one.started, one.code) == (2, None)
     one.let_go()  # it reads the end of its input
     assert ended(one).code == 0
 
 
-def test_a_child_that_refuses_to_start_ends_the_run_with_its_words(tmp_path):
+def test_a_child_that_refuses_to_start_is_given_up_with_its_words(tmp_path):
     one = child(tmp_path, "import sys; print('error: no such text.'); sys.exit(2)")
     one.start()
-    with pytest.raises(IslandFailed, match=r"island-0000 cannot be kept going: no such text\."):
-        ended(one).died()
+    ended(one).died(alone=False)
+    assert (one.given_up, one.started) == ("no such text", 1)
+    one.let_go()
+
+
+def test_a_child_that_finds_no_state_is_started_again_as_long_as_somebody_may_have_it(tmp_path):
+    one = child(tmp_path, "raise SystemExit(4)")
+    one.start()
+    for _ in range(6):
+        ended(one).died(alone=False)
+    assert (one.given_up, one.started) == ("", 7)
+    ended(one).died(alone=True)
+    assert one.given_up
     one.let_go()
 
 
@@ -46,11 +61,49 @@ def test_a_child_that_dies_at_once_again_and_again_is_given_up(tmp_path):
     one = child(tmp_path, "raise SystemExit(1)")
     one.start()
     for _ in range(4):
-        ended(one).died()
-    with pytest.raises(IslandFailed, match=r"see .*island\.log"):
-        ended(one).died()
-    assert 3 <= one.started <= 10
+        ended(one).died(alone=True)
+    assert not one.given_up
+    ended(one).died(alone=True)
+    assert re.match(r"see .*island\.log", one.given_up)
     one.let_go()
+
+
+def kept_going(tmp_path, *programs):
+    """A supervisor whose lighthouse sleeps and whose islands are these programs; and what it said."""
+    said = []
+    supervisor = Supervisor(placed(recipes.ALL["toy-sync"](), 1), Elastic(processes=1), tmp_path, say=said.append)
+    supervisor.harbour = Child("lighthouse", ["sleep", "600"], tmp_path / "lighthouse.log")
+    supervisor.islands = [
+        Child(island_name(number), [sys.executable, "-S", "-c", program], tmp_path / f"{number}.log")
+        for number, program in enumerate(programs)
+    ]
+    return supervisor, said
+
+
+REFUSES = "print('error: my card is broken.'); raise SystemExit(2)"
+
+
+def test_an_island_that_cannot_be_kept_going_does_not_end_the_others(tmp_path):
+    marker = tmp_path / "done"
+    supervisor, said = kept_going(tmp_path, f"import os\nwhile not os.path.exists({str(marker)!r}): pass", REFUSES)
+    supervisor._say = lambda text: (said.append(text), marker.touch())  # the healthy one ends after the other was given up
+    supervisor.keep_going()
+    assert said == ["island-0001 cannot be kept going, and the others go on without it: my card is broken"]
+    assert [one.code for one in supervisor.islands] == [0, 2]
+
+
+def test_a_run_of_which_no_island_can_be_kept_going_ends_with_what_the_last_one_said(tmp_path):
+    supervisor, _ = kept_going(tmp_path, REFUSES, REFUSES)
+    with pytest.raises(IslandFailed, match=r"cannot be kept going: my card is broken\."):
+        supervisor.keep_going()
+    assert supervisor.harbour.code is not None
+
+
+def test_islands_that_all_find_no_state_do_not_wait_for_each_other(tmp_path):
+    supervisor, said = kept_going(tmp_path, "raise SystemExit(4)", "raise SystemExit(4)")
+    with pytest.raises(IslandFailed):
+        supervisor.keep_going()
+    assert sum(one.started for one in supervisor.islands) <= 4, said
 
 
 EVENTS = [Saved(round=n, name=f"{n:08}") for n in range(4)]

@@ -1,7 +1,7 @@
 """Whoever starts an elastic run: keeps the lighthouse and the islands of this machine going until the run is over.
 
-A process that dies is started again. One that refuses to start, or dies again and again before it has done anything, is not: then
-the run ends with what it said.
+A process that dies is started again. An island that refuses to start, or dies again and again soon after, is given up with what it
+said, and the others go on; the run ends when none is left.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,14 +34,14 @@ _QUIET = {"RUST_LOG": "warn", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """torchft tells of every meeting, and torch of every store that is away."""
 _PATIENCE_S = 5.0
 """So long processes that were asked to end are waited for."""
-REFUSED = 2
-"""The exit code of a process that cannot start as it was asked to."""
+REFUSED, STATELESS = 2, 4
+"""The exit codes of a process that cannot do what it was asked to, and of one that found no state to begin with."""
 _MOST_IN_A_ROW, _SOON_S = 5, 10.0
 """A process that dies so often, each time so soon after it was started, is not started again."""
 
 
 class IslandFailed(AtollError):
-    """An island of this machine cannot be kept going."""
+    """No island of this machine can be kept going, or not the lighthouse."""
 
 
 def island_name(number: int) -> str:
@@ -63,7 +63,9 @@ class Child:
         log: where it writes.
         process: the present one.
         started: how often it was.
+        began_s: when it was last.
         soon: how often in a row it died soon after.
+        given_up: why it is not started any more.
     """
 
     name: str
@@ -71,8 +73,9 @@ class Child:
     log: Path
     process: subprocess.Popen[bytes] | None = None
     started: int = 0
+    began_s: float = 0.0
     soon: int = 0
-    _began_s: float = field(default=0.0, repr=False)
+    given_up: str = ""
 
     def let_go(self) -> None:
         """Nothing is held of the present process any more. If it is still there, it ends."""
@@ -93,20 +96,29 @@ class Child:
                 env={**_QUIET, **os.environ},
             )
         self.started += 1
-        self._began_s = time.monotonic()
+        self.began_s = time.monotonic()
 
     @property
     def code(self) -> int | None:
         return self.process.poll() if self.process is not None else None
 
-    def died(self) -> None:
-        """It is dead, and is to be started again: unless that is of no use."""
-        assert self.process is not None
-        self.soon = self.soon + 1 if time.monotonic() - self._began_s < _SOON_S else 0
-        if self.process.returncode == REFUSED or self.soon >= _MOST_IN_A_ROW:
-            words = last_words(self.log) or f"see {self.log}"
-            raise IslandFailed(f"{self.name} cannot be kept going: {words}.")
-        self.start()
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.code is None
+
+    def died(self, *, alone: bool) -> None:
+        """It is dead, and is started again, or given up where that is of no use.
+
+        Args:
+            alone: whether nobody is alive who may have the state, though it does not answer just now.
+        """
+        code = self.code
+        if code != STATELESS or alone:
+            self.soon = self.soon + 1 if time.monotonic() - self.began_s < _SOON_S else 0
+        if code == REFUSED or (code == STATELESS and alone) or self.soon >= _MOST_IN_A_ROW:
+            self.given_up = last_words(self.log) or f"see {self.log}"
+        else:
+            self.start()
 
 
 class Supervisor:
@@ -154,18 +166,28 @@ class Supervisor:
         """Until the run is over.
 
         Raises:
-            IslandFailed: one of them cannot be kept going. All have been stopped.
+            IslandFailed: none of them can be kept going, or not the lighthouse. All have been stopped.
         """
         with self._started():
-            while not all(child.code == 0 for child in self.islands):
+            while not all(child.code == 0 or child.given_up for child in self.islands):
                 for child in [self.harbour, *self.islands]:
-                    if child.code not in (None, 0) or (child is self.harbour and child.code == 0):
-                        self._say(f"{child.name} has died ({_how(child.code or 0)}) and is started again")
-                        child.died()
+                    if child.code is not None and not child.given_up and (child.code or child is self.harbour):
+                        self._look_after(child)
                 self._tail.follow()
                 self._break()
                 time.sleep(_LOOK_S)
             self._tail.follow()
+
+    def _look_after(self, child: Child) -> None:
+        how = _how(child.code or 0)
+        # Who was started later looks for the state itself.
+        child.died(alone=not any(other.is_alive and other.began_s < child.began_s for other in self.islands))
+        if not child.given_up:
+            self._say(f"{child.name} has died ({how}) and is started again")
+        elif child is self.harbour or all(island.given_up for island in self.islands):
+            raise IslandFailed(f"{child.name} cannot be kept going: {child.given_up}.")
+        else:
+            self._say(f"{child.name} cannot be kept going, and the others go on without it: {child.given_up}")
 
     def _break(self) -> None:
         if self._chaos is not None:
