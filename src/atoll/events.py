@@ -339,6 +339,8 @@ class Leased(Timed, Event):
     """In the commit."""
     returned: list[list[int]]
     """To be leased again: the island died, fell behind, or was refused."""
+    dropped: list[list[int]] = field(default_factory=list)
+    """Never to be leased again: several islands were refused with it, or the only one was several times."""
     virtual_time_s: float | None
     wall_time_s: float | None = None
 

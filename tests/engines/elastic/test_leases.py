@@ -1,5 +1,7 @@
 """Data in units: whatever islands do, each unit ends in exactly one commit."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,3 +75,50 @@ def test_what_cannot_be_is_refused():
     leases.delivered = 3
     with pytest.raises(ExchangeFailed, match="the account of data is wrong"):
         leases.check()
+
+
+def refused_until_dropped(islands, units, poison):
+    """How often, and whose deltas of one unit are refused, until everything is settled."""
+    leases, refusals, delivered = Leases(shards=2, batches=2, units=units), [], []
+    while not leases.done:
+        out = leases.lease(islands)
+        bad = [name for name, unit in out.items() if unit == poison]
+        settled = leases.settle(out.keys() - bad, bad)
+        leases.check()
+        refusals += bad
+        delivered += settled.delivered.values()
+        if settled.dropped:
+            assert list(settled.dropped.values()) == [poison]
+    assert leases.dropped == 1
+    assert len(set(delivered)) == len(delivered) == units - 1
+    return refusals
+
+
+def test_a_unit_that_nobody_can_deliver_is_tried_by_two_and_then_dropped():
+    refusals = refused_until_dropped(["a", "b"], 12, Unit(1, 2, 2))
+    assert len(refusals) == 3
+    assert set(refusals) == {"a", "b"}
+
+
+@pytest.mark.parametrize("units", [2, 6])
+def test_an_island_that_is_alone_drops_it_after_three_refusals(units):
+    assert refused_until_dropped(["a"], units, Unit(1, 0, 2)) == ["a"] * 3
+
+
+def test_an_island_whose_every_delta_is_refused_drops_nothing_that_another_can_deliver():
+    leases, delivered = Leases(shards=2, batches=2, units=10), []
+    while not leases.done:
+        out = leases.lease(["a", "b"])
+        delivered += leases.settle(out.keys() - {"a"}, out.keys() & {"a"}).delivered.values()
+    assert leases.dropped == 0
+    assert len(set(delivered)) == 10
+
+
+def test_refusals_go_with_the_account():
+    leases, other = Leases(shards=1, batches=2, units=3), Leases(shards=1, batches=2, units=3)
+    for _ in range(2):
+        leases.lease(["a"])
+        leases.settle([], ["a"])
+    other.from_parts(json.loads(json.dumps(leases.to_parts())))
+    other.lease(["a"])
+    assert other.settle([], ["a"]).dropped == {"a": Unit(0, 0, 2)}

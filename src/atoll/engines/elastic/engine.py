@@ -139,7 +139,7 @@ class ElasticEngine:
     @property
     def steps_taken(self) -> int:
         """Position on the schedule: as if the planned islands had shared the work evenly."""
-        return self.leases.delivered * self.algorithm.steps_per_round // self._planned
+        return self.leases.settled * self.algorithm.steps_per_round // self._planned
 
     @property
     def params(self) -> Tree:
@@ -217,7 +217,7 @@ class ElasticEngine:
         self.generation = Generation(self.generation.round + 1, met.epoch)
         self._judge.remember(agreed.brought, agreed.refused)
         self._tell_who_is_here(met)
-        settled = self.leases.settle(agreed.delivered(met.names))
+        settled = self.leases.settle(agreed.delivered(met.names), [met.names[rank] for rank in agreed.refused])
         numbers = [self.known.index(name) for name in met.names]
         self._clerk.enter([told.diary for told in agreed.told], self.steps_taken, agreed.now_s, numbers)
         self.leases.lease(met.names)
@@ -275,6 +275,7 @@ class ElasticEngine:
                 round=number,
                 delivered=[[self.known.index(name), *unit] for name, unit in settled.delivered.items()],
                 returned=[[self.known.index(name), *unit] for name, unit in settled.returned.items()],
+                dropped=[[self.known.index(name), *unit] for name, unit in settled.dropped.items()],
                 virtual_time_s=None,
                 wall_time_s=now_s,
             )
