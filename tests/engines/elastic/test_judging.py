@@ -21,6 +21,18 @@ def test_nobody_is_absurd_before_anything_is_usual():
     assert judge.refused([SOUND, Brought(1.0, True, 19.9)]) == {}
 
 
+def test_in_the_first_rounds_three_islands_tell_which_of_them_is_absurd():
+    assert list(Judge(10).refused([SOUND, Brought(1.0, True, 1e9), SOUND])) == [1]
+    assert Judge(10).refused([SOUND, Brought(1.0, True, 1e9), Brought(0.0, True, 0.0)]) == {}, "two cannot tell"
+
+
+def test_deltas_of_nothing_make_nothing_absurd():
+    judge = Judge(10)
+    for _ in range(3):
+        judge.remember([Brought(1.0, True, 0.0)], refused={})
+    assert judge.refused([SOUND]) == {}
+
+
 def test_what_was_refused_does_not_make_the_next_one_usual():
     judge, absurd = Judge(10), Brought(1.0, True, 1e6)
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -9,10 +10,9 @@ import torch
 from atoll.engines.dist.clock import Limit
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.harbour import Harbour, free_port
-from atoll.engines.elastic.meetings import Disagreed, LeftBehind, Meetings
-from atoll.engines.elastic.membership import Membership
+from atoll.engines.elastic.meetings import Disagreed, LeftBehind, Meetings, Unvouched
+from atoll.engines.elastic.membership import CutOff, Membership
 from atoll.engines.elastic.pier import Pier
-from atoll.errors import ExchangeFailed
 
 HOST = "127.0.0.1"
 NOW = Generation(3, 7)
@@ -30,11 +30,22 @@ class Islands:
     """Members of one lighthouse, each driven by a thread of its own."""
 
     def __init__(self, lighthouse, names):
-        self.said = []
-        self.members = {n: Membership(n, HOST, lighthouse, limit_s=20.0, say=self.said.append) for n in names}
-        self.meetings = {n: Meetings(m, Limit(10.0), self.said.append, patience_s=20.0) for n, m in self.members.items()}
-        for member in self.members.values():
-            member.join()
+        self.said, self._lighthouse = [], lighthouse
+        self.members, self.meetings, self.piers = {}, {}, {}
+        for name in names:
+            self.add(name).join()
+
+    def add(self, name, home=True):
+        """An island that can be asked, and has not joined yet."""
+
+        def about():
+            return {"name": name, "generation": NOW.number, "blames": sorted(self.meetings[name].blames)}
+
+        pier = self.piers[name] = Pier(HOST, about)
+        member = Membership(name, HOST, self._lighthouse, pier=pier.address, home=home, limit_s=20.0, say=self.said.append)
+        self.members[name] = member
+        self.meetings[name] = Meetings(member, Limit(10.0), self.said.append, patience_s=20.0)
+        return member
 
     def hold(self, acts, generations=None, digests=None):
         """Everybody's meeting, or what it raised."""
@@ -43,7 +54,7 @@ class Islands:
         def one(name):
             try:
                 return self.meetings[name].hold(generations.get(name, NOW), digests.get(name, 1), acts[name])
-            except (LeftBehind, Died) as error:
+            except (LeftBehind, Unvouched, CutOff, Died) as error:
                 raised = error.with_traceback(None)  # which would hold its connections open
             self.members[name].leave()
             return raised
@@ -52,8 +63,9 @@ class Islands:
             return dict(zip(acts, pool.map(one, acts), strict=True))
 
     def close(self):
-        for member in self.members.values():
+        for member, pier in zip(self.members.values(), self.piers.values(), strict=True):
             member.leave()
+            pier.close()
 
 
 class Died(Exception):
@@ -138,29 +150,26 @@ def test_what_they_disagree_on_is_done_again(islands):
     assert {m.attempts for m in met.values()} == {2}
 
 
-def test_a_fellow_that_is_alive_is_waited_for_though_the_lighthouse_does_not_know_it(islands):
-    shore, came = islands("a"), threading.Event()
-    shore.members["b"] = Membership("b", HOST, shore.members["a"]._lighthouse, limit_s=20.0, say=shore.said.append)
-    shore.meetings["b"] = Meetings(shore.members["b"], Limit(10.0), shore.said.append)
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_a_fellow_that_is_alive_is_waited_for_though_the_lighthouse_does_not_know_it(islands, names):
+    shore, asked = islands(*names), threading.Event()
+    shore.add("c")
 
     def about():
-        came.set()
-        return {"name": "b", "generation": NOW.number}
+        asked.set()
+        return {"name": "c", "generation": NOW.number}
 
-    pier = Pier(HOST, about)
-    shore.meetings["a"].fellows = {"b": pier.address}
-
-    def comes_late():
-        assert came.wait(20.0), "it was never asked"
-        shore.members["b"].join()
-        return shore.meetings["b"].hold(NOW, 1, names_of)
-
-    with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(comes_late)
-        met = shore.meetings["a"].hold(NOW, 1, names_of)
-        assert met.names == late.result().names == ("a", "b")
-    assert met.attempts == 1, "nothing has failed"
-    pier.close()
+    with closing(Pier(HOST, about)) as pier, ThreadPoolExecutor(3) as pool:
+        for name in names:
+            shore.meetings[name].fellows = {"c": pier.address}
+        early = [pool.submit(shore.meetings[name].hold, NOW, 1, names_of) for name in names]
+        assert asked.wait(20.0), "it was never asked"
+        shore.members["c"].join()
+        late = shore.meetings["c"].hold(NOW, 1, names_of)
+        met = [late, *(one.result() for one in early)]
+    assert {one.names for one in met} == {(*names, "c")}
+    assert {one.attempts for one in met} == {1}, "nothing has failed"
+    assert shore.said == []
 
 
 @pytest.mark.parametrize("said", [None, {"name": "other", "generation": NOW.number}, {"name": "b", "generation": 0}])
@@ -176,6 +185,7 @@ def test_a_fellow_that_is_dead_another_or_behind_is_not_waited_for(islands, said
 
 
 def test_without_a_lighthouse_it_is_said_how_long_it_was_waited_for():
-    member = Membership("a", HOST, f"{HOST}:{free_port(HOST)}", limit_s=0.1, say=lambda text: None)
-    with pytest.raises(ExchangeFailed, match=r"a waited 0 s for the lighthouse at 127\.0\.0\.1"):
+    nowhere = f"{HOST}:{free_port(HOST)}"
+    member = Membership("a", HOST, nowhere, pier=f"{HOST}:1", home=True, limit_s=0.1, say=lambda text: None)
+    with pytest.raises(CutOff, match=r"a waited 0 s for the lighthouse at 127\.0\.0\.1"):
         member.join()

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from atoll.algorithms.diloco import DiLoCo
-from atoll.engines.elastic.generation import Generation
-from atoll.engines.elastic.membership import Company
+from atoll.engines.elastic.membership import Found
 from atoll.protocols import Mean
 from atoll.testing.chaos import Spoil, Spoiler
 from atoll.tree import Tree
@@ -46,8 +45,8 @@ class Finder:
     def __init__(self, group):
         self.group = group
 
-    def meet(self, generation, failures):
-        return Company(("a", "b"), 0, self.group, generation)
+    def connect(self, found, limit_s):
+        return self.group
 
     def abort(self):
         self.group = None
@@ -108,10 +107,10 @@ def test_settings_that_an_engine_asks_for_are_those_of_the_algorithm():
 def test_one_bit_of_the_payload_is_flipped_and_none_of_what_is_told(how, number):
     spoils, group = spoiler(how, at=3), Group()
     spoils.spoilt(Tree.of({"w": torch.ones(4)}))
-    company = spoils.membership(Finder(group)).meet(Generation(3, 4), 0)
+    spoilt = spoils.membership(Finder(group)).connect(Found((), 0, ""), 1.0)
     told, delta, mean = torch.ones(1, dtype=torch.float64), torch.ones(2), torch.full((2,), 2.0)
     for tensor in (told, delta, mean, delta, mean):
-        company.group.send([tensor], 1, 0)
+        spoilt.send([tensor], 1, 0)
     differ = [not torch.equal(one, two) for one, two in zip(group.sent, (told, delta, mean, delta, mean), strict=True)]
     assert differ == [False, number == 0, number == 1, False, False]
     assert torch.equal(delta, torch.ones(2))  # the island's own copy is sound

@@ -152,9 +152,9 @@ class ElasticEngine:
         return f"{self._digest:08x}"
 
     @property
-    def exchanging(self) -> bool:
-        """Whether a commit may follow at any moment."""
-        return self._meetings.exchanging
+    def standing(self) -> dict[str, Any]:
+        """What is said to whoever asks: whether a commit may follow at any moment, and whom this island could not do with."""
+        return {"exchanging": self._meetings.exchanging, "blames": sorted(self._meetings.blames)}
 
     def close(self, *, wait: bool = True) -> None:
         self._line.close(wait=wait)

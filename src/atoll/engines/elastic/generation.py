@@ -1,7 +1,9 @@
-"""Which state of a run an island holds: whoever holds an older one is never the source of truth."""
+"""Which state of a run an island holds, and which one counts: whoever holds an older one is never the source of truth."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _EPOCHS = 32  # bits
@@ -36,3 +38,40 @@ class Generation(NamedTuple):
     @staticmethod
     def of(number: int) -> Generation:
         return Generation(number >> _EPOCHS, number & ((1 << _EPOCHS) - 1))
+
+
+class Held(NamedTuple):
+    """What an island tells that it holds.
+
+    Attributes:
+        state: round, epoch, and whether it is in a round.
+        digest: of it.
+        vouched: whether it has committed it itself.
+        home: whether it has the run's folder.
+    """
+
+    state: tuple[int, ...]
+    digest: int
+    vouched: bool
+    home: bool
+
+
+def sound(held: Sequence[Held]) -> tuple[list[int], list[int]]:
+    """Who holds what counts, and who holds other bits of it.
+
+    Of those who are ahead, what most hold who have committed it themselves; of as many, what one holds that has the run's
+    folder, or the first. Whoever was given it counts only where nobody has committed it.
+
+    >>> old, new = Held((2, 7, 1), 5, True, False), Held((3, 8, 1), 5, True, False)
+    >>> sound([old, new, new._replace(digest=7), new])
+    ([1, 3], [2])
+    >>> sound([new._replace(digest=7, vouched=False), new._replace(digest=7, vouched=False), new])
+    ([2], [0, 1])
+    """
+    ahead = max(one.state for one in held)
+    there = [one for one in held if one.state == ahead]
+    witnesses = [one for one in there if one.vouched] or there
+    counted = Counter(one.digest for one in witnesses)
+    chosen = max(witnesses, key=lambda one: (counted[one.digest], one.home)).digest
+    these = [rank for rank, one in enumerate(held) if one.state == ahead and one.digest == chosen]
+    return these, [rank for rank, one in enumerate(held) if one.state == ahead and one.digest != chosen]

@@ -30,13 +30,14 @@ class Judge:
     """Remembers how long deltas are, and refuses those that are longer by far.
 
     Args:
-        limit: how many times the median of those before. Infinity refuses what is not finite alone.
+        limit: how many times the median of those before; in the first rounds, of those that come with it.
+            Infinity refuses what is not finite alone.
 
     >>> judge = Judge(limit=10)
     >>> for _ in range(3):
     ...     judge.remember([Brought(1.0, True, 2.0), Brought(1.0, True, 3.0)], refused={})
     >>> judge.refused([Brought(1.0, True, 2.5), Brought(1.0, True, 1e6)])
-    {1: 'its delta has a norm of 1e+06, 400000 times the median of the last ones (2.5); the limit is 10 times'}
+    {1: 'its delta has a norm of 1e+06, 400000 times what is usual (2.5); the limit is 10 times'}
     """
 
     def __init__(self, limit: float) -> None:
@@ -45,7 +46,7 @@ class Judge:
 
     def refused(self, brought: Sequence[Brought]) -> dict[int, str]:
         """Whose delta is not taken, by rank, and why."""
-        usual = median(self._norms) if len(self._norms) >= ENOUGH else None
+        usual = self._usual([one.norm for one in brought if one.weight and one.finite])
         reasons = {rank: self._reason(one, usual) for rank, one in enumerate(brought) if one.weight}
         return {rank: reason for rank, reason in reasons.items() if reason}
 
@@ -55,12 +56,17 @@ class Judge:
         if taken:
             self._norms = [*self._norms, median(taken)][-REMEMBERED:]
 
-    def _reason(self, one: Brought, usual: float | None) -> str:
+    def _usual(self, norms: Sequence[float]) -> float:
+        """What is to be expected, as far as anybody knows: what was lately, or at first what the others bring now. Else 0."""
+        known = self._norms if len(self._norms) >= ENOUGH else norms
+        return median(known) if len(known) >= ENOUGH else 0.0
+
+    def _reason(self, one: Brought, usual: float) -> str:
         if not one.finite:
             return "its delta is not finite"
-        if usual is not None and one.norm > self._limit * usual:
+        if usual and one.norm > self._limit * usual:
             return (
-                f"its delta has a norm of {one.norm:.3g}, {one.norm / usual:.6g} times the median of the last ones ({usual:.3g}); "
+                f"its delta has a norm of {one.norm:.3g}, {one.norm / usual:.6g} times what is usual ({usual:.3g}); "
                 f"the limit is {self._limit:g} times"
             )
         return ""

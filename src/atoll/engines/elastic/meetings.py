@@ -9,22 +9,29 @@ state that nobody will go on from: they meet again in a later epoch.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from atoll.engines.dist.carrier import Group
 from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.wire import Wire
-from atoll.engines.elastic.generation import Generation
-from atoll.engines.elastic.membership import Company
+from atoll.engines.elastic.generation import Generation, Held, sound
+from atoll.engines.elastic.membership import CutOff, Found, Member
 from atoll.engines.elastic.pier import ask
+from atoll.engines.elastic.votes import call, double, who_leaves
+from atoll.engines.elastic.watch import Watch
 from atoll.errors import ExchangeFailed
 
 T = TypeVar("T")
 _ASK_S = 0.5
 """Whoever is alive says so within this."""
-_AGAIN_S, _TELL_S = 0.1, 2.0
+_CALL_S, _CONNECT_S, _SILENT_S, _MOST_S = 1.0, 2.0, 6.0, 60.0
+"""Islands that were found answer within the first, have connected within the second, and answer within the third while they
+exchange; each twice as long after every failure, since a line may be slow, up to the last."""
+_VOTE_AFTER = 3
+"""Failures of the same islands in a row, before one of them has to leave."""
+_AGAIN_S, _MOST_AGAIN_S, _TELL_S = 0.1, 1.0, 10.0
 
 
 class LeftBehind(Exception):
@@ -36,8 +43,12 @@ class LeftBehind(Exception):
     """
 
     def __init__(self, ahead: Generation, mine: Generation) -> None:
-        super().__init__(f"the others hold {ahead}, and this island {mine}")
+        held = f"the others hold {ahead}, and this island {mine}"
+        super().__init__(held if ahead != mine else f"the others hold other bits of {mine}: {APART}")
         self.ahead = ahead
+
+
+APART = "it computes otherwise than they do, on another kind of machine or with another version of torch"
 
 
 class Unvouched(Exception):
@@ -45,7 +56,20 @@ class Unvouched(Exception):
 
 
 class Disagreed(Exception):
-    """Islands have not come to the same: a message was damaged, or one of them computes wrongly. They meet again."""
+    """Islands have not come to the same: a message was damaged, or one of them computes wrongly. They meet again.
+
+    Args:
+        why: in words.
+        who: the islands to or from which messages were damaged, as far as this one knows.
+    """
+
+    def __init__(self, why: str, who: Sequence[str] = ()) -> None:
+        super().__init__(why)
+        self.who = who
+
+
+class Absent(Exception):
+    """Somebody is alive, and not in this meeting; or is in it, and about to leave."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +77,9 @@ class Met(Generic[T]):
     """What a meeting came to.
 
     Attributes:
-        names: of the islands that met, in rank order; left out are those that were behind.
-        behind: those.
+        names: of the islands that met, in rank order.
+        behind: those that were left out, since they hold an older state.
+        apart: those that were left out, since they hold other bits.
         epoch: of the meeting.
         attempts: it took.
         result: of what they did.
@@ -62,6 +87,7 @@ class Met(Generic[T]):
 
     names: tuple[str, ...]
     behind: tuple[str, ...]
+    apart: tuple[str, ...]
     epoch: int
     attempts: int
     result: T
@@ -70,7 +96,9 @@ class Met(Generic[T]):
 class Finds(Protocol):
     """Finds the islands that are there, as a Membership does."""
 
-    def meet(self, generation: Generation, failures: int) -> Company: ...
+    def find(self, generation: Generation, failures: int) -> Found: ...
+
+    def connect(self, found: Found, limit_s: float) -> Group: ...
 
     def abort(self) -> None: ...
 
@@ -90,8 +118,10 @@ class Meetings:
         """Who took part in the last commit, and where each can be asked whether it is alive."""
         self._patience_s = patience_s
         self._membership, self._limit, self.say = membership, limit, say
-        self.sent_bytes = self.control_bytes = 0
-        """Since the beginning, attempts that failed included."""
+        self.wasted_bytes = self.wasted_control_bytes = 0
+        """Sent in attempts of this meeting that have failed."""
+        self.blames: frozenset[str] = frozenset()
+        """Whom this island could not do with since the last commit."""
         self.exchanging = False
         """Whether islands have met, and a new state may follow at any moment. After a meeting that succeeded it is so until whoever
         held it has put the new state where others find it, and says so here."""
@@ -99,6 +129,11 @@ class Meetings:
         """The last epoch that this island took part in."""
         self.vouched = True
         """Whether this island has committed the state that it holds, or knows that nobody has gone on from it."""
+        self._failures = 0
+        """Since the last commit."""
+        self._company: tuple[Member, ...] = ()
+        self._in_a_row = 0
+        """Who was found last, and how often they have failed in a row."""
 
     def hold(
         self, generation: Generation, digest: int, act: Callable[[Wire, tuple[str, ...]], T], *, opening: bool = False
@@ -115,66 +150,83 @@ class Meetings:
         Raises:
             LeftBehind: the others go on without this island.
             Unvouched: nobody here can tell whether this is the newest state.
+            CutOff: this island cannot take part any more.
         """
-        attempts, began_s = 0, time.monotonic()
+        self._failures = self._in_a_row = self.wasted_bytes = self.wasted_control_bytes = 0
+        began_s = told_s = time.monotonic()
+        pause_s = _AGAIN_S
         while True:
-            attempts += 1
             try:
-                return self._attempt(generation, digest, act, attempts, opening, began_s)
+                return self._attempt(Holding(generation, digest, opening), act, began_s)
+            except CutOff:
+                raise
             except Absent as absent:
                 failed, why = False, str(absent)
             except (ExchangeFailed, Disagreed) as error:
                 failed, why = True, str(error)
-            # Not while the error is handled: its trace holds the connections, which are closed when nobody holds them.
-            self._membership.abort()
             if failed:
-                self.say(f"attempt {attempts} of round {generation.round} has failed, and those who are left meet again: {why}")
+                # Not while the error is handled: its trace holds the connections, which are closed when nobody holds them.
+                self._membership.abort()
+                self._failures, self._in_a_row = self._failures + 1, self._in_a_row + 1
+                words = f"attempt {self._failures} of round {generation.round} has failed, and those who are left meet again"
+                self.say(f"{words}: {why}")
                 self._limit.go_on()
                 continue
-            attempts -= 1
-            if time.monotonic() - began_s > _TELL_S:
+            if time.monotonic() - told_s > _TELL_S:
+                told_s = time.monotonic()
                 self.say(why)
-            time.sleep(_AGAIN_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_AGAIN_S)
 
-    def _attempt(
-        self,
-        generation: Generation,
-        digest: int,
-        act: Callable[[Wire, tuple[str, ...]], T],
-        attempts: int,
-        opening: bool,
-        began_s: float,
-    ) -> Met[T]:
-        company = self._membership.meet(generation, attempts - 1)
-        self._look_for_fellows(generation, company.names, began_s)
-        wire = Wire(company.group, limit_s=self._limit.begin(), names=company.names)
+    def _attempt(self, mine: Holding, act: Callable[[Wire, tuple[str, ...]], T], began_s: float) -> Met[T]:
+        found = self._membership.find(mine.generation, self._failures)
+        _check_names(found)
+        self._look_for_fellows(mine.generation, found.names, began_s)
+        limit_s = _CONNECT_S if found.connected else self._call(found)
+        group = self._membership.connect(found, limit_s)
+        wire = Wire(group, limit_s=self._limit.begin(), names=found.names)
         self.exchanging = True
+        watch = Watch(found.others, group, (found.rank + 1) % len(found.members), self._tolerant(_SILENT_S))
         try:
-            self._tried = max(self._tried, generation.epoch)
-            told = wire.tell(generation.round, generation.epoch, not opening, self._tried + 1, digest, self.vouched)
-            held = [(int(row[0]), int(row[1]), int(row[2])) for row in told]
-            ahead = max(held)
-            sound = _sound([int(row[4]) if one == ahead else None for one, row in zip(held, told, strict=True)])
-            epoch = self._tried = int(max(told[rank][3] for rank in sound))
-            behind = [rank for rank in range(wire.size) if rank not in sound]
-            if company.rank in behind:
-                raise LeftBehind(Generation(*ahead[:2]), generation)
-            if not any(told[rank][5] for rank in sound):
-                raise Unvouched
-            wire.leave_out(behind)
-            names = tuple(company.names[rank] for rank in sound)
-            result = act(wire, names)
-        except BaseException:
+            with watch:
+                met = self._meet(wire, found, mine, act)
+        except BaseException as error:
             self.exchanging = False
+            self.wasted_bytes += wire.sent_bytes
+            self.wasted_control_bytes += wire.control_bytes
+            self.blames |= {*(error.who if isinstance(error, Disagreed) else ()), *([watch.lost] if watch.lost else ())}
+            if watch.lost and isinstance(error, ExchangeFailed):
+                raise ExchangeFailed(f"{watch.lost} has not answered for {self._tolerant(_SILENT_S):.0f} s") from error
             raise
-        finally:
-            self.sent_bytes += wire.sent_bytes
-            self.control_bytes += wire.control_bytes
         self._limit.end()
+        self.blames = frozenset()
         self.vouched = True
-        return Met(names, tuple(company.names[rank] for rank in behind), epoch, attempts, result)
+        return met
 
-    def _look_for_fellows(self, generation: Generation, here: Collection[str], began_s: float) -> None:
+    def _meet(self, wire: Wire, found: Found, mine: Holding, act: Callable[[Wire, tuple[str, ...]], T]) -> Met[T]:
+        """All tell what they hold, and those who hold the same act."""
+        generation = mine.generation
+        self._tried = max(self._tried, generation.epoch)
+        told = wire.tell(
+            generation.round, generation.epoch, not mine.opening, self._tried + 1, mine.digest, self.vouched, found.me.home
+        )
+        held = [Held(tuple(map(int, row[:3])), int(row[4]), bool(row[5]), bool(row[6])) for row in told]
+        these, apart = sound(held)
+        epoch = self._tried = int(max(told[rank][3] for rank in these))
+        if found.rank not in these:
+            raise LeftBehind(Generation(*held[these[0]].state[:2]), generation)
+        if not any(held[rank].vouched for rank in these):
+            raise Unvouched
+        out = [rank for rank in range(wire.size) if rank not in these]
+        wire.leave_out(out)
+        names = tuple(found.names[rank] for rank in these)
+        result = act(wire, names)
+        behind = tuple(found.names[rank] for rank in out if rank not in apart)
+        return Met(names, behind, tuple(found.names[rank] for rank in apart), epoch, self._failures + 1, result)
+
+    # ------------------------------------------------------------------------------------------------------------- who is here
+
+    def _look_for_fellows(self, generation: Generation, here: Sequence[str], began_s: float) -> None:
         """A lighthouse that was just started knows nobody, and may find one island a company of its own while another is alive and
         about to come: then both would go on alone. So whoever is missed is asked itself."""
         for name, address in self.fellows.items():
@@ -184,18 +236,57 @@ class Meetings:
             if said is not None and said["name"] == name and said["generation"] == generation.number:
                 raise Absent(f"{name} is alive and has not come to this meeting yet. It is waited for.")
 
+    def _call(self, found: Found) -> float:
+        """Before they connect, which needs all of them: whoever has died since it was found is missed here, at once.
 
-class Absent(Exception):
-    """Somebody is alive, and not in this meeting."""
+        Returns how long it may take to connect.
+        """
+        if found.members != self._company:
+            self._company, self._in_a_row = found.members, 0
+        began_s = time.monotonic()
+        answers = call(found.others, self._tolerant(_CALL_S))
+        took_s = time.monotonic() - began_s
+        silent = [member.name for member in found.others if member.name not in answers]
+        self.blames |= set(silent)
+        if self._in_a_row >= _VOTE_AFTER:
+            self._in_a_row = 0
+            self._vote(found, {found.me.name: self.blames, **{name: said.get("blames", ()) for name, said in answers.items()}})
+        if silent:
+            raise ExchangeFailed(f"{', '.join(silent)} came to this meeting, and cannot be asked whether it is there")
+        return self._tolerant(_CONNECT_S + 10 * took_s)
+
+    def _vote(self, found: Found, blames: Mapping[str, Collection[str]]) -> None:
+        """One of those who cannot come to anything has to leave. All who can be asked find the same one."""
+        leaves = who_leaves(found.members, blames)
+        others = ", ".join(member.name for member in found.members if member is not leaves)
+        if leaves is found.me:
+            raise CutOff(
+                f"{leaves.name} and {others} have failed {_VOTE_AFTER} times in a row, and {leaves.name} is the one most could "
+                f"not do with, or else the last that came: they go on without it. See that all of them reach each other on any "
+                f"port, {leaves.name} at {leaves.pier.rpartition(':')[0]}, and that its line changes no bits. Then start it again."
+            )
+        self.say(
+            f"{leaves.name} is left out: all who are here have failed {_VOTE_AFTER} times in a row, and it is the one that most "
+            f"could not do with, or else the last that came"
+        )
+        raise Absent(f"{leaves.name} was left out, and has not gone yet.")
+
+    def _tolerant(self, seconds: float) -> float:
+        return min(seconds * 2.0**self._failures, _MOST_S)
 
 
-def _sound(digests: Sequence[int | None]) -> list[int]:
-    """Who holds what most of those hold who are ahead; of as many, what the first of them holds.
+class Holding(NamedTuple):
+    """What this island brings to a meeting."""
 
-    >>> _sound([None, 5, 7, 5])
-    [1, 3]
-    """
-    counted = Counter(digest for digest in digests if digest is not None)
-    most = max(counted.values())
-    chosen = next(digest for digest in digests if digest is not None and counted[digest] == most)
-    return [rank for rank, digest in enumerate(digests) if digest == chosen]
+    generation: Generation
+    digest: int
+    opening: bool
+
+
+def _check_names(found: Found) -> None:
+    """Data are leased by names: of two islands of one name the later leaves."""
+    later = double(found.members)
+    if later is not None and later is found.me:
+        raise CutOff(f"another island is called {later.name} too, and was here before. Give this one a name of its own.")
+    if later is not None:
+        raise Absent(f"there are two islands called {later.name}. The later one leaves.")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import socket
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,49 +28,104 @@ from atoll.errors import ExchangeFailed
 from atoll.extras import require
 
 _BEAT = timedelta(milliseconds=100)
-_CONNECT = timedelta(seconds=10)
-"""Islands that have found each other connect within this, or somebody has died."""
+_ANSWER = timedelta(seconds=10)
+"""Of the lighthouse, when it is first connected to."""
 _AGAIN_S = 0.2
 _RETRIES = 1000
 """While the lighthouse is away. Without any, a question that it died over is never answered."""
 
 
+class CutOff(ExchangeFailed):
+    """This island cannot meet the others any more, and ends."""
+
+
 @dataclass(frozen=True)
-class Company:
-    """Islands that meet.
+class Member:
+    """An island, as all others know it before they have met: what it is called at the lighthouse says it.
 
     Attributes:
-        names: in rank order.
-        rank: of this one.
-        group: what carries their messages.
-        ahead: the generation of those who are furthest.
+        name: of the island.
+        pier: where it can be asked.
+        home: whether it has the run's folder.
+        came_s: when it joined, by its own clock.
     """
 
-    names: tuple[str, ...]
+    name: str
+    pier: str
+    home: bool
+    came_s: float
+
+    def to_id(self) -> str:
+        """Unlike any other: the pier is this process's alone, and the time tells its visits apart.
+
+        >>> member = Member("b", "192.0.2.7:4711", True, 12.5)
+        >>> member.to_id(), Member.of(member.to_id()) == member
+        ('b:192.0.2.7:4711:home:12.5', True)
+        """
+        return f"{self.name}:{self.pier}:{'home' if self.home else 'away'}:{self.came_s!r}"
+
+    @staticmethod
+    def of(text: str) -> Member:
+        name, _, rest = text.partition(":")
+        pier, home, came_s = rest.rsplit(":", 2)
+        return Member(name, pier, home == "home", float(came_s))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Islands that the lighthouse sends to one meeting.
+
+    Attributes:
+        members: in rank order.
+        rank: of this one.
+        place: where they connect, known to nobody else.
+        connected: whether they still are, from the last meeting.
+    """
+
+    members: tuple[Member, ...]
     rank: int
-    group: dist.ProcessGroupGloo
-    ahead: Generation
+    place: str
+    connected: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(member.name for member in self.members)
+
+    @property
+    def me(self) -> Member:
+        return self.members[self.rank]
+
+    @property
+    def others(self) -> tuple[Member, ...]:
+        return tuple(member for rank, member in enumerate(self.members) if rank != self.rank)
 
 
 class Membership:
     """One island's membership.
 
     Args:
-        name: of the island; of two with the same name the later counts, since the earlier is dead.
+        name: of the island, unlike all others'.
         host: the address by which others reach this machine.
         lighthouse: its address.
-        limit_s: how long the lighthouse is waited for when it does not answer, and others to connect.
+        pier: where this island can be asked.
+        home: whether it has the run's folder.
+        limit_s: how long the lighthouse is waited for when it does not answer.
         say: takes what a person may want to know.
     """
 
-    def __init__(self, name: str, host: str, lighthouse: str, *, limit_s: float, say: Callable[[str], object]) -> None:
+    def __init__(
+        self, name: str, host: str, lighthouse: str, *, pier: str, home: bool, limit_s: float, say: Callable[[str], object]
+    ) -> None:
         self._name, self._host, self._lighthouse, self._limit_s, self._say = name, host, lighthouse, limit_s, say
+        self._pier, self._home = pier, home
         self._store: TCPStore
         self._store, self._store_port = open_store(host)
         self._server: Any = None
         self._client: Any = None
         self._group: Any = None
-        self._configured: tuple[Any, ...] | None = None
+        self._found: tuple[Any, ...] = ()
+        self._connected: tuple[Any, ...] = ()
+        """Which quorum was found last, and which one the group is of."""
 
     def join(self) -> None:
         """From now on this island is alive, and others wait for it."""
@@ -80,18 +134,18 @@ class Membership:
         coordination: Any = require("torchft.coordination", extra="torchft", purpose="islands that come and go")
         with reminding(self._say, f"the lighthouse at {self._lighthouse} does not answer yet"):
             self._server = self._trying(lambda: self._serve(coordination))
-        self._client = coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT)
+        self._client = coordination.ManagerClient(self._server.address(), connect_timeout=_ANSWER)
 
     def _serve(self, coordination: Any) -> Any:
         return coordination.ManagerServer(
-            replica_id=f"{self._name}:{uuid.uuid4().hex}",
+            replica_id=Member(self._name, self._pier, self._home, time.time()).to_id(),
             lighthouse_addr=f"http://{self._lighthouse}",
             hostname=self._host,
             bind=f"{self._host}:0",
             store_addr=f"{self._host}:{self._store_port}",
             world_size=1,
             heartbeat_interval=_BEAT,
-            connect_timeout=min(_CONNECT, timedelta(seconds=self._limit_s)),
+            connect_timeout=min(_ANSWER, timedelta(seconds=self._limit_s)),
             quorum_retries=_RETRIES,
         )
 
@@ -104,7 +158,7 @@ class Membership:
 
     def abort(self) -> None:
         """What is under way has failed: end it, so that the others notice."""
-        self._configured = None
+        self._connected = ()
         group, self._group = self._group, None
         if group is None:
             return
@@ -115,25 +169,24 @@ class Membership:
         del group
         gc.collect()
 
-    def meet(self, generation: Generation, failures: int) -> Company:
-        """Find all who are there. It waits for those who are alive and still train.
+    def find(self, generation: Generation, failures: int) -> Found:
+        """All who are there. It waits for those who are alive and still train.
 
         Args:
             generation: of this island.
-            failures: attempts in a row that have failed since the last commit.
+            failures: attempts in a row that have failed since the last commit. Whoever has any is sent to another place
+                than before, and all others with it.
 
         Raises:
-            ExchangeFailed: somebody who was there could not be connected to. Meet again.
+            CutOff: the lighthouse does not answer.
         """
         with reminding(self._say, "waiting for the other islands to come to this round's meeting"):
             found = self._trying(lambda: self._quorum(generation, failures))
-        ids = tuple(found.replica_ids)
-        configured = (found.quorum_id, found.replica_rank, ids, found.store_address)
-        if configured != self._configured:
-            self._configure(found, ids)
-            self._configured = configured
-        names = tuple(name.split(":")[0] for name in ids)
-        return Company(names, found.replica_rank, self._backend(), Generation.of(found.max_step))
+        # A lighthouse that was started anew counts from the beginning: the state that all are at tells its quorums apart.
+        place = f"{found.store_address}/{found.max_step}/{found.quorum_id}"
+        members = tuple(map(Member.of, found.replica_ids))
+        self._found = (found.quorum_id, found.store_address, members)
+        return Found(members, found.replica_rank, place, connected=self._connected == self._found)
 
     def _quorum(self, generation: Generation, failures: int) -> Any:
         return self._client._quorum(
@@ -146,19 +199,25 @@ class Membership:
             init_sync=False,
         )
 
-    def _configure(self, found: Any, ids: tuple[str, ...]) -> None:
-        self.abort()
-        self._group = _group_class()(self._host, _CONNECT)
-        # A lighthouse that was started anew counts from the beginning: the state that all are at tells its quorums apart.
-        place = f"{found.store_address}/{found.max_step}/{found.quorum_id}"
-        try:
-            self._group.configure(place, self._name, found.replica_rank, len(ids))
-        except Exception as error:  # torchft raises what it comes across
+    def connect(self, found: Found, limit_s: float) -> dist.ProcessGroupGloo:
+        """What carries the messages of those who were found.
+
+        Raises:
+            ExchangeFailed: somebody could not be connected to within the limit. Meet again.
+        """
+        if not found.connected:
             self.abort()
-            raise ExchangeFailed(
-                f"{self._name} could not connect to all of {', '.join(ids)}: {first_sentence(str(error))}. One of them has died "
-                f"since they met; those who are left meet again."
-            ) from error
+            self._group = _group_class()(self._host, timedelta(seconds=limit_s))
+            try:
+                self._group.configure(found.place, self._name, found.rank, len(found.members))
+            except Exception as error:  # torchft raises what it comes across
+                self.abort()
+                raise ExchangeFailed(
+                    f"{self._name} could not connect to all of {', '.join(found.names)} within {limit_s:.1f} s: "
+                    f"{first_sentence(str(error))}. One of them has died since they met, or cannot be reached"
+                ) from error
+            self._connected = self._found
+        return self._backend()
 
     def _backend(self) -> dist.ProcessGroupGloo:
         backend: dist.ProcessGroupGloo = self._group.parent._get_backend(torch.device("cpu"))
@@ -172,9 +231,9 @@ class Membership:
                 return call()
             except Exception as error:  # of the manager's own kinds
                 if time.monotonic() > deadline_s:
-                    raise ExchangeFailed(
+                    raise CutOff(
                         f"{self._name} waited {self._limit_s:.0f} s for the lighthouse at {self._lighthouse}: "
-                        f"{first_sentence(str(error))}. What was saved stands. See that it runs, or raise --limit."
+                        f"{first_sentence(str(error))}. What was saved stands. Is the run over, or its first machine gone?"
                     ) from error
                 time.sleep(_AGAIN_S)
 

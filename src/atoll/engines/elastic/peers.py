@@ -129,7 +129,7 @@ class ElasticPeers:
         mine = weight if self._unit is not None else 0.0
         met = await Request(
             lambda: self._meetings.hold(
-                self._generation, self._digest, lambda wire, names: self._agree(wire, tree, mine, compare, arrived_s)
+                self._generation, self._digest, lambda wire, names: self._agree(wire, names, tree, mine, compare, arrived_s)
             )
         )
         self.met = met
@@ -140,13 +140,16 @@ class ElasticPeers:
         nothing = Tree.of({"nothing": torch.zeros(0)})
         return self._line.call(
             lambda: self._meetings.hold(
-                self._generation, self._digest, lambda wire, names: self._vote(wire, nothing, [], {}, 0.0, Diary()), opening=True
+                self._generation,
+                self._digest,
+                lambda wire, names: self._vote(wire, names, nothing, [], {}, 0.0, Diary()),
+                opening=True,
             )
         )
 
     # -------------------------------------------------------------------------------------------------------------- agreeing
 
-    def _agree(self, wire: Wire, tree: Tree, weight: float, compare: bool, arrived_s: float) -> Agreed:
+    def _agree(self, wire: Wire, names: Sequence[str], tree: Tree, weight: float, compare: bool, arrived_s: float) -> Agreed:
         brought, sums = self._tell(wire, tree, weight)
         refused = self._judge.refused(brought)
         weights = [0.0 if rank in refused else one.weight for rank, one in enumerate(brought)]
@@ -155,45 +158,64 @@ class ElasticPeers:
         diary.tokens = sum(stretch.tokens for stretch in diary.stretches) if weights[wire.rank] else 0
         whole = tree.copy() if total else tree.zeros()
         if total:
-            self._average(wire, whole, weights, sums, diary if compare else None)
+            self._average(wire, names, whole, weights, sums, diary if compare else None)
         end_s = self._clock.now_s()
-        unsound = tuple(refused)
-        diary.meetings = [Meeting("mean", arrived_s, end_s, wire.sent_bytes, wire.control_bytes, total, False, unsound, total == 0)]
-        return self._vote(wire, whole, brought, refused, total, diary)
+        sent = wire.sent_bytes + self._meetings.wasted_bytes
+        control = wire.control_bytes + self._meetings.wasted_control_bytes
+        diary.meetings = [Meeting("mean", arrived_s, end_s, sent, control, total, False, tuple(refused), total == 0)]
+        return self._vote(wire, names, whole, brought, refused, total, diary)
 
     def _tell(self, wire: Wire, tree: Tree, weight: float) -> tuple[list[Brought], list[int]]:
         """What everybody brings, and the checksums of the slices that are sent here."""
         finite = tree.is_finite() if weight else True
         norm = tree.norm() if weight and finite else 0.0
-        slices = [tree.flat[slice(*shard_range(tree.numel, rank, wire.size))] for rank in range(wire.size)]
-        told = wire.tell(weight, finite, norm, *(checksum(part) if weight else 0 for part in slices))
+        told = wire.tell(weight, finite, norm, *(_slice_sums(tree, wire.size) if weight else [0] * wire.size))
         return [Brought(row[0], bool(row[1]), row[2]) for row in told], [int(row[3 + wire.rank]) for row in told]
 
-    def _average(self, wire: Wire, whole: Tree, weights: Sequence[float], sums: Sequence[int], diary: Diary | None) -> None:
+    def _average(
+        self,
+        wire: Wire,
+        names: Sequence[str],
+        whole: Tree,
+        weights: Sequence[float],
+        sums: Sequence[int],
+        diary: Diary | None,
+    ) -> None:
         heard = [0] * wire.size
         products = torch.zeros(wire.size, wire.size, dtype=torch.float64) if diary is not None else None
 
         def hear(rank: int, piece: torch.Tensor) -> None:
-            heard[rank] += checksum(piece)
+            heard[rank] = checksum(piece, heard[rank])
 
         wire.scatter_sum(whole.flat, weights, products=products, heard=hear, over=float(sum(weights)))
-        for rank, weight in enumerate(weights):
-            if weight and rank != wire.rank and (heard[rank] - sums[rank]) % _FITS:
-                raise Disagreed(f"what rank {rank} sent is not what it told: it was damaged on the way")
+        damaged = [name for rank, name in enumerate(names) if weights[rank] and rank != wire.rank and heard[rank] != sums[rank]]
+        if damaged:
+            raise Disagreed(f"what {', '.join(damaged)} sent is not what was told of it: it was damaged on the way", damaged)
         wire.gather(whole.flat)
         if diary is not None and products is not None:
             diary.likenesses = [Likeness(tuple(map(tuple, products.tolist())), tuple(weights))]
 
     def _vote(
-        self, wire: Wire, value: Tree, brought: Sequence[Brought], refused: dict[int, str], weight: float, diary: Diary
+        self,
+        wire: Wire,
+        names: Sequence[str],
+        value: Tree,
+        brought: Sequence[Brought],
+        refused: dict[int, str],
+        weight: float,
+        diary: Diary,
     ) -> Agreed:
         """Everybody has heard from everybody that all came to the same."""
         told = [Told.from_text(text) for text in wire.tell_text(Told(self._home, self._pier, diary).to_text())]
-        votes = wire.tell(checksum(value.flat), self._clock.now_s())
-        if len({vote[0] for vote in votes}) > 1:
-            raise Disagreed(f"islands came to different means ({[int(vote[0]) for vote in votes]})")
+        votes = wire.tell(self._clock.now_s(), *_slice_sums(value, wire.size))
+        came_to = [vote[1:] for vote in votes]
+        if any(one != came_to[0] for one in came_to):
+            who = [
+                names[rank] for rank in range(wire.size) if _differ(came_to, rank, wire.rank) or _differ(came_to, wire.rank, rank)
+            ]
+            raise Disagreed(f"islands came to different means ({came_to})", who)
         self.rank, self.size = wire.rank, wire.size
-        return Agreed(value, brought, refused, weight, told, max(vote[1] for vote in votes))
+        return Agreed(value, brought, refused, weight, told, max(vote[0] for vote in votes))
 
     # ------------------------------------------------------------------------------------------------------- what there is not
 
@@ -215,7 +237,14 @@ class ElasticPeers:
         return state
 
 
-_FITS = 1 << 52
+def _slice_sums(tree: Tree, size: int) -> list[int]:
+    """The checksum of each rank's slice."""
+    return [checksum(tree.flat[slice(*shard_range(tree.numel, rank, size))]) for rank in range(size)]
+
+
+def _differ(came_to: Sequence[Sequence[float]], one: int, owner: int) -> bool:
+    """Whether one rank has another slice of the mean than its owner has sent."""
+    return came_to[one][owner] != came_to[owner][owner]
 
 
 def _refuse(what: str) -> NoReturn:

@@ -78,9 +78,11 @@ def invited(address: str, say: Callable[[str], object], limit_s: float) -> Invit
                 text = board.order()
                 if text is not None:
                     return Invitation.from_text(text)
-            except ExchangeFailed:
-                if time.monotonic() > deadline_s:
-                    raise
+                missing = ExchangeFailed(f"the run at {address} has not said what it is for {limit_s:.0f} s. Start it anew.")
+            except ExchangeFailed as error:
+                missing = error
+            if time.monotonic() > deadline_s:
+                raise missing
             time.sleep(_LOOK_S)
 
 
@@ -124,7 +126,9 @@ class Island:
         self._pier = Pier(host, about=lambda: {"name": name, **self._entry()})
         self._roll = Roll(address, name, self._entry)
         limit_s = max(self._place.limit_s * 2, 60.0)
-        self._membership = Membership(name, host, invitation.lighthouse, limit_s=limit_s, say=say)
+        self._membership = Membership(
+            name, host, invitation.lighthouse, pier=self._pier.address, home=folder is not None, limit_s=limit_s, say=say
+        )
         self._minutes = Minutes()
         self._desk: Desk | None = None
         self._spoiler = self._spoiler_of(chaos) if chaos is not None else None
@@ -140,8 +144,8 @@ class Island:
 
     def _entry(self) -> dict[str, Any]:
         generation = self._published.number if self._published is not None and self._doing != "coming" else -1
-        exchanging = self._engine is not None and self._engine.exchanging
-        return {"pier": self._pier.address, "generation": generation, "doing": self._doing, "exchanging": exchanging}
+        standing = self._engine.standing if self._engine is not None else {}
+        return {"pier": self._pier.address, "generation": generation, "doing": self._doing, "exchanging": False, **standing}
 
     def _set_up(self) -> None:
         run, cache = self._run, Cache()
@@ -258,7 +262,8 @@ class Island:
         """The others hold what this island does not. They do not wait while it is brought up to date."""
         self._membership.leave()
         self._doing = "healing"
-        self._sources.catch_up(engine, ahead)
+        with reminding(self._say, "waiting for the state that the others hold"):
+            self._sources.catch_up(engine, ahead)
         self._publish(engine)
         self._doing = "training"
         self._membership.join()

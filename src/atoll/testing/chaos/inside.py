@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from atoll.engines.dist.carrier import Group
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.meetings import Finds
-from atoll.engines.elastic.membership import Company
+from atoll.engines.elastic.membership import Found
 from atoll.protocols import Algorithm, Flight, Mean, Peers, Replica, Scattered, Work
 from atoll.testing.chaos.faults import Spoil
 from atoll.tree import Tree
@@ -131,10 +131,12 @@ class _SpoiltMembership:
     def __init__(self, membership: Finds, spoiler: Spoiler) -> None:
         self._membership, self._spoiler = membership, spoiler
 
-    def meet(self, generation: Generation, failures: int) -> Company:
-        company = self._membership.meet(generation, failures)
-        group: Any = _SpoiltGroup(company.group, self._spoiler)
-        return replace(company, group=group)
+    def find(self, generation: Generation, failures: int) -> Found:
+        return self._membership.find(generation, failures)
+
+    def connect(self, found: Found, limit_s: float) -> Group:
+        group: Any = _SpoiltGroup(self._membership.connect(found, limit_s), self._spoiler)
+        return group  # type: ignore[no-any-return]
 
     def abort(self) -> None:
         self._membership.abort()
