@@ -160,3 +160,35 @@ def test_what_islands_that_come_and_go_cannot_do_is_refused_and_leaves_no_folder
     assert code == 2
     assert "each island holds a slice of its state" in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--join", "localhost"], "localhost is no address of a run: it is HOST:PORT"),
+        (["toy-sync", "--join", "127.0.0.1:1", "--set", "seed=1"], "recipe, --set with --join"),
+        (["toy-sync", "--elastic", "--engine", "ray"], "--engine ray with islands that come and go"),
+        (["toy-sync", "--elastic", "--engine", "sim"], "--engine sim with islands that come and go"),
+        (["toy-async", "--engine", "ray", "--chaos", "script.json"], "--engine ray with islands that come and go"),
+        (["toy-sync", "--elastic", "--ray-address", "here:1", "--backend", "gloo"], "--backend, --ray-address with islands"),
+        (["toy-sync", "--elastic", "--host", "0.0.0.0"], "Give one that this machine has"),
+        (["toy-sync", "--elastic", "--host", "::1"], "over IPv4"),
+        (["toy-sync", "--elastic", "--chaos", "nowhere.json"], "cannot be read"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_sentence(atoll, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = atoll("run", *arguments)
+    assert code == 2
+    assert says in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("victim", ["island-0002", "box-7-00c0ffee"])
+def test_a_script_for_a_process_that_the_run_does_not_start_is_refused_before_there_is_a_folder(atoll, tmp_path, victim):
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"faults": [{"at_s": 1, "fault": "Kill", "victim": victim}]}))
+    code, _, err = atoll("run", "toy-sync", "--processes", 2, "--chaos", script, "--out", tmp_path / "run")
+    assert code == 2
+    assert f"has {victim} as victims, and the run starts lighthouse, island-0000, island-0001" in err
+    assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -17,8 +18,8 @@ from atoll.cli.verbs import interruptible, run_of, show_result, sinks_of
 from atoll.engines.elastic.harbour import Harbour
 from atoll.errors import CheckpointError, ConfigError
 from atoll.runs.elastic.island import take_part
-from atoll.runs.elastic.place import Elastic, Invitation, read_elastic
-from atoll.runs.elastic.start import chaos_of, create_elastic, keep_going
+from atoll.runs.elastic.place import Elastic, Invitation, check_address, read_elastic
+from atoll.runs.elastic.start import chaos_of, create_elastic, keep_going, place_again, refuse_strangers
 from atoll.runs.elastic.supervise import STATELESS
 from atoll.runs.execute import is_finished
 from atoll.runs.folder import RunFolder, default_path
@@ -26,7 +27,7 @@ from atoll.runs.logs import leave_at_once
 from atoll.runs.plain import from_json
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import Chaos
+    from atoll.testing.chaos import Script
 
 START_LIMIT_S = 3600.0
 
@@ -44,6 +45,7 @@ def carry_out_elastic(
 ) -> None:
     """Carries out a run by islands that come and go; breaks it on purpose, where there is a script for that."""
     given = {key: value for key, value in how.items() if value is not None}
+    script = _script(chaos)
     if resume is not None:
         folder = resume.expanduser()
         if out is not None or name is not None or settings or seed is not None:
@@ -53,12 +55,14 @@ def carry_out_elastic(
             raise ConfigError(
                 f"--elastic with --resume {folder}: this run is none of islands that come and go. Leave out --elastic."
             )
-        place = Elastic(**{**vars(before), **given})
+        place = place_again(before, given)
+        refuse_strangers(script, place, from_json(RunFolder.open(folder).run_json))
         RunFolder.open(folder).resumed(sys.argv)
     else:
         if name is None:
             raise ConfigError("no recipe was given. `atoll recipes` lists them. Or go on with a run: --resume DIR.")
         run, place = run_of(name, settings, seed), Elastic(**given)
+        refuse_strangers(script, place, run)
         folder = create_elastic(run, place, (out or default_path(run.recipe, run.seed)).expanduser(), sys.argv)
         if not quiet:
             print(f"folder: {folder}", file=sys.stderr)
@@ -66,20 +70,18 @@ def carry_out_elastic(
         mine = from_json(RunFolder.open(folder).run_json)
         with interruptible(folder), _terminated_like_interrupted():
             sinks, say = sinks_of(mine.recipe, mine, quiet=quiet), _say_nothing if quiet else _say
-            keep_going(folder, place, say=say, sinks=sinks, chaos=_chaos_of(chaos, folder))
-    if chaos is not None:
+            keep_going(folder, place, say=say, sinks=sinks, chaos=chaos_of(script, folder))
+    if script is not None:
         from atoll.testing.chaos import in_words, report_of
 
         print(in_words(report_of(folder)), file=sys.stderr)
     show_result(folder, as_json=as_json)
 
 
-def _chaos_of(path: Path | None, folder: Path) -> Chaos | None:
-    if path is None:
-        return None
+def _script(path: Path | None) -> Script | None:
     from atoll.testing.chaos import Script
 
-    return chaos_of(Script.read(path), folder)
+    return Script.read(path) if path is not None else None
 
 
 class _terminated_like_interrupted:  # noqa: N801
@@ -95,15 +97,23 @@ class _terminated_like_interrupted:  # noqa: N801
         signal.signal(signal.SIGTERM, self._before)
 
 
-def be_island(address: str, name: str | None, folder: Path | None, chaos: Path | None = None) -> None:
+def be_joiner(address: str, others: Sequence[str]) -> None:
+    """Be one more island of the run at this address."""
+    if others:
+        raise ConfigError(f"{', '.join(others)} with --join: what the run is, an island is told there. Leave out all else.")
+    check_address(address)
+    # Two containers on one machine's network may have the same name and the same process id.
+    be_island(address, f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}", None)
+
+
+def be_island(address: str, name: str, folder: Path | None, chaos: Path | None = None) -> None:
     """Be one island of the run at this address."""
     if folder is not None:
         _end_with_whoever_started_this()
     os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every meeting
-    mine = name or f"{socket.gethostname()}-{os.getpid()}"
     try:
         limit_s = START_LIMIT_S if folder is None else 60.0
-        take_part(address, mine, folder=folder, say=_say, start_limit_s=limit_s, chaos=chaos)
+        take_part(address, name, folder=folder, say=_say, start_limit_s=limit_s, chaos=chaos)
     except CheckpointError as error:  # another island may have the state, though it does not answer just now
         leave_at_once(error, code=STATELESS)
     except BaseException as error:

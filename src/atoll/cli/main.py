@@ -49,6 +49,12 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _given(context: typer.Context) -> list[str]:
+    """What was given on the command line, as it is written there."""
+    sources = [(param.opts[0], context.get_parameter_source(str(param.name))) for param in context.command.params]
+    return [option for option, source in sources if source is not None and source.name == "COMMANDLINE"]
+
+
 def _engine_in(folder: Path | None) -> str | None:
     """The engine that the run in this folder is carried out by, if it has one of its own."""
     path = folder.expanduser() / "engine.json" if folder is not None else None
@@ -82,6 +88,7 @@ def show(recipe: str, settings: Settings = None, seed: Seed = None, json: Json =
 
 @app.command()
 def run(
+    context: typer.Context,
     recipe: Annotated[str | None, typer.Argument(help="A recipe's name; may be left out with --resume.")] = None,
     settings: Settings = None,
     seed: Seed = None,
@@ -120,17 +127,21 @@ def run(
 ) -> None:
     """Carry out a recipe: in a simulated cluster, or by real processes (also under torchrun, on several machines)."""
     if join is not None:
-        from atoll.cli.elastic import be_island
+        from atoll.cli.elastic import be_joiner
 
-        be_island(join, None, None)
+        be_joiner(join, [name for name in _given(context) if name != "--join"])
         return
     elastic_only = {"host": host, "port": port, "gather_s": gather, "refused_above": refused_above}
     if elastic or chaos is not None or any(value is not None for value in elastic_only.values()) or _engine_in(resume) == "elastic":
         from atoll.cli.elastic import carry_out_elastic
 
-        if start_limit is not None or backend is not None:
+        foreign = sorted({"--start-limit", "--backend", "--ray-address", "--save-every"}.intersection(_given(context)))
+        if engine not in (None, "dist"):
+            foreign.append(f"--engine {engine}")
+        if foreign:
             raise ConfigError(
-                "--start-limit or --backend with --elastic: islands there come when they can, over gloo. Leave them out."
+                f"{', '.join(foreign)} with islands that come and go (--elastic, --chaos, --host, --port, --gather, "
+                f"--refused-above): these are real processes, over gloo, by --engine dist. Leave out one or the other."
             )
         how = {"processes": processes, "pace": pace, "limit_s": limit, **elastic_only}
         carry_out_elastic(recipe, settings or [], seed, out, resume, json, quiet, how, chaos)
@@ -160,7 +171,7 @@ def run(
 @app.command(hidden=True)
 def island(
     address: str,
-    name: Annotated[str | None, typer.Option(help="Unlike all others'.")] = None,
+    name: Annotated[str, typer.Option(help="Unlike all others'.")],
     folder: Annotated[Path | None, typer.Option(help="Of the run, where this machine has it.")] = None,
     chaos: Annotated[Path | None, typer.Option(help="A script of faults, see atoll.testing.chaos.")] = None,
 ) -> None:

@@ -4,15 +4,21 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 
 import pytest
 
 from atoll import recipes
+from atoll.engines.elastic.harbour import free_port
+from atoll.engines.elastic.roll import listening
 from atoll.events import RunStarted, Saved
-from atoll.runs.elastic.place import Elastic
+from atoll.runs.elastic.place import Elastic, Invitation
+from atoll.runs.elastic.start import place_again
 from atoll.runs.elastic.supervise import Child, IslandFailed, Supervisor, Tail, island_name
 from atoll.runs.place import placed
 from atoll.testing.simulate import Recorder
+
+HOST = "127.0.0.1"
 
 
 def child(tmp_path, code):
@@ -144,3 +150,19 @@ def test_a_log_that_was_cut_and_has_grown_again_is_followed_from_its_next_whole_
         file.write(lines(EVENTS[3]))
     tail.follow()
     assert seen.events[-1] == EVENTS[3]
+
+
+def test_a_run_goes_on_where_it_was_found_before_unless_somebody_else_is_there_now(tmp_path):
+    before = Elastic(processes=1, port=free_port(HOST))
+    assert place_again(before, {"pace": 1.0}) == replace(before, pace=1.0)
+    with listening(HOST, before.port):
+        assert place_again(before, {}).port == 0
+        assert place_again(before, {"port": before.port}).port == before.port, "who asks for it is told that it is taken"
+
+
+def test_a_lighthouse_is_found_where_it_was_before(tmp_path):
+    first, second = (
+        Supervisor(placed(recipes.ALL["toy-sync"](), 1), Elastic(processes=1), tmp_path, say=print)._invitation.read_text()
+        for _ in range(2)
+    )
+    assert Invitation.from_text(first).lighthouse == Invitation.from_text(second).lighthouse

@@ -22,6 +22,15 @@ def free_port(host: str) -> int:
         return int(door.getsockname()[1])
 
 
+def is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there now."""
+    try:
+        listening(host, port).close()
+    except OSError:
+        return False
+    return True
+
+
 class Harbour:
     """A lighthouse and a roll, in this process.
 

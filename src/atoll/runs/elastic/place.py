@@ -51,6 +51,11 @@ class Elastic:
             raise ConfigError(f"pace={self.pace}: it is 0 or more. Leave it out so that computing takes what it takes.")
         if not self.limit_s > 0 or not self.gather_s >= 0:
             raise ConfigError(f"limit_s={self.limit_s}, gather_s={self.gather_s}: seconds, the first of them more than 0.")
+        if self.host in ("", "0.0.0.0") or ":" in self.host:
+            raise ConfigError(
+                f"host={self.host}: islands are told this address, and reach it over IPv4. Give one that this machine has, such as "
+                f"192.0.2.7, or its name."
+            )
         if not self.refused_above > 1:
             raise ConfigError(f"refused_above={self.refused_above}: it is more than 1. Use inf to refuse what is not finite alone.")
 
@@ -63,6 +68,18 @@ def read_elastic(folder: Path) -> Elastic | None:
     """How this folder's run is carried out by islands that come and go; none if it is not."""
     engine, settings = engine_in(folder)
     return Elastic(**settings) if engine == ENGINE else None
+
+
+def check_address(address: str) -> None:
+    """Refuse what is no address of a run.
+
+    >>> check_address("localhost")
+    Traceback (most recent call last):
+    atoll.errors.ConfigError: localhost is no address of a run: it is HOST:PORT. Give the one that the run said when it was started.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{address} is no address of a run: it is HOST:PORT. Give the one that the run said when it was started.")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from atoll.engines.elastic.engine import check_elastic
+from atoll.engines.elastic.harbour import free_port, is_free
 from atoll.errors import ConfigError
 from atoll.protocols import Sink
 from atoll.runs.elastic.place import Elastic, read_elastic, write_elastic
-from atoll.runs.elastic.supervise import Supervisor
+from atoll.runs.elastic.supervise import Supervisor, island_name
 from atoll.runs.execute import Result, is_finished, refuse_impossible, resume
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.place import placed
@@ -58,6 +59,27 @@ class _Alone:
     rank, size = 0, 1
 
 
+def refuse_strangers(script: Script | None, place: Elastic, run: Run) -> None:
+    """Refuse a script that is to happen to processes which the run does not start."""
+    if script is None:
+        return
+    from atoll.testing.chaos import LIGHTHOUSE
+
+    names = [LIGHTHOUSE, *map(island_name, range(place.processes or run.cluster.islands))]
+    strangers = sorted(script.victims - set(names))
+    if strangers:
+        raise ConfigError(
+            f"a script has {', '.join(strangers)} as victims, and the run starts {', '.join(names)}. Name some of these."
+        )
+
+
+def place_again(before: Elastic, given: Mapping[str, Any]) -> Elastic:
+    """How a run goes on, by how it was carried out before and by what is given now. Its port stays, so that islands elsewhere find
+    it again, unless somebody else has it."""
+    port = before.port if is_free(given.get("host", before.host), before.port) else 0
+    return Elastic(**{**vars(before), "port": port, **given})
+
+
 def keep_going(
     folder: Path,
     place: Elastic,
@@ -81,7 +103,7 @@ def keep_going(
     run = from_json(opened.run_json)
     with opened.lock(), Fanout(list(sinks)) as sink:
         # The work stays that of the islands that the run was planned for, whoever does it.
-        place = replace(place, processes=place.processes or run.cluster.islands)
+        place = replace(place, processes=place.processes or run.cluster.islands, port=place.port or free_port(place.host))
         write_elastic(folder, place)
         if run.train.warm_start_steps:  # made once, before the islands that all begin with it
             resolved = run.resolved
@@ -112,6 +134,7 @@ def run_elastic(
     """
     folder = Path(out or default_path(run.recipe, run.seed)).expanduser()
     command = list(command or sys.argv)
+    refuse_strangers(chaos, place, run)
     create_elastic(run, place, folder, command)
     keep_going(folder, place, say=lambda text: None, chaos=chaos_of(chaos, folder))
     return resume(folder, command=command)
@@ -134,5 +157,5 @@ def resume_elastic(out: str | Path, place: Elastic | None = None, *, command: Se
         raise ConfigError(f"{folder} is no run of islands that come and go. Use atoll.resume, or atoll.resume_on.")
     if not is_finished(RunFolder.open(folder)):
         RunFolder.open(folder).resumed(command)
-        keep_going(folder, place or before, say=lambda text: None)
+        keep_going(folder, place or place_again(before, {}), say=lambda text: None)
     return resume(folder, command=command)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.engines.elastic.harbour import free_port
+from atoll.engines.elastic.harbour import free_port, is_free
 from atoll.errors import AtollError
 from atoll.events import Event, from_json
 from atoll.protocols import Sink
@@ -144,10 +144,10 @@ class Supervisor:
         chaos: Chaos | None = None,
     ) -> None:
         self._folder, self._say, self._chaos = folder, say, chaos
-        port, lighthouse = place.port or free_port(place.host), free_port(place.host)
-        self.address = f"{place.host}:{port}"
+        self.address = f"{place.host}:{place.port or free_port(place.host)}"
         self._invitation = folder / "invitation.json"
-        self._invitation.write_text(Invitation(run, place, f"{place.host}:{lighthouse}").to_text(), "utf-8")
+        lighthouse = _lighthouse_before(self._invitation, place.host) or f"{place.host}:{free_port(place.host)}"
+        self._invitation.write_text(Invitation(run, place, lighthouse).to_text(), "utf-8")
         base = [sys.executable, "-m", "atoll"]
         self.harbour = Child("lighthouse", [*base, "harbour", str(self._invitation), self.address], log_of(folder, "lighthouse"))
         self.islands = [self._island(base, number) for number in range(place.processes or run.world.islands)]
@@ -205,6 +205,15 @@ class Supervisor:
             if self._chaos is not None:
                 self._chaos.close()
             _stop(everybody)
+
+
+def _lighthouse_before(invitation: Path, host: str) -> str | None:
+    """Where the lighthouse was when the run was last carried out: islands elsewhere look for it there."""
+    if not invitation.exists():
+        return None
+    address = Invitation.from_text(invitation.read_text("utf-8")).lighthouse
+    before, _, port = address.rpartition(":")
+    return address if before == host and is_free(host, int(port)) else None
 
 
 def _stop(children: Sequence[Child]) -> None:

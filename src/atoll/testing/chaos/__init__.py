@@ -11,7 +11,20 @@
 """
 
 from atoll.testing.chaos.breaking import Chaos, Process
-from atoll.testing.chaos.faults import LIGHTHOUSE, At, Cut, Fault, Freeze, FullDisk, Kill, Script, Slow, Spoil, at_random
+from atoll.testing.chaos.faults import (
+    LIGHTHOUSE,
+    At,
+    Cut,
+    Fault,
+    Freeze,
+    FullDisk,
+    Kill,
+    Script,
+    Slow,
+    Spoil,
+    at_random,
+    spoils_at_random,
+)
 from atoll.testing.chaos.inside import Spoiler
 from atoll.testing.chaos.lines import Line
 from atoll.testing.chaos.report import CHAOS_LOG, Report, exactly_once, report_of
@@ -38,4 +51,5 @@ __all__ = [
     "exactly_once",
     "in_words",
     "report_of",
+    "spoils_at_random",
 ]

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from atoll.checks import check_types
 from atoll.errors import ConfigError
@@ -16,8 +16,22 @@ LIGHTHOUSE = "lighthouse"
 """The name of the process that islands find each other by."""
 
 
+class _Checked:
+    """Refuses numbers that are none, or less than 0, and names that are no text."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        given: Any = self
+        for field in fields(given):
+            value = getattr(given, field.name)
+            if field.type in ("float", "int") and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+                raise ConfigError(f"{field.name}={value!r} in {type(self).__name__}: it is a number, 0 or more. Give one.")
+            if field.type == "str" and not isinstance(value, str):
+                raise ConfigError(f"{field.name}={value!r} in {type(self).__name__}: it is a name. Give one.")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Kill:
+class Kill(_Checked):
     """SIGKILL: a process ends without a word. Whoever keeps it going starts it again.
 
     Args:
@@ -28,7 +42,7 @@ class Kill:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Freeze:
+class Freeze(_Checked):
     """SIGSTOP, and SIGCONT later: a process is silent, and then goes on as if nothing had happened.
 
     Args:
@@ -41,7 +55,7 @@ class Freeze:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullDisk:
+class FullDisk(_Checked):
     """A process cannot write files any longer than they may be, as if there were no more room.
 
     Args:
@@ -56,7 +70,7 @@ class FullDisk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class Cut(_Checked):
     """A line is down for a while, without a word to either end.
 
     Args:
@@ -69,7 +83,7 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slow:
+class Slow(_Checked):
     """A line is shaped for a while.
 
     Args:
@@ -88,7 +102,7 @@ Fault = Kill | Freeze | FullDisk | Cut | Slow
 
 
 @dataclass(frozen=True, kw_only=True)
-class At:
+class At(_Checked):
     """A fault and its moment.
 
     Args:
@@ -104,7 +118,7 @@ Spoilt = Literal["damage", "damage late", "die", "die late", "nan", "huge"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spoil:
+class Spoil(_Checked):
     """Something goes wrong with what an island brings to one round, inside its own process.
 
     Args:
@@ -119,9 +133,6 @@ class Spoil:
     round: int
     how: Spoilt
 
-    def __post_init__(self) -> None:
-        check_types(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
@@ -134,6 +145,12 @@ class Script:
 
     faults: tuple[At, ...] = ()
     spoils: tuple[Spoil, ...] = ()
+
+    @property
+    def victims(self) -> set[str]:
+        """All processes that something happens to."""
+        processes = {one.fault.victim for one in self.faults if isinstance(one.fault, Kill | Freeze | FullDisk)}
+        return processes | {spoil.island for spoil in self.spoils}
 
     def to_text(self) -> str:
         """As JSON.
@@ -151,11 +168,10 @@ class Script:
     def from_text(text: str) -> Script:
         try:
             record = json.loads(text)
-            faults, spoils = record.get("faults", []), record.get("spoils", [])
-        except (ValueError, AttributeError) as error:
+            faults, spoils = map(list, (record.get("faults", []), record.get("spoils", [])))
+            return Script(faults=tuple(map(_timed, faults)), spoils=tuple(_made(Spoil, one) for one in spoils))
+        except (ValueError, AttributeError, TypeError) as error:
             raise ConfigError(f'this is no script of faults: {error}. It is JSON: {{"faults": [...], "spoils": [...]}}.') from error
-        timed = tuple(At(at_s=float(one["at_s"]), fault=_fault(one)) for one in faults)
-        return Script(faults=timed, spoils=tuple(_made(Spoil, one) for one in spoils))
 
     @staticmethod
     def read(path: Path) -> Script:
@@ -168,12 +184,14 @@ class Script:
 _FAULTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
 
 
-def _fault(record: Mapping[str, Any]) -> Fault:
-    if record.get("fault") not in _FAULTS:
-        raise ConfigError(f"fault={record.get('fault')!r}: it is one of {', '.join(_FAULTS)}. Name one of these.")
-    given = {key: value for key, value in record.items() if key not in ("at_s", "fault")}
-    made: Fault = _made(_FAULTS[record["fault"]], given)
-    return made
+def _timed(record: Mapping[str, Any]) -> At:
+    kind = str(record.get("fault"))
+    if kind not in _FAULTS:
+        raise ConfigError(f"fault={kind}: it is one of {', '.join(_FAULTS)}. Name one of these.")
+    if "at_s" not in record:
+        raise ConfigError(f"a {kind} has no at_s: seconds after the first commit. Say when it is to happen.")
+    fault = _made(_FAULTS[kind], {key: value for key, value in record.items() if key not in ("at_s", "fault")})
+    return At(at_s=record["at_s"], fault=fault)
 
 
 def _made(kind: type[Any], given: Mapping[str, Any]) -> Any:
@@ -184,28 +202,67 @@ def _made(kind: type[Any], given: Mapping[str, Any]) -> Any:
 
 
 def at_random(
-    *, seed: int, victims: Sequence[str], every_s: float, until_s: float, kinds: Sequence[type[Fault]] = (Kill,), for_s: float = 5.0
+    *,
+    seed: int,
+    victims: Sequence[str] = (),
+    lines: Sequence[str] = (),
+    every_s: float,
+    until_s: float,
+    kinds: Sequence[type[Fault]] = (Kill,),
+    for_s: float = 5.0,
+    file_bytes: int = 1,
+    mbit_per_s: float = 1.0,
 ) -> tuple[At, ...]:
-    """Faults of processes at even times: who and what is drawn from the seed, and the same seed draws the same.
+    """Faults at even times: who and what is drawn from the seed, and the same seed draws the same.
 
     Args:
         seed: of the draws.
         victims: names of processes.
+        lines: names of lines.
         every_s: between two faults, and before the first.
         until_s: none happens later, nor then.
-        kinds: Kill, Freeze, or both.
-        for_s: how long a process is frozen.
+        kinds: of Kill, Freeze, FullDisk, Cut and Slow; each as likely.
+        for_s: how long a fault lasts that does not last for ever.
+        file_bytes: of a FullDisk.
+        mbit_per_s: of a Slow.
     """
-    strange = [kind.__name__ for kind in kinds if kind not in (Kill, Freeze)]
-    if strange or not victims or not every_s > 0:
+    where = [lines if kind in (Cut, Slow) else victims for kind in kinds]
+    if not where or not all(where) or not every_s > 0:
         raise ConfigError(
-            f"kinds={strange}, victims={list(victims)}, every_s={every_s}: Kill or Freeze, of somebody, now and then."
+            f"kinds={[kind.__name__ for kind in kinds]}, victims={list(victims)}, lines={list(lines)}, every_s={every_s}: there is "
+            f"at least one kind, and some time between two faults. Cut and Slow need lines, and the other kinds victims."
         )
     draw = random.Random(f"chaos {seed}")
+
+    def drawn() -> Fault:
+        victim, kind = draw.choice(victims) if victims else "", draw.choice(kinds)
+        line = draw.choice(lines) if lines else ""
+        made: dict[type[Fault], Fault] = {
+            Kill: Kill(victim=victim),
+            Freeze: Freeze(victim=victim, for_s=for_s),
+            FullDisk: FullDisk(victim=victim, file_bytes=file_bytes, for_s=for_s),
+            Cut: Cut(line=line, for_s=for_s),
+            Slow: Slow(line=line, mbit_per_s=mbit_per_s, for_s=for_s),
+        }
+        return made[kind]
+
     moments = [every_s * number for number in range(1, max(1, -int(-until_s // every_s)))]
-    return tuple(At(at_s=at_s, fault=_drawn(draw, victims, kinds, for_s)) for at_s in moments)
+    return tuple(At(at_s=at_s, fault=drawn()) for at_s in moments)
 
 
-def _drawn(draw: random.Random, victims: Sequence[str], kinds: Sequence[type[Fault]], for_s: float) -> Fault:
-    victim, kind = draw.choice(list(victims)), draw.choice(list(kinds))
-    return Freeze(victim=victim, for_s=for_s) if kind is Freeze else Kill(victim=victim)
+def spoils_at_random(
+    *, seed: int, islands: Sequence[str], every: int, until: int, hows: Sequence[Spoilt] = get_args(Spoilt)
+) -> tuple[Spoil, ...]:
+    """What goes wrong inside islands in even rounds: whose, and how, is drawn from the seed.
+
+    Args:
+        seed: of the draws.
+        islands: by their names.
+        every: rounds between two, and before the first.
+        until: none happens in this round or later.
+        hows: to draw from.
+    """
+    if not islands or not hows or every < 1:
+        raise ConfigError(f"islands={list(islands)}, hows={list(hows)}, every={every}: somebody, somehow, every 1 or more rounds.")
+    draw = random.Random(f"spoils {seed}")
+    return tuple(Spoil(island=draw.choice(list(islands)), round=r, how=draw.choice(list(hows))) for r in range(every, until, every))
