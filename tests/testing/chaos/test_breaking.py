@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -59,6 +60,17 @@ def test_a_frozen_process_goes_on_after_a_while(tmp_path, victim):
     chaos.step(111.0, {"a": victim})
     assert os.waitid(os.P_PID, victim.pid, os.WCONTINUED).si_status == signal.SIGCONT
     assert [next(iter(line.keys() - {"at_s"})) for line in written(tmp_path)] == ["saw", "did", "mended"]
+
+
+def test_of_two_freezes_that_overlap_the_longer_one_counts(tmp_path, victim):
+    faults = [At(at_s=at_s, fault=Freeze(victim="a", for_s=for_s)) for at_s, for_s in ((1.0, 3.0), (2.0, 10.0))]
+    chaos = begun(tmp_path, *faults)
+    for now_s in (101.0, 102.0, 104.0, 111.9):
+        chaos.step(now_s, {"a": victim})
+    assert os.waitid(os.P_PID, victim.pid, os.WSTOPPED).si_status == signal.SIGSTOP
+    assert os.waitid(os.P_PID, victim.pid, os.WCONTINUED | os.WNOHANG) is None
+    chaos.step(112.0, {"a": victim})
+    assert os.waitid(os.P_PID, victim.pid, os.WCONTINUED).si_status == signal.SIGCONT
 
 
 def test_what_is_still_broken_at_the_end_is_mended(tmp_path, victim):
@@ -128,6 +140,30 @@ def test_lines_are_cut_and_shaped_and_mended_in_the_order_of_time(tmp_path):
     for now_s in (101.0, 102.0, 103.0, 105.0, 106.0):
         chaos.step(now_s, {})
     assert line.done == ["cut", "mended", 2.0, "mended"]
+
+
+def test_a_line_that_is_cut_stays_so_when_a_shorter_fault_of_it_ends(tmp_path):
+    line = Wire()
+    faults = [
+        At(at_s=1.0, fault=Cut(line="l", for_s=10.0)),
+        At(at_s=2.0, fault=Slow(line="l", mbit_per_s=2.0, for_s=2.0)),
+        At(at_s=3.0, fault=Slow(line="l", mbit_per_s=5.0, for_s=20.0)),
+    ]
+    chaos = begun(tmp_path, *faults, lines={"l": line})
+    for now_s in range(101, 125):
+        chaos.step(float(now_s), {})
+    assert line.done == ["cut"] * 4 + [5.0, "mended"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of other processes are Linux's")
+def test_of_two_full_disks_that_overlap_the_smaller_counts_and_what_was_before_comes_back(tmp_path, victim):
+    faults = [At(at_s=at_s, fault=FullDisk(victim="a", file_bytes=b, for_s=5.0)) for at_s, b in ((1.0, 100), (2.0, 900))]
+    before, found = resource.prlimit(victim.pid, resource.RLIMIT_FSIZE), []
+    chaos = begun(tmp_path, *faults)
+    for now_s in (101.0, 102.0, 106.0, 107.0):
+        chaos.step(now_s, {"a": victim})
+        found.append(resource.prlimit(victim.pid, resource.RLIMIT_FSIZE)[0])
+    assert found == [100, 100, 900, before[0]]
 
 
 def test_a_script_for_a_line_that_there_is_not_is_refused(tmp_path):

@@ -1,7 +1,7 @@
 """Makes faults happen to processes and lines, at their times, and writes down what it did.
 
 Time is an argument, and nobody sleeps here: whoever watches the processes calls `step` again and again. What is done for a while is
-undone by itself, and by `close` at the latest.
+undone by itself, and by `close` at the latest; of faults that overlap each lasts as long as it is to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from atoll.errors import ConfigError
 from atoll.events import Attended, Event
-from atoll.testing.chaos.faults import At, Cut, Fault, Freeze, Kill, Script, Slow, Spoil
+from atoll.testing.chaos.faults import At, Cut, Fault, Freeze, FullDisk, Kill, Script, Slow
 
 
 class Process(Protocol):
@@ -43,8 +43,28 @@ class Breakable(Protocol):
         """As it was."""
 
 
-Undo = Callable[[], object]
-"""Returns False if there was nothing to mend any more."""
+Lasting = Freeze | FullDisk | Cut | Slow
+"""Faults that are over after a while."""
+
+
+class _Target:
+    """A process or a line, and what is wrong with it at the moment.
+
+    Args:
+        apply: brings it into the state that these faults make of it. It is false if it is no more.
+    """
+
+    def __init__(self, apply: Callable[[Sequence[Lasting]], bool]) -> None:
+        self._apply = apply
+        self._now: list[Lasting] = []
+
+    def begin(self, fault: Lasting) -> bool:
+        self._now.append(fault)
+        return self._apply(self._now)
+
+    def end(self, fault: Lasting) -> bool:
+        self._now.remove(fault)
+        return self._apply(self._now)
 
 
 class Chaos:
@@ -67,7 +87,8 @@ class Chaos:
         self._order = itertools.count()
         self._todo: list[tuple[float, int, At]] = [(one.at_s, next(self._order), one) for one in script.faults]
         heapq.heapify(self._todo)
-        self._undo: list[tuple[float, int, str, Undo]] = []
+        self._undo: list[tuple[float, int, Lasting, _Target]] = []
+        self._targets: dict[tuple[type[Lasting] | None, object], _Target] = {}
         self._zero_s: float | None = None
         self._now_s = 0.0
         self._log = log
@@ -76,10 +97,6 @@ class Chaos:
     @property
     def script(self) -> Script:
         return self._script
-
-    @property
-    def spoils(self) -> Sequence[Spoil]:
-        return self._script.spoils
 
     # ------------------------------------------------------------------------------------------------------------- the clock
 
@@ -97,44 +114,44 @@ class Chaos:
         if self._zero_s is None:
             return
         while self._undo and self._undo[0][0] <= now_s:
-            _, _, what, undo = heapq.heappop(self._undo)
-            self._note("mended", {"fault": what, "done": undo() is not False})
+            self._mend(*heapq.heappop(self._undo)[2:])
         while self._todo and self._zero_s + self._todo[0][0] <= now_s:
             self._carry_out(heapq.heappop(self._todo)[2].fault, processes)
 
     def close(self) -> None:
         """Mend what is still broken."""
-        for _, _, what, undo in self._undo:
-            self._note("mended", {"fault": what, "done": undo() is not False})
-        self._undo.clear()
+        while self._undo:
+            self._mend(*heapq.heappop(self._undo)[2:])
 
     # ------------------------------------------------------------------------------------------------------------- the faults
 
     def _carry_out(self, fault: Fault, processes: Mapping[str, Process]) -> None:
         if isinstance(fault, Cut | Slow):
-            line = self._lines[fault.line]
-            line.cut() if isinstance(fault, Cut) else line.shape(fault.mbit_per_s)
             self._note("did", _plain(fault))
-            self._later(fault, fault.for_s, line.mend)
+            line = self._lines[fault.line]
+            self._begin(fault, None, fault.line, lambda faults: _bent(line, faults))
             return
         process = processes.get(fault.victim)
         if process is None or process.poll() is not None:
             why = "it does not run now" if process is not None else "there is none"
             self._note("skipped", {**_plain(fault), "why": why})
             return
-        pid = process.pid
-        self._note("did", {**_plain(fault), "pid": pid})
+        self._note("did", {**_plain(fault), "pid": process.pid})
         if isinstance(fault, Kill):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
         elif isinstance(fault, Freeze):
-            os.kill(pid, signal.SIGSTOP)
-            self._later(fault, fault.for_s, lambda: _signalled(process, signal.SIGCONT))
+            self._begin(fault, Freeze, process.pid, lambda faults: _frozen(process, faults))
         else:
-            before = _limited(process, (fault.file_bytes, resource.RLIM_INFINITY))
-            self._later(fault, fault.for_s, lambda: before is not None and _limited(process, before) is not None)
+            before = _limit_of(process)
+            self._begin(fault, FullDisk, process.pid, lambda faults: _limited(process, before, faults))
 
-    def _later(self, fault: Fault, for_s: float, undo: Undo) -> None:
-        heapq.heappush(self._undo, (self._now_s + for_s, next(self._order), type(fault).__name__, undo))
+    def _begin(self, fault: Lasting, kind: type[Lasting] | None, who: object, apply: Callable[[Sequence[Lasting]], bool]) -> None:
+        target = self._targets.setdefault((kind, who), _Target(apply))
+        target.begin(fault)
+        heapq.heappush(self._undo, (self._now_s + fault.for_s, next(self._order), fault, target))
+
+    def _mend(self, fault: Lasting, target: _Target) -> None:
+        self._note("mended", {"fault": type(fault).__name__, "done": target.end(fault)})
 
     def _note(self, what: str, about: Mapping[str, Any]) -> None:
         at_s = self._now_s - (self._zero_s if self._zero_s is not None else self._now_s)
@@ -146,23 +163,41 @@ def _plain(fault: Fault) -> dict[str, Any]:
     return {"fault": type(fault).__name__, **vars(fault)}
 
 
-def _signalled(process: Process, number: int) -> bool:
-    """Whether it was still there."""
+def _bent(line: Breakable, faults: Sequence[Lasting]) -> bool:
+    """Cut if anything cuts it, else as slow as the slowest has it."""
+    rates = [fault.mbit_per_s for fault in faults if isinstance(fault, Slow)]
+    if any(isinstance(fault, Cut) for fault in faults):
+        line.cut()
+    elif rates:
+        line.shape(min(rates))
+    else:
+        line.mend()
+    return True
+
+
+def _frozen(process: Process, faults: Sequence[Lasting]) -> bool:
     if process.poll() is not None:
         return False
     with suppress(ProcessLookupError):
-        os.kill(process.pid, number)
+        os.kill(process.pid, signal.SIGSTOP if faults else signal.SIGCONT)
         return True
     return False
 
 
-def _limited(process: Process, limits: tuple[int, int]) -> tuple[int, int] | None:
-    """How long files may become that it writes: as before; none if it is no more."""
+def _limit_of(process: Process) -> int:
+    """How long files may become that it writes."""
+    with suppress(ProcessLookupError):
+        return resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[0]
+    return resource.RLIM_INFINITY
+
+
+def _limited(process: Process, before: int, faults: Sequence[Lasting]) -> bool:
+    """Files may become as long as the worst fault has it, or as before."""
     if process.poll() is not None:
-        return None
-    try:
-        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limits[0], hard))
-    except ProcessLookupError:
-        return None
-    return soft, hard
+        return False
+    with suppress(ProcessLookupError):
+        hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
+        limits = [fault.file_bytes for fault in faults if isinstance(fault, FullDisk)]
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (min(limits, default=before), hard))
+        return True
+    return False
