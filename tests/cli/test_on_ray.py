@@ -117,7 +117,7 @@ def beginning(folder, *more):
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory):
-    """A run whose hub and one of whose workers were killed, what it said, and what its processes listened on."""
+    """A run whose hub and one of whose workers were killed, what it said, what its processes listened on, and its token's mode."""
     folder = tmp_path_factory.mktemp("ray") / "run"
     with started(*beginning(folder, "--json")) as process:
         until(lambda: len(logged(folder, "hub", "saved round")) > 1, "a checkpoint", process)
@@ -127,6 +127,8 @@ def survived(tmp_path_factory):
             for connection in one.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         }
+        token = folder / "ray_token"
+        mode, length = token.stat().st_mode & 0o777, len(token.read_text())
         slow, dead = (int(logged(folder, f"worker-{number}", r"process (\d+)")[-1]) for number in (0, 1))
         os.kill(slow, signal.SIGSTOP)  # so that there is something left to do when the other has come back
         os.kill(dead, signal.SIGKILL)
@@ -136,7 +138,7 @@ def survived(tmp_path_factory):
         os.kill(slow, signal.SIGCONT)
         code, out, err = end_of(process)
     assert code == 0, err
-    return folder, out, err, listening
+    return folder, out, err, (listening, mode, length)
 
 
 def test_with_hub_and_worker_killed_a_run_ends_with_its_local_updates_and_takes_none_twice(survived):
@@ -185,12 +187,11 @@ def test_the_log_has_one_clock_and_all_that_a_run_reports(survived):
 
 
 def test_nothing_listens_on_another_interface_and_the_token_is_its_owners(survived):
-    folder, _, _, listening = survived
+    folder, _, _, (listening, mode, length) = survived
     assert {"raylet", "gcs_server"} <= {name for name, _ in listening}
     assert {ip for _, ip in listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
-    token = folder / "ray_token"
-    assert token.stat().st_mode & 0o077 == 0
-    assert len(token.read_text()) == 64
+    assert (mode, length) == (0o600, 64)
+    assert not (folder / "ray_token").exists(), "it is gone with the Ray that it was made for"
 
 
 def test_its_log_is_replayed_to_the_same_weights(survived, atoll):

@@ -209,6 +209,18 @@ class Hub:
 
     # ------------------------------------------------------------------------------------------------------------- saving
 
+    def hold(self) -> list[Tree]:
+        """The present weights and those that workers are out with: no buffer of theirs is reused until they are let go."""
+        held = list({id(tree): tree for tree in (self.params, *self._sent.values())}.values())
+        for tree in held:
+            self._holders[memory_of(tree)] += 1
+        return held
+
+    def let_go(self, held: Sequence[Tree]) -> None:
+        for tree in held:
+            self._holders[memory_of(tree)] -= 1
+            self._recycle(tree)
+
     def to_parts(self) -> dict[str, Any]:
         """All of its state: the algorithm's, the weights that workers are out with (each once), and plain data."""
         versions = {id(tree): f"{number}" for number, tree in enumerate({id(t): t for t in self._sent.values()}.values())}

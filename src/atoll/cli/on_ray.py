@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def carry_out_on_ray(
             print(told(mine, place), file=sys.stderr, flush=True)
         sinks, say = sinks_of(mine.recipe, mine, quiet=quiet), _silent if quiet else _say
         # What Ray prints of processes that die is said in fewer words here.
-        with interruptible(folder), open(_ray_log(folder), "a", encoding="utf-8") as words, redirect_stdout(words):
+        with interruptible(folder), _terminable(), open(_ray_log(folder), "a", encoding="utf-8") as words, redirect_stdout(words):
             if resume is None:
                 drive(opened, place, sinks=sinks, say=say)
             else:
@@ -82,6 +83,16 @@ def _ray_log(folder: Path) -> Path:
     path = folder / "logs" / "ray.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say(line: str) -> None:

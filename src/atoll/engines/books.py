@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -73,7 +73,7 @@ class Books:
         self.counts_inside = True
         """Whether anybody knows what devices of an island send to each other."""
         self._losses: list[float] = []
-        self._real = real
+        self._planned, self._real = islands, real
 
     def sent(self, islands: Sequence[int], payload: Sequence[int], control: Sequence[int]) -> None:
         """An exchange took place."""
@@ -150,8 +150,9 @@ class Books:
         return self._closed(islands, time_s)
 
     def hub_stepped(self, islands: int, time_s: float) -> RoundFinished:
-        """A worker's round is over. Steps are counted as if all islands had shared the local updates evenly."""
-        self.totals.steps = self.totals.local_updates // len(self.ledgers)
+        """A worker's round is over. Steps are counted as if the islands that the books began with had shared the local updates
+        evenly, whoever else has come since."""
+        self.totals.steps = self.totals.local_updates // self._planned
         return self._closed(islands, time_s)
 
     def _closed(self, islands: int, time_s: float) -> RoundFinished:
@@ -172,9 +173,11 @@ class Books:
 
     def evaluated(self, metrics: Mapping[str, float], time_s: float) -> Evaluated:
         """The global weights were judged."""
-        if "loss" not in metrics:
-            raise ConfigError(f"Workload.evaluate returned {sorted(metrics)}: it must have at least `loss`. Add it to the mapping.")
-        self.totals.metrics = {name: float(value) for name, value in metrics.items()}
+        self.judged(metrics)
+        return replace(self.due(time_s), metrics=self.totals.metrics)
+
+    def due(self, time_s: float) -> Evaluated:
+        """An evaluation of the present weights, still without its measures."""
         virtual_s, wall_s = self._clocks(time_s)
         return Evaluated(
             round=self.totals.round,
@@ -184,8 +187,14 @@ class Books:
             tokens=self.totals.tokens,
             local_updates=self.totals.local_updates,
             sent_bytes_per_island=self._mean("sent_bytes"),
-            metrics=self.totals.metrics,
+            metrics={},
         )
+
+    def judged(self, metrics: Mapping[str, float]) -> None:
+        """These are the measures of the last evaluation."""
+        if "loss" not in metrics:
+            raise ConfigError(f"Workload.evaluate returned {sorted(metrics)}: it must have at least `loss`. Add it to the mapping.")
+        self.totals.metrics = {name: float(value) for name, value in metrics.items()}
 
     def finished(self, time_s: float, warm_start_tokens: int, digest: str) -> RunFinished:
         """The run is over."""

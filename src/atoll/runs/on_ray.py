@@ -19,18 +19,19 @@ import torch
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.ray import door
 from atoll.engines.ray.engine import RayEngine
+from atoll.engines.ray.keeping import Lost
 from atoll.engines.ray.orders import HubOrder
 from atoll.engines.ray.wire import bits_of, dtype_name
 from atoll.engines.ray.worker import WorkerOrder
-from atoll.errors import ConfigError
+from atoll.errors import CheckpointError, ConfigError
 from atoll.events import Progress, WarmStartFinished
 from atoll.protocols import AsyncAlgorithm, Sink, Workload
 from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
 from atoll.runs.execute import Execution, Result, check_workload, digest_of, is_finished, refuse_impossible
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.plain import from_json, to_json
-from atoll.runs.ray_parts import BEGIN, FolderKeeper, Made
-from atoll.runs.ray_place import Ray, on_workers, plan_of, read_ray, write_ray
+from atoll.runs.ray_parts import BEGIN, FolderKeeper, Made, lost_after
+from atoll.runs.ray_place import Ray, gpu_share, on_workers, plan_of, read_ray, write_ray
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
@@ -39,8 +40,8 @@ from atoll.telemetry.jsonl import JsonlSink
 from atoll.tensorfile import save_tree
 from atoll.tree import Tree
 
-_ROOM = 4
-"""Times the weights, for each worker: what the object store has room for, pulls and pushes together."""
+_PUBLISHED = 8
+"""Weights that lie in the object store besides a delta of each worker: those published last, and those that wait to be judged."""
 
 
 def run_on_ray(
@@ -125,11 +126,13 @@ class _Drive:
         given = from_json(folder.run_json)
         self._run, self._place, self._folder, self._given, self._say = given.resolved, place, folder, workload, say
         self._workers = place.processes or self._run.world.islands
+        self._most = max(self._workers, place.most or 0)
         self._cache = Cache()
         self._books = Execution(given, folder, workload, sinks, self._cache)
 
     def carry_out(self) -> Result:
         checkpoint = Checkpoints(self._folder.checkpoints, keep=self._run.keep.checkpoints).newest()
+        lost = self._lost(checkpoint)
         self._books.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
         log, *others = self._books.sinks(checkpoint)
         with Fanout(others) as sink:
@@ -139,7 +142,7 @@ class _Drive:
             log.close()  # from now on it is the hub's
             evaluator = Evaluator(workload, device_of(self._run), dtype_of(self._run))
             with self._ray(warm.params) as ray:
-                engine = self._engine(ray, warm, workload, evaluator, sink, begin_bytes)
+                engine = self._engine(ray, warm, workload, evaluator, sink, self._hub_order(warm, workload, begin_bytes, lost))
                 over = False
                 try:
                     finished, params, buffers = engine.run()
@@ -152,9 +155,20 @@ class _Drive:
 
     # ------------------------------------------------------------------------------------------------------- the beginning
 
+    def _lost(self, checkpoint: Checkpoint | None) -> Lost:
+        """What the log has that no checkpoint knows of, before it is cut off."""
+        lost = lost_after(self._folder.events, checkpoint.metadata["events_bytes"] if checkpoint else 0)
+        if checkpoint is None and lost.rounds:
+            raise CheckpointError(
+                f"{self._folder.path} has no checkpoint, but its log has {lost.rounds} rounds. "
+                f"The run would begin again, and lose them. Put {self._folder.checkpoints} back, or start anew in another folder."
+            )
+        return lost
+
     def _prepare(self, sink: Sink, checkpoint: Checkpoint | None) -> tuple[WarmStart, Workload]:
         """The warm start, and what is trained."""
         run = self._run
+        (self._folder.path / "logs").mkdir(exist_ok=True)
         plain = self._given or plain_workload(run, load_data(run, self._cache))
         if checkpoint is None:
             self._books.keep_what_is_read()
@@ -178,9 +192,9 @@ class _Drive:
             with door.cluster(self._place.address) as ray:
                 yield ray
             return
-        store_bytes = _ROOM * (self._workers + 2) * params.nbytes
+        store_bytes = (_PUBLISHED + self._most) * params.nbytes
         gpus = torch.cuda.device_count() if device_of(self._run) == "cuda" else 0
-        with door.own_ray(cpus=self._workers + 2, gpus=gpus, store_bytes=store_bytes, folder=self._folder.path) as ray:
+        with door.own_ray(cpus=self._most + 2, gpus=gpus, store_bytes=store_bytes, folder=self._folder.path) as ray:
             yield ray
 
     def _engine(
@@ -190,14 +204,15 @@ class _Drive:
         workload: Workload,
         evaluator: Evaluator,
         sink: Sink,
-        begin_bytes: int,
+        order: HubOrder,
     ) -> RayEngine:
         run, dealt = self._run, self._given is None and needs_weights(self._run)
         make = partial(Made, run, (ray.put(bits_of(warm.params)),) if dealt else (), self._given)
         return RayEngine(
             ray=ray,
-            order=self._hub_order(warm, workload, begin_bytes),
+            order=order,
             worker=lambda number, life: self._worker_order(number, life, make),
+            most=self._most,
             cpus=1.0 if self._place.address is None else float(run.cluster.threads_per_island),
             gpus=self._gpus(),
             evaluate=evaluator,
@@ -211,9 +226,9 @@ class _Drive:
         """Of each worker: one, or on this machine alone a part of one, where there are fewer than workers."""
         if device_of(self._run) != "cuda":
             return 0.0
-        return min(1.0, torch.cuda.device_count() / self._workers) if self._place.address is None else 1.0
+        return gpu_share(self._most, torch.cuda.device_count()) if self._place.address is None else 1.0
 
-    def _hub_order(self, warm: WarmStart, workload: Workload, begin_bytes: int) -> HubOrder:
+    def _hub_order(self, warm: WarmStart, workload: Workload, begin_bytes: int, lost: Lost) -> HubOrder:
         run, batches = self._run, workload.batches
         assert isinstance(run.algorithm, AsyncAlgorithm)
         plan, speeds = plan_of(run, self._place)
@@ -227,11 +242,13 @@ class _Drive:
             updates=run.train.steps * islands,
             seed=run.seed,
             workers=self._workers,
-            places=max(islands, self._workers),
+            islands=islands,
+            places=max(islands, self._most),
             speeds=speeds,
             evaluate_every=run.keep.evaluate_every * islands,
             save_every_s=self._place.save_every_s,
             begin_bytes=begin_bytes,
+            lost=lost,
             session=secrets.token_hex(8),
             keeper=FolderKeeper(self._folder.path.absolute(), run.keep.checkpoints, self._origin(workload)),
             fingerprint=str(fingerprint(workload)),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from atoll.runs.checkpoint import Checkpoints
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.warm import Cache, load_data
-from atoll.runs.workloads import fingerprint, island_workload, plain_workload
+from atoll.runs.workloads import Loaded, fingerprint, island_workload, plain_workload
 from atoll.telemetry.jsonl import JsonlSink, read_events
 from atoll.tensorfile import load_tree
 from atoll.tree import Tree
@@ -41,13 +44,16 @@ class Made:
 
     def __init__(self, run: Run, weights: tuple[Any, ...], given: Workload | None) -> None:
         self._run = run
-        self._workload = given or island_workload(run, load_data(run, Cache()), self._params(weights))
+        self._workload = given or self._dealt(load_data(run, Cache()), weights)
         self._loss = loss_of(run, self._workload)
 
-    def _params(self, weights: tuple[Any, ...]) -> Tree:
+    def _dealt(self, data: Loaded, weights: tuple[Any, ...]) -> Workload:
+        """The data in their shards."""
         run = self._run
-        begin = initial(plain_workload(run, load_data(run, Cache())), device_of(run), dtype_of(run))
-        return tree_over(door.library().get(weights[0]), begin.layout, dtype_name(begin)).copy() if weights else begin
+        params = initial(plain_workload(run, data), device_of(run), dtype_of(run))
+        if weights:
+            params = tree_over(door.library().get(weights[0]), params.layout, dtype_name(params)).copy()
+        return island_workload(run, data, params)
 
     @property
     def fingerprint(self) -> str:
@@ -75,6 +81,14 @@ class FolderKeeper:
     def _kept(self) -> Checkpoints:
         return Checkpoints(RunFolder(self.folder).checkpoints, keep=self.checkpoints)
 
+    def hold(self) -> None:
+        lock = os.open(self.folder / "hub.lock", os.O_WRONLY | os.O_CREAT, 0o644)  # open until the process ends
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # the hub of a command that was killed ends a second or two after it
+            self.say("another hub of this run is still there, and is waited for")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
     def begin(self) -> Tree:
         return load_tree(self.folder / BEGIN)
 
@@ -91,17 +105,20 @@ class FolderKeeper:
         return Checkpoints.name(round)
 
     def lost(self, after: int) -> Lost:
-        events = RunFolder(self.folder).events
-        with open(events, "rb") as file:
-            before = file.read(after).count(b"\n")
-        arrived = [event for number, event in enumerate(read_events(events)) if number >= before and isinstance(event, Arrived)]
-        return Lost(len(arrived), sum(event.steps for event in arrived))
+        return lost_after(RunFolder(self.folder).events, after)
 
     def log(self, after: int) -> Log:
         return JsonlSink(RunFolder(self.folder).events, append_at=after)
 
     def say(self, text: str) -> None:
         path = self.folder / "logs" / HUB_LOG
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        with suppress(OSError):  # a full disk is no reason to stop
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def lost_after(log: Path, after: int) -> Lost:
+    """What stands in a log after so many bytes."""
+    arrived = [event for event in read_events(log, [Arrived], after=after) if isinstance(event, Arrived)] if log.exists() else []
+    return Lost(len(arrived), sum(event.steps for event in arrived))

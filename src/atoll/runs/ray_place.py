@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +16,9 @@ from atoll.runs.folder import write_text
 from atoll.runs.place import PLACE, engine_in
 from atoll.runs.run import Run
 
+LOCAL = "local"
+"""Said for an address: this machine, also where the run was on a cluster before."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ray:
@@ -23,6 +27,7 @@ class Ray:
     Args:
         address: of a Ray cluster that exists, host and port; none starts one on this machine, for this run alone.
         processes: how many workers; none: as many as the run's cluster has devices.
+        most: how many there may be, if the Ray cluster has room for more or gets it later. None: no more than those.
         pace: each batch takes so many times the cluster's step time longer, asleep; the grace window is so many times as long too.
             None: computing takes what it takes.
         save_every_s: seconds between two checkpoints of the hub.
@@ -31,6 +36,7 @@ class Ray:
 
     address: str | None = None
     processes: int | None = None
+    most: int | None = None
     pace: float | None = None
     save_every_s: float = 30.0
     limit_s: float = 300.0
@@ -39,6 +45,10 @@ class Ray:
         check_types(self)
         if self.processes is not None and self.processes < 1:
             raise ConfigError(f"processes={self.processes}: at least 1. Leave it out for as many as the cluster has devices.")
+        if self.most is not None and self.most < (self.processes or 1):
+            raise ConfigError(
+                f"most={self.most}: at least as many as there are workers ({self.processes or 1}). Leave it out for no more."
+            )
         if self.pace is not None and not self.pace >= 0:
             raise ConfigError(f"pace={self.pace}: it is 0 or more. Leave it out so that computing takes what it takes.")
         if not self.save_every_s > 0:
@@ -58,8 +68,8 @@ def read_ray(folder: Path) -> Ray | None:
 
 
 def with_said(place: Ray | None, said: Mapping[str, Any]) -> Ray:
-    """The place with what was said now; what was not said is as it was."""
-    given = {name: value for name, value in said.items() if value is not None}
+    """The place with what was said now; what was not said is as it was. The address `local` is none: a Ray of the run's own."""
+    given: dict[str, Any] = {name: None if value == LOCAL else value for name, value in said.items() if value is not None}
     return replace(place or Ray(), **given)
 
 
@@ -95,6 +105,15 @@ def plan_of(run: Run, place: Ray) -> tuple[Plan, tuple[float, ...]]:
     if plan.pace == "given" and not plan.speeds:
         plan = replace(plan, pace="measured")
     return plan, ()
+
+
+def gpu_share(workers: int, gpus: int) -> float:
+    """What part of a GPU each of so many workers asks for, so that all find room: a worker is on one GPU alone.
+
+    >>> gpu_share(3, 2), gpu_share(2, 4)
+    (0.5, 1.0)
+    """
+    return 1.0 / max(1, math.ceil(workers / gpus))
 
 
 def told(run: Run, place: Ray) -> str:

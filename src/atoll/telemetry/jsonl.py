@@ -67,18 +67,20 @@ class JsonlSink:
         self.close()
 
 
-def read_events(path: str | Path, kinds: Collection[type[Event]] = ()) -> Iterator[Event]:
+def read_events(path: str | Path, kinds: Collection[type[Event]] = (), *, after: int = 0) -> Iterator[Event]:
     """The events of a log, in order. A last line that was cut short is left out; any other malformed line raises.
 
     Args:
         path: the log.
         kinds: classes to pick; the lines of others are skipped unread, which is much faster. None given means all.
+        after: skip so many bytes, at which a line must begin; lines are numbered from there.
     """
     path = Path(path)
     # The first key of every line is the event's name; to_json writes it so.
     wanted = tuple(f'{{"event": "{kind.__name__}"'.encode() for kind in kinds)
     try:
         with path.open("rb") as file:
+            file.seek(after)
             for number, line in enumerate(file, start=1):
                 if wanted and not line.startswith(wanted):
                     continue

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,21 +25,23 @@ from atoll.events import (
     WindowClosed,
 )
 from atoll.optim.sgd import SGD
+from atoll.optim.stale import Polynomial
 from atoll.telemetry.fanout import Remembered
 from atoll.tree import Tree
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})
 
 
-def desk(sink, *, updates=40, epoch=1, grace_s=0.0, places=2, pace="even", evaluate_every=10):
-    algorithm = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), grace_s=grace_s, pace=pace)
+def desk(sink, *, updates=40, epoch=1, grace_s=0.0, islands=2, places=2, pace="even", evaluate_every=10, algorithm=None):
+    algorithm = algorithm or AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), grace_s=grace_s, pace=pace)
     return Desk(
         algorithm=algorithm,
         plan=algorithm.plan,
         params=WEIGHTS.copy(),
-        examples=[100] * places,
+        examples=[100] * islands,
         updates=updates,
         draw=lambda round: 0.5,
+        islands=islands,
         places=places,
         evaluate_every=evaluate_every,
         epoch=epoch,
@@ -50,10 +53,10 @@ def ticket(a_desk, number):
     return a_desk.ticket(a_desk.hub.scheduler.workers[number].out)
 
 
-def brought(a_desk, number, *, life=0, begin_s=0.0, pushed_s=1.0, which=None):
-    steps = a_desk.hub.scheduler.workers[number].out.steps if which is None else 4
-    stretch = Stretch(begin_s, pushed_s, steps, float(steps), 8 * steps, 2.0, True)
-    return Brought(number, life, which or ticket(a_desk, number), begin_s, pushed_s, (stretch,), {})
+def brought(a_desk, number, *, life=0, begin_s=0.0, pushed_s=1.0, loss=2.0, buffers=None):
+    steps = a_desk.hub.scheduler.workers[number].out.steps
+    stretch = Stretch(begin_s, pushed_s, steps, float(steps), 8 * steps, loss, True)
+    return Brought(number, life, ticket(a_desk, number), begin_s, pushed_s, (stretch,), buffers or {})
 
 
 def delta(value=0.1):
@@ -219,12 +222,56 @@ def test_three_unusable_updates_in_a_row_end_the_run_and_change_no_weight():
     sink = Remembered()
     one = desk(sink)
     one.come({0: 0, 1: 1}, 0.0)
-    for time_s in (1.0, 2.0):
+    for time_s in (1.0, 2.0, 3.0):
+        assert one.hopeless is None
         assert one.take(brought(one, 0, pushed_s=time_s), delta(math.nan), time_s) == "refused"
-    with pytest.raises(TrainingDiverged, match=r"worker 0 has brought 3 unusable updates"):
-        one.take(brought(one, 0, pushed_s=3.0), delta(math.nan), 3.0)
+    assert isinstance(one.hopeless, TrainingDiverged)
+    assert "worker 0 has brought 3 unusable updates" in str(one.hopeless)
     assert torch.equal(one.params["w"], WEIGHTS["w"])
-    assert len(sink.of(Returned)) == 2
+    assert len(sink.of(Returned)) == 3
+    assert one.hub.scheduler.workers[0].out is not None, "all is in order, and could be saved"
+
+
+@pytest.mark.parametrize(
+    ("what", "loss", "says"),
+    [(delta(), math.inf, "its loss is inf"), (delta(math.nan), 2.0, "not finite"), (None, 2.0, "not the 12 bytes of the weights")],
+    ids=["loss", "delta", "length"],
+)
+def test_what_is_unusable_is_refused_and_its_data_read_again(what, loss, says):
+    sink = Remembered()
+    one = desk(sink)
+    one.come({0: 0, 1: 1}, 0.0)
+    task = one.hub.scheduler.workers[0].out
+    bad = brought(one, 0, loss=loss)
+    assert one.take(bad, what, 1.0) == "refused"
+    again = one.hub.scheduler.workers[0].out
+    assert (again.work, again.round > task.round) == (task.work, True)
+    assert says in sink.of(Refused)[0].reason
+    assert one.books.ledgers[0].computed_s == 1.0, "it was busy all the same"
+    assert one.standing(0, 0, bad.ticket, 1.0)[::2] == ("go", False), "it has begun anew by itself"
+    assert one.hub.version == 0
+
+
+def test_a_refused_update_that_comes_twice_is_refused_twice_also_by_the_next_hub():
+    sink = Remembered()
+    one = desk(sink)
+    one.come({0: 0, 1: 1}, 0.0)
+    bad = brought(one, 0)
+    verdicts = [one.take(bad, delta(math.nan), time_s) for time_s in (1.0, 1.5)]
+    two, _ = saved(one, sink, now_s=2.0, epoch=2)
+    assert [*verdicts, two.take(bad, delta(math.nan), 2.5)] == ["refused"] * 3, "else its worker would keep what it has seen"
+
+
+def test_only_refusals_in_a_row_count_and_a_hub_that_dies_forgets_none():
+    sink = Remembered()
+    one = desk(sink)
+    one.come({0: 0, 1: 1}, 0.0)
+    for time_s, value in ((1.0, math.nan), (2.0, math.nan), (3.0, 0.1), (4.0, math.nan), (5.0, math.nan)):
+        one.take(brought(one, 0, pushed_s=time_s), delta(value), time_s)
+    assert one.hopeless is None
+    two, _ = saved(one, sink, now_s=5.5, epoch=2)
+    two.take(brought(two, 0, pushed_s=6.0), delta(math.nan), 6.0)
+    assert two.hopeless is not None
 
 
 def test_measured_speeds_give_a_slow_worker_fewer_steps():
@@ -235,12 +282,40 @@ def test_measured_speeds_give_a_slow_worker_fewer_steps():
     assert one.hub.scheduler.workers[1].out.steps == 1
 
 
-def test_more_places_than_before_have_books_of_their_own():
+def test_more_workers_than_before_have_books_of_their_own_and_steps_do_not_go_back():
+    sink = Remembered()
+    one = desk(sink, updates=400)
+    one.come({0: 0, 1: 1}, 0.0)
+    for number in (0, 1):
+        one.take(brought(one, number, life=number), delta(), 1.0)
+    wide, again = saved(one, sink, now_s=1.0, epoch=2, updates=400, places=4)
+    wide.come({2: 2, 3: 3}, 1.0)
+    wide.take(brought(wide, 3, life=3), delta(), 2.0)
+    assert len(wide.books.ledgers) == 4
+    assert [(event.local_updates, event.steps) for event in again.of(RoundFinished)] == [(4, 2), (8, 4), (12, 6)]
+
+
+def test_the_books_know_who_was_there_and_which_tokens_count():
+    sink = Remembered()
+    algorithm = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), correction=Polynomial(threshold=0))
+    one = desk(sink, algorithm=algorithm)
+    one.come({0: 0, 1: 1}, 0.0)
+    one.take(brought(one, 0, buffers={"seen": np.array([7])}), delta(), 1.0)
+    one.take(brought(one, 1, life=1, buffers={"seen": np.array([8])}), delta(), 2.0)
+    assert [event.applied for event in sink.of(Arrived)] == [True, False], "one version late is too late here"
+    assert (one.books.totals.tokens, one.books.totals.local_updates) == (32, 8)
+    assert one.buffers["seen"].tolist() == [8]
+    one.go(1, 5.0)
+    assert [ledger.present_s for ledger in one.books.ledgers] == [2.0, 5.0]
+
+
+def test_a_dispatch_that_the_log_has_is_not_written_again_by_the_next_hub_or_for_another_life():
     sink = Remembered()
     one = desk(sink)
     one.come({0: 0, 1: 1}, 0.0)
-    parts = one.parts(1.0)
-    wide = desk(sink, places=3)
-    wide.hub.scheduler.shards.from_parts(parts["engine"]["hub"]["scheduler"]["shards"])
-    wide.restore(lambda part, like: parts[part])
-    assert len(wide.books.ledgers) == 3
+    one.began(1, 0, ticket(one, 1), 0.5)  # of one that held the place before
+    assert not sink.of(Dispatched)
+    one.began(0, 0, ticket(one, 0), 0.25)
+    two, again = saved(one, sink, now_s=0.5, epoch=2)
+    two.take(brought(two, 0), delta(), 1.0)
+    assert [event.round for event in again.of(Dispatched)] == [0]

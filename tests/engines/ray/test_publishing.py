@@ -25,3 +25,11 @@ def test_weights_whose_buffer_was_handed_on_are_forgotten():
     old.release()
     assert publisher.publish(new) == 2
     assert store[0].view("float32").tolist() == [1.0, 1.0]
+
+
+def test_what_is_lost_in_the_store_is_put_there_again():
+    store = []
+    publisher = Publisher(lambda bits: store.append(bits.copy()) or len(store))
+    tree = Tree.of({"w": torch.ones(2)})
+    publisher.forget(publisher.publish(tree))
+    assert publisher.publish(tree) == publisher.publish(tree) == 2

@@ -2,6 +2,7 @@
 
 from atoll.engines.ray.tidings import Tidings
 from atoll.events import Evaluated, Saved
+from atoll.telemetry.fanout import Remembered
 
 
 def saved(round):
@@ -22,18 +23,18 @@ def due(round):
 
 
 def test_an_answer_that_was_lost_is_given_again():
-    tidings = Tidings()
+    tidings = Tidings(Remembered())
     for round in (1, 2):
-        tidings.tell(saved(round))
+        tidings.emit(saved(round))
     assert tidings.since(0) == tidings.since(0) == ([saved(1), saved(2)], 2)
-    tidings.tell(saved(3))
+    tidings.emit(saved(3))
     assert tidings.is_new(2, 0)
     assert tidings.since(2) == ([saved(3)], 3)
     assert not tidings.is_new(3, 0)
 
 
 def test_what_is_to_be_judged_is_handed_out_until_somebody_has_it_and_answered_once():
-    tidings = Tidings()
+    tidings = Tidings(Remembered())
     tidings.file(due(1), "weights", {})
     tidings.file(due(2), "weights", {})
     assert [one.number for one in tidings.to_judge(0)] == [one.number for one in tidings.to_judge(0)] == [1, 2]
@@ -46,7 +47,7 @@ def test_what_is_to_be_judged_is_handed_out_until_somebody_has_it_and_answered_o
 
 
 def test_not_more_is_filed_than_there_is_room_for():
-    tidings = Tidings()
+    tidings = Tidings(Remembered())
     while not tidings.is_full:
         tidings.file(due(1), "weights", {})
     assert len(tidings.to_judge(0)) == 4

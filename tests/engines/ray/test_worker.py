@@ -1,5 +1,6 @@
 """A worker's process without Ray, and a hub in the same thread."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from atoll.engines.local import LocalReplica
 from atoll.engines.masters import initial
 from atoll.engines.ray.wire import Told, bits_of, dtype_name, tree_over
 from atoll.engines.ray.worker import Worker, WorkerOrder
-from atoll.errors import ConfigError, ExchangeFailed
+from atoll.errors import ConfigError
 from atoll.optim.adam import AdamW
 from atoll.protocols import Work
 from atoll.testing.workloads import Regression
@@ -18,6 +19,10 @@ from atoll.testing.workloads import Regression
 
 class Gone(Exception):
     """As Ray says that an actor is away, or an object lost."""
+
+
+class Silent(Exception):
+    """As Ray says that an actor takes its time."""
 
 
 class Made:
@@ -39,13 +44,13 @@ class FakeHub:
     def __init__(self, made, words, verdicts=(), hello=""):
         self.weights = initial(made.workload, "cpu")
         self.words, self.verdicts, self.reason = list(words), list(verdicts), hello
-        self.hellos, self.pulls, self.pushed, self.begun = [], [], [], []
+        self.hellos, self.pulls, self.pushed, self.begun, self.asked_again = [], [], [], [], []
 
     def hello(self, number, life, fingerprint, about):
         self.hellos.append((number, life, fingerprint))
         return self.reason
 
-    def pull(self, number, life, last):
+    def pull(self, number, life, last, patience_s):
         self.pulls.append(last)
         word = self.words.pop(0)
         if word not in ("go", "fresh", "lost"):
@@ -54,6 +59,9 @@ class FakeHub:
         bits = Gone("lost with its hub") if word == "lost" else bits_of(self.weights)
         work = Work(shard=0, start=4 * len(self.pushed), schedule=0, examples=64)
         return Told("go", ticket, 4, work, (bits,), dtype_name(self.weights), word == "fresh", 10.0)
+
+    def lost(self, weights):
+        self.asked_again.append(weights)
 
     def began(self, number, life, ticket, begin_s):
         self.begun.append(ticket)
@@ -67,14 +75,14 @@ def worker(tmp_path, words, verdicts=(), hello="", algorithm=None):
     made = Made()
     hub = FakeHub(made, words, verdicts, hello)
 
-    def get(found):
+    def get(found, timeout):
         if isinstance(found, Exception):
             raise found
         return found
 
-    errors = SimpleNamespace(RayActorError=Gone, ObjectLostError=Gone, GetTimeoutError=Gone)
+    errors = SimpleNamespace(RayActorError=Gone, ObjectLostError=Gone, OutOfMemoryError=Gone, GetTimeoutError=Silent)
     ray = SimpleNamespace(get=get, put=lambda bits: bits.copy(), exceptions=errors)
-    methods = {name: SimpleNamespace(remote=getattr(hub, name)) for name in ("hello", "pull", "began", "push")}
+    methods = {name: SimpleNamespace(remote=getattr(hub, name)) for name in ("hello", "pull", "began", "push", "lost")}
     order = WorkerOrder(
         number=2,
         life=5,
@@ -86,6 +94,32 @@ def worker(tmp_path, words, verdicts=(), hello="", algorithm=None):
         log=tmp_path / "worker.log",
     )
     return Worker(order, ray, SimpleNamespace(**methods)), hub, made
+
+
+class Diverging(Regression):
+    def loss(self, module, batch):
+        return super().loss(module, batch) * float("nan")
+
+
+def test_a_worker_whose_loss_is_no_number_brings_it_all_the_same_for_the_hub_to_refuse(tmp_path):
+    one, hub, made = worker(tmp_path, ["go", "over"], verdicts=["refused"])
+    made.workload = Diverging()
+    assert one.work() == 1
+    (brought, bits), *_ = hub.pushed
+    assert not tree_over(bits, hub.weights.layout, "float32").is_finite()
+    assert math.isnan(brought.stretches[0].loss)
+    assert made.count == 2, "and begins with a fresh optimizer"
+
+
+def test_what_a_worker_dies_of_is_in_its_log_or_in_rays_where_there_is_no_folder(tmp_path, capsys):
+    one, _, _ = worker(tmp_path, ["go"], verdicts=["refused"], algorithm=NeverPushes(inner_steps=4))
+    with pytest.raises(ConfigError):
+        one.work()
+    assert "NeverPushes" in (tmp_path / "worker.log").read_text()
+    assert capsys.readouterr().out == ""
+    worker(tmp_path / "nowhere", [])
+    assert "worker 2: life 5" in capsys.readouterr().out
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_worker_pulls_trains_and_pushes_how_far_it_moved(tmp_path):
@@ -124,6 +158,7 @@ def test_weights_that_are_lost_with_their_hub_are_asked_for_again(tmp_path):
     one, hub, _ = worker(tmp_path, ["lost", "go", "over"])
     assert one.work() == 1
     assert hub.pulls[:2] == [None, None]
+    assert len(hub.asked_again) == 1, "a hub that lives would publish the same reference again"
     assert "are lost" in (tmp_path / "worker.log").read_text()
 
 
@@ -140,5 +175,5 @@ class NeverPushes(AsyncLocalSGD):
 
 def test_a_round_without_a_push_is_refused(tmp_path):
     one, _, _ = worker(tmp_path, ["go"], algorithm=NeverPushes(inner_steps=4))
-    with pytest.raises(ExchangeFailed, match="ended without a push"):
+    with pytest.raises(ConfigError, match=r"NeverPushes\.round ended without a push"):
         one.work()

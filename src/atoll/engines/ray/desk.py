@@ -8,15 +8,13 @@ scheduler has it out with that very ticket. A hub that goes on from a checkpoint
 rounds that workers are in by now. Such a worker says which round of its own was taken last; if that is not what the desk knows, its
 inner optimizer has seen data that count as unseen, and it begins anew, as if it had left and come back. So what a log holds can be
 replayed: a worker's moments come from the rounds that the log has, and from no others.
-
-A dispatch is written into the log when its worker has the weights, or at the latest when its round is over.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -24,38 +22,17 @@ from torch import Tensor
 from atoll.algorithms.hub import Applied, Hub, Outcome, Push, Refusal
 from atoll.algorithms.pace import Pace
 from atoll.algorithms.scheduler import Closing, Dispatch, Return
-from atoll.engines.books import Books, Ledger
-from atoll.engines.local import Trained
+from atoll.engines.books import Books
+from atoll.engines.ray.accounts import Accounts
+from atoll.engines.ray.seats import OpenRounds, Seat, on_the_wall
 from atoll.engines.ray.wire import Brought, Ticket, Verdict, Word, tensors_of
 from atoll.engines.sim import reports
-from atoll.engines.sim.network import CONTROL_BYTES
 from atoll.errors import TrainingDiverged
-from atoll.events import Evaluated, Event, IslandJoined, IslandLeft, Refused, RunFinished
+from atoll.events import Evaluated, IslandJoined, IslandLeft, Refused, RunFinished
 from atoll.protocols import AsyncAlgorithm, Plan, Sink
 from atoll.tree import Tree
 
 _MOST_REFUSALS = 3  # of one worker in a row: it will not get better
-
-
-@dataclass
-class Seat:
-    """Who holds a place.
-
-    Attributes:
-        life: its life.
-        since_s: up to when its presence is in the books.
-        last: its last round that was taken, or refused.
-        refusals: in a row.
-        step_s: from being sent off to arriving, by step, as last seen.
-        computing_s: computing alone, likewise.
-    """
-
-    life: int
-    since_s: float
-    last: Ticket | None = None
-    refusals: int = 0
-    step_s: float | None = None
-    computing_s: float | None = None
 
 
 class Desk:
@@ -68,6 +45,7 @@ class Desk:
         examples: of each shard.
         updates: local updates after which it sends nobody off any more.
         draw: for each round a number in [0, 1); see `Scheduler`.
+        islands: how many the local updates were planned for: steps are counted as if these had shared them.
         places: how many workers there are at most.
         evaluate_every: local updates between evaluations; the last weights are always evaluated.
         speeds: of each place in steps per second, where they are given.
@@ -84,6 +62,7 @@ class Desk:
         examples: Sequence[int],
         updates: int,
         draw: Callable[[int], float],
+        islands: int,
         places: int,
         evaluate_every: int,
         epoch: int,
@@ -92,17 +71,15 @@ class Desk:
     ) -> None:
         self.hub = Hub(algorithm, params, examples=examples, updates=updates, draw=draw)
         self.hub.scheduler.plan, self.hub.scheduler.pace = plan, Pace(plan)
-        self.books = Books(places, real=True)
         self.seats: dict[int, Seat] = {}
         self.buffers: dict[str, Tensor] = {}
         self.due: Evaluated | None = None
         """What is to be judged: an evaluation without its figures, of the present weights."""
-        self._places, self._speeds, self._evaluate_every, self._sink = places, speeds, evaluate_every, sink
-        self._epoch = epoch
-        self._epochs: dict[int, int] = {}
-        """Which hub gave out the rounds that are out."""
-        self._logged: set[int] = set()
-        """Rounds that are out and whose dispatch is in the log."""
+        self.hopeless: TrainingDiverged | None = None
+        """What the run ends with, if it cannot get better. All is in order up to here."""
+        self._speeds, self._evaluate_every, self._emit = speeds, evaluate_every, sink.emit
+        self._rounds = OpenRounds(epoch, sink)
+        self._accounts = Accounts(islands, places, sink)
 
     @property
     def done(self) -> bool:
@@ -112,8 +89,9 @@ class Desk:
     def params(self) -> Tree:
         return self.hub.params
 
-    def _emit(self, event: Event) -> None:
-        self._sink.emit(event)
+    @property
+    def books(self) -> Books:
+        return self._accounts.books
 
     # ---------------------------------------------------------------------------------------------------- coming and going
 
@@ -134,10 +112,10 @@ class Desk:
     def go(self, number: int, now_s: float) -> None:
         """A worker is gone, whatever it was doing."""
         seat = self.seats.pop(number)
-        self._note_presence(number, seat, now_s)
+        self._accounts.present(number, seat, now_s)
         out = self.hub.scheduler.workers[number].out
         if out is not None:
-            self._log_dispatch(out, out.time_s)
+            self._log(out, out.time_s)
         self._emit(IslandLeft(island=number, round=self._round, virtual_time_s=None, wall_time_s=now_s))
         self._carry_out(self.hub.leave(number, now_s, self._next_s(now_s)))
 
@@ -170,7 +148,7 @@ class Desk:
 
     def ticket(self, dispatch: Dispatch) -> Ticket:
         """Of a round that is out."""
-        return dispatch.round, self._epochs[dispatch.round]
+        return self._rounds.ticket(dispatch)
 
     def _out(self, number: int, ticket: Ticket) -> Dispatch | None:
         """With what the worker was sent off, if it is out with this ticket."""
@@ -181,10 +159,10 @@ class Desk:
         """A worker has the weights of its round."""
         out = self._out(number, ticket)
         if out is not None and self.seats[number].life == life:
-            self._log_dispatch(out, begin_s)
+            self._log(out, begin_s)
 
-    def take(self, brought: Brought, delta: Tree, now_s: float) -> Verdict:
-        """A worker's update is there."""
+    def take(self, brought: Brought, delta: Tree | None, now_s: float) -> Verdict:
+        """A worker's update is there; none if what came is not of the weights' size."""
         number, seat = brought.number, self.seats.get(brought.number)
         if self.done:
             return "over"
@@ -192,21 +170,30 @@ class Desk:
             return "hello"
         if seat.life > brought.life:
             return "replaced"
-        self.books.sent([number], [delta.nbytes], [CONTROL_BYTES])
+        self._accounts.sent(number, delta)
         out = self._out(number, brought.ticket)
         if out is None:
             return self._turn_away(brought, seat, now_s)
-        self._log_dispatch(out, brought.begin_s)
-        push = Push(number, out.round, delta, brought.computed_s or None)
-        outcomes = self.hub.push(push, now_s, self._next_s(now_s, but=number))
+        self._log(out, brought.begin_s)
+        outcomes = self._pushed(brought, out, delta, now_s)
         seat.last = brought.ticket
+        seat.verdict = "taken" if any(isinstance(outcome, Applied) for outcome in outcomes) else "refused"
         self._carry_out(outcomes, brought)
         if not self.done:
             self.tick(now_s)
-        return "taken" if any(isinstance(outcome, Applied) for outcome in outcomes) else "refused"
+        return seat.verdict
+
+    def _pushed(self, brought: Brought, out: Dispatch, delta: Tree | None, now_s: float) -> Sequence[Outcome]:
+        """What the hub makes of an update. One that nobody can use is not shown to it: its round is put back."""
+        number, unsound = brought.number, [s.loss for s in brought.stretches if not math.isfinite(s.loss)]
+        if delta is None or unsound:
+            reason = f"its loss is {unsound[0]}" if unsound else f"its delta has not the {self.params.nbytes} bytes of the weights"
+            return [Refusal(number, out.round, now_s, reason, True), *self.hub.give_up(number, now_s)]
+        push = Push(number, out.round, delta, brought.computed_s or None)
+        return self.hub.push(push, now_s, self._next_s(now_s, but=number))
 
     def _turn_away(self, brought: Brought, seat: Seat, now_s: float) -> Verdict:
-        """What is not out cannot be taken: it was before, or the hub that gave it out is gone and had not saved it."""
+        """What is not out cannot be taken: it was brought before, or the hub that gave it out is gone and had not saved it."""
         again = seat.last == brought.ticket
         why = "it was delivered twice" if again else "the hub that gave it out is gone, and this one does not know of it"
         reason = f"round {brought.ticket[0]} of worker {brought.number} is not open: {why}"
@@ -214,17 +201,19 @@ class Desk:
             self._emit(
                 Refused(island=brought.number, round=brought.ticket[0], virtual_time_s=None, wall_time_s=now_s, reason=reason)
             )
-        return "again" if again else "unknown"
+        if again:  # it may not have heard what became of it
+            return "again" if seat.verdict == "taken" else "refused"
+        return "unknown"
 
     def _carry_out(self, outcomes: Sequence[Outcome], brought: Brought | None = None) -> None:
         for outcome in outcomes:
             match outcome:
                 case Closing():
-                    self._emit(_on_the_wall(reports.closed(outcome)))
+                    self._emit(on_the_wall(reports.closed(outcome)))
                 case Return():
-                    self._log_dispatch(outcome.dispatch, outcome.dispatch.time_s)
-                    self._forget(outcome.dispatch)
-                    self._emit(_on_the_wall(reports.returned(outcome)))
+                    self._log(outcome.dispatch, outcome.dispatch.time_s)
+                    self._rounds.end(outcome.dispatch)
+                    self._emit(on_the_wall(reports.returned(outcome)))
                 case Applied():
                     assert brought is not None
                     self._applied(outcome, brought)
@@ -232,56 +221,34 @@ class Desk:
                     assert brought is not None
                     self._refused(outcome, brought)
                 case Dispatch():  # whoever pulls is told of it
-                    self._epochs[outcome.round] = self._epoch
+                    self._rounds.begin(outcome)
 
     def _applied(self, applied: Applied, brought: Brought) -> None:
         """The hub took its step: count, report, and see whether it is time to judge."""
-        dispatch, totals, before = applied.dispatch, self.books.totals, self.books.totals.local_updates
+        dispatch, before = applied.dispatch, self.books.totals.local_updates
         seat = self.seats[dispatch.worker]
         seat.refusals = 0
         seat.step_s = (applied.time_s - dispatch.time_s) / dispatch.steps
         seat.computing_s = brought.computed_s / dispatch.steps
-        self._forget(dispatch)
-        for stretch in brought.stretches:
-            trained = Trained([stretch.loss], stretch.tokens, stretch.moved)
-            span = (stretch.start_s, min(stretch.end_s, applied.time_s))
-            self._emit(self.books.computed(dispatch.worker, *span, stretch.steps, stretch.batches, trained, round=dispatch.round))
-            totals.tokens += stretch.tokens * applied.counted
-        totals.version = applied.version
-        totals.outer_steps += applied.moved
         self.buffers = tensors_of(brought.buffers)
-        pushed_s = min(brought.pushed_s, applied.time_s)
-        self._emit(_on_the_wall(reports.arrived(applied, pushed_s, self.params.nbytes)))
-        for number, other in self.seats.items():
-            self._note_presence(number, other, applied.time_s)
-        self._emit(self.books.hub_stepped(len(self.seats), applied.time_s))
-        after = totals.local_updates
+        self._rounds.end(dispatch)
+        self._accounts.applied(applied, brought, self.seats, self.params.nbytes)
+        after = self.books.totals.local_updates
         if self.done or after // self._evaluate_every > before // self._evaluate_every:
             self.ask_to_judge(applied.time_s)
 
     def _refused(self, refusal: Refusal, brought: Brought) -> None:
-        self._emit(_on_the_wall(reports.refused(refusal)))
-        if not refusal.known:
-            return
+        self._accounts.refused(refusal, brought)
         seat = self.seats[refusal.worker]
         seat.refusals += 1
-        self.books.ledgers[refusal.worker].computed_s += brought.computed_s
         if seat.refusals == _MOST_REFUSALS:
-            raise TrainingDiverged(
+            self.hopeless = TrainingDiverged(
                 f"worker {refusal.worker} has brought {seat.refusals} unusable updates in a row: {refusal.reason}. The run stops; "
-                f"what was saved stands. Lower the learning rate, or set train.clip_norm."
+                f"what was saved stands. Lower the learning rate, set train.clip_norm, or look at its machine."
             )
 
-    def _forget(self, dispatch: Dispatch) -> None:
-        """A round is over."""
-        self._logged.discard(dispatch.round)
-        del self._epochs[dispatch.round]
-
-    def _log_dispatch(self, dispatch: Dispatch, begin_s: float) -> None:
-        """The log has each dispatch once."""
-        if dispatch.round not in self._logged:
-            self._logged.add(dispatch.round)
-            self._emit(_on_the_wall(reports.dispatched(dispatch, max(begin_s, dispatch.time_s), self.params.nbytes)))
+    def _log(self, dispatch: Dispatch, begin_s: float) -> None:
+        self._rounds.log(dispatch, begin_s, self.params.nbytes)
 
     def _next_s(self, now_s: float, but: int | None = None) -> float | None:
         """When the next of those who are out will be there, by how long each took for a step the last time; none if that is not
@@ -300,25 +267,19 @@ class Desk:
 
     def ask_to_judge(self, now_s: float) -> None:
         """The present weights are to be judged."""
-        totals = self.books.totals
-        metrics = totals.metrics
-        self.due = self.books.evaluated({"loss": math.nan}, now_s)
-        totals.metrics = metrics
+        self.due = self.books.due(now_s)
 
     def judged(self, due: Evaluated, metrics: Mapping[str, float]) -> None:
         """Somebody has judged what was to be judged."""
-        self.books.evaluated(metrics, 0.0)  # checks them, and keeps them
-        self._emit(replace(due, metrics={name: float(value) for name, value in metrics.items()}))
+        self.books.judged(metrics)
+        self._emit(replace(due, metrics=self.books.totals.metrics))
 
     def finish(self, now_s: float, warm_start_tokens: int) -> RunFinished:
-        """The run is over. Who is out has computed in vain: for as long as its steps took the last time, at most."""
-        for number, seat in self.seats.items():
-            self._note_presence(number, seat, now_s)
-            out = self.hub.scheduler.workers[number].out
-            if out is not None:
-                self._log_dispatch(out, out.time_s)
-                most_s = 0.0 if seat.computing_s is None else seat.computing_s * out.steps
-                self.books.ledgers[number].computed_s += min(now_s - out.time_s, most_s)
+        """The run is over."""
+        workers = self.hub.scheduler.workers
+        for out in [worker.out for worker in workers.values() if worker.out is not None]:
+            self._log(out, out.time_s)
+        self._accounts.close(now_s, self.seats, workers)
         finished = self.books.finished(now_s, warm_start_tokens, self.params.digest())
         self._emit(finished)
         return finished
@@ -327,10 +288,6 @@ class Desk:
     def _round(self) -> int:
         """Rounds that are over."""
         return self.books.totals.round
-
-    def _note_presence(self, number: int, seat: Seat, now_s: float) -> None:
-        self.books.ledgers[number].present_s += now_s - seat.since_s
-        seat.since_s = now_s
 
     # -------------------------------------------------------------------------------------------------------------- saving
 
@@ -342,9 +299,8 @@ class Desk:
                 **self.books.to_parts(),
                 "hub": hub["plain"],
                 "now_s": now_s,
-                "seats": [[number, s.life, s.since_s, s.last, s.refusals] for number, s in self.seats.items()],
-                "logged": sorted(self._logged),
-                "epochs": [list(item) for item in self._epochs.items()],
+                "seats": [[number, seat.plain()] for number, seat in self.seats.items()],
+                "rounds": self._rounds.plain(),
                 "versions": list(hub["versions"]),
             },
             "hub": {"state": hub["state"]},
@@ -355,20 +311,11 @@ class Desk:
     def restore(self, load: Callable[[str, Any], Any]) -> float:
         """Go on from a checkpoint; gives the time at which it was saved."""
         engine = load("engine", None)
-        self.books.from_parts(engine)
-        self.books.ledgers += [Ledger() for _ in range(self._places - len(self.books.ledgers))]
+        self._accounts.restore(engine)
         versions = {name: load(f"version-{name}", {"params": self.params})["params"] for name in engine["versions"]}
         state = load("hub", {"state": self.hub.state})["state"]
         self.hub.from_parts(state, versions, engine["hub"])
         self.buffers = load("buffers", None)["buffers"]
-        self.seats = {
-            number: Seat(life, since_s, None if last is None else tuple(last), refusals)
-            for number, life, since_s, last, refusals in engine["seats"]
-        }
-        self._logged, self._epochs = set(engine["logged"]), dict(engine["epochs"])
+        self.seats = {number: Seat.of(seat) for number, seat in engine["seats"]}
+        self._rounds.restore(engine["rounds"])
         return float(engine["now_s"])
-
-
-def _on_the_wall(event: Any) -> Any:
-    """The same event, at a time on the wall."""
-    return replace(event, virtual_time_s=None, wall_time_s=event.virtual_time_s)

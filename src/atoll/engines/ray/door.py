@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -33,6 +35,7 @@ _LOCAL = {
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_S = 5.0
 _LEAST_STORE_BYTES = 128 * 2**20
+_STORE_SHARE = 0.3  # of the machine's memory, as Ray itself takes where nobody asks
 
 
 def library() -> Any:
@@ -59,26 +62,35 @@ def own_ray(*, cpus: int, gpus: int, store_bytes: int, folder: Path) -> Iterator
     if _is_connected():
         yield library()
         return
-    with _environment({**_LOCAL, "RAY_AUTH_TOKEN_PATH": str(_new_token(folder))}):
-        ray = library()
+    with _new_token(folder) as token, _environment({**_LOCAL, "RAY_AUTH_TOKEN_PATH": str(token)}):
+        ray, room_bytes = library(), store_room(store_bytes)
         _take_token()
-        with _connected(
-            ray,
-            address="local",
-            num_cpus=cpus,
-            num_gpus=gpus,
-            object_store_memory=max(_LEAST_STORE_BYTES, store_bytes),
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-        ):
+        try:
+            _connect(
+                ray,
+                address="local",
+                num_cpus=cpus,
+                num_gpus=gpus,
+                object_store_memory=room_bytes,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"Ray could not be started with an object store of {room_bytes} bytes: {_first_sentence(error)}. Make room in "
+                f"memory and in /dev/shm, or start Ray yourself and give its --ray-address."
+            ) from error
+        try:
             yield ray
+        finally:
+            ray.shutdown()
 
 
 @contextmanager
 def cluster(address: str) -> Iterator[Any]:
     """A cluster that exists, for as long as this is open."""
     if _is_connected():
-        yield library()
+        yield _connected_to(address)
         return
     host = reachable(address)
     wanted = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
@@ -86,14 +98,28 @@ def cluster(address: str) -> Iterator[Any]:
     with _environment({**wanted, **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if host in _LOOPBACK else {})}):
         ray = library()
         try:
-            with _connected(ray, address=address):
-                yield ray
+            _connect(ray, address=address)
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
                 f"--ray-address {address}: Ray could not be joined there ({_first_sentence(error)}). See that it was started "
                 f"by `RAY_AUTH_MODE=token ray start --head --node-ip-address HOST --port PORT`, that this machine is one of its "
                 f"nodes, and that its token is in ~/.ray/auth_token here, or in the file that RAY_AUTH_TOKEN_PATH names."
             ) from error
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def _connected_to(address: str) -> Any:
+    """The library, if this process is connected to that very cluster."""
+    ray = library()
+    found = ray.get_runtime_context().gcs_address
+    if found != address:
+        raise ConfigError(
+            f"--ray-address {address}: this process is connected to Ray at {found} already. Give that one, or ray.shutdown() first."
+        )
+    return ray
 
 
 def reachable(address: str) -> str:
@@ -113,13 +139,17 @@ def _is_connected() -> bool:
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
-@contextmanager
-def _connected(ray: Any, **settings: Any) -> Iterator[None]:
+def _connect(ray: Any, **settings: Any) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     ray.init(log_to_driver=False, configure_logging=True, logging_level=logging.ERROR, **settings)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)  # Ray has put its own in the place of one that the program has
+
+
+def store_room(wanted_bytes: int) -> int:
+    """How large the object store is to be: as wanted, but not so that Ray refuses. What does not fit it puts on the disk."""
+    all_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(_LEAST_STORE_BYTES, min(wanted_bytes, int(_STORE_SHARE * all_bytes)))
 
 
 def _take_token() -> None:
@@ -137,12 +167,17 @@ def _first_sentence(error: Exception) -> str:
     return str(error).partition(". ")[0].partition("\n")[0]
 
 
-def _new_token(folder: Path) -> Path:
+@contextmanager
+def _new_token(folder: Path) -> Iterator[Path]:
+    """A file with a new token, which only its owner can read; it is removed with the Ray that it was made for."""
     path = folder / TOKEN
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
-    return path
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -44,6 +44,9 @@ class Lost(NamedTuple):
 class Keeper(Protocol):
     """Keeps a run's log and its checkpoints. It is sent to the hub's process, and to that of each hub after it."""
 
+    def hold(self) -> None:
+        """Wait until no other process keeps this run; none will as long as this one lives."""
+
     def begin(self) -> Tree:
         """The weights that the run begins with."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from atoll.engines.ray.keeping import Keeper
+from atoll.engines.ray.keeping import Keeper, Lost
 from atoll.events import Evaluated, Event
 from atoll.protocols import AsyncAlgorithm, Plan
 from atoll.tree import Layout
@@ -24,12 +24,14 @@ class HubOrder:
         examples: of each shard.
         updates: local updates of the run.
         seed: of what is drawn.
-        workers: how many are expected.
+        islands: how many these local updates were planned for.
+        workers: how many the first wait for.
         places: how many there are at most.
         speeds: in steps per second, by place, where they are given.
         evaluate_every: local updates between evaluations.
         save_every_s: seconds between checkpoints.
         begin_bytes: of the log, when the run begins.
+        lost: what the log had that no checkpoint knew of, when this session began.
         session: names the process that drives the run: another goes on where the run was saved.
         keeper: of log and checkpoints.
         fingerprint: of the data.
@@ -44,12 +46,14 @@ class HubOrder:
     examples: tuple[int, ...]
     updates: int
     seed: int
+    islands: int
     workers: int
     places: int
     speeds: tuple[float, ...]
     evaluate_every: int
     save_every_s: float
     begin_bytes: int
+    lost: Lost
     session: str
     keeper: Keeper
     fingerprint: str
@@ -75,7 +79,7 @@ class News(NamedTuple):
         heard: how many events it has told of, these included.
         to_judge: what is to be judged, and was not handed out before.
         local_updates: that have arrived.
-        seats: who is there: lives by place.
+        seats: who is there, by place: its life, and whether it has brought anything.
         done: whether the run has its local updates.
         judged: whether all is judged that was to be.
         error: what the run ends with, if it ends so.
@@ -86,7 +90,7 @@ class News(NamedTuple):
     heard: int
     to_judge: list[ToJudge]
     local_updates: int
-    seats: dict[int, int]
+    seats: dict[int, tuple[int, bool]]
     done: bool
     judged: bool
     error: Exception | None

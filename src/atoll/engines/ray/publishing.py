@@ -22,15 +22,19 @@ class Publisher:
     def __init__(self, put: Callable[[Bits], Any]) -> None:
         self._put = put
         self._published: list[tuple[Tree, Any]] = []
-        self.lock = Lock()
-        """Held while weights are on their way: as long as somebody holds it, nobody else's buffers are read."""
+        self._lock = Lock()
 
     def publish(self, tree: Tree) -> Any:
         """A reference to these weights."""
-        with self.lock:
+        with self._lock:
             found = next((reference for other, reference in self._published if other is tree), None)
             if found is None:
                 found = self._put(bits_of(tree))
                 self._published = [(other, reference) for other, reference in self._published if not other.given][-_KEPT:]
                 self._published.append((tree, found))
             return found
+
+    def forget(self, reference: Any) -> None:
+        """It is lost: the next who asks for these weights has them put there anew."""
+        with self._lock:
+            self._published = [(tree, other) for tree, other in self._published if other != reference]

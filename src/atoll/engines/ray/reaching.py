@@ -1,4 +1,4 @@
-"""Asking a hub that may die and come back: whoever asks waits for it, says so, and gives up after a while."""
+"""Asking a hub that may die and come back, or be silent: whoever asks waits for it, says so, and gives up after a while."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from atoll.errors import ExchangeFailed
 
 _APART_S = 0.2  # between two attempts
 _SAY_EVERY_S = 15.0
+_LEAST_S = 0.01  # a hub that is there has so long, whatever the limit
 
 
 class Reach:
@@ -34,8 +35,13 @@ class Reach:
     ) -> None:
         self._ray, self.hub, self._limit_s, self._say, self._sleep = ray, hub, limit_s, say, sleep
         errors = ray.exceptions
-        # An actor that is gone or away; an object that was lost with the process that had put it into the store.
-        self.gone: tuple[type[Exception], ...] = (errors.RayActorError, errors.ObjectLostError, errors.GetTimeoutError)
+        self._silent: type[Exception] = errors.GetTimeoutError
+        # An actor that is gone, away or killed for memory; an object that was lost with the process that had put it into the store.
+        self._gone: tuple[type[Exception], ...] = (errors.RayActorError, errors.ObjectLostError, errors.OutOfMemoryError)
+
+    def patience_s(self, wanted_s: float) -> float:
+        """How long the hub may keep whoever asks waiting for news: well below the limit, or it would count as silent."""
+        return min(wanted_s, self._limit_s / 2)
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """The hub's answer. What was asked may have been done by a hub that died before it could answer: ask for nothing that
@@ -44,25 +50,36 @@ class Reach:
         Raises:
             ExchangeFailed: it has not answered within the limit.
         """
-        return self.insist(lambda: self._ray.get(getattr(self.hub, what).remote(*arguments)), what)
-
-    def insist(self, attempt: Callable[[], Any], what: str) -> Any:
-        """What an attempt brings, as soon as one succeeds."""
-        began_s, said_s = time.monotonic(), -_SAY_EVERY_S
+        began_s, said_s, asked = time.monotonic(), -_SAY_EVERY_S, None
         while True:
+            if asked is None:
+                asked = getattr(self.hub, what).remote(*arguments)
+            left_s = self._limit_s - (time.monotonic() - began_s)
             try:
-                result = attempt()
-            except self.gone as error:
+                result = self._ray.get(asked, timeout=max(_LEAST_S, min(_SAY_EVERY_S, left_s)))
+            except (*self._gone, self._silent) as error:
                 waited_s = time.monotonic() - began_s
                 self._give_up(error, what, waited_s)
                 if waited_s - said_s >= _SAY_EVERY_S:
                     said_s = waited_s
                     self._say(f"the hub does not answer ({what}: {type(error).__name__}); it is waited for {self._limit_s:g} s")
-                self._sleep(_APART_S)
+                if not isinstance(error, self._silent):  # one that is silent was asked, and may still answer
+                    self._sleep(_APART_S)
+                    asked = None
             else:
                 if said_s >= 0:
                     self._say(f"the hub answers again, after {time.monotonic() - began_s:.1f} s")
                 return result
+
+    def fetch(self, weights: tuple[Any, ...]) -> Any:
+        """What lies in the object store under the one reference in here; none if it is lost. The hub is told, and puts there anew
+        what is still wanted."""
+        try:
+            return self._ray.get(weights[0], timeout=self._limit_s)
+        except (*self._gone, self._silent) as error:
+            self._say(f"weights are lost ({type(error).__name__}); the hub is asked for them again")
+            self.ask("lost", weights)
+            return None
 
     def _give_up(self, error: Exception, what: str, waited_s: float) -> None:
         """Unless it may still come back."""

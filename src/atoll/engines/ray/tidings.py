@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from atoll.engines.ray.keeping import Log
 from atoll.engines.ray.orders import ToJudge
 from atoll.events import Evaluated, Event
 
@@ -13,25 +14,22 @@ _MOST_TO_JUDGE = 4  # that wait: whoever judges is slower than the run, and each
 
 
 class Tidings:
-    """What there is to tell.
+    """What there is to tell. Events are written into the log first. A protocols.Sink.
 
-    >>> from atoll.events import Saved
-    >>> tidings = Tidings()
-    >>> tidings.tell(Saved(round=1, name="00000001"))
-    >>> tidings.since(0)
-    ([Saved(round=1, name='00000001')], 1)
-    >>> tidings.since(1)
-    ([], 1)
+    Args:
+        log: of the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: Log) -> None:
+        self._log = log
         self._events: list[Event] = []
         self._heard = 0
         """Events that were told and heard, and are not kept any more."""
         self._waiting: dict[int, ToJudge] = {}
         self._filed = 0
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
+        self._log.emit(event)
         self._events.append(event)
 
     def since(self, heard: int) -> tuple[list[Event], int]:
@@ -69,3 +67,8 @@ class Tidings:
         """Somebody has judged; what it was, unless that is known already."""
         waiting = self._waiting.pop(number, None)
         return None if waiting is None else waiting.due
+
+    def withdraw(self, weights: tuple[Any, ...]) -> list[Evaluated]:
+        """Nobody can judge what waits with these weights: they are lost. What it was."""
+        numbers = [number for number, waiting in self._waiting.items() if waiting.weights == weights]
+        return [self._waiting.pop(number).due for number in numbers]

@@ -101,6 +101,11 @@ def tree_over(bits: Bits, layout: Layout, dtype: str) -> Tree:
     return Tree(layout, torch.from_numpy(bits).view(getattr(torch, dtype)))
 
 
+def received_tree(bits: Bits, layout: Layout, dtype: str) -> Tree | None:
+    """The same of what somebody has sent; none if it is not as long as it should be."""
+    return tree_over(bits, layout, dtype) if bits.nbytes == layout.numel * getattr(torch, dtype).itemsize else None
+
+
 def own_tree(bits: Bits, layout: Layout, dtype: str, device: str) -> Tree:
     """A Tree with these bits in a buffer of its own."""
     flat = empty(layout.numel, getattr(torch, dtype), torch.device("cpu"))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable, Coroutine
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +25,12 @@ from atoll.engines.dist.replica import DistReplica
 from atoll.engines.local import LocalReplica
 from atoll.engines.ray.reaching import Reach
 from atoll.engines.ray.wire import Brought, Ticket, Told, Verdict, arrays_of, bits_of, expect_read_only, own_tree
-from atoll.errors import ConfigError, ExchangeFailed
+from atoll.engines.visits import visit
+from atoll.errors import ConfigError
 from atoll.protocols import AsyncAlgorithm, Task
 from atoll.tree import Tree
+
+_ANSWER_S = 5.0  # so long a pull waits for work before it is answered with nothing
 
 
 class Makes(Protocol):
@@ -79,26 +84,35 @@ class Worker:
         self._order, self._ray = order, ray
         self.reach = Reach(ray, hub, limit_s=order.limit_s, say=self.say)
         self._about = f"process {os.getpid()} on {platform.node()}, {order.threads} thread(s)"
-        self.say(f"worker {order.number}, life {order.life}: {self._about}")
+        self.say(f"life {order.life}: {self._about}")
         self._clock = WallClock()
         self._made: Makes | None = None
         self._replica: LocalReplica | None = None
         self._last: Ticket | None = None
 
     def say(self, text: str) -> None:
-        """Write a line into the worker's own log, if there is room for one."""
-        with suppress(OSError):
-            self._order.log.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._order.log, "a", encoding="utf-8") as file:
-                print(f"{time.strftime('%H:%M:%S')} {text}", file=file)
+        """Write a line into the worker's log: in the run's folder if this machine has that, else into Ray's logs here."""
+        line = f"{time.strftime('%H:%M:%S')} worker {self._order.number}: {text}"
+        if not self._order.log.parent.is_dir():
+            sys.stdout.write(line + "\n")
+            return
+        with suppress(OSError), open(self._order.log, "a", encoding="utf-8") as file:  # a full disk is no reason to stop
+            print(line, file=file)
 
     def work(self) -> int:
         """Until there is nothing left to do. How many rounds it took part in."""
+        try:
+            return self._work()
+        except Exception:
+            self.say(traceback.format_exc())
+            raise
+
+    def _work(self) -> int:
         rounds = 0
         self._made = self._order.make()
         self._introduce()
         while True:
-            told: Told = self.reach.ask("pull", self._order.number, self._order.life, self._last)
+            told: Told = self.reach.ask("pull", self._order.number, self._order.life, self._last, self.reach.patience_s(_ANSWER_S))
             match told.word:
                 case "over" | "replaced":
                     self.say(f"ends after {rounds} rounds: {told.word}")
@@ -131,87 +145,47 @@ class Worker:
     def _round(self, told: Told) -> int:
         """One round; whether there was one."""
         self._clock.set(told.now_s)
-        bits = self._fetched(told)
+        bits = self.reach.fetch(told.weights)
         if bits is None:
             return 0
         assert self._replica is not None
-        layout = self._replica.weights.layout
-        params = own_tree(bits, layout, told.dtype, self._replica.device)
+        assert told.work is not None
+        params = own_tree(bits, self._replica.weights.layout, told.dtype, self._replica.device)
         del bits  # the store may have its room back
-        visit = _Visit(self, told, params, self._clock.now_s())
-        self.reach.hub.began.remote(self._order.number, self._order.life, told.ticket, visit.begin_s)
+        begin_s, stretches = self._clock.now_s(), list[Stretch]()
+        self.reach.hub.began.remote(self._order.number, self._order.life, told.ticket, begin_s)
         replica = DistReplica(
             self._replica,
             clock=self._clock,
-            note=visit.stretches.append,
+            note=stretches.append,
             pause_s=self._order.pause_s,
-            where=lambda step: f"worker {self._order.number}, at step {step} of round {told.ticket[0]}",
+            tolerant=True,  # the hub refuses what it cannot use, and this worker is sent off again
         )
-        _drive(self._order.algorithm.round(replica, visit), visit)
+        delta = visit(self._order.algorithm, replica, Task(params, told.steps, told.work))
+        self._push(told.ticket, begin_s, stretches, delta)
         if not params.given:
             params.release()
         return 1
 
-    def _fetched(self, told: Told) -> Any:
-        """The weights; none if they were lost with the hub that had published them: the next one publishes them again."""
-        try:
-            return self._ray.get(told.weights[0])
-        except self.reach.gone as error:
-            self.say(f"the weights of round {told.ticket[0]} are lost ({type(error).__name__}); it asks again")
-            return None
-
-    def push(self, visit: _Visit, delta: Tree) -> None:
+    def _push(self, ticket: Ticket, begin_s: float, stretches: Sequence[Stretch], delta: Tree) -> None:
         """Bring a delta, and hear what became of it."""
         assert self._replica is not None
+        assert self._made is not None
         brought = Brought(
             self._order.number,
             self._order.life,
-            visit.told.ticket,
-            visit.begin_s,
+            ticket,
+            begin_s,
             self._clock.now_s(),
-            tuple(visit.stretches),
+            tuple(stretches),
             arrays_of(self._replica.buffers()),
         )
         reference = self._ray.put(bits_of(delta))  # once, also if it has to be sent again
         if delta.spare:
             delta.release()
         verdict: Verdict = self.reach.ask("push", brought, reference)
-        self._last = visit.told.ticket
-        if verdict == "refused":
-            # Its moments are as unusable as what it brought.
-            assert self._made is not None
+        self._last = ticket
+        if verdict == "refused":  # its moments are as unusable as what it brought
             self._replica = self._made.replica(self._order.number)
         if verdict not in ("taken", "over"):
-            self.say(f"round {visit.told.ticket[0]}: {verdict}")
-
-
-class _Visit:
-    """The hub, seen from one worker in one round. A protocols.Hub."""
-
-    def __init__(self, worker: Worker, told: Told, params: Tree, begin_s: float) -> None:
-        self._worker, self.told, self._params, self.begin_s = worker, told, params, begin_s
-        self.stretches: list[Stretch] = []
-        self.pushed = False
-
-    async def pull(self) -> Task:
-        assert self.told.work is not None
-        return Task(self._params, self.told.steps, self.told.work)
-
-    async def push(self, delta: Tree) -> None:
-        self.pushed = True
-        self._worker.push(self, delta)
-
-
-def _drive(coroutine: Coroutine[Any, Any, None], visit: _Visit) -> None:
-    """A worker's round, to its end: here nothing that it awaits is still to come."""
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        if not visit.pushed:
-            raise ExchangeFailed(
-                "the round of a worker ended without a push, so the hub would wait for it for ever. Every round must end with "
-                "`await hub.push(...)`."
-            ) from None
-        return
-    coroutine.close()
-    raise ExchangeFailed("the round of a worker awaits something that is neither its replica's nor its hub's. Await these alone.")
+            self.say(f"round {ticket[0]}: {verdict}")

@@ -18,6 +18,7 @@ from typing import Any
 
 from atoll.engines.dist.replica import DistReplica
 from atoll.engines.local import LocalReplica
+from atoll.engines.visits import visit
 from atoll.errors import ConfigError
 from atoll.events import Arrived, Dispatched, Event, IslandJoined, IslandLeft, Refused, Returned, RoundFinished
 from atoll.protocols import Arrival, AsyncAlgorithm, Batches, Task, Work
@@ -171,18 +172,10 @@ class _Replay:
     def _trained(self, task: Dispatched) -> Tree:
         """A worker's round: how far it moved."""
         work = Work(shard=task.shard, start=task.start, schedule=task.schedule, examples=self._batches.examples(task.shard))
-        visit = _Visit(Task(self._versions[task.version], task.steps, work))
-        coroutine = self._algorithm.round(DistReplica(self._replicas[task.island]), visit)
-        try:
-            coroutine.send(None)
-        except StopIteration:
-            pass
-        else:
-            coroutine.close()
-        if visit.delta is None:
-            raise ConfigError(f"{type(self._algorithm).__name__}.round does not train and push at once, and cannot be replayed.")
+        replica = DistReplica(self._replicas[task.island])
+        delta = visit(self._algorithm, replica, Task(self._versions[task.version], task.steps, work))
         self._done_with(task)
-        return visit.delta
+        return Tree(delta.layout, delta.flat)  # a step may read it more than once
 
     def _done_with(self, task: Dispatched) -> None:
         self._needed[task.version] -= 1
@@ -191,17 +184,3 @@ class _Replay:
         """Weights that no round of the log will begin with."""
         for version in [v for v in self._versions if v != self._version and self._needed[v] <= 0]:
             del self._versions[version]
-
-
-class _Visit:
-    """A hub that gives what the log says, and keeps what it is brought."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self.delta: Tree | None = None
-
-    async def pull(self) -> Task:
-        return self._task
-
-    async def push(self, delta: Tree) -> None:
-        self.delta = Tree(delta.layout, delta.flat)  # a step may read it more than once
