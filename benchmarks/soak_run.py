@@ -21,8 +21,10 @@ from atoll.runs.elastic.start import create_elastic, keep_going
 from atoll.runs.elastic.supervise import island_name
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.jsonl import read_events
-from atoll.testing.chaos import Chaos, Script, at_random, report_of
-from atoll.testing.chaos.report import CHAOS_LOG
+from atoll.testing.chaos import CHAOS_LOG, Chaos, Fault, Freeze, FullDisk, Kill, Script, at_random, report_of
+
+KINDS: dict[str, type[Fault]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk)}
+"""Faults of processes: the soak's islands share one machine, and have no lines between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +34,13 @@ class Soak:
     Attributes:
         islands: each a process.
         minutes: that it takes, about.
-        every_s: between two kills.
-        seed: of the weights, the data and the kills.
+        every_s: between two faults.
+        seed: of the weights, the data and the faults.
         asleep_s: of a round, in which islands play that they compute: so many of them share a few cores.
         inner_steps: of a round.
         layers, width: of the model.
+        kinds: of faults, of which each is as likely.
+        for_s: that a fault lasts which is not a kill.
     """
 
     islands: int = 8
@@ -47,6 +51,8 @@ class Soak:
     inner_steps: int = 20
     layers: int = 2
     width: int = 32
+    kinds: tuple[str, ...] = ("Kill",)
+    for_s: float = 5.0
 
     @property
     def rounds(self) -> int:
@@ -75,10 +81,15 @@ class Soak:
     @property
     def script(self) -> Script:
         names = [island_name(number) for number in range(self.islands)]
-        return Script(faults=at_random(seed=self.seed, victims=names, every_s=self.every_s, until_s=self.minutes * 60))
+        kinds = [KINDS[name] for name in self.kinds]
+        until_s = self.minutes * 60
+        faults = at_random(seed=self.seed, victims=names, every_s=self.every_s, until_s=until_s, kinds=kinds, for_s=self.for_s)
+        return Script(faults=faults)
 
     def about(self) -> str:
-        return ", ".join(f"{name}={value:g}" for name, value in asdict(self).items())
+        numbers = [f"{name}={value:g}" for name, value in asdict(self).items() if name not in ("kinds", "for_s")]
+        others = [] if self.kinds == Soak.kinds else [f"kinds={'+'.join(self.kinds)}", f"for_s={self.for_s:g}"]
+        return ", ".join([*numbers, *others])
 
 
 class Follows:

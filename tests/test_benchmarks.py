@@ -704,6 +704,7 @@ def test_a_soak_in_which_all_is_well_holds_and_what_comes_after_the_storm_does_n
     [
         ({"apart": ["island-0001 held something else"]}, 0),
         ({"compared": 0}, 0),
+        ({"compared": 13}, 0),  # of 15 who took part, one of which may have been killed before it wrote it down
         ({"data": ["shard 0: batches 0 to 10 are in no commit"]}, 3),
         ({"loss": 2.56}, 4),
     ],
@@ -725,6 +726,7 @@ def test_a_soaks_kills_are_its_seeds_and_its_tables_and_plot_are_drawn(b, tmp_pa
     soak = b.soak_run.Soak()
     assert soak.script == b.soak_run.Soak().script != b.soak_run.Soak(seed=1).script
     assert len(soak.script.faults) == 29
+    assert {type(one.fault).__name__ for one in b.soak_run.Soak(kinds=("Kill", "Freeze")).script.faults} == {"Kill", "Freeze"}
     outcome, figures = b.soak.sections_of(stormy(), stormy(), soak)
     assert "| every unit of data in exactly one commit | 24 units, each in one commit; 1 leased again | yes |" in outcome
     assert "(median, most) | 9.0, 9.0 | - |" in figures

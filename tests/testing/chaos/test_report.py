@@ -10,10 +10,10 @@ from atoll.telemetry.jsonl import JsonlSink
 from atoll.testing.chaos import exactly_once, report_of
 
 
-def leased(number, *delivered, returned=()):
-    units = [[island, shard, start, 10] for island, shard, start in delivered]
-    back = [[island, shard, start, 10] for island, shard, start in returned]
-    return Leased(round=number, delivered=units, returned=back, virtual_time_s=None, wall_time_s=float(number))
+def leased(number, *delivered, returned=(), dropped=()):
+    units, back, lost = ([[island, shard, start, 10] for island, shard, start in some] for some in (delivered, returned, dropped))
+    moment = {"virtual_time_s": None, "wall_time_s": float(number)}
+    return Leased(round=number, delivered=units, returned=back, dropped=lost, **moment)
 
 
 def attended(number, participating=2, digest="aaaaaaaa", attempts=1):
@@ -40,6 +40,11 @@ def test_a_unit_that_is_twice_is_found():
 
 def test_a_unit_that_is_missing_is_found():
     assert exactly_once([leased(1, (0, 0, 0)), leased(2, (1, 0, 20))]) == ["shard 0: batches 10 to 20 are in no commit"]
+
+
+def test_a_unit_that_was_dropped_is_told_of_and_missing_nowhere_else():
+    account = [leased(1, (0, 0, 0), dropped=[(1, 0, 10)]), leased(2, (1, 0, 20))]
+    assert exactly_once(account, units=3) == ["shard 0: batches 10 to 20 were refused too often, and dropped"]
 
 
 def test_a_last_unit_that_is_missing_is_found_by_their_number():

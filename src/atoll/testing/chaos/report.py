@@ -157,7 +157,8 @@ def _actions(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def exactly_once(leased: Iterable[Leased], *, units: int | None = None) -> list[str]:
-    """What is wrong with the account of data: units that are in two commits, or in none, though later ones of their shard are.
+    """What is wrong with the account of data: units that are in two commits, or in none, though later ones of their shard are;
+    and those that were dropped.
 
     >>> one = Leased(round=1, delivered=[[0, 0, 0, 10], [1, 1, 0, 10]], returned=[], virtual_time_s=None, wall_time_s=1.0)
     >>> two = Leased(round=2, delivered=[[0, 0, 20, 10], [1, 1, 0, 10]], returned=[], virtual_time_s=None, wall_time_s=2.0)
@@ -165,14 +166,17 @@ def exactly_once(leased: Iterable[Leased], *, units: int | None = None) -> list[
     ['shard 0: batches 10 to 20 are in no commit', 'shard 1: batches 0 to 10 are in commits 1 and 2']
     """
     stretches: dict[int, list[tuple[int, int, int]]] = {}
+    dropped: list[str] = []
     for event in leased:
-        for _, shard, start, batches in event.delivered:
+        for _, shard, start, batches in [*event.delivered, *event.dropped]:
             stretches.setdefault(shard, []).append((start, start + batches, event.round))
+        for _, shard, start, batches in event.dropped:
+            dropped.append(f"shard {shard}: batches {start} to {start + batches} were refused too often, and dropped")
     found = [text for shard in sorted(stretches) for text in _wrong_in(shard, sorted(stretches[shard]))]
-    count = sum(map(len, stretches.values()))
-    if units is not None and count != units:
+    count = sum(map(len, stretches.values())) - len(dropped)
+    if units is not None and count + len(dropped) != units:
         found.append(f"{count} units are in commits, and {units} were to be")
-    return found
+    return [*found, *dropped]
 
 
 def _wrong_in(shard: int, stretches: Sequence[tuple[int, int, int]]) -> Iterator[str]:
