@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from atoll.engines.dist.clock import Limit
+from atoll.engines.elastic import meetings as meeting
+from atoll.engines.elastic import watch as watching
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.harbour import Harbour, free_port
 from atoll.engines.elastic.meetings import Disagreed, LeftBehind, Meetings, Unvouched
@@ -31,7 +33,7 @@ class Islands:
 
     def __init__(self, lighthouse, names):
         self.said, self._lighthouse = [], lighthouse
-        self.members, self.meetings, self.piers = {}, {}, {}
+        self.members, self.meetings, self.piers, self.about = {}, {}, {}, {}
         for name in names:
             self.add(name).join()
 
@@ -39,6 +41,7 @@ class Islands:
         """An island that can be asked, and has not joined yet."""
 
         def about():
+            self.about.get(name, bool)()
             return {"name": name, "generation": NOW.number, "blames": sorted(self.meetings[name].blames)}
 
         pier = self.piers[name] = Pier(HOST, about)
@@ -111,6 +114,33 @@ def test_of_those_who_differ_the_fewer_are_left_behind(islands):
     assert met["b"].names == met["c"].names == ("b", "c")
 
 
+def test_whoever_was_given_its_state_never_outvotes_one_that_has_committed_it(islands):
+    shore = islands("a", "b", "c")
+    shore.meetings["a"].vouched = shore.meetings["b"].vouched = False
+    met = shore.hold(dict.fromkeys("abc", names_of), digests={"a": 5, "b": 5})
+    assert met["c"].names == ("c",)
+    assert met["c"].apart == ("a", "b")
+    assert "it computes otherwise than they do" in str(met["a"])
+
+
+def test_where_nobody_has_committed_the_state_nobody_goes_on_from_it(islands):
+    shore = islands("a", "b")
+    for meetings in shore.meetings.values():
+        meetings.vouched = False
+    assert {type(met) for met in shore.hold(dict.fromkeys("ab", names_of)).values()} == {Unvouched}
+
+
+def test_of_two_islands_of_one_name_the_later_ends(islands):
+    shore, later = islands("a", "b"), islands("a")
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(later.hold, {"a": names_of})
+        met = shore.hold(dict.fromkeys("ab", names_of))
+    assert isinstance(other.result()["a"], CutOff)
+    assert "another island is called a too" in str(other.result()["a"])
+    assert met["a"].names == met["b"].names == ("a", "b")
+    assert met["a"].attempts == 1
+
+
 def test_when_one_dies_in_the_middle_the_others_meet_again_and_begin_anew(islands):
     shore, begun = islands("a", "b", "c"), []
 
@@ -148,6 +178,90 @@ def test_what_they_disagree_on_is_done_again(islands):
 
     met = islands("a", "b").hold({"a": act, "b": act})
     assert {m.attempts for m in met.values()} == {2}
+
+
+def test_what_was_sent_in_vain_is_known_when_it_succeeds(islands):
+    def act(wire, names):
+        wire.tell(1.0)
+        if len(tried.setdefault(wire.rank, [])) < 2:
+            tried[wire.rank].append(wire.control_bytes)
+            raise Disagreed("a bit has flipped")
+        return [meetings.wasted_control_bytes for meetings in shore.meetings.values()]
+
+    tried, shore = {}, islands("a", "b")
+    met = shore.hold({"a": act, "b": act})
+    assert met["a"].attempts == 3
+    assert met["a"].result == met["b"].result == [sum(tried[0]), sum(tried[1])]
+
+
+def test_one_that_dies_after_it_was_found_is_missed_before_anybody_connects_to_it(islands):
+    shore = islands("a", "b", "c")
+
+    def dies(name):
+        shore.piers[name].close()  # before anybody could ask
+        shore.members[name].find(NOW, 0)
+        shore.members[name].leave()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(dies, "c")
+        met = shore.hold(dict.fromkeys("ab", names_of))
+    assert met["a"].names == met["b"].names == ("a", "b")
+    assert all("c came to this meeting, and cannot be asked" in text for text in shore.said), "nobody has waited for a connection"
+
+
+def test_one_that_stops_in_the_middle_is_given_up_though_its_connections_stand(islands, monkeypatch):
+    monkeypatch.setattr(meeting, "_SILENT_S", 0.3)
+    monkeypatch.setattr(watching, "EVERY_S", 0.05)
+    shore, goes_on, stopped = islands("a", "b", "c"), threading.Event(), threading.Event()
+    shore.about["c"] = lambda: stopped.is_set() and goes_on.wait(20.0)
+
+    def stops(wire, names):
+        shore.members["c"]._server.shutdown()  # whose heartbeats stop with the process
+        stopped.set()
+        goes_on.wait(20.0)
+        raise Died
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(shore.hold, {"c": stops})
+        met = shore.hold(dict.fromkeys("ab", names_of))
+        goes_on.set()
+    assert met["a"].names == met["b"].names == ("a", "b")
+    assert any("c has not answered for 0 s" in text for text in shore.said)
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Islands wait for each other for a moment only."""
+    for name in ("_CALL_S", "_CONNECT_S"):
+        monkeypatch.setattr(meeting, name, 0.2)
+
+
+def test_one_that_the_others_cannot_reach_leaves_and_they_go_on(islands, hasty):
+    shore = islands("a", "b", "c")
+    shore.piers["c"].close()
+    met = shore.hold(dict.fromkeys("abc", names_of))
+    assert met["a"].names == met["b"].names == ("a", "b")
+    assert isinstance(met["c"], CutOff)
+    assert "See that all of them reach each other" in str(met["c"])
+    assert any(text.startswith("c is left out") for text in shore.said)
+
+
+@pytest.mark.parametrize(("homes", "leaves"), [({"a": True, "b": False}, "b"), ({"a": False, "b": True}, "a")])
+def test_of_two_whose_line_changes_bits_the_one_that_has_the_folder_goes_on(islands, hasty, homes, leaves):
+    shore = islands()
+    for name, home in homes.items():
+        shore.add(name, home).join()
+
+    def act(wire, names):
+        wire.tell(1.0)
+        if len(names) == 2:
+            raise Disagreed("a bit has flipped", [names[1 - wire.rank]])
+        return names
+
+    met = shore.hold({"a": act, "b": act})
+    assert isinstance(met[leaves], CutOff)
+    (stays,) = {"a", "b"} - {leaves}
+    assert met[stays].result == (stays,)
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])

@@ -1,0 +1,70 @@
+"""Whoever answers is there, however late; whoever does not is given up, and nobody waits for it any more."""
+
+import socket
+import threading
+
+import pytest
+
+from atoll.engines.elastic import watch as watching
+from atoll.engines.elastic.membership import Member
+from atoll.engines.elastic.pier import Pier
+from atoll.engines.elastic.watch import Watch
+
+HOST = "127.0.0.1"
+
+
+class Group:
+    """Knows when it was ended."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+
+    def recv(self, tensors, rank, tag):
+        return self
+
+    def wait(self, limit):
+        self.ended.set()
+        raise RuntimeError("timed out")
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(watching, "EVERY_S", 0.01)
+
+
+def watch(address, group):
+    return Watch([Member("b", address, True, 0.0)], group, 1, silent_s=0.2)
+
+
+def test_one_that_accepts_and_says_nothing_is_given_up_and_named():
+    group = Group()
+    with socket.create_server((HOST, 0)) as silent, watch(f"{HOST}:{silent.getsockname()[1]}", group) as one:
+        assert group.ended.wait(20.0)
+    assert one.lost == "b"
+
+
+def test_one_that_answers_is_asked_again_and_again_and_nothing_happens():
+    asked, group = [], Group()
+    enough = threading.Event()
+
+    def about():
+        asked.append(1)
+        if len(asked) == 40:
+            enough.set()
+        return {"name": "b"}
+
+    pier = Pier(HOST, about)
+    with watch(pier.address, group) as one:
+        assert enough.wait(20.0)
+    assert one.lost is None
+    assert not group.ended.is_set()
+    pier.close()
+
+
+def test_after_the_exchange_nobody_is_given_up_any_more():
+    group = Group()
+    with watch(f"{HOST}:1", group) as one:
+        pass
+    one._end(Member("b", "", True, 0.0))
+    assert one.lost is None
+    assert not group.ended.is_set()
