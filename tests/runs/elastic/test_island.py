@@ -14,10 +14,12 @@ from atoll.errors import CheckpointError, ConfigError
 from atoll.events import (
     Attended,
     Compared,
+    Computed,
     Evaluated,
     Exchanged,
     IslandJoined,
     Leased,
+    Refused,
     RoundFinished,
     RunFinished,
     Saved,
@@ -37,7 +39,7 @@ from atoll.runs.warm import Cache, load_data, warm_up
 from atoll.runs.workloads import plain_workload
 from atoll.telemetry import read_events
 from atoll.tensorfile import load_tree
-from atoll.testing.chaos import exactly_once
+from atoll.testing.chaos import Script, Spoil, exactly_once
 from atoll.testing.simulate import Recorder
 
 HOST = "127.0.0.1"
@@ -67,8 +69,10 @@ class Died(BaseException):
 class Shore:
     """A run whose islands are threads here."""
 
-    def __init__(self, folder, run, place):
+    def __init__(self, folder, run, place, *spoils):
         self.run, self.folder = run, create_elastic(run, place, folder, ["test"])
+        self.chaos = self.folder / "chaos.json"
+        self.chaos.write_text(Script(spoils=spoils).to_text())
         port, self.errors, self.said = free_port(HOST), [], []
         self.invitation = Invitation(run, place, f"{HOST}:{port}")
         self.something_said = threading.Condition()
@@ -79,26 +83,28 @@ class Shore:
         warm_up(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
         self.harbour = Harbour(HOST, 0, port, self.invitation.to_text(), join_limit_s=30.0)
 
-    def start(self, *names, home=True, until=None):
+    def start(self, *names, home=True, until=None, clock_s=None):
         """Islands that take part, each in a thread; they die when they have committed a round, if one is given."""
-        threads = [threading.Thread(target=self._take_part, args=(name, home, until), daemon=True) for name in names]
+        threads = [threading.Thread(target=self._take_part, args=(name, home, until, clock_s), daemon=True) for name in names]
         for thread in threads:
             thread.start()
         return threads
 
-    def _take_part(self, name, home, until):
+    def _take_part(self, name, home, until, clock_s):
         torch.set_num_threads(1)
 
         def say(text):
             self.note(text)
             if until is not None and text.startswith(f"committed round {until} "):
                 raise Died
+            if text.startswith(f"{name} begins with") and clock_s is not None:
+                island._engine.clock.set(clock_s)
             for (who, number), what in self.waits.items():
                 if who == name and text.startswith(f"committed round {number} "):
                     self.wait_until(what)
 
         try:
-            island = Island(self.invitation, self.harbour.address, HOST, name, self.folder if home else None, say)
+            island = Island(self.invitation, self.harbour.address, HOST, name, self.folder if home else None, say, self.chaos)
             try:
                 island.carry_out()
             except Died:
@@ -130,9 +136,9 @@ class Shore:
         return [event for event in read_events(RunFolder(self.folder).events) if isinstance(event, kind)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_with_nobody_missing_weights_losses_tokens_and_bytes_are_the_simulators(tmp_path, size):
-    run = toy(size)
+@pytest.mark.parametrize(("size", "weighting"), [(1, "uniform"), (2, "uniform"), (3, "uniform"), (3, "examples")])
+def test_with_nobody_missing_weights_losses_tokens_and_bytes_are_the_simulators(tmp_path, size, weighting):
+    run = toy(size, f"algorithm.weighting={weighting}")
     shore = Shore(tmp_path / "elastic", run, Elastic(processes=size))
     shore.finish(shore.start(*map(island_name, range(size))))
     expected = simulate(run, out=tmp_path / "sim")
@@ -276,6 +282,7 @@ def test_an_island_that_was_given_the_state_listens_first_though_it_had_work_bef
     island = Island(shore.invitation, shore.harbour.address, HOST, "island-0000", shore.folder, lambda text: None)
     engine = island._engine
     engine.leases.lease(["island-0000", "island-0001"])
+    engine._digest = engine._digested()
     plain, shared = engine.plain(), engine.shared()
     assert not engine._listens
     engine.restore(plain, shared)
@@ -337,3 +344,39 @@ def test_the_last_figures_are_of_the_last_weights_though_another_island_judged_b
     island._desk.finish(island._engine, None)
     assert [event.val_loss for event in shore.events(RunFinished)] == [finished.val_loss]
     island.close(wait=False)
+
+
+def test_a_unit_that_gives_nothing_but_nonsense_is_dropped_and_its_tokens_are_counted_nowhere(tmp_path):
+    spoils = [Spoil(island="island-0000", round=number, how="nan") for number in (1, 2, 3)]
+    shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1), *spoils)
+    shore.finish(shore.start("island-0000"))
+    assert [event.round for event in shore.events(Refused)] == [2, 3, 4]
+    assert [event.returned for event in shore.events(Leased)] == [[], [[0, 0, 2, 2]], [[0, 0, 2, 2]], [], [], []]
+    assert [event.dropped for event in shore.events(Leased)] == [[], [], [], [[0, 0, 2, 2]], [], []]
+    (finished,) = shore.events(RunFinished)
+    delivered = sum(len(event.delivered) for event in shore.events(Leased))
+    assert (delivered, finished.tokens) == (3, 3 * 2 * 8)
+
+
+def test_a_state_that_is_about_to_be_followed_by_another_is_not_fetched(tmp_path):
+    shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1))
+    donor, newcomer = (
+        Island(shore.invitation, shore.harbour.address, HOST, name, shore.folder, lambda text: None) for name in ("a", "b")
+    )
+    donor._publish(donor._engine)
+    donor._doing = "training"
+    donor._roll.look()
+    newcomer._roll.look()
+    donor._engine._meetings.exchanging = True
+    assert newcomer._sources._fetched(newcomer._engine, newcomer._engine.generation) == ""
+    donor._engine._meetings.exchanging = False
+    assert newcomer._sources._fetched(newcomer._engine, newcomer._engine.generation).startswith("round 0, fetched from a")
+    for island in (donor, newcomer):
+        island.close(wait=False)
+
+
+def test_islands_that_begin_together_have_one_clock(tmp_path):
+    shore = Shore(tmp_path / "run", toy(2), Elastic(processes=2))
+    shore.finish([*shore.start("island-0000"), *shore.start("island-0001", clock_s=1000.0)])
+    assert {event.island for event in shore.events(Computed)} == {0, 1}
+    assert min(event.start_s for event in shore.events(Computed)) >= 1000.0

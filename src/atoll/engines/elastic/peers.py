@@ -33,20 +33,24 @@ class Told:
     Attributes:
         home: whether it has the run's folder.
         pier: where it can be asked.
+        donor: who has given it the state since its last commit, if anybody has.
+        given_bytes: by the donor.
         diary: of its round.
     """
 
     home: bool
     pier: str
+    donor: str | None
+    given_bytes: int
     diary: Diary
 
     def to_text(self) -> str:
-        return json.dumps([self.home, self.pier, self.diary.to_line()])
+        return json.dumps([self.home, self.pier, self.donor, self.given_bytes, self.diary.to_line()])
 
     @staticmethod
     def from_text(text: str) -> Told:
-        home, pier, line = json.loads(text)
-        return Told(home, pier, Diary.from_line(line))
+        home, pier, donor, given_bytes, line = json.loads(text)
+        return Told(home, pier, donor, given_bytes, Diary.from_line(line))
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class ElasticPeers:
     def __init__(self, meetings: Meetings, line: Line, judge: Judge, clock: WallClock, *, home: bool, pier: str) -> None:
         self._meetings, self._line, self._judge, self._clock = meetings, line, judge, clock
         self._home, self._pier = home, pier
+        self._donor: str | None = None
+        self._given_bytes = 0
         self._generation, self._digest = Generation(0, 0), 0
         self._unit: Unit | None = None
         self._work: Callable[[Unit | None], Work] = _no_work
@@ -112,6 +118,10 @@ class ElasticPeers:
         """
         self._generation, self._digest, self._unit, self._work, self._diary = generation, digest, unit, work, diary
         self.met = None
+
+    def given(self, donor: str | None, nbytes: int) -> None:
+        """The state that this island holds was given to it: it is told at its next commit. None: it has committed it itself."""
+        self._donor, self._given_bytes = donor, nbytes
 
     def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
         asked = steps if batches is None else batches
@@ -206,7 +216,8 @@ class ElasticPeers:
         diary: Diary,
     ) -> Agreed:
         """Everybody has heard from everybody that all came to the same."""
-        told = [Told.from_text(text) for text in wire.tell_text(Told(self._home, self._pier, diary).to_text())]
+        mine = Told(self._home, self._pier, self._donor, self._given_bytes, diary)
+        told = [Told.from_text(text) for text in wire.tell_text(mine.to_text())]
         votes = wire.tell(self._clock.now_s(), *_slice_sums(value, wire.size))
         came_to = [vote[1:] for vote in votes]
         if any(one != came_to[0] for one in came_to):

@@ -111,7 +111,12 @@ class Sources:
             check_alike(self._origin, cargo.header["origin"], name)
             shared = unpack(Packed(cargo.header["structure"], dict(cargo.tensors)), engine.shared())
             plain = cargo.header["plain"]
-            engine.restore({**plain, "wall_time_s": plain["wall_time_s"] + cargo.age_s}, shared)
+            plain = {**plain, "wall_time_s": plain["wall_time_s"] + cargo.age_s}
+            try:
+                engine.restore(plain, shared, name, cargo.nbytes)
+            except ExchangeFailed as error:
+                self._say(str(error))
+                continue
             self._minutes.from_parts(cargo.header["minutes"])
             if self._desk is not None:
                 self._desk.brought_up_to_date(engine)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from atoll.engines.elastic.engine import check_elastic
+from atoll.engines.elastic.alike import check_elastic
 from atoll.engines.elastic.harbour import free_port, is_free
 from atoll.errors import ConfigError
 from atoll.protocols import Sink
