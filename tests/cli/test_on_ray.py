@@ -3,9 +3,12 @@
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager, suppress
@@ -49,10 +52,10 @@ STEPS, WORKERS = 120, 2
 
 
 @contextmanager
-def started(*arguments):
+def started(*arguments, program=(sys.executable, "-m", "atoll")):
     """The command, in a session of its own; it is gone afterwards, with all that it started."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "atoll", *map(str, arguments)],
+        [*program, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -215,6 +218,17 @@ def test_a_finished_run_is_reported_compared_and_resumed_without_ray(survived, a
     assert (code, json.loads(out)["run_dir"]) == (0, str(folder))
 
 
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_again_in_silence(survived, atoll, tmp_path):
+    folder = shutil.copytree(survived[0], tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "final.safetensors").unlink()
+    log = (folder / "events.jsonl").read_bytes()
+    code, _, err = atoll("run", "--resume", folder)
+    assert code == 2
+    assert f"has no checkpoint, but its log has {len(events(folder, Arrived))} rounds" in err
+    assert (folder / "events.jsonl").read_bytes() == log
+
+
 def test_ctrl_c_ends_all_processes_and_the_run_goes_on_from_the_hubs_checkpoint(tmp_path):
     folder = tmp_path / "run"
     with started(*beginning(folder)) as process:
@@ -238,12 +252,55 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_from_the_hubs_checkpoint(
     assert {event.island for event in arrived[before:]} <= {0, 1}
 
 
+@pytest.fixture
+def a_cluster(tmp_path, monkeypatch):
+    """The address of a Ray cluster on the loopback, with a token, and its process."""
+    token, port = tmp_path / "token", free_port()
+    token.write_text("f" * 64)
+    token.chmod(0o600)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    ray = Path(sys.executable).parent / "ray"
+    where = ["--node-ip-address", "127.0.0.1", "--port", port, "--temp-dir", tempfile.mkdtemp()]
+    least = ["--num-cpus", 2, "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory", 2**27]
+    with started("start", "--head", "--block", *where, *least, program=(ray,)) as process:
+        until(lambda: listens(port), "a cluster", process)
+        yield f"127.0.0.1:{port}", process
+    shutil.rmtree(where[-1], ignore_errors=True)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def listens(port):
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def test_a_cluster_that_exists_is_used_with_its_token_and_left_as_it_was(a_cluster, tmp_path):
+    address, cluster = a_cluster
+    few = ["--set", "train.steps=16", "--set", "keep.evaluate_every=16", "--processes", 1, "--limit", 20]
+    where = ["--engine", "ray", "--ray-address", address, "--out", tmp_path / "run"]
+    with started("run", "toy-async", *SETS, *few, *where, "--json", "--quiet") as process:
+        code, out, err = end_of(process)
+    assert code == 0, err
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["engine"], summary["local_updates"]) == ("ray", 16)
+    assert not (tmp_path / "run" / "ray_token").exists(), "it has one of its own"
+    assert cluster.poll() is None
+    assert listens(int(address.rpartition(":")[2]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["run", "toy-sync", "--engine", "ray"], "DiLoCo has rounds that all islands take part in"),
         (["run", "toy-async", "--engine", "dist"], "Use --engine ray or sim"),
         (["run", "--engine", "ray"], "no recipe was given"),
+        (["run", "toy-async", "--processes", 3, "--workers-most", 2], "most=2: at least as many as there are workers"),
         (["run", "toy-async", "--engine", "ray", "--save-every", 0], "save_every_s=0.0: it is more than 0 seconds"),
         (["run", "toy-async", "--engine", "dist", "--ray-address", "127.0.0.1:1"], "another --engine with a run on Ray"),
         (["run", "toy-async", "--engine", "ray", "--backend", "gloo"], "Leave them out"),

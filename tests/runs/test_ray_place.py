@@ -6,7 +6,7 @@ from atoll import recipes
 from atoll.errors import ConfigError
 from atoll.runs.overrides import override
 from atoll.runs.place import read_place
-from atoll.runs.ray_place import Ray, on_workers, plan_of, read_ray, told, with_said, write_ray
+from atoll.runs.ray_place import Ray, gpu_share, on_workers, plan_of, read_ray, told, with_said, write_ray
 from atoll.runs.run import candidates
 
 
@@ -15,7 +15,7 @@ def demo(*settings):
 
 
 def test_a_place_is_read_as_it_was_written(tmp_path):
-    place = Ray(processes=3, pace=0.5, address="10.0.0.1:6379", save_every_s=2.0, limit_s=9.0)
+    place = Ray(processes=3, most=5, pace=0.5, address="10.0.0.1:6379", save_every_s=2.0, limit_s=9.0)
     write_ray(tmp_path, place)
     assert read_ray(tmp_path) == place
     assert read_place(tmp_path) is None, "it is none of torch.distributed's"
@@ -26,12 +26,14 @@ def test_what_is_said_later_changes_that_and_nothing_else():
     before = Ray(processes=3, pace=0.5)
     assert with_said(before, {"pace": 0.0, "processes": None}) == Ray(processes=3, pace=0.0)
     assert with_said(None, {"limit_s": 3.0}) == Ray(limit_s=3.0)
+    assert with_said(Ray(address="10.0.0.1:6379"), {"address": "local"}) == Ray(), "from a cluster to this machine"
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         ({"processes": 0}, "processes=0: at least 1"),
+        ({"processes": 3, "most": 2}, r"most=2: at least as many as there are workers \(3\)"),
         ({"pace": -1.0}, "pace=-1.0: it is 0 or more"),
         ({"save_every_s": 0.0}, "save_every_s=0.0: it is more than 0"),
         ({"limit_s": 0.0}, "limit_s=0.0: it is more than 0"),
@@ -50,6 +52,13 @@ def test_a_number_of_workers_is_a_number_of_islands_and_the_data_are_cut_for_the
     assert (pairs.cluster.islands, pairs.world.islands) == (3, 6), "devices are workers of their own"
     with pytest.raises(ConfigError, match=r"processes=3 cannot be islands of cluster.devices_per_island=2"):
         on_workers(demo("cluster.devices_per_island=2"), 3)
+
+
+@pytest.mark.parametrize(("workers", "gpus"), [(1, 1), (2, 4), (3, 2), (4, 4), (5, 4), (8, 3), (7, 1)])
+def test_all_workers_find_room_on_the_gpus_there_are_each_on_one_alone(workers, gpus):
+    share = gpu_share(workers, gpus)
+    assert gpus * int(1 / share) >= workers
+    assert share == 1.0 or workers > gpus
 
 
 def test_a_synchronous_algorithm_is_sent_to_another_engine():

@@ -104,13 +104,19 @@ def run(
     pace: Annotated[
         float | None, typer.Option(min=0.0, help="dist, ray: sleep so many times cluster.step_time_s per batch.")
     ] = None,
-    limit: Annotated[float | None, typer.Option(help="dist: seconds that an exchange may take; by default derived.")] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="Seconds. dist: of an exchange, by default derived. ray: of a silent hub, by default 300.")
+    ] = None,
     start_limit: Annotated[
         float | None, typer.Option(help="dist: seconds that others are waited for outside of rounds. By default 3600.")
     ] = None,
     backend: Annotated[Backend | None, typer.Option(help="dist: what carries weights. By default gloo.")] = None,
     ray_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="ray: of a cluster that exists; by default one is started here.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="ray: of a cluster that exists; local, or by default, one is started here."),
+    ] = None,
+    workers_most: Annotated[
+        int | None, typer.Option(min=1, help="ray: so many may join if the cluster has room. By default --processes.")
     ] = None,
     save_every: Annotated[float | None, typer.Option(help="ray: seconds between checkpoints of the hub. By default 30.")] = None,
     elastic: Annotated[bool, typer.Option("--elastic", help="dist: islands may come and go while it runs.")] = False,
@@ -135,7 +141,9 @@ def run(
     if elastic or chaos is not None or any(value is not None for value in elastic_only.values()) or _engine_in(resume) == "elastic":
         from atoll.cli.elastic import carry_out_elastic
 
-        foreign = sorted({"--start-limit", "--backend", "--ray-address", "--save-every"}.intersection(_given(context)))
+        foreign = sorted(
+            {"--start-limit", "--backend", "--ray-address", "--workers-most", "--save-every"}.intersection(_given(context))
+        )
         if engine not in (None, "dist"):
             foreign.append(f"--engine {engine}")
         if foreign:
@@ -146,15 +154,16 @@ def run(
         how = {"processes": processes, "pace": pace, "limit_s": limit, **elastic_only}
         carry_out_elastic(recipe, settings or [], seed, out, resume, json, quiet, how, chaos)
         return
-    if engine == "ray" or ray_address is not None or save_every is not None or _engine_in(resume) == "ray":
+    ray_only = {"address": ray_address, "most": workers_most, "save_every_s": save_every}
+    if engine == "ray" or any(value is not None for value in ray_only.values()) or _engine_in(resume) == "ray":
         from atoll.cli.on_ray import carry_out_on_ray
 
         if engine not in (None, "ray") or start_limit is not None or backend is not None:
             raise ConfigError(
                 "--start-limit, --backend or another --engine with a run on Ray, which has none of these. Leave them out."
             )
-        on_ray = {"address": ray_address, "processes": processes, "pace": pace, "save_every_s": save_every, "limit_s": limit}
-        carry_out_on_ray(recipe, settings or [], seed, out, resume, json, quiet, on_ray)
+        how = {"processes": processes, "pace": pace, "limit_s": limit, **ray_only}
+        carry_out_on_ray(recipe, settings or [], seed, out, resume, json, quiet, how)
         return
     how = {"processes": processes, "pace": pace, "limit_s": limit, "start_limit_s": start_limit, "backend": backend}
     real_before = resume is not None and (resume.expanduser() / "engine.json").is_file()

@@ -50,10 +50,10 @@ class Made:
     def _dealt(self, data: Loaded, weights: tuple[Any, ...]) -> Workload:
         """The data in their shards."""
         run = self._run
-        params = initial(plain_workload(run, data), device_of(run), dtype_of(run))
-        if weights:
-            params = tree_over(door.library().get(weights[0]), params.layout, dtype_name(params)).copy()
-        return island_workload(run, data, params)
+        if not weights:  # then nobody looks at any
+            return island_workload(run, data, Tree.of({}))
+        like = initial(plain_workload(run, data), device_of(run), dtype_of(run))
+        return island_workload(run, data, tree_over(door.library().get(weights[0]), like.layout, dtype_name(like)).copy())
 
     @property
     def fingerprint(self) -> str:

@@ -1,0 +1,84 @@
+"""What goes to the processes of a run on Ray."""
+
+import fcntl
+import os
+import threading
+
+import pytest
+
+from atoll import recipes
+from atoll.engines.ray.keeping import Lost
+from atoll.events import Arrived, Saved
+from atoll.runs import ray_parts
+from atoll.runs.overrides import override
+from atoll.runs.ray_parts import FolderKeeper, Made, lost_after
+from atoll.runs.ray_place import on_workers
+from atoll.runs.run import candidates
+from atoll.telemetry.jsonl import JsonlSink
+
+
+def arrived(round, steps):
+    return Arrived(
+        island=0,
+        round=round,
+        window=0,
+        shard=0,
+        steps=steps,
+        pushed_s=1.0,
+        virtual_time_s=None,
+        wall_time_s=1.0,
+        version=round + 1,
+        staleness=0,
+        applied=True,
+        norm=1.0,
+        sent_bytes=4,
+    )
+
+
+def test_what_was_taken_after_a_checkpoint_is_counted_from_there_and_a_line_that_was_cut_short_does_not_count(tmp_path):
+    log = tmp_path / "events.jsonl"
+    assert lost_after(log, 0) == Lost(0, 0)
+    with JsonlSink(log) as sink:
+        sink.emit(arrived(0, 4))
+        after = sink.position()
+        sink.emit(Saved(round=1, name="00000001"))
+        sink.emit(arrived(1, 2))
+        sink.emit(arrived(2, 3))
+    whole = log.read_bytes()
+    log.write_bytes(whole[:-10])
+    assert lost_after(log, after) == Lost(1, 2)
+    log.write_bytes(b"not even JSON" + whole[13:])
+    assert lost_after(log, after) == Lost(2, 5), "what is before is not read at all"
+
+
+def test_a_hub_waits_until_the_one_before_it_is_gone(tmp_path):
+    keeper = FolderKeeper(tmp_path, 1, {})
+    before = os.open(tmp_path / "hub.lock", os.O_WRONLY | os.O_CREAT)
+    fcntl.flock(before, fcntl.LOCK_EX)
+    coming = threading.Thread(target=keeper.hold)
+    coming.start()
+    coming.join(0.05)
+    assert coming.is_alive()
+    os.close(before)
+    coming.join(20)
+    assert not coming.is_alive()
+    assert "another hub of this run is still there" in (tmp_path / "logs" / "hub.log").read_text()
+
+
+def test_a_line_that_cannot_be_written_ends_nothing(tmp_path):
+    (tmp_path / "logs").write_text("where the folder should be")
+    FolderKeeper(tmp_path, 1, {}).say("unheard")
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Each time that data are loaded."""
+    counted, load = [], ray_parts.load_data
+    monkeypatch.setattr(ray_parts, "load_data", lambda *arguments: counted.append(arguments) or load(*arguments))
+    return counted
+
+
+def test_a_worker_reads_its_data_once(reads):
+    run = on_workers(override(recipes.toy_async(), ["data.examples=512", "data.eval_examples=128"], candidates), 2)
+    assert len(Made(run.resolved, (), None).fingerprint) > 0
+    assert len(reads) == 1
