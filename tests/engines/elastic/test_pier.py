@@ -97,3 +97,23 @@ def answering(answer):
 def test_what_is_damaged_or_cut_short_is_refused(answer, says):
     with pytest.raises(ExchangeFailed, match=says):
         fetch(answering(answer), 5.0)
+
+
+def test_whoever_asks_and_does_not_read_is_not_waited_for_without_end():
+    free, pier = threading.Event(), Pier(HOST, limit_s=0.1)
+    put(pier, Cargo({}, {"weights": torch.zeros(8_000_000)}))  # more than lines and buffers hold
+    hand_out = pier._hand_out
+
+    def handing_out(write):
+        try:
+            hand_out(write)
+        finally:
+            free.set()
+
+    pier._hand_out = handing_out
+    host, _, port = pier.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as frozen:
+        frozen.sendall(b"state\n")
+        assert free.wait(10.0)
+        assert not pier.busy
+    pier.close()

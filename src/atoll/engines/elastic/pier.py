@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,9 +52,10 @@ class Pier:
     Args:
         host: the address to listen on.
         about: what is said of this island to whoever asks whether it is alive.
+        limit_s: how long somebody is waited for who asks, and then does not read on.
     """
 
-    def __init__(self, host: str, about: Callable[[], Mapping[str, Any]] = dict) -> None:
+    def __init__(self, host: str, about: Callable[[], Mapping[str, Any]] = dict, limit_s: float = 120.0) -> None:
         self._cargo: Cargo | None = None
         self._put_s = 0.0
         self._changing = threading.Lock()
@@ -64,12 +65,15 @@ class Pier:
         pier = self
 
         class Handler(socketserver.StreamRequestHandler):
+            timeout = limit_s
+
             def handle(self) -> None:
-                asked = self.rfile.readline(64).strip()
-                if asked == b"state":
-                    pier._hand_out(self.wfile.write)
-                elif asked == b"alive":
-                    self.wfile.write(json.dumps(about()).encode() + b"\n")
+                with suppress(OSError):  # whoever asks has gone
+                    asked = self.rfile.readline(64).strip()
+                    if asked == b"state":
+                        pier._hand_out(self.wfile.write)
+                    elif asked == b"alive":
+                        self.wfile.write(json.dumps(about()).encode() + b"\n")
 
         self._server = _server((host, 0), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
@@ -108,8 +112,6 @@ class Pier:
                     write(chunk)
             write(f"{checksum}\n".encode())
             self.handed_out_bytes += cargo.nbytes
-        except OSError:  # whoever asked has gone
-            return
         finally:
             with self._changing:
                 self._readers -= 1

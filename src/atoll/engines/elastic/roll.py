@@ -10,7 +10,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,9 @@ BEAT_S = 0.5
 """Between two signatures."""
 SILENT_S = 3.0
 """Whoever has not signed for so long is not alive."""
-_ORDER, _COUNT = "order", "count"
+FORGOTTEN_S = 60.0
+"""And whoever has not for so long is not asked for any more, until it signs anew."""
+_ORDER, _NAMES = "order", "names"
 _LIMIT_S = 5.0  # of one question
 
 
@@ -31,9 +34,13 @@ def listening(host: str, port: int = 0) -> socket.socket:
     """A socket that listens on this address and no other."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    found.bind((host, port))
-    found.listen(128)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen(128)
+    except OSError:
+        found.close()
+        raise
     return found
 
 
@@ -58,6 +65,7 @@ class Board:
     def __init__(self, address: str, store: TCPStore | None = None) -> None:
         self._host, _, port = address.rpartition(":")
         self._port, self._store = int(port), store
+        self._signed: set[str] = set()
         self.address = address
 
     @contextmanager
@@ -84,16 +92,26 @@ class Board:
 
     def sign(self, name: str, entry: Mapping[str, Any]) -> None:
         with self._connected() as store:
-            if not store.check([f"island/{name}"]):  # new here, or the roll is
-                store.set(f"name/{store.add(_COUNT, 1)}", name)
-            store.set(f"island/{name}", json.dumps(entry))
+            new = name not in self._signed or not store.check([_key(name)])  # or the roll is new
+            store.set(_key(name), json.dumps(entry))
+            if new:  # after its entry, which whoever reads the name asks for
+                store.append(_NAMES, f"{name}\n")
+                self._signed.add(name)
 
-    def entries(self) -> dict[str, dict[str, Any]]:
-        """What everybody signed last, by name."""
+    def names(self) -> list[str]:
+        """Everybody who ever signed, as often as it came."""
         with self._connected() as store:
-            keys = [f"name/{number}" for number in range(1, store.add(_COUNT, 0) + 1)]
-            names = [store.get(key).decode() for key in keys if store.check([key])]
-            return {name: json.loads(store.get(f"island/{name}")) for name in names if store.check([f"island/{name}"])}
+            return store.get(_NAMES).decode().split() if store.check([_NAMES]) else []
+
+    def entries(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
+        """What these signed last, by name. All are asked for at once: the roll may be far away."""
+        with self._connected() as store:
+            found = store.multi_get([*map(_key, names)]) if names else []
+            return {name: json.loads(entry) for name, entry in zip(names, found, strict=True)}
+
+
+def _key(name: str) -> str:
+    return f"island/{name}"
 
 
 class Roll:
@@ -112,6 +130,8 @@ class Roll:
         self._seen: dict[str, tuple[int, float]] = {}
         """Everybody's last count, and when it was first seen."""
         self._entries: dict[str, dict[str, Any]] = {}
+        self._forgotten: dict[str, int] = {}
+        """Who was silent for too long, and how often it had come by then."""
         self.reached = False
         """Whether the roll could be reached when it was last asked."""
         self.look()
@@ -128,12 +148,19 @@ class Roll:
         self.reached = False
         with suppress(ExchangeFailed):
             self._board.sign(self._name, {**self._entry(), "beat": self._beats})
-            self._entries = self._board.entries()
+            came = Counter(self._board.names())
+            self._entries = self._board.entries([name for name in came if self._forgotten.get(name) != came[name]])
+            self._notice(came)
             self.reached = True
+
+    def _notice(self, came: Mapping[str, int]) -> None:
+        """Who has signed since the last look, and who has not for long."""
         now_s = time.monotonic()
         for name, entry in self._entries.items():
             if name not in self._seen or self._seen[name][0] != entry["beat"]:
                 self._seen[name] = (entry["beat"], now_s)
+            elif now_s - self._seen[name][1] > FORGOTTEN_S:
+                self._forgotten[name] = came[name]
 
     def alive(self) -> dict[str, dict[str, Any]]:
         """Whoever has signed lately, and what."""

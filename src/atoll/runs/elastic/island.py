@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import socket
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -28,6 +30,7 @@ from atoll.engines.masters import initial
 from atoll.errors import ConfigError, ExchangeFailed
 from atoll.protocols import Algorithm
 from atoll.runs.build import loss_of, replica_of
+from atoll.runs.elastic.cards import Card
 from atoll.runs.elastic.desk import Desk
 from atoll.runs.elastic.minutes import Minute, Minutes
 from atoll.runs.elastic.place import Invitation
@@ -162,7 +165,8 @@ class Island:
             warm = WarmStart(initial(plain, device_of(run), dtype_of(run)), 0, math.nan)
         workload = island_workload(run, data, warm.params)
         origin = {"run": digest_without_size(run), "data": fingerprint(workload)}
-        device, loss, number = _device(run, self._name), loss_of(run, workload), _number(self._name)
+        number = _number(self._name)
+        device, loss = self._device(number), loss_of(run, workload)
         if self._folder is not None:
             evaluator = Evaluator(workload, device, dtype_of(run))
             self._desk = Desk(run, self._folder, plain, warm, evaluator, origin, cache, self._minutes, self._say)
@@ -192,6 +196,15 @@ class Island:
             pause_s=(self._place.pace or 0.0) * run.world.step_time(number % run.world.islands, run.seed),
             busy=lambda: self._pier.busy,
         )
+
+    def _device(self, number: int) -> str:
+        device = device_of(self._run)
+        if device != "cuda":
+            return device
+        cards = [str(torch.cuda.get_device_properties(card).uuid) for card in range(torch.cuda.device_count())]
+        self._card = Card(cards, number)  # as long as this process lives
+        torch.cuda.set_device(self._card.number)
+        return f"cuda:{self._card.number}"
 
     # --------------------------------------------------------------------------------------------------------------- the run
 
@@ -274,15 +287,10 @@ class Island:
 
 
 def _number(name: str) -> int:
-    """Which of the planned islands this is, by the digits at the end of its name."""
-    digits = name[len(name.rstrip("0123456789")) :]
-    return int(digits) if digits else 0
+    """Which of the planned islands this is, by its name; who joins from elsewhere is none of them, and has a number of its own.
 
-
-def _device(run: Any, name: str) -> str:
-    device = device_of(run)
-    if device != "cuda":
-        return device
-    number = _number(name) % torch.cuda.device_count()
-    torch.cuda.set_device(number)
-    return f"cuda:{number}"
+    >>> _number("island-0007"), _number("box-7-00c0ffee")
+    (7, 51601)
+    """
+    planned = re.fullmatch(r"island-(\d+)", name)
+    return int(planned[1]) if planned else zlib.crc32(name.encode()) % 100_003  # so many islands have seeds of their own
