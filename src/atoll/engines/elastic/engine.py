@@ -7,18 +7,17 @@ the state by any other, and when all have died the newest checkpoint has everyth
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.engines.books import MOST_SKIPPED, Books, Ledger
-from atoll.engines.dist.clerk import Clerk
+from atoll.engines.books import MOST_SKIPPED, Books
 from atoll.engines.dist.clock import WallClock
 from atoll.engines.dist.diary import Diary, Stretch
 from atoll.engines.dist.driving import Line
 from atoll.engines.dist.replica import DistReplica
-from atoll.engines.elastic.checksum import checksum, combined
+from atoll.engines.elastic.alike import check_elastic, digest_of
+from atoll.engines.elastic.chronicle import Chronicle
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.idle import IdleReplica
 from atoll.engines.elastic.judging import Judge
@@ -27,11 +26,14 @@ from atoll.engines.elastic.meetings import LeftBehind, Meetings, Met, Unvouched
 from atoll.engines.elastic.peers import Agreed, ElasticPeers
 from atoll.engines.local import LocalReplica
 from atoll.engines.states import on_device, shared_fields, with_shared
-from atoll.errors import ConfigError, TrainingDiverged
-from atoll.events import Attended, Event, IslandJoined, IslandLeft, Leased, Refused
-from atoll.leaves import recycle, trees
-from atoll.protocols import Algorithm, Batches, Owner, Work, fields_owned
+from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
+from atoll.events import Event
+from atoll.leaves import recycle
+from atoll.protocols import Algorithm, Batches, Work
 from atoll.tree import Tree
+
+_ANEW = 1000
+"""Epochs: so many attempts nobody makes between two checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class ElasticEngine:
         heal: brings this engine up to date from another island, or from a checkpoint. It is told what the others hold.
         confirm: finds out whether anybody went on from the state that this engine was given.
         pause_s: so long this process sleeps for each batch besides computing it.
+        busy: whether somebody reads the state that was committed last: then its buffers are not used again.
     """
 
     def __init__(
@@ -97,13 +100,7 @@ class ElasticEngine:
         self._alive, self._committed, self._heal, self._confirm, self._busy = alive, committed, heal, confirm, busy
         self.clock = WallClock()
         self.generation = Generation(0, 0)
-        self.books = Books(0, real=True)
-        self.known: list[str] = []
-        """All that ever took part, in the order in which they came."""
-        self._here: tuple[str, ...] = ()
-        """Who took part in the last commit."""
-        self._happened: list[Event] = []
-        self._clerk = Clerk(self.books, 1, inside=False, sink=_Keeping(self._happened))
+        self._chronicle = Chronicle()
         self._judge = Judge(most)
         self.per_round = algorithm.steps_per_round * getattr(algorithm, "accumulation", 1)
         rounds = -(-steps // algorithm.steps_per_round)
@@ -142,6 +139,10 @@ class ElasticEngine:
         return self.leases.settled * self.algorithm.steps_per_round // self._planned
 
     @property
+    def books(self) -> Books:
+        return self._chronicle.books
+
+    @property
     def params(self) -> Tree:
         params: Tree = self.state.params
         return params
@@ -164,8 +165,13 @@ class ElasticEngine:
         self._meetings.fellows = {name: pier for name, pier in fellows.items() if name != self.name}
 
     def begin_anew(self) -> None:
-        """Nobody is at work: what a checkpoint says is leased comes back."""
+        """Nobody is at work: what a checkpoint says is leased comes back.
+
+        What was committed after it, and died with those who had it, must never be taken for what is committed from now on: so
+        epochs go on far from theirs.
+        """
         self._listens = False
+        self.generation = Generation(self.generation.round, self.generation.epoch + _ANEW)
         self.leases.settle(())
         self._meetings.fellows, self._meetings.vouched = {}, True
         self._digest = self._digested()
@@ -176,9 +182,8 @@ class ElasticEngine:
         met = self.peers.assemble()
         self.generation = Generation(self.generation.round, met.epoch)
         self.clock.set(met.result.now_s)
-        self._clerk.begin(met.result.now_s)
-        self._tell_who_is_here(met)
-        self._listens = False
+        self._chronicle.begin(met.result.now_s)
+        self._gather(met)
         self.leases.lease(met.names)
         self._digest = self._digested()
         self._report(met, opening=True)
@@ -212,23 +217,28 @@ class ElasticEngine:
 
     def _settle(self, after: Any, met: Met[Agreed]) -> None:
         """The commit: from here on this is the state."""
-        agreed = met.result
-        self._listens = False
+        agreed, number = met.result, self.generation.round + 1
         self.state = after
-        self.generation = Generation(self.generation.round + 1, met.epoch)
+        self.generation = Generation(number, met.epoch)
         self._judge.remember(agreed.brought, agreed.refused)
-        self._tell_who_is_here(met)
+        self._gather(met)
         settled = self.leases.settle(agreed.delivered(met.names), [met.names[rank] for rank in agreed.refused])
-        numbers = [self.known.index(name) for name in met.names]
-        self._clerk.enter([told.diary for told in agreed.told], self.steps_taken, agreed.now_s, numbers)
+        self._chronicle.enter(met, settled, self.steps_taken, number)
         self.leases.lease(met.names)
         self.leases.check()
         self._digest = self._digested()
-        self._account(met, settled)
+        self._chronicle.attend(met, settled, number, alive=self._alive(), digest=self.digest)
         if self.name in [met.names[rank] for rank in agreed.refused]:
             self.replica = self._make_replica()  # its moments are as unusable as what it brought
         self._check(after, settled)
         self._report(met)
+
+    def _gather(self, met: Met[Agreed]) -> None:
+        """These are here now, and this island is one of them."""
+        self._chronicle.gather(met, self.generation.round)
+        self.expect({name: told.pier for name, told in zip(met.names, met.result.told, strict=True)})
+        self._listens = False
+        self.peers.given(None, 0)
 
     def _check(self, after: Any, settled: Settled) -> None:
         self._fruitless = 0 if settled.delivered else self._fruitless + 1
@@ -240,131 +250,61 @@ class ElasticEngine:
                 f"outer learning rate, or set train.clip_norm."
             )
 
-    # ------------------------------------------------------------------------------------------------------------- the books
-
-    def _tell_who_is_here(self, met: Met[Agreed]) -> None:
-        now_s, number = met.result.now_s, self.generation.round
-        for name in met.names:
-            if name not in self.known:
-                self.known.append(name)
-                self.books.ledgers.append(Ledger())
-            if name not in self._here:
-                self._tell(
-                    IslandJoined(
-                        island=self.known.index(name),
-                        round=number,
-                        virtual_time_s=None,
-                        wall_time_s=now_s,
-                        donor=None,
-                        sent_bytes=0,
-                    )
-                )
-        for name in self._here:
-            if name not in met.names:
-                self._tell(IslandLeft(island=self.known.index(name), round=number, virtual_time_s=None, wall_time_s=now_s))
-        self._here = met.names
-        self.expect({name: told.pier for name, told in zip(met.names, met.result.told, strict=True)})
-
-    def _account(self, met: Met[Agreed], settled: Settled) -> None:
-        """Who was there, what became of the data, and what was refused."""
-        number, now_s, agreed = self.generation.round, met.result.now_s, met.result
-        for rank, reason in agreed.refused.items():
-            island = self.known.index(met.names[rank])
-            self._tell(Refused(island=island, round=number, virtual_time_s=None, wall_time_s=now_s, reason=reason))
-        self._tell(
-            Leased(
-                round=number,
-                delivered=[[self.known.index(name), *unit] for name, unit in settled.delivered.items()],
-                returned=[[self.known.index(name), *unit] for name, unit in settled.returned.items()],
-                dropped=[[self.known.index(name), *unit] for name, unit in settled.dropped.items()],
-                virtual_time_s=None,
-                wall_time_s=now_s,
-            )
-        )
-        self._tell(
-            Attended(
-                round=number,
-                known=len(self.known),
-                alive=max(self._alive(), len(met.names)),
-                participating=len(settled.delivered),
-                attempts=met.attempts,
-                epoch=met.epoch,
-                digest=self.digest,
-                virtual_time_s=None,
-                wall_time_s=now_s,
-            )
-        )
-
-    def _tell(self, event: Event) -> None:
-        self._happened.append(event)
-
     def _report(self, met: Met[Agreed], *, opening: bool = False) -> None:
-        events = list(self._happened)
-        self._happened.clear()
-        self._committed(self, Commit(met, events, opening))
+        self._committed(self, Commit(met, self._chronicle.take(), opening))
         self._meetings.exchanging = False
 
     # ---------------------------------------------------------------------------------------------------------------- saving
 
     def _digested(self) -> int:
-        """Of all that islands hold alike."""
-        sums = [checksum(tree.flat) for tree in trees(shared_fields(self.state))]
-        return combined(sums, json.dumps([self.leases.to_parts(), self.known, self._here]))
+        return digest_of(self.shared(), self._alike())
+
+    def _alike(self) -> dict[str, Any]:
+        """All that islands hold alike, but for the algorithm's state. The books are drawn up from it, and follow."""
+        return {"leases": self.leases.to_parts(), "judge": self._judge.to_parts(), **self._chronicle.to_parts()}
 
     def plain(self) -> dict[str, Any]:
         """All of the state but the algorithm's. Between two rounds only."""
         return {
+            **self._alike(),
             "generation": list(self.generation),
             "wall_time_s": self.clock.now_s(),
-            "leases": self.leases.to_parts(),
-            "judge": self._judge.to_parts(),
-            "books": self.books.to_parts(),
-            "known": list(self.known),
-            "here": list(self._here),
             "fellows": dict(self._meetings.fellows),
             "fruitless": self._fruitless,
+            "digest": self.digest,
         }
 
     def shared(self) -> dict[str, Any]:
         """What the algorithm shares."""
         return shared_fields(self.state)
 
-    def restore(self, plain: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
-        """Go on from a state that was committed."""
+    def restore(self, plain: Mapping[str, Any], shared: Mapping[str, Any], donor: str | None = None, nbytes: int = 0) -> None:
+        """Go on from a state that was committed.
+
+        Args:
+            plain: as another engine has told it.
+            shared: the algorithm's part of it.
+            donor: the island that has given it, if one has.
+            nbytes: that it sent.
+
+        Raises:
+            ExchangeFailed: this is not what was committed. Nothing has changed.
+        """
+        shared = on_device(dict(shared), self.replica.device)
+        if (found := f"{digest_of(shared, plain):08x}") != plain["digest"]:
+            raise ExchangeFailed(
+                f"the state that {donor or 'a checkpoint'} has of round {plain['generation'][0]} is damaged: it was committed as "
+                f"{plain['digest']}, and is {found}. Use another's."
+            )
         self._listens = True
         self.generation = Generation(*plain["generation"])
         self.clock.set(plain["wall_time_s"])
         self.leases.from_parts(plain["leases"])
         self._judge.from_parts(plain["judge"])
-        self.books.from_parts(plain["books"])
-        self.known, self._here, self._fruitless = list(plain["known"]), tuple(plain["here"]), plain["fruitless"]
+        self._chronicle.from_parts(plain, plain["wall_time_s"])
+        self._fruitless = plain["fruitless"]
         self.expect(plain["fellows"])
-        self._clerk.begin(plain["wall_time_s"])
+        self.peers.given(donor, nbytes)
         self._meetings.vouched = False
-        self._happened.clear()
-        fresh = self.algorithm.init(self.params, self.peers)
-        self.state = with_shared(fresh, on_device(dict(shared), self.replica.device))
+        self.state = with_shared(self.algorithm.init(self.params, self.peers), shared)
         self._digest = self._digested()
-
-
-class _Keeping:
-    """A sink that keeps what it is given."""
-
-    def __init__(self, events: list[Event]) -> None:
-        self._events = events
-
-    def emit(self, event: Event) -> None:
-        self._events.append(event)
-
-
-def check_elastic(algorithm: Any, state: Any) -> None:
-    """Refuse what an island that vanishes would take along."""
-    if fields_owned(state, Owner.SHARDED):
-        raise ConfigError(
-            f"{type(algorithm).__name__} with --elastic: each island holds a slice of its state, which is lost with it. Use "
-            f"DiLoCo or DDP, or --engine dist alone, which goes on from checkpoints."
-        )
-    if getattr(algorithm, "missed", "global") != "global":
-        raise ConfigError(
-            "algorithm.missed=agreed with --elastic: who misses a meeting goes on from the others' weights. Use global."
-        )
