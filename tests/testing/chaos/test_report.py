@@ -114,15 +114,6 @@ def test_a_commit_that_one_island_alone_has_is_counted_apart(folder):
     assert (report_of(folder).unseen, report_of(folder).apart) == (1, ())
 
 
-def test_commits_that_died_with_everybody_are_void_and_done_again(folder):
-    write(folder, 1, (7, [(4, 5, "eeeeeeee")]))
-    assert len(report_of(folder).apart) == 1
-    with open(folder / "logs" / "island-0000.log", "a") as log:
-        log.write("12:00:09 island-0000 begins with round 3, from its checkpoint\n")
-    report = report_of(folder)
-    assert (report.apart, report.unseen) == ((), 1)
-
-
 def test_a_run_without_a_commit_has_no_report(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
     with pytest.raises(ConfigError, match="no commit"):

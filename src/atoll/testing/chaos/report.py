@@ -19,10 +19,7 @@ from atoll.testing.chaos.faults import LIGHTHOUSE
 CHAOS_LOG = "chaos.jsonl"
 """What was done to a run, in its folder."""
 _PROCESS = re.compile(r"^[\d:]{8} \S+ on .* process (?P<pid>\d+),")
-_RESTORED = re.compile(r"^(?P<at>[\d:]{8}) .* with round (?P<round>\d+), from its checkpoint")
-_COMMITTED = re.compile(
-    r"^(?P<at>[\d:]{8}) committed round (?P<round>\d+) of epoch (?P<epoch>\d+) as (?P<digest>[0-9a-f]+), (?P<work>.*)$"
-)
+_COMMITTED = re.compile(r"^[\d:]{8} committed round (?P<round>\d+) of epoch (?P<epoch>\d+) as (?P<digest>[0-9a-f]+), (?P<work>.*)$")
 WITH_WORK = "with work of its own"
 
 
@@ -34,7 +31,6 @@ class Line(NamedTuple):
         round, epoch: of the commit.
         digest: of all that it holds alike with others.
         worked: whether its own work is in the commit.
-        at: the time of day.
     """
 
     pid: int
@@ -42,7 +38,6 @@ class Line(NamedTuple):
     epoch: int
     digest: str
     worked: bool
-    at: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +115,7 @@ def report_of(folder: Path, *, units: int | None = None) -> Report:
         raise ConfigError(f"{folder} has no commit of islands that come and go, so there is nothing to report. Let it run longer.")
     lines = {path.stem: list(told_in(path)) for path in sorted((folder / "logs").glob("*.log"))}
     actions = list(_actions(folder / CHAOS_LOG))
-    restored = [one for path in sorted((folder / "logs").glob("*.log")) for one in restored_in(path)]
-    compared, apart, unseen = compare(attended, lines, restored)
+    compared, apart, unseen = compare(attended, lines)
     losses = [event.loss for event in events if isinstance(event, Evaluated)]
     return Report(
         commits=len(attended),
@@ -200,19 +194,10 @@ def told_in(path: Path) -> Iterator[Line]:
             pid = int(begun["pid"])
         elif found := _COMMITTED.match(text):
             worked = found["work"] == WITH_WORK
-            yield Line(pid, int(found["round"]), int(found["epoch"]), found["digest"], worked, found["at"])
+            yield Line(pid, int(found["round"]), int(found["epoch"]), found["digest"], worked)
 
 
-def restored_in(path: Path) -> Iterator[tuple[str, int]]:
-    """When an island went on from a checkpoint, and of which round: what it or others had committed after that is void."""
-    for text in path.read_text("utf-8", errors="replace").splitlines():
-        if found := _RESTORED.match(text):
-            yield found["at"], int(found["round"])
-
-
-def compare(
-    attended: Iterable[Attended], lines: Mapping[str, Iterable[Line]], restored: Sequence[tuple[str, int]] = ()
-) -> tuple[int, tuple[str, ...], int]:
+def compare(attended: Iterable[Attended], lines: Mapping[str, Iterable[Line]]) -> tuple[int, tuple[str, ...], int]:
     """How many lines could be compared; which islands held something else, and after which commit; and how many commits are
     nowhere but in islands' logs."""
     known = {(event.round, event.epoch): event.digest for event in attended}
@@ -220,8 +205,7 @@ def compare(
     for name, told in lines.items():
         for line in told:
             digest = known.get((line.round, line.epoch))
-            void = any(line.at <= at and line.round > number for at, number in restored)
-            if digest is None or (void and digest != line.digest):
+            if digest is None:
                 unseen += 1
                 continue
             compared += 1
