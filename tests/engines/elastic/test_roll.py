@@ -29,7 +29,50 @@ def test_islands_read_what_others_signed_last(board):
     one.sign("a", {"generation": 1})
     two.sign("b", {"generation": 2})
     one.sign("a", {"generation": 3})
-    assert two.entries() == one.entries() == {"a": {"generation": 3}, "b": {"generation": 2}}
+    assert two.names() == one.names() == ["a", "b"]
+    assert two.entries("ab") == one.entries("ab") == {"a": {"generation": 3}, "b": {"generation": 2}}
+
+
+class Distant:
+    """A store that counts the journeys to it."""
+
+    def __init__(self, store):
+        self._store, self.journeys = store, 0
+
+    def __getattr__(self, name):
+        self.journeys += 1
+        return getattr(self._store, name)
+
+
+def test_a_look_takes_as_many_journeys_however_many_islands_there_are(board):
+    journeys = []
+    for number in range(0, 20, 10):
+        for name in range(number, number + 10):
+            board.sign(f"island-{name}", {"beat": 1})
+        far = Roll(board.address, "me", dict)
+        far.look()
+        far._board._store = store = Distant(board._store)
+        far.look()
+        journeys.append(store.journeys)
+        assert len(far.alive()) == number + 11
+        far.close()
+    assert journeys == [5, 5]
+
+
+def test_who_is_silent_for_long_is_asked_for_again_only_when_it_comes_back(board, monkeypatch):
+    monkeypatch.setattr(rolls, "BEAT_S", 1e9)  # looks when it is told to
+    here, gone = (Roll(board.address, name, dict) for name in ("here", "gone"))
+    here.look()
+    now_s = time.monotonic()
+    monkeypatch.setattr(rolls.time, "monotonic", lambda: now_s + rolls.FORGOTTEN_S + 1)
+    for _ in range(2):
+        here.look()
+    assert here._entries.keys() == {"here"}
+    again = Roll(board.address, "gone", dict)  # another process of that name
+    here.look()
+    assert sorted(here.alive()) == ["gone", "here"]
+    for roll in (here, gone, again):
+        roll._over.set()
 
 
 def test_who_has_not_signed_for_a_while_is_not_alive(board, monkeypatch):
@@ -57,7 +100,7 @@ def test_when_the_roll_comes_back_empty_everybody_signs_again():
     roll.look()
     roll.look()
     assert roll.reached
-    assert list(Board(f"{HOST}:{port}", store).entries()) == ["a"]
+    assert Board(f"{HOST}:{port}", store).names() == ["a"]
     roll.close()
 
 

@@ -69,7 +69,7 @@ class Board:
         self.address = address
 
     @contextmanager
-    def _connected(self) -> Iterator[TCPStore]:
+    def _connected(self) -> Iterator[Any]:  # torch's stubs do not know all of a store's methods
         try:
             if self._store is None:
                 # A store that is not there is waited for; a socket says at once that nobody listens.
@@ -103,8 +103,9 @@ class Board:
         with self._connected() as store:
             return store.get(_NAMES).decode().split() if store.check([_NAMES]) else []
 
-    def entries(self, names: Collection[str]) -> dict[str, dict[str, Any]]:
-        """What these signed last, by name. All are asked for at once: the roll may be far away."""
+    def entries(self, names: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
+        """What these signed last, or everybody, by name. All are asked for at once: the roll may be far away."""
+        names = dict.fromkeys(self.names()) if names is None else names
         with self._connected() as store:
             found = store.multi_get([*map(_key, names)]) if names else []
             return {name: json.loads(entry) for name, entry in zip(names, found, strict=True)}
@@ -161,6 +162,7 @@ class Roll:
                 self._seen[name] = (entry["beat"], now_s)
             elif now_s - self._seen[name][1] > FORGOTTEN_S:
                 self._forgotten[name] = came[name]
+                del self._seen[name]
 
     def alive(self) -> dict[str, dict[str, Any]]:
         """Whoever has signed lately, and what."""
