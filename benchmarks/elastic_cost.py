@@ -1,12 +1,13 @@
 """What it costs that islands may come and go: when nothing fails, and when one is killed.
 
-    python benchmarks/elastic_cost.py             about ten minutes on two idle cores; leave the machine alone meanwhile
+    python benchmarks/elastic_cost.py             about twelve minutes on two idle cores; leave the machine alone meanwhile
     python benchmarks/elastic_cost.py --quick     in miniature, to see whether it works here
 
 When nothing fails: the same Run by two processes with `--elastic` and with plain `--engine dist`, in turn, and the time of a round
 by their own logs. When one is killed: two islands, one of which dies by SIGKILL in the middle of its steps, shortly before they are
-over, or in the middle of the exchange; how long after the end of its own steps the other commits, by its own clock; and whether
-weights and outer momentum of both are the same bits once the dead one is back, all of them fetched and compared.
+over, or in the middle of the exchange; and early in a round that is longer than it takes to start again, so that it is back while
+the other still trains, and must not be waited for. How long after the end of its own steps the other commits, by its own clock; and
+whether weights and outer momentum of both are the same bits once the dead one is back, all of them fetched and compared.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from progress import Watch
 from record import Record, default_path, markdown_table, script
 
 MOST_COST, MOST_DELAY_S = 0.03, 2.0
+TRAINING, EARLY, MEETING = "killed in training", "killed early", "killed in the exchange"
 PLAN: dict[str, Any] = {
     "pairs": 3,
     "calm": Size(layers=4, width=128, seq_len=64, batch_size=8, inner_steps=2, rounds=10, asleep_s=2.5),
     "train": Size(layers=2, width=64, seq_len=32, batch_size=4, inner_steps=10, rounds=32, asleep_s=2.5),
     "moments_s": [8.3, 22.0, 35.1, 48.8, 61.9],
+    "long": Size(layers=2, width=64, seq_len=32, batch_size=4, inner_steps=10, rounds=7, asleep_s=15.0),
+    "early_s": [1.5, 48.0],
     "meet": Size(layers=2, width=768, seq_len=16, batch_size=1, inner_steps=1, rounds=27, asleep_s=2.0),
     "deaths": [3, 9, 15, 21],
 }
@@ -37,6 +41,8 @@ QUICK: dict[str, Any] = {
     "calm": Size(layers=1, width=16, seq_len=16, batch_size=2, inner_steps=2, rounds=3),
     "train": Size(layers=1, width=16, seq_len=16, batch_size=2, inner_steps=2, rounds=14, asleep_s=1.0),
     "moments_s": [2.5],
+    "long": Size(layers=1, width=16, seq_len=16, batch_size=2, inner_steps=2, rounds=3, asleep_s=8.0),
+    "early_s": [0.5],
     "meet": Size(layers=1, width=16, seq_len=16, batch_size=2, inner_steps=2, rounds=14, asleep_s=1.0),
     "deaths": [2],
 }
@@ -72,15 +78,16 @@ def _cells(plan: Mapping[str, Any]) -> dict[str, Callable[[Path], dict[str, Any]
         for elastic in (pair % 2 == 0, pair % 2 == 1):  # in turn, and who comes first in turn too
             name = f"{'elastic' if elastic else 'plain'} {pair}"
             cells[name] = lambda folder, elastic=elastic: round_times(plan["calm"], folder, elastic=elastic)  # type: ignore[misc]
-    cells["killed in training"] = lambda folder: killed(plan["train"], folder, kills_at(plan["moments_s"]))
-    cells["killed in the exchange"] = lambda folder: killed(plan["meet"], folder, deaths_in(plan["deaths"]))
+    cells[TRAINING] = lambda folder: killed(plan["train"], folder, kills_at(plan["moments_s"]))
+    cells[EARLY] = lambda folder: killed(plan["long"], folder, kills_at(plan["early_s"]))
+    cells[MEETING] = lambda folder: killed(plan["meet"], folder, deaths_in(plan["deaths"]))
     return cells
 
 
 def _key(name: str, plan: Mapping[str, Any]) -> str:
-    what = "calm" if name.split()[0] in ("elastic", "plain") else "train" if "training" in name else "meet"
-    script_of = {"calm": "", "train": plan["moments_s"], "meet": plan["deaths"]}[what]
-    return f"{name}: {plan[what]} {script_of}"
+    of = {TRAINING: ("train", "moments_s"), EARLY: ("long", "early_s"), MEETING: ("meet", "deaths")}
+    size, script_of = of.get(name, ("calm", None))
+    return f"{name}: {plan[size]} {plan[script_of] if script_of else ''}"
 
 
 # ------------------------------------------------------------------------------------------------------------------- in words
@@ -107,17 +114,19 @@ def calm_section(cells: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]
 
 
 def killed_sections(cells: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
-    training, meeting = cells["killed in training"], cells["killed in the exchange"]
+    killed_ones = [cells[name] for name in (TRAINING, EARLY, MEETING)]
     rows = []
-    for into_s, death in zip(training["into_round_s"], training["deaths"], strict=False):
-        rows.append([f"{into_s:.1f} s into the round", *_death(death)])
+    for cell in killed_ones[:2]:
+        for into_s, death in zip(cell["into_round_s"], cell["deaths"], strict=False):
+            back = ", and back before its end" if cell is cells[EARLY] and death["alive"] > 1 else ""
+            rows.append([f"{into_s:.1f} s into the round{back}", *_death(death)])
     hows = ["while deltas are under way", "while the mean is under way"]
-    for number, death in enumerate(meeting["deaths"]):
+    for number, death in enumerate(cells[MEETING]["deaths"]):
         rows.append([hows[number // 2 % 2], *_death(death)])
-    delays = [death["delay_s"] for cell in (training, meeting) for death in cell["deaths"]]
-    twins = [twin for cell in (training, meeting) for twin in cell["twins"]]
+    delays = [death["delay_s"] for cell in killed_ones for death in cell["deaths"]]
+    twins = [twin for cell in killed_ones for twin in cell["twins"]]
     equal = bool(twins) and all(twin["equal"] for twin in twins)
-    sound = not any(cell["data"] or cell["apart"] for cell in (training, meeting))
+    sound = not any(cell["data"] or cell["apart"] for cell in killed_ones)
     words = (
         f"One of two islands is killed, {len(delays)} times. The other commits at most {max(delays):.2f} s after the end of its "
         f"own steps (asked for: at most {MOST_DELAY_S:g} s): {_verdict(max(delays) <= MOST_DELAY_S)}. {len(twins)} times the dead "

@@ -30,9 +30,8 @@ from atoll.runs.place import Dist
 from atoll.runs.real import run_on
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.jsonl import read_events
-from atoll.testing.chaos import At, Chaos, Kill, Script, Spoil, report_of
+from atoll.testing.chaos import CHAOS_LOG, At, Chaos, Kill, Script, Spoil, report_of
 from atoll.testing.chaos.faults import Spoilt
-from atoll.testing.chaos.report import CHAOS_LOG
 
 COMMAND = ["benchmarks/elastic_cost.py"]
 
@@ -128,7 +127,7 @@ def killed(size: Size, folder: Path, script: Script) -> dict[str, Any]:
 
 def deaths(folder: Path) -> list[dict[str, float]]:
     """Of each commit that a death left with one island: seconds from the end of its own inner steps to the commit, what its steps
-    took, and seconds until both work again."""
+    took, how many were alive again by then, and seconds until both work again."""
     computed = {(event.round, event.island): event for event in _read(folder, Computed)}
     attended = {event.round: event for event in _read(folder, Attended)}
     found = []
@@ -142,6 +141,7 @@ def deaths(folder: Path) -> list[dict[str, float]]:
             {
                 "round": leased.round,
                 "attempts": attended[leased.round].attempts,
+                "alive": attended[leased.round].alive,
                 "steps_s": mine.end_s - mine.start_s,
                 "delay_s": commit_s - mine.end_s,
                 "back_s": back - commit_s if back is not None else None,

@@ -743,7 +743,9 @@ def test_a_death_is_counted_from_the_end_of_the_survivors_own_steps(b, tmp_path)
         events_module.Attended(round=6, participating=2, wall_time_s=20.25, **who, **moment),
     ]
     (tmp_path / "events.jsonl").write_text("".join(event.to_json() + "\n" for event in events))
-    assert b.elastic_runs.deaths(tmp_path) == [{"round": 5, "attempts": 1, "steps_s": 2.5, "delay_s": 0.75, "back_s": 7.0}]
+    assert b.elastic_runs.deaths(tmp_path) == [
+        {"round": 5, "attempts": 1, "alive": 2, "steps_s": 2.5, "delay_s": 0.75, "back_s": 7.0}
+    ]
 
 
 def test_what_elasticity_costs_is_judged_pair_by_pair(b):
@@ -758,15 +760,17 @@ def test_what_elasticity_costs_is_judged_pair_by_pair(b):
 
 def test_deaths_are_told_by_their_moment_and_judged_by_the_slowest(b):
     def death(delay_s):
-        return {"round": 3, "attempts": 1, "steps_s": 2.5, "delay_s": delay_s, "back_s": 8.0}
+        return {"round": 3, "attempts": 1, "alive": 2, "steps_s": 2.5, "delay_s": delay_s, "back_s": 8.0}
 
     twins, sound = [{"round": 9, "tensors": 4, "bytes": 8, "equal": True}], {"data": [], "apart": []}
     training = {"deaths": [death(0.5)], "into_round_s": [1.25], "twins": twins, **sound}
     meeting = {"deaths": [death(1.5)], "into_round_s": [], "twins": twins, **sound}
-    cells = {"killed in training": training, "killed in the exchange": meeting}
+    early = {"deaths": [death(0.25)], "into_round_s": [1.5], "twins": twins, **sound}
+    cells = {"killed in training": training, "killed early": early, "killed in the exchange": meeting}
     (section,) = b.elastic_cost.killed_sections(cells, b.elastic_cost.QUICK)
     assert "at most 1.50 s after the end of its own steps (asked for: at most 2 s): it holds" in section
     assert "| 1.2 s into the round | 2.50 | 0.50 | 1 | 8.0 |" in section
+    assert "| 1.5 s into the round, and back before its end | 2.50 | 0.25 | 1 | 8.0 |" in section
     meeting["deaths"] = [death(2.5)]
     (section,) = b.elastic_cost.killed_sections(cells, b.elastic_cost.QUICK)
     assert "**it does not hold**" in section
