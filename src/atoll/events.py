@@ -456,6 +456,14 @@ class Saved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Arranged(Event):
+    """How islands share the device that simulates them: `stacked` in one pass, or one after the other, `apart`."""
+
+    how: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class SaveFailed(Event):
     """A checkpoint could not be written. The run goes on, and the last one stands."""
 

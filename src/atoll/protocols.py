@@ -13,7 +13,7 @@ Implementations are final. `atoll.testing` ships the checks that each of them mu
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Generator, Mapping
+from collections.abc import Coroutine, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -421,6 +421,14 @@ class Batches(Protocol):
 
     def tokens(self, batch: Any) -> int:
         """How many tokens (or whatever is counted) a batch has."""
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """What batches have besides that can be read on a device."""
+
+    def ahead(self, shard: int, start: int, count: int, device: str) -> Iterator[Any]:
+        """Consecutive batches, on that device, and there before they are asked for."""
 
 
 class Workload(Protocol):

@@ -199,3 +199,22 @@ def test_too_little_validation_text_is_refused_with_the_numbers():
         DataError, match=r"validation text has 3 tokens, fewer than one window of seq_len \+ 1 = 4.*validation_fraction"
     ):
         validation_batches(tokens_of(3), seq_len=3, batch_size=1, count=1)
+
+
+@pytest.mark.parametrize("at_a_time_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("fits", [True, False])
+def test_batches_read_ahead_are_those_read_one_by_one(at_a_time_bytes: int, fits: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atoll.data.uploaded._AT_A_TIME_BYTES", at_a_time_bytes)
+    monkeypatch.setattr("atoll.data.uploaded.Uploaded._fits", lambda self: fits)
+    batches = batches_of(10, batch_size=3)
+    ahead = list(batches.ahead(0, 2, 7, "cpu"))
+    assert len(ahead) == 7
+    for position, batch in enumerate(ahead, start=2):
+        assert torch.equal(batch, batches.batch(0, position))
+        assert batch.dtype == torch.int64
+
+
+def test_tokens_are_uploaded_once_for_all_who_read_them():
+    text = tokens_of(70)
+    assert text.on("cpu").data_ptr() == text.on("cpu").data_ptr()
+    assert text.on("cpu").tolist() == text.ids.tolist()

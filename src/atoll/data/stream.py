@@ -7,8 +7,9 @@ from p * `batch_size` on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from threading import Lock
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from atoll.data.epochs import Epochs
 from atoll.data.examples import Examples, Indices
 from atoll.data.tokens import Tokens
+from atoll.data.uploaded import Uploaded
 from atoll.errors import DataError
 
 _SAMPLE_TOKENS = 1 << 16
@@ -38,6 +40,8 @@ class TokenBatches:
         # Half the memory, where that is enough; sorted, so that the order does not depend on how the partition listed them.
         dtype = np.uint32 if examples.count <= 1 << 32 else np.int64
         self._epochs = Epochs([np.sort(shard).astype(dtype) for shard in shards], batch_size=batch_size, seed=seed)
+        self._uploaded: dict[str, Uploaded] = {}
+        self._uploading = Lock()
 
     @property
     def num_shards(self) -> int:
@@ -61,6 +65,13 @@ class TokenBatches:
     def batch(self, shard: int, position: int) -> Tensor:
         """Tokens (batch_size, seq_len + 1), int64."""
         return torch.from_numpy(self._examples.read(self._epochs.batch(shard, position)))
+
+    def ahead(self, shard: int, start: int, count: int, device: str) -> Iterator[Tensor]:
+        """Consecutive batches, on a device that the tokens are uploaded to once."""
+        with self._uploading:
+            if device not in self._uploaded:
+                self._uploaded[device] = Uploaded(self._examples, device)
+        return self._uploaded[device].batches(self._epochs.batch(shard, position) for position in range(start, start + count))
 
     def tokens(self, batch: Tensor) -> int:
         """How many tokens of the batch are predicted."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from atoll.data.documents import Document
@@ -57,6 +58,16 @@ class Tokens:
     def domains_at(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         """The domain of the document that lies at each of these positions, as places in `domains`."""
         return self.domain_ids[np.searchsorted(self.starts, positions, side="right") - 1]
+
+    def on(self, device: str) -> torch.Tensor:
+        """The ids on a device, as int32: put there once for all who read them."""
+        if device not in self._uploaded:
+            self._uploaded[device] = torch.from_numpy(np.asarray(self.ids).astype(np.int32)).to(device)
+        return self._uploaded[device]
+
+    @cached_property
+    def _uploaded(self) -> dict[str, torch.Tensor]:
+        return {}
 
     def document(self, number: int) -> Ids:
         """The tokens of one document."""

@@ -7,9 +7,10 @@ moments and the state of its random numbers. A module in half precision is train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Schedule, at
 from atoll.optim.sgd import SGD, Nesterov
-from atoll.protocols import Gradient, Weigh, Work, Workload
+from atoll.protocols import Gradient, ReadsAhead, Weigh, Work, Workload
 from atoll.tree import Tree
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -88,15 +89,14 @@ class LocalReplica:
         self.rule = optimizer
         self.stopped: Callable[[], bool] = lambda: False
         """Asked before each step of `train`: whether to give up."""
-        self._batches = workload.batches
-        self._loss = loss or workload.loss
-        self._optimizer = torch_optimizer(optimizer, self.weights)
+        self.batches = workload.batches
+        self._loss, self._plain_loss = loss or workload.loss, workload.loss
+        self.optimizer = torch_optimizer(optimizer, *self.weights.groups())
         self._masters: Masters | None = None
         """Made when a module in half precision is first trained: whoever asks for gradients alone keeps masters of its own."""
         self._full: Tree | None = None
         """The weights that were loaded last, until something is computed, if they have digits that the module has not."""
-        self._clip_norm = clip_norm
-        self._micro_batches = micro_batches
+        self.clip_norm, self.micro_batches = clip_norm, micro_batches
         self.device = device
         self._autocast = autocast and device.startswith("cuda")
         self._fresh_optimizer, self._peak_first = fresh_optimizer, peak_first
@@ -123,25 +123,35 @@ class LocalReplica:
     def train(self, steps: int, work: Work) -> Trained:
         """Take `steps` optimizer steps on consecutive batches."""
         losses, tokens = [], 0
-        self.trains = True
-        masters = self._masters = self._masters or self._make_masters()
-        if self._fresh_optimizer:
-            self._optimizer.state.clear() if masters is None else masters.forget()
+        masters = self.begin_round()
         with self._own_randomness():
-            for step in range(steps):
+            for step, batch in enumerate(self.read(steps, work)):
                 if self.stopped():
                     raise CancelledError("nobody waits for these steps any more")
-                batch = self._batches.batch(work.shard, work.start + step)
-                tokens += self._batches.tokens(batch)
+                tokens += self.batches.tokens(batch)
                 self.weights.zero_gradient()
                 losses.append(self._backward(batch))
                 if masters is None:
-                    self._step(self._rate(step, work))
+                    self._step(self.rate(step, work))
                 else:
-                    masters.step(self._rate(step, work), self._clip_norm)
+                    masters.step(self.rate(step, work), self.clip_norm)
                 self.steps_taken += 1
         # One wait for the device at the end, not one per step.
         return Trained([float(loss) for loss in torch.stack(losses).tolist()], tokens)
+
+    def begin_round(self) -> Masters | None:
+        """Before the first of some steps; returns the masters, if it is they who step."""
+        self.trains = True
+        masters = self._masters = self._masters or self._make_masters()
+        if self._fresh_optimizer:
+            self.optimizer.state.clear() if masters is None else masters.forget()
+        return masters
+
+    def read(self, steps: int, work: Work) -> Iterator[Any]:
+        """The batches of so many steps; on a GPU before they are needed, so that nobody waits for them."""
+        if self.device != "cpu" and isinstance(self.batches, ReadsAhead):
+            return self.batches.ahead(work.shard, work.start, steps, self.device)
+        return (self.batches.batch(work.shard, work.start + step) for step in range(steps))
 
     def gradient(
         self,
@@ -153,22 +163,30 @@ class LocalReplica:
         wide: bool = False,
     ) -> tuple[Gradient, Trained]:
         """The gradient of the batch, or piece of one, that `work` begins with; see `protocols.Replica`."""
-        if at is not None:
-            self.load(at)
-        self._full = None
-        batch = self._batches.batch(work.shard, work.start // work.pieces)
-        if work.pieces > 1:
-            batch = list(cut(batch, work.pieces))[work.start % work.pieces]
-        tokens = self._batches.tokens(batch)
-        weight = float(tokens) if weigh == "tokens" else 1.0
+        batch, tokens, weight = self.read_piece(work, weigh, at)
         with self._own_randomness():
             self.weights.collect(None if onto is None else onto.sum, wide=wide)
             # A batch without tokens has nothing to learn from: its mean loss need not be a number.
             loss = self._backward(batch, weight) if weight else torch.zeros(())
+        return self.counted(work, self.weights.collected(), weight, tokens, onto), Trained([float(loss)], tokens, moved=False)
+
+    def read_piece(self, work: Work, weigh: Weigh, at: Tree | None) -> tuple[Any, int, float]:
+        """Before a gradient: takes the weights that it is to be of. Returns its batch, or piece of one, the tokens in it, and its
+        weight."""
+        if at is not None:
+            self.load(at)
+        self._full = None
+        batch = next(self.read(1, replace(work, start=work.start // work.pieces)))
+        if work.pieces > 1:
+            batch = list(cut(batch, work.pieces))[work.start % work.pieces]
+        tokens = self.batches.tokens(batch)
+        return batch, tokens, float(tokens) if weigh == "tokens" else 1.0
+
+    def counted(self, work: Work, total: Tree, weight: float, tokens: int, onto: Gradient | None) -> Gradient:
+        """After it: gradients that were added up, with what they weigh."""
         self.steps_taken += work.start % work.pieces == 0
-        total = (0.0, 0) if onto is None else (onto.weight, onto.tokens)
-        gradient = Gradient(self.weights.collected(), total[0] + weight, total[1] + tokens)
-        return gradient, Trained([float(loss)], tokens, moved=False)
+        before = (0.0, 0) if onto is None else (onto.weight, onto.tokens)
+        return Gradient(total, before[0] + weight, before[1] + tokens)
 
     def _make_masters(self) -> Masters | None:
         """None where the module has single precision itself."""
@@ -179,49 +197,56 @@ class LocalReplica:
 
     def _step(self, lr: float) -> None:
         self._clip()
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self._optimizer.step()
+        self.optimizer.step()
 
-    def _rate(self, step: int, work: Work) -> float:
+    def rate(self, step: int, work: Work) -> float:
         """The learning rate of a round's step, counted from 0."""
         return peak(self.rule.lr) if self._peak_first and step == 0 else at(self.rule.lr, work.schedule + step)
 
-    def _backward(self, batch: Any, weight: float = 1.0) -> Tensor:
+    def _backward(self, batch: Any, weight: float = 1.0, loss: Loss | None = None) -> Tensor:
         """Adds the gradient of the mean loss over the batch, times `weight`, to the module's; returns that loss, on the device.
 
         A piece counts for as many tokens as it has: examples may be padded.
         """
-        pieces = list(cut(batch, self._micro_batches))
+        pieces = list(cut(batch, self.micro_batches))
         size = sum(length(piece) for piece in pieces)
-        if size < self._micro_batches:
+        if size < self.micro_batches:
             raise ConfigError(
-                f"a batch, or piece of one, holds {size} examples and is to be cut into {self._micro_batches}: each needs at least "
+                f"a batch, or piece of one, holds {size} examples and is to be cut into {self.micro_batches}: each needs at least "
                 f"one. Use larger batches, or fewer pieces (train.micro_batches, algorithm.pieces_per_half)."
             )
-        shares = [self._batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
+        shares = [self.batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
+        loss_of = loss or self._loss
         total: Tensor | None = None
         for piece, share in zip(pieces, shares, strict=True):
             if share == 0 and any(shares):
                 continue  # nothing to learn from: its mean loss is not a number
-            with self._precision():
-                loss = self._loss(self.weights.module, to_device(piece, self.device)) * (share / (sum(shares) or 1))
-            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
+            with self.precision():
+                mean = loss_of(self.weights.module, to_device(piece, self.device)) * (share / (sum(shares) or 1))
+            (mean if weight == 1.0 else mean * weight).backward()  # type: ignore[no-untyped-call]
+            total = mean.detach() if total is None else total + mean.detach()
         assert total is not None
         return total
 
+    def pass_over(self, batch: Any, loss: Loss | None = None) -> None:
+        """Forwards and backwards, and nothing comes of it."""
+        self.weights.collect(None)
+        self._backward(batch, loss=loss)
+        self.weights.collected()
+
     def _clip(self) -> None:
-        if self._clip_norm is None:
+        if self.clip_norm is None:
             return
         gradients = self.weights.gradients()
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
         # As torch.nn.utils.clip_grad_norm_ does it, without asking the device for the norm.
-        scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+        scale = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
         for gradient in gradients:
             gradient.mul_(scale)
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def precision(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext()
 
     @cached_property
@@ -231,10 +256,8 @@ class LocalReplica:
         buffers = {name: buffer.clone() for name, buffer in self.weights.module.named_buffers()}
         with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
             before = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
-            self.weights.collect(None)
-            self._backward(self._batches.batch(0, 0))
+            self.pass_over(self.batches.batch(0, 0), self._plain_loss)  # what a compiler makes of it draws as often
             after = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
-        self.weights.collected()
         for name, buffer in self.weights.module.named_buffers():
             buffer.copy_(buffers[name])
         return not all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
@@ -257,8 +280,8 @@ class LocalReplica:
 
     def state(self) -> dict[str, Any]:
         """Moments, random numbers and buffers: all that a checkpoint must hold besides the weights."""
-        kept = {} if self._fresh_optimizer else self._optimizer.state  # what the next round would forget need not be kept
-        moments = [dict(kept.get(p, {})) for g in self._optimizer.param_groups for p in g["params"]]
+        kept = {} if self._fresh_optimizer else self.optimizer.state  # what the next round would forget need not be kept
+        moments = [dict(kept.get(p, {})) for g in self.optimizer.param_groups for p in g["params"]]
         masters = None if self._masters is None or self._fresh_optimizer else self._masters.moments()
         return {
             "optimizer": moments,
@@ -276,11 +299,11 @@ class LocalReplica:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        self._optimizer.state.clear()
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self.optimizer.state.clear()
         for parameter, moments in zip(parameters, state["optimizer"], strict=True):
             if moments:
-                self._optimizer.state[parameter] = {
+                self.optimizer.state[parameter] = {
                     name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
                     for name, value in moments.items()
                 }
@@ -295,7 +318,7 @@ class LocalReplica:
     def tensors(self) -> dict[str, list[Tensor]]:
         """All that this replica holds, by what it is for."""
         module = self.weights.module
-        moments = [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         return {
             "parameters": [*module.parameters(), *module.buffers()],
             "gradients": [*self.weights.gradients(), *(p.grad for p in module.parameters() if p.grad is not None)],
@@ -314,10 +337,9 @@ def peak(lr: float | Schedule) -> float:
     return lr.lr if isinstance(lr, Schedule) else lr
 
 
-def torch_optimizer(rule: InnerRule, weights: Weights) -> torch.optim.Optimizer:
+def torch_optimizer(rule: InnerRule, matrices: Sequence[nn.Parameter], rest: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """torch's own optimizer for an inner rule. Two groups: what decays, and what does not."""
     lr = at(rule.lr, 0)
-    matrices, rest = weights.groups()
     if isinstance(rule, AdamW):
         spared = rule.weight_decay if rule.decay == "all" else 0.0
         groups = [{"params": matrices, "weight_decay": rule.weight_decay}, {"params": rest, "weight_decay": spared}]

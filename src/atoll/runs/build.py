@@ -12,7 +12,8 @@ from atoll.engines.evaluator import Evaluator
 from atoll.engines.local import LocalReplica, Loss
 from atoll.engines.sim.async_engine import AsyncSimEngine
 from atoll.engines.sim.engine import SimEngine
-from atoll.events import RunFinished
+from atoll.engines.sim.together import Together
+from atoll.events import Arranged, RunFinished
 from atoll.protocols import AsyncAlgorithm, Sink, Workload
 from atoll.runs.run import Run
 from atoll.runs.run import device_of as device_of
@@ -43,6 +44,19 @@ def replica_of(run: Run, workload: Workload, loss: Loss, island: int, device: st
         seed=run.seed * 100_003 + island,
         fresh_optimizer=run.train.fresh_optimizer,
         peak_first=run.train.peak_first,
+    )
+
+
+def together_of(run: Run, workload: Workload, sink: Sink) -> Together | None:
+    """What computes for several islands at a time; none where each has threads of its own."""
+    if run.train.together == "apart" or (run.train.together == "auto" and device_of(run) == "cpu"):
+        return None
+    return Together(
+        run.train.together,
+        run.world.islands * run.world.devices_per_island,
+        workload.loss,
+        compiled=run.train.compile,
+        tell=lambda how, why: sink.emit(Arranged(how=how, why=why)),
     )
 
 
@@ -83,6 +97,7 @@ def engine_of(
         "steps": run.train.steps,
         "seed": run.seed,
         "save": save,
+        "together": together_of(run, workload, sink),
     }
     every = (run.keep.evaluate_every, run.keep.save_every)
     if isinstance(run.algorithm, AsyncAlgorithm):  # intervals are steps per island there too, and count the steps of all

@@ -60,6 +60,8 @@ class Train:
         precision: fp32; bf16 for a forward pass in bfloat16 (on CUDA); or all-bf16 for a module that is bfloat16 itself, weights,
             gradients and activations, beside masters and moments in fp32.
         compile: pass the loss through torch.compile.
+        together: whether the simulated islands of one GPU compute stacked in one pass, one after the other (`apart`), or whichever
+            is measured to be faster (`auto`). On a CPU `auto` is a thread for each.
         fresh_optimizer: forget the inner optimizer's moments at the beginning of every round.
         peak_first: take the first step of every round at the schedule's highest rate.
     """
@@ -73,6 +75,7 @@ class Train:
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "bf16", "all-bf16"] = "fp32"
     compile: bool = False
+    together: Literal["auto", "stacked", "apart"] = "auto"
     fresh_optimizer: bool = False
     peak_first: bool = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from atoll.events import (
+    Arranged,
     Attended,
     CaughtUp,
     Evaluated,
@@ -62,6 +63,9 @@ def notice(event: Event, who: str | None = None) -> str | None:
             return _restarted(event)
         case Attended():
             return _attended(event)
+        case Arranged():
+            together = "together in one pass" if event.how == "stacked" else "one after the other"
+            return f"islands compute {together}: {event.why}"
         case SaveFailed():
             return f"round {event.round}: not saved, and training goes on: {event.reason}"
         case RoundFailed():

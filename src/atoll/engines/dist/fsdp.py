@@ -73,7 +73,7 @@ class ShardedModel:
                 fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.module, mesh=mesh, mp_policy=policy)
         self.weights = ModuleWeights(self.module)
-        self._optimizer = torch_optimizer(algorithm.rule, self)  # type: ignore[arg-type]
+        self._optimizer = torch_optimizer(algorithm.rule, *self.groups())  # type: ignore[arg-type]
 
     @property
     def batches_per_step(self) -> int:

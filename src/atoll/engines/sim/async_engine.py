@@ -27,6 +27,7 @@ from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.network import CONTROL_BYTES
 from atoll.engines.sim.peers import SimReplica
+from atoll.engines.sim.together import Together
 from atoll.engines.sim.workers import Crew, SimHub, SimWorker, Stretch
 from atoll.engines.sim.world import Cluster, draw
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
@@ -53,6 +54,7 @@ class AsyncSimEngine:
         evaluate_every: local updates between evaluations; the last weights are always evaluated.
         save: writes a checkpoint of the engine it is given; none saves nothing.
         save_every: local updates between checkpoints; the last hub step is always saved.
+        together: computes for several islands at a time, where one device serves them all.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class AsyncSimEngine:
         evaluate_every: int = 1,
         save: Callable[[AsyncSimEngine], None] | None = None,
         save_every: int = 1,
+        together: Together | None = None,
     ) -> None:
         cluster.check_asynchronous()
         if steps < 1:
@@ -91,7 +94,7 @@ class AsyncSimEngine:
         self._evaluate_every = evaluate_every
         self._save = save
         self._save_every = save_every
-        self._computing = Computing(cluster, lambda: sink.emit(self._progress()))
+        self._computing = Computing(cluster, lambda: sink.emit(self._progress()), together)
         self.crew = Crew(cluster, seed, self.books, self._computing, make_replica)
         self._loop = Loop()
         self._now_s = 0.0
@@ -354,6 +357,7 @@ class AsyncSimEngine:
         return {
             "engine": {
                 **self.books.to_parts(),
+                "together": self._computing.to_part(),
                 "hub": hub["plain"],
                 "now_s": self._now_s,
                 "changes_done": self._changes_done,
@@ -370,6 +374,7 @@ class AsyncSimEngine:
         """Go on from a checkpoint. `load(part, like)` gives a part back, with the types of `like`."""
         engine = load("engine", None)
         self.books.from_parts(engine)
+        self._computing.from_part(engine.get("together"))
         self._now_s, self._changes_done = engine["now_s"], engine["changes_done"]
         versions = {name: load(f"version-{name}", {"params": self.params})["params"] for name in engine["versions"]}
         state = load("hub", {"state": self.hub.state})["state"]

@@ -1,7 +1,8 @@
-"""Computing in the simulator: real training on a pool of threads, whose length the virtual clock decides.
+"""Computing in the simulator: real training, whose length the virtual clock decides.
 
-Work is handed to the pool at the virtual moment it begins and asked for at the moment it ends. So islands compute side by side, and
-the order in which real threads finish changes nothing.
+Work is handed in at the virtual moment it begins and asked for at the moment it ends. On a CPU a pool of threads takes it: islands
+compute side by side, and the order in which real threads finish changes nothing. On one GPU it lies until somebody asks for some of
+it, and is then computed together, see `together`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from atoll.engines.jobs import Job
 from atoll.engines.local import LocalReplica, torch_threads
+from atoll.engines.sim.together import Together
 from atoll.engines.sim.world import Cluster
 from atoll.tree import forget_spare_buffers
 
@@ -31,10 +34,13 @@ class Computing:
     Args:
         cluster: says with how many torch threads an island computes.
         sign_of_life: called about once a second while something is waited for.
+        together: computes what several islands have to do, if they have one device; none has each compute by itself.
     """
 
-    def __init__(self, cluster: Cluster, sign_of_life: Callable[[], None]) -> None:
+    def __init__(self, cluster: Cluster, sign_of_life: Callable[[], None], together: Together | None = None) -> None:
         self._threads = cluster.threads_per_island
+        self.together = together
+        self._filed: dict[Future[Any], Job] = {}
         self._sign_of_life = sign_of_life
         self._pool: ThreadPoolExecutor | None = None
         self._closing = False
@@ -55,6 +61,7 @@ class Computing:
                     self._closing = True  # before the pool waits for its threads
         finally:
             self._pool = None
+            self._filed.clear()
             forget_spare_buffers()
 
     def closing(self) -> bool:
@@ -69,10 +76,22 @@ class Computing:
             return 1  # one device computes for all: threads would only get into each other's way
         return max(1, (os.cpu_count() or 1) // self._threads)
 
+    def to_part(self) -> str | None:
+        """How islands share their device, as far as that is settled: for a checkpoint."""
+        return self.together.how if self.together is not None else None
+
+    def from_part(self, how: Any) -> None:
+        if self.together is not None and how is not None:
+            self.together.how = how
+
     def begin(self, function: Callable[[], T]) -> Future[T]:
-        """Start computing."""
+        """Start computing, or file it."""
         assert self._pool is not None, "open() comes first"
-        return self._pool.submit(function)
+        if self.together is None or not isinstance(function, Job):
+            return self._pool.submit(function)
+        future: Future[Any] = Future()
+        self._filed[future] = function
+        return future
 
     def aside(self, function: Callable[[], T]) -> T:
         """Do something now that must not happen beside work that draws random numbers."""
@@ -80,6 +99,20 @@ class Computing:
 
     def result(self, future: Future[T]) -> T:
         """Wait for what was begun."""
+        if future in self._filed:
+            self._compute_what_was_filed()
+        return self._waited_for(future)
+
+    def _compute_what_was_filed(self) -> None:
+        assert self._pool is not None
+        assert self.together is not None
+        filed, self._filed = self._filed, {}
+        answers = self._waited_for(self._pool.submit(self.together, list(filed.values())))
+        self.together.report()
+        for future, answer in zip(filed, answers, strict=True):
+            future.set_result(answer)
+
+    def _waited_for(self, future: Future[T]) -> T:
         while not wait([future], timeout=_SIGN_OF_LIFE_S).done:
             self._sign_of_life()
         return future.result()

@@ -31,6 +31,7 @@ from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import SimPeers, SimReplica
 from atoll.engines.sim.room import Room, RoundVoid
 from atoll.engines.sim.stretches import Stretches
+from atoll.engines.sim.together import Together
 from atoll.engines.sim.world import Cluster
 from atoll.engines.states import agree, given, on_device, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
@@ -58,6 +59,7 @@ class SimEngine:
         evaluate_every: rounds between evaluations; the last round is always evaluated.
         save: writes a checkpoint of the engine it is given; none saves nothing.
         save_every: rounds between checkpoints; the last round is always saved.
+        together: computes for several islands at a time, where one device serves them all.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class SimEngine:
         save: Callable[[SimEngine], None] | None = None,
         save_every: int = 1,
         inside: Algorithm[Any] | None = None,
+        together: Together | None = None,
     ) -> None:
         cluster.check_synchronous()
         if cluster.topology == "star" and isinstance(algorithm, HoldsWeights):
@@ -105,7 +108,7 @@ class SimEngine:
         self._evaluate_every = evaluate_every
         self._save = save
         self._save_every = save_every
-        self._computing = Computing(cluster, lambda: sink.emit(self._progress()))
+        self._computing = Computing(cluster, lambda: sink.emit(self._progress()), together)
         self._stretches = Stretches(cluster, seed, self._computing, self.books, sink)
         self._inside = self._make_inside(inside) if inside is not None else None
         self._latest_s = 0.0
@@ -428,6 +431,7 @@ class SimEngine:
         return {
             "engine": {
                 **self.books.to_parts(),
+                "together": self._computing.to_part(),
                 "positions": self._dealing.to_parts(),
                 "present": list(self.islands),
                 "latest_s": self._latest_s,
@@ -440,6 +444,7 @@ class SimEngine:
         """Go on from a checkpoint. `load(part, like)` gives a part back, with the types of `like`."""
         engine = load("engine", None)
         self.books.from_parts(engine)
+        self._computing.from_part(engine.get("together"))
         self._dealing.from_parts(engine["positions"])
         self._latest_s = engine["latest_s"]
         fresh, begun = self.islands, self.params

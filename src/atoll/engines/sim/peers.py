@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
+from atoll.engines.jobs import Asking, Training
 from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.flights import SimFlight
@@ -48,7 +49,7 @@ class SimReplica:
         return self._replica.params()
 
     async def train(self, steps: int, work: Work) -> None:
-        await self._host.compute(self._island, lambda: (None, self._replica.train(steps, work)), steps=steps, batches=steps)
+        await self._host.compute(self._island, Training(self._replica, steps, work), steps=steps, batches=steps)
 
     async def gradient(
         self,
@@ -61,7 +62,7 @@ class SimReplica:
     ) -> Gradient:
         gradient: Gradient = await self._host.compute(
             self._island,
-            lambda: self._replica.gradient(work, at=at, onto=onto, weigh=weigh, wide=wide),
+            Asking(self._replica, work, at, onto, weigh, wide),
             steps=0,  # what is made of gradients is one update a round, and counted there
             batches=1 / work.pieces if work.pieces > 1 else 1,
             draw=f"{work.shard}.{work.start // work.pieces}" if work.pieces > 1 else None,  # pieces of a batch are slow together

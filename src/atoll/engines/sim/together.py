@@ -1,0 +1,126 @@
+"""Whether islands of one device compute together or one after the other: whichever was measured to be faster.
+
+What islands have to compute lies here until the first of them is asked for. By then everybody who begins at the same virtual moment
+has said what it has to do, and those who have the same kind of thing to do can do it in one stack.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from atoll.engines.jobs import Asking, Job, Training
+from atoll.engines.local import LocalReplica, Loss
+from atoll.engines.stack import Stack, why_not
+from atoll.errors import ConfigError
+
+How = Literal["auto", "stacked", "apart"]
+_WARM, _TIMED = 2, 3
+"""Passes that are made to find out which is faster: the first ones compile."""
+
+
+class Together:
+    """Computes for all islands of a run on one device.
+
+    Args:
+        how: `stacked`, one after the other (`apart`), or `auto` for what is faster, which is measured once.
+        rows: how many islands may compute at a time.
+        loss: the workload's, not compiled.
+        compiled: whether islands compute with a compiled loss.
+        tell: is told how they compute, once that is settled, and why.
+    """
+
+    def __init__(self, how: How, rows: int, loss: Loss, *, compiled: bool, tell: Callable[[str, str], object]) -> None:
+        self.how = how
+        """Settled when several islands have first computed. Whoever goes on with a run goes on with what was settled then: the two
+        round differently."""
+        self._why, self._tell, self._untold = "it was asked for", tell, False
+        self._rows, self._loss, self._compiled = rows, loss, compiled
+        self._stack: Stack | None = None
+        self._pays_from = 2
+        """So many islands are faster together than one after the other."""
+
+    def __call__(self, jobs: Sequence[Job]) -> list[tuple[Any, Any]]:
+        """What each of these comes to, in order."""
+        answers: dict[int, tuple[Any, Any]] = {}
+        for group in _alike(jobs):
+            for part in (group[at : at + self._rows] for at in range(0, len(group), self._rows)):
+                found = self._compute([jobs[number] for number in part])
+                answers.update(zip(part, found, strict=True))
+        return [answers[number] for number in range(len(jobs))]
+
+    def report(self) -> None:
+        """Tell what was settled, if it is news."""
+        if self._untold:
+            self._untold = False
+            self._tell(self.how, self._why)
+
+    def _compute(self, jobs: Sequence[Job]) -> Sequence[tuple[Any, Any]]:
+        if len(jobs) > 1 and self.how != "apart" and self._stack is None:
+            self._settle(jobs)
+        if self._stack is None or len(jobs) < self._pays_from:
+            return [job() for job in jobs]
+        trainings = [job for job in jobs if isinstance(job, Training)]
+        if trainings:
+            return [(None, trained) for trained in self._stack.train(trainings)]
+        return self._stack.gradients([job for job in jobs if isinstance(job, Asking)])
+
+    # ------------------------------------------------------------------------------------------------------------ the choice
+
+    def _settle(self, jobs: Sequence[Job]) -> None:
+        replica, self._untold = jobs[0].replica, True
+        refused = why_not(replica)
+        if self.how == "stacked":
+            if refused:
+                raise ConfigError(f"train.together=stacked: {refused}. Use train.together=auto.")
+            self._stack = self._made(replica)
+            return
+        self.how, self._why = "apart", refused
+        if not refused:
+            self._measure(replica, jobs)
+
+    def _made(self, replica: LocalReplica) -> Stack:
+        return Stack(replica, self._rows, self._loss, compiled=self._compiled)
+
+    def _measure(self, replica: LocalReplica, jobs: Sequence[Job]) -> None:
+        batches = [job.first_batch() for job in jobs]
+        one_s = _timed(lambda: replica.pass_over(batches[0]), replica.device)
+        try:
+            stack = self._made(replica)
+            all_s = _timed(lambda: stack.pass_over(batches), replica.device)
+        except Exception as error:  # whatever a module does that cannot be stacked
+            self._why = f"stacked it fails: {type(error).__name__} {str(error).partition(chr(10))[0]}"
+            return
+        self._why = "it was measured to be faster"
+        self._pays_from = max(2, int(all_s / one_s) + 1)
+        if self._pays_from <= self._rows:
+            self.how, self._stack = "stacked", stack
+
+
+def _alike(jobs: Sequence[Job]) -> list[list[int]]:
+    """Numbers of jobs that can be computed together. A gradient of nothing has no loss."""
+    groups: dict[Any, list[int]] = {}
+    for number, job in enumerate(jobs):
+        kind = "training" if isinstance(job, Training) else f"gradient of 1/{job.work.pieces}"
+        groups.setdefault(kind, []).append(number)
+    return list(groups.values())
+
+
+def _timed(compute: Callable[[], object], device: str) -> float:
+    """Seconds of one call, of several after those that warm up."""
+    for _ in range(_WARM):
+        compute()
+    _wait_for(device)
+    start_s = time.perf_counter()
+    for _ in range(_TIMED):
+        compute()
+    _wait_for(device)
+    return (time.perf_counter() - start_s) / _TIMED
+
+
+def _wait_for(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)

@@ -1,0 +1,141 @@
+"""Islands that share one device: stacked or apart, the numbers are the same within rounding."""
+
+import pytest
+import torch
+
+from atoll import recipes
+from atoll.engines.jobs import Training
+from atoll.engines.local import LocalReplica
+from atoll.engines.sim.together import Together
+from atoll.errors import ConfigError
+from atoll.events import Arranged, Computed, Evaluated
+from atoll.models.gpt import GPT
+from atoll.optim.adam import AdamW
+from atoll.protocols import Work
+from atoll.runs import execute
+from atoll.runs.overrides import override
+from atoll.runs.run import candidates
+from atoll.telemetry.jsonl import read_events
+from atoll.testing.alone import SmallBatches
+from atoll.testing.small import SMALL
+
+torch.set_num_threads(1)
+
+SHORT = [*SMALL, "train.steps=12", "train.warm_start_steps=0", "keep.evaluate_every=6", "keep.save_every=6"]
+SHORT += ["optimizer.lr.lr=0.003"]  # at the demo's rate a difference of 1e-7 is one of 1e-2 after ten steps
+DILOCO = [*SHORT, "algorithm.inner_steps=3"]
+ASYNC = [*SHORT, "algorithm.inner_steps=3", "algorithm.grace_s=100", "cluster.step_time_s=[1,1,2,3]"]
+RECIPES = {
+    "diloco": (recipes.demo_diloco, DILOCO),
+    "diloco with half its messages lost": (recipes.demo_diloco, [*DILOCO, "cluster.drop_probability=0.5"]),
+    "diloco with a pool that grows": (recipes.demo_diloco, [*DILOCO, "cluster.pool=ramp_up"]),
+    "ddp": (recipes.demo_ddp, SHORT),
+    "acco": (recipes.demo_acco, SHORT),
+    "async": (recipes.demo_async, ASYNC),
+}
+
+
+def the_run(name, together, folder, **options):
+    recipe, settings = RECIPES[name]
+    run = override(recipe(), [*settings, f"train.together={together}"], candidates)
+    return execute.run(run, out=folder, **options)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_whose_islands_are_stacked_has_the_numbers_of_one_whose_islands_are_apart(name, tmp_path):
+    apart, stacked = (the_run(name, how, tmp_path / how) for how in ("apart", "stacked"))
+    losses = [
+        [event.metrics["loss"] for event in read_events(run.folder / "events.jsonl", [Evaluated])] for run in (apart, stacked)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-4)
+    computed = [list(read_events(run.folder / "events.jsonl", [Computed])) for run in (apart, stacked)]
+    assert [(e.island, e.start_s, e.end_s, e.steps) for e in computed[0]] == [
+        (e.island, e.start_s, e.end_s, e.steps) for e in computed[1]
+    ]
+    assert [e.how for e in read_events(stacked.folder / "events.jsonl", [Arranged])] == ["stacked"]
+    assert not list(read_events(apart.folder / "events.jsonl", [Arranged]))
+
+
+@pytest.mark.parametrize("name", ["diloco", "async"])
+def test_a_stacked_run_that_is_stopped_and_goes_on_has_the_bits_of_one_that_is_not(name, tmp_path):
+    straight = the_run(name, "stacked", tmp_path / "straight")
+    again = the_run(name, "stacked", tmp_path / "again")
+    assert (straight.folder / "final.safetensors").read_bytes() == (again.folder / "final.safetensors").read_bytes()
+    checkpoints = sorted((again.folder / "checkpoints").iterdir())
+    for late in (*checkpoints[1:], again.folder / "final.safetensors", again.folder / "result.json"):
+        remove(late)
+    resumed = execute.resume(again.folder)
+    assert (straight.folder / "final.safetensors").read_bytes() == (resumed.folder / "final.safetensors").read_bytes()
+
+
+def remove(path):
+    if path.is_dir():
+        for inner in path.iterdir():
+            remove(inner)
+        path.rmdir()
+    elif path.exists():
+        path.unlink()
+
+
+def replicas(count, **options):
+    workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
+    return workload, [LocalReplica(workload, optimizer=AdamW(lr=0.01), **options) for _ in range(count)]
+
+
+def trainings(made):
+    return [Training(replica, 2, Work(shard=0, start=0, schedule=0, examples=1)) for replica in made]
+
+
+def test_measuring_leaves_no_trace():
+    workload, made = replicas(3)
+    before = made[0].params()
+    together = Together("auto", 3, workload.loss, compiled=False, tell=print)
+    together._measure(made[0], trainings(made))
+    assert made[0].params().equal(before)
+    assert not made[0].optimizer.state
+    assert made[0].steps_taken == 0
+
+
+@pytest.mark.parametrize(
+    ("one_s", "all_s", "how", "pays_from"), [(1.0, 1.5, "stacked", 2), (1.0, 2.5, "stacked", 3), (1.0, 4.0, "apart", 5)]
+)
+def test_auto_takes_what_was_faster(one_s, all_s, how, pays_from, monkeypatch):
+    workload, made = replicas(3)
+    times = iter([one_s, all_s])
+    monkeypatch.setattr("atoll.engines.sim.together._timed", lambda compute, device: next(times))
+    told = []
+    together = Together("auto", 3, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    answers = together(trainings(made))
+    together.report()
+    together.report()
+    assert together.how == how
+    assert together._pays_from == pays_from
+    assert [news[0] for news in told] == [how]
+    assert [len(trained.losses) for _, trained in answers] == [2, 2, 2]
+
+
+def test_what_cannot_be_stacked_computes_apart_and_says_why():
+    workload, made = replicas(2, micro_batches=2)
+    told = []
+    together = Together("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together(trainings(made))
+    together.report()
+    assert told == [("apart", "batches are cut into pieces, so that they fill the device")]
+    with pytest.raises(ConfigError, match=r"train\.together=stacked: batches are cut"):
+        Together("stacked", 2, workload.loss, compiled=False, tell=print)(trainings(made))
+
+
+def test_a_module_that_fails_stacked_computes_apart():
+    class Asks(SmallBatches):
+        def loss(self, module, batch):
+            loss = super().loss(module, batch)
+            return loss * float(loss.detach() > 0)  # a number of one island cannot be asked for
+
+    workload = Asks.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
+    made = [LocalReplica(Asks(workload.model, workload.batches, 13), optimizer=AdamW(lr=0.01)) for _ in range(2)]
+    told = []
+    together = Together("auto", 2, made[0]._plain_loss, compiled=False, tell=lambda *news: told.append(news))
+    assert [len(trained.losses) for _, trained in together(trainings(made))] == [2, 2]
+    together.report()
+    assert told[0][0] == "apart"
+    assert "stacked it fails" in told[0][1]
