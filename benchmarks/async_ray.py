@@ -20,8 +20,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from atoll import recipes
 from atoll.errors import AtollError
 from atoll.events import HubLoad, RoundFinished
+from atoll.runs.overrides import override
+from atoll.runs.run import candidates
 from atoll.telemetry.jsonl import read_events
 from progress import Watch
 from record import Record, default_path, markdown_table, script
@@ -81,10 +84,21 @@ def measured(label: str, seed: int, pace: float, settings: Sequence[str]) -> dic
         return cell | {
             "staleness": summary["asynchrony"]["staleness"]["mean"],
             "steps": [worker["steps"] for worker in summary["asynchrony"]["workers"]],
-            "hub_busy": fmean(load.busy for load in loads),
+            "hub_busy": busy(loads),
             "hub_apply_s": sum(load.apply_s * load.pushes for load in loads) / max(1, sum(load.pushes for load in loads)),
             "replay": {name: again[name] for name in ("rounds", "largest", "relative", "tolerance", "same_bits", "agrees")},
         }
+
+
+def busy(loads: Sequence[HubLoad]) -> float:
+    """The share of all time in which the hub was busy: reports are of stretches of unequal lengths."""
+    return sum(load.busy * load.seconds for load in loads) / sum(load.seconds for load in loads)
+
+
+def step_times_s(settings: Sequence[str]) -> list[float]:
+    """What a batch takes each of the machines that are played."""
+    run = override(recipes.demo_async(), list(settings), candidates)
+    return [run.world.step_time(number, run.seed) for number in range(WORKERS)]
 
 
 def _atoll(*arguments: str) -> str:
@@ -125,9 +139,8 @@ def report(cells: Sequence[Mapping[str, Any]], pace: float, settings: Sequence[s
         f"The hub is busy applying for {100 * fmean(cell['hub_busy'] for cell in cells if 'hub_busy' in cell):.1f} % of the time, "
         f"{1000 * fmean(cell['hub_apply_s'] for cell in cells if 'hub_apply_s' in cell):.2f} ms for each update.",
     ]
-    paces = (
-        f"{WORKERS} processes on this machine, each asleep for {pace:g} times its step time (0.58, 0.75, 1.51, 3.33 s) per batch."
-    )
+    times = ", ".join(f"{time_s:.2f}" for time_s in step_times_s(settings))
+    paces = f"{WORKERS} processes on this machine, each asleep for {pace:g} times its step time ({times} s) per batch."
     lines = dict.fromkeys("atoll " + " ".join(command(cell["label"], 0, pace, settings)) for cell in cells)
     return [
         "## Outcome\n\n" + "\n".join(f"- {line}" for line in outcome),

@@ -370,15 +370,22 @@ def test_nobody_waits_is_judged_by_every_seed_and_by_every_replay(b):
             common = {"seed": seed, "local_updates": 12, "val_loss": 2.0, "utilisation": 0.5}
             cells.append({"label": "synchronous", "wall_s": sync_s, **common})
             cells.append({"label": "asynchronous", "wall_s": async_s, **common, **more})
-        sections = b.async_ray.report(cells, 0.1, ("train.steps=6",))
+        sections = b.async_ray.report(cells, 0.1, ("train.steps=6", "cluster.step_time_s=[0.5,1.25]"))
         return [line.split("**")[1] for line in sections[0].splitlines() if line.startswith("- **")], sections
 
     assert told((10.0, 4.5), (10.0, 4.0))[0] == ["holds here", "holds here"]
     assert told((10.0, 4.6), (10.0, 4.0))[0] == ["does not hold here", "holds here"]
     verdicts, sections = told((10.0, 4.0), same_bits=False)
     assert verdicts == ["holds here", "does not hold here"]
+    assert "0.1 times its step time (0.50, 1.25, 0.50, 1.25 s)" in sections[1]
     assert "--engine dist" in sections[2]
     assert "--engine ray" in sections[2]
+
+
+def test_how_busy_a_hub_was_is_weighed_by_how_long_each_report_tells_of(b):
+    settings = {"virtual_time_s": None, "pushes": 1, "apply_s": 0.1, "waited_s": 0.0, "most_waiting": 1}
+    reports = [events_module.HubLoad(seconds=9.0, busy=0.0, **settings), events_module.HubLoad(seconds=1.0, busy=0.5, **settings)]
+    assert b.async_ray.busy(reports) == 0.05
 
 
 # --------------------------------------------------------------------------------------------------------------------- ACCO

@@ -457,3 +457,19 @@ def test_the_hub_survives_a_file_and_goes_on_alike():
         assert push(again, worker, 0.1 * now_s, now_s) == push(hub, worker, 0.1 * now_s, now_s)
         assert again.params.same_bits(hub.params)
     assert again.scheduler.to_parts() == hub.scheduler.to_parts()
+
+
+def test_weights_that_are_held_can_be_read_however_many_updates_come_and_circulate_when_they_are_let_go():
+    hub = hub_of(plain(1.0), workers=2)
+    first = hub.params
+    held = hub.hold()
+    for now_s in (1.0, 2.0):
+        for worker in (0, 1):
+            push(hub, worker, 0.25, now_s=now_s)
+    assert held == [first]
+    assert first["w"].tolist() == [1.0]
+    assert hub.params["w"].tolist() == [0.0]
+    hub.let_go(held)
+    assert first.given
+    hub.let_go(hub.hold())
+    assert not hub.params.given, "the hub's own are in use"

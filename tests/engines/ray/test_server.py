@@ -10,6 +10,7 @@ import torch
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.engines.dist.diary import Stretch
 from atoll.engines.ray.keeping import Kept, Lost
+from atoll.engines.ray.load import Load
 from atoll.engines.ray.orders import HubOrder
 from atoll.engines.ray.server import HubServer
 from atoll.engines.ray.wire import Brought, bits_of, tree_over
@@ -321,6 +322,16 @@ def test_what_was_lost_before_the_session_is_told_though_the_log_was_cut_since()
     work(begun(store, shelf), store, 0, 0, rounds=1)
     hub(store, shelf, session="b", lost=(7, 28))
     assert (shelf.of(HubRestarted)[0].lost_rounds, shelf.of(HubRestarted)[0].lost_local_updates) == (8, 32)
+
+
+def test_the_hubs_load_is_measured_from_when_the_run_begins(monkeypatch):
+    begins = []
+    monkeypatch.setattr("atoll.engines.ray.server.Load", lambda: begins.append(time.monotonic()) or Load())
+    server = hub(Store(), Shelf())
+    server.hello(0, 0, "data", "a test")
+    before = time.monotonic()
+    server.hello(1, 1, "data", "a test")
+    assert begins[-1] > before
 
 
 def test_who_waits_for_others_begins_without_them_after_a_while(monkeypatch):
