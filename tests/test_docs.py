@@ -75,7 +75,7 @@ def understood(monkeypatch, capsys):
     ):
         monkeypatch.setattr(verbs, name, stand_in(verbs, name))
     monkeypatch.setattr(processes, "carry_out_by_processes", stand_in(processes, "carry_out_by_processes"))
-    for name in ("carry_out_elastic", "be_island"):
+    for name in ("carry_out_elastic", "be_joiner"):
         monkeypatch.setattr(elastic, name, stand_in(elastic, name))
     monkeypatch.setattr(on_ray, "carry_out_on_ray", stand_in(on_ray, "carry_out_on_ray"))
     monkeypatch.setattr(replaying, "replay_folder", stand_in(replaying, "replay_folder"))
