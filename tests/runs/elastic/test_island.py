@@ -9,8 +9,11 @@ import torch
 
 from atoll import recipes
 from atoll.data.text import Text
+from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.harbour import Harbour, free_port
-from atoll.errors import CheckpointError, ConfigError
+from atoll.engines.elastic.judging import Brought
+from atoll.engines.elastic.pier import Cargo, Pier, fetch
+from atoll.errors import CheckpointError, ConfigError, ExchangeFailed
 from atoll.events import (
     Attended,
     Compared,
@@ -26,6 +29,9 @@ from atoll.events import (
     SaveFailed,
 )
 from atoll.models.gpt import GPT
+from atoll.runs.build import replica_of
+from atoll.runs.elastic import island as islands
+from atoll.runs.elastic import sources
 from atoll.runs.elastic.island import Island
 from atoll.runs.elastic.log import TakenLog
 from atoll.runs.elastic.place import Elastic, Invitation
@@ -183,6 +189,7 @@ def test_whoever_comes_later_is_given_the_state_listens_first_and_then_shares_th
     assert set(units.values()) == {1}
     assert len(attended) < 12, "two that share the work need fewer rounds"
     assert any("fetched from island-0000" in text for text in shore.said)
+    assert [(event.donor, event.sent_bytes > 0) for event in shore.events(IslandJoined)] == [(None, False), (0, True)]
 
 
 def test_a_run_that_everybody_left_goes_on_from_its_newest_checkpoint(tmp_path):
@@ -380,3 +387,87 @@ def test_islands_that_begin_together_have_one_clock(tmp_path):
     shore.finish([*shore.start("island-0000"), *shore.start("island-0001", clock_s=1000.0)])
     assert {event.island for event in shore.events(Computed)} == {0, 1}
     assert min(event.start_s for event in shore.events(Computed)) >= 1000.0
+
+
+def one_island(shore, name="island-0000"):
+    return Island(shore.invitation, shore.harbour.address, HOST, name, shore.folder, lambda text: None)
+
+
+def test_a_state_is_taken_whole_or_not_at_all(tmp_path):
+    shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1))
+    one, two = one_island(shore), one_island(shore, "island-0001")
+    engine, other = one._engine, two._engine
+    engine._judge.remember([Brought(1.0, True, 2.0)], refused={})
+    engine.begin_anew()
+    before, plain, shared = other.digest, engine.plain(), engine.shared()
+    for bad in ({"judge": {"norms": [3.0]}}, {"known": ["x"]}, {"leases": {**plain["leases"], "delivered": 1}}):
+        with pytest.raises(ExchangeFailed, match="the state that b has of round 0 is damaged"):
+            other.restore({**plain, **bad}, shared, "b")
+    with pytest.raises(ExchangeFailed, match="damaged"):
+        other.restore(plain, {**shared, "params": shared["params"] * 2})
+    assert (other.digest, other.was_given) == (before, False)
+    other.restore(plain, shared, "b")
+    assert (other.digest, other.was_given) == (engine.digest, True)
+    assert other._judge.to_parts() == engine._judge.to_parts() == {"norms": [2.0]}
+    for island in (one, two):
+        island.close(wait=False)
+
+
+def test_whoever_begins_anew_uses_no_epoch_that_may_have_been_used(tmp_path):
+    island = one_island(Shore(tmp_path / "run", toy(1), Elastic(processes=1)))
+    island._engine.generation = Generation(3, 7)
+    island._engine.begin_anew()
+    assert island._engine.generation == Generation(3, 1007)
+    island.close(wait=False)
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_what_is_being_read_keeps_its_bits_and_what_is_not_is_used_again(tmp_path, monkeypatch, read):
+    published = []
+
+    def cargo(header, tensors):
+        published.append((dict(tensors), {name: tensor.clone() for name, tensor in tensors.items()}))
+        return Cargo(header, tensors)
+
+    monkeypatch.setattr(islands, "Cargo", cargo)
+    monkeypatch.setattr(Pier, "busy", property(lambda pier: read))
+    shore = Shore(tmp_path / "run", toy(1, "train.steps=16"), Elastic(processes=1))
+    shore.finish(shore.start("island-0000"))
+    assert all(torch.equal(now[name], then[name]) for now, then in published for name in then) == read
+
+
+def test_whoever_was_refused_begins_with_fresh_moments_and_its_steps_count_nowhere(tmp_path, monkeypatch):
+    made = Counter()
+
+    def counted(run, workload, loss, number, device):
+        made[number] += 1
+        return replica_of(run, workload, loss, number, device)
+
+    monkeypatch.setattr(islands, "replica_of", counted)
+    spoil = Spoil(island="island-0001", round=2, how="nan")
+    shore = Shore(tmp_path / "run", toy(2, "train.steps=16"), Elastic(processes=2), spoil)
+    shore.finish(shore.start("island-0000", "island-0001"))
+    assert [event.island for event in shore.events(Refused)] == [1]
+    assert made == {0: 1, 1: 2}
+    (finished,) = shore.events(RunFinished)
+    assert finished.local_updates == 32
+
+
+def test_a_newcomer_whose_state_is_old_when_it_has_it_is_waited_for_the_next_time(tmp_path, monkeypatch):
+    run = toy(1, "train.steps=80", "cluster.step_time_s=[1.0]")
+    shore, fetched = Shore(tmp_path / "run", run, Elastic(processes=1, pace=0.02)), []
+
+    def slow(pier, limit_s):
+        """By the time it is there others have committed again, unless they wait."""
+        cargo, before = fetch(pier, limit_s), len(shore.said)
+        fetched.append(cargo)
+        with shore.something_said:
+            shore.something_said.wait_for(lambda: any("committed" in text for text in shore.said[before + 1 :]), 1.0)
+        return cargo
+
+    monkeypatch.setattr(sources, "fetch", slow)
+    first = shore.start("island-0000")
+    shore.wait_until("committed round 1 ")
+    shore.finish([*first, *shore.start("elsewhere", home=False)])
+    assert len(fetched) <= 2, shore.said
+    assert max(event.participating for event in shore.events(Attended)) == 2

@@ -143,6 +143,11 @@ class ElasticEngine:
         return self._chronicle.books
 
     @property
+    def was_given(self) -> bool:
+        """Whether it was given the state that it holds, and has not committed since."""
+        return not self._meetings.vouched
+
+    @property
     def params(self) -> Tree:
         params: Tree = self.state.params
         return params

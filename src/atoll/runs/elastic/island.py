@@ -272,8 +272,10 @@ class Island:
     # ------------------------------------------------------------------------------------------------------ coming by the state
 
     def _heal(self, engine: ElasticEngine, ahead: Generation) -> None:
-        """The others hold what this island does not. They do not wait while it is brought up to date."""
-        self._membership.leave()
+        """The others hold what this island does not. They do not wait while it is brought up to date; unless what it was given was
+        old before it had it. Then it stays, and no commit can overtake it once more."""
+        if not engine.was_given:
+            self._membership.leave()
         self._doing = "healing"
         with reminding(self._say, "waiting for the state that the others hold"):
             self._sources.catch_up(engine, ahead)

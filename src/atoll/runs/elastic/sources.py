@@ -66,7 +66,7 @@ class Sources:
             if healed:
                 self._say(f"{self._name} goes on with {healed}")
                 return
-            if self._roll.reached and not self._others():
+            if self._roll.reached and not self._somebody_has_it():
                 self._say(f"{self._name} is alone, and goes on with what it has: round {engine.generation.round}")
                 engine.begin_anew()
                 return
@@ -92,6 +92,10 @@ class Sources:
             (Generation.of(s["generation"]), s["exchanging"], n, piers[n]) for n, s in said.items() if s and s["generation"] >= 0
         ]
         return sorted(states, reverse=True)
+
+    def _somebody_has_it(self) -> bool:
+        """Whether anybody else has signed that it has a state: whoever does not answer at once may be far away."""
+        return any(entry["generation"] >= 0 for name, entry in self._roll.alive().items() if name != self._name)
 
     def _fetched(self, engine: ElasticEngine, at_least: Generation) -> str:
         """The newest state that another island has committed; nothing if there is none, or if a newer one is about to follow."""
