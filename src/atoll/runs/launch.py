@@ -116,5 +116,5 @@ def last_words(log: Path) -> str:
     return ""
 
 
-_STARTED = re.compile(r"\S+ rank \d+ of \d+ on ")
-"""The first line that a rank writes."""
+_STARTED = re.compile(r"\S+ (rank \d+ of \d+ on |\S+ on \S+ \(.*\), process )")
+"""The first line that a rank writes, or an island that may come and go."""

@@ -74,6 +74,16 @@ def test_a_child_that_dies_at_once_again_and_again_is_given_up(tmp_path):
     one.let_go()
 
 
+def test_what_a_child_said_before_it_was_last_started_is_no_reason_to_give_it_up(tmp_path):
+    one = child(tmp_path, "print('12:00:00 island-0000 on box (127.0.0.1), process 7, 1 thread(s)'); raise SystemExit(2)")
+    one.log.parent.mkdir()
+    one.log.write_text("error: of another time.\n")
+    one.start()
+    ended(one).died(alone=True)
+    assert one.given_up.startswith("see ")
+    one.let_go()
+
+
 def kept_going(tmp_path, *programs):
     """A supervisor whose lighthouse sleeps and whose islands are these programs; and what it said."""
     said = []
