@@ -9,6 +9,7 @@ import torch
 
 from atoll import recipes
 from atoll.data.text import Text
+from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.harbour import Harbour, free_port
 from atoll.engines.elastic.judging import Brought
@@ -177,6 +178,7 @@ def test_whoever_comes_later_is_given_the_state_listens_first_and_then_shares_th
     shore = Shore(tmp_path / "run", toy(1, "train.steps=24"), Elastic(processes=1, pace=1e-4))
     shore.waits["island-0000", 3] = "elsewhere begins with"
     first = shore.start("island-0000")
+    shore.wait_until("committed round 1 ")
     later = shore.start("elsewhere", home=False)
     shore.finish([*first, *later])
     joined = {event.island: event.round for event in shore.events(IslandJoined)}
@@ -471,3 +473,29 @@ def test_a_newcomer_whose_state_is_old_when_it_has_it_is_waited_for_the_next_tim
     shore.finish([*first, *shore.start("elsewhere", home=False)])
     assert len(fetched) <= 2, shore.said
     assert max(event.participating for event in shore.events(Attended)) == 2
+
+
+class OtherBits:
+    """An algorithm on a machine that rounds otherwise."""
+
+    def __init__(self, algorithm):
+        self._algorithm, self.steps_per_round = algorithm, algorithm.steps_per_round
+        self.init = algorithm.init
+
+    async def round(self, state, replica, peers):
+        after = await self._algorithm.round(state, replica, peers)
+        return replace(after, params=after.params * (1 + 2**-23))
+
+
+def test_an_island_that_rounds_otherwise_works_with_the_others_and_is_given_their_state(tmp_path, monkeypatch):
+    def engine(*, name, algorithm, **others):
+        return ElasticEngine(name=name, algorithm=OtherBits(algorithm) if name == "island-0001" else algorithm, **others)
+
+    monkeypatch.setattr(islands, "ElasticEngine", engine)
+    shore = Shore(tmp_path / "run", toy(2, "train.steps=12"), Elastic(processes=2))
+    shore.finish(shore.start("island-0000", "island-0001"))
+    assert any(text.startswith("island-0001 was left behind: it holds other bits") for text in shore.said)
+    delivered = Counter(unit[0] for event in shore.events(Leased) for unit in event.delivered)
+    assert delivered[1] >= 2, "its work counts, more than once"
+    assert sum(delivered.values()) == 12
+    assert exactly_once(shore.events(Leased), units=12) == []

@@ -11,7 +11,7 @@ from typing import Any
 from atoll.engines.books import Books, Ledger
 from atoll.engines.dist.clerk import Clerk
 from atoll.engines.elastic.leases import Settled
-from atoll.engines.elastic.meetings import APART, Met
+from atoll.engines.elastic.meetings import Met
 from atoll.engines.elastic.peers import Agreed, Told
 from atoll.events import Attended, Event, IslandJoined, IslandLeft, Leased, Refused
 
@@ -75,9 +75,6 @@ class Chronicle:
         self._clerk.enter(diaries, steps, agreed.now_s, numbers)
         for rank, reason in agreed.refused.items():
             self.emit(Refused(island=numbers[rank], round=number, reason=reason, **_at(met)))
-        for name in met.apart:
-            if name in self.known:
-                self.emit(Refused(island=self.known.index(name), round=number, reason=f"its bits differ: {APART}", **_at(met)))
         self.emit(
             Leased(
                 round=number,

@@ -22,7 +22,7 @@ from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.idle import IdleReplica
 from atoll.engines.elastic.judging import Judge
 from atoll.engines.elastic.leases import Leases, Settled, Unit
-from atoll.engines.elastic.meetings import LeftBehind, Meetings, Met, Unvouched
+from atoll.engines.elastic.meetings import APART, LeftBehind, Meetings, Met, Unvouched
 from atoll.engines.elastic.peers import Agreed, ElasticPeers
 from atoll.engines.local import LocalReplica
 from atoll.engines.states import on_device, shared_fields, with_shared
@@ -223,6 +223,9 @@ class ElasticEngine:
     def _settle(self, after: Any, met: Met[Agreed]) -> None:
         """The commit: from here on this is the state."""
         agreed, number = met.result, self.generation.round + 1
+        if self.name in met.apart:  # its work counts, and what it makes of all of it does not
+            self._meetings.exchanging = False
+            raise LeftBehind(Generation(number, met.epoch), APART)
         self.state = after
         self.generation = Generation(number, met.epoch)
         self._judge.remember(agreed.brought, agreed.refused)

@@ -39,16 +39,15 @@ class LeftBehind(Exception):
 
     Args:
         ahead: what they hold.
-        mine: what this island holds.
+        why: it is so, in words.
     """
 
-    def __init__(self, ahead: Generation, mine: Generation) -> None:
-        held = f"the others hold {ahead}, and this island {mine}"
-        super().__init__(held if ahead != mine else f"the others hold other bits of {mine}: {APART}")
+    def __init__(self, ahead: Generation, why: str) -> None:
+        super().__init__(why)
         self.ahead = ahead
 
 
-APART = "it computes otherwise than they do, on another kind of machine or with another version of torch"
+APART = "it holds other bits than the others: they compute otherwise than it does, on another kind of machine"
 
 
 class Unvouched(Exception):
@@ -78,8 +77,8 @@ class Met(Generic[T]):
 
     Attributes:
         names: of the islands that met, in rank order.
-        behind: those that were left out, since they hold an older state.
-        apart: those that were left out, since they hold other bits.
+        behind: those that were left out, since they hold an older state, or one that they were given with other bits.
+        apart: of those that met, who hold other bits: each has to be given the others' state afterwards.
         epoch: of the meeting.
         attempts: it took.
         result: of what they did.
@@ -212,17 +211,20 @@ class Meetings:
         )
         held = [Held(tuple(map(int, row[:3])), int(row[4]), bool(row[5]), bool(row[6])) for row in told]
         these, apart = sound(held)
-        epoch = self._tried = int(max(told[rank][3] for rank in these))
-        if found.rank not in these:
-            raise LeftBehind(Generation(*held[these[0]].state[:2]), generation)
+        epoch = self._tried = int(max(told[rank][3] for rank in (*these, *apart)))
+        # How far an island moved says as much where its bits are others, if they are of its own making.
+        apart = [rank for rank in apart if held[rank].vouched]
+        if found.rank not in (*these, *apart):
+            ahead = Generation(*held[these[0]].state[:2])
+            raise LeftBehind(ahead, APART if ahead == generation else f"the others hold {ahead}, and this island {generation}")
         if not any(held[rank].vouched for rank in these):
             raise Unvouched
-        out = [rank for rank in range(wire.size) if rank not in these]
+        out = [rank for rank in range(wire.size) if rank not in (*these, *apart)]
         wire.leave_out(out)
-        names = tuple(found.names[rank] for rank in these)
+        names = tuple(name for rank, name in enumerate(found.names) if rank not in out)
         result = act(wire, names)
-        behind = tuple(found.names[rank] for rank in out if rank not in apart)
-        return Met(names, behind, tuple(found.names[rank] for rank in apart), epoch, self._failures + 1, result)
+        behind, others = (tuple(found.names[rank] for rank in ranks) for ranks in (out, apart))
+        return Met(names, behind, others, epoch, self._failures + 1, result)
 
     # ------------------------------------------------------------------------------------------------------------- who is here
 
