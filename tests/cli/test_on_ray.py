@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from atoll.cli.on_ray import _terminable
 from atoll.events import (
     Arrived,
     Dispatched,
@@ -123,7 +124,7 @@ def survived(tmp_path_factory):
     """A run whose hub and one of whose workers were killed, what it said, what its processes listened on, and its token's mode."""
     folder = tmp_path_factory.mktemp("ray") / "run"
     with started(*beginning(folder, "--json")) as process:
-        until(lambda: len(logged(folder, "hub", "saved round")) > 1, "a checkpoint", process)
+        until(lambda: logged(folder, "hub", "saved round [1-9]"), "a checkpoint of some rounds", process)
         listening = {
             (one.name(), connection.laddr.ip)
             for one in family(process.pid)
@@ -232,7 +233,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again_in_silence(survived
 def test_ctrl_c_ends_all_processes_and_the_run_goes_on_from_the_hubs_checkpoint(tmp_path):
     folder = tmp_path / "run"
     with started(*beginning(folder)) as process:
-        until(lambda: len(logged(folder, "hub", "saved round")) > 1, "a checkpoint", process)
+        until(lambda: logged(folder, "hub", "saved round [1-9]"), "a checkpoint of some rounds", process)
         everybody = family(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         code, _, err = end_of(process)
@@ -250,6 +251,13 @@ def test_ctrl_c_ends_all_processes_and_the_run_goes_on_from_the_hubs_checkpoint(
     assert 0 < before < len(arrived)
     assert [event.version for event in arrived] == list(range(1, len(arrived) + 1))
     assert {event.island for event in arrived[before:]} <= {0, 1}
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), _terminable():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.fixture
