@@ -185,7 +185,8 @@ class Meetings:
         group = self._membership.connect(found, limit_s)
         wire = Wire(group, limit_s=self._limit.begin(), names=found.names)
         self.exchanging = True
-        watch = Watch(found.others, group, (found.rank + 1) % len(found.members), self._tolerant(_SILENT_S))
+        others = {rank: member for rank, member in enumerate(found.members) if rank != found.rank}
+        watch = Watch(others, group, self._tolerant(_SILENT_S))
         try:
             with watch:
                 met = self._meet(wire, found, mine, act)
