@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -105,7 +106,7 @@ def key_of(run: Run) -> str:
 
 def carry_out(
     rows: Sequence[Row],
-    seeds: Sequence[int],
+    seeds: Sequence[int] | Mapping[Row, Sequence[int]],
     record: Record,
     title: str,
     *,
@@ -113,20 +114,25 @@ def carry_out(
     curves: bool = False,
     islands: bool = False,
     processes: int = 1,
+    until_s: float | None = None,
 ) -> dict[Row, Outcome]:
     """Runs what the record does not hold yet. Every row is looked at before anything runs.
 
     Args:
         rows: what to run.
-        seeds: once with each.
+        seeds: once with each; or each row with its own.
         record: where cells are kept.
         title: of the benchmark, for whoever watches.
         quiet: show no progress.
         curves: keep every evaluation.
         islands: keep where each island's time went.
         processes: how many cells run at a time. What comes out does not depend on it.
+        until_s: begin no further cell after this moment of the monotonic clock, with one process. Rows then have the seeds that are
+            there.
     """
-    runs = {(row, seed): row.run(seed) for seed in seeds for row in rows}
+    of = seeds if isinstance(seeds, Mapping) else dict.fromkeys(rows, seeds)
+    every = list(dict.fromkeys(seed for row in rows for seed in of[row]))
+    runs = {(row, seed): row.run(seed) for seed in every for row in rows if seed in of[row]}
     missing: dict[str, tuple[Row, int]] = {}
     for at, run in runs.items():
         if record.get(key_of(run)) is None:
@@ -135,19 +141,23 @@ def carry_out(
     with Watch(title, len(missing), quiet=quiet) as watch:
         if len(missing) < len(runs):
             watch.say(f"{len(missing)} cells to run; the record has the others, or rows share them")
-        done = _here(work, missing, watch) if processes == 1 else _elsewhere(work, processes, watch)
+        done = _here(work, missing, watch, until_s) if processes == 1 else _elsewhere(work, processes, watch)
         for key, cell in done:
             row, seed = missing[key]
             kept = {name: value for name, value in cell.items() if {"curve": curves, "islands": islands}.get(name, True)}
             record.add(key, {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **kept})
             watch.end(f"{_name(row, seed)}: {_in_words(cell)}")
-    return {row: _outcome(row, [record.get(key_of(runs[row, seed])) for seed in seeds]) for row in rows}
+    return {row: _outcome(row, [record.get(key_of(runs[row, seed])) for seed in of[row]]) for row in rows}
 
 
-def _here(work: Mapping[str, Run], named: Mapping[str, tuple[Row, int]], watch: Watch) -> Iterator[tuple[str, dict[str, Any]]]:
+def _here(
+    work: Mapping[str, Run], named: Mapping[str, tuple[Row, int]], watch: Watch, until_s: float | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """One cell after the other in this process."""
     shared = Cache()
     for key, run in work.items():
+        if until_s is not None and time.monotonic() > until_s:
+            return
         watch.begin(_name(*named[key]))
         yield key, _cell(run, shared, watch)
 

@@ -82,7 +82,8 @@ def judged(claim: Claim, outcomes: Mapping[str, Outcome]) -> str | None:
         terms.append((weight, loss))
     found = contrast(terms)
     if found is None:
-        return f"**one seed, no verdict**: {claim.text}"
+        value = math.fsum(weight * loss.values[0] for weight, loss in terms)
+        return f"**one seed, no verdict**: {claim.text} Here {value:+.4f}, {100 * math.expm1(value):+.2f} % of perplexity."
     summed = " ".join(
         f"{'+' if weight > 0 else '-'} {'' if abs(weight) == 1 else f'{abs(weight):g} '}[{at}]" for weight, at in claim.terms
     )

@@ -70,10 +70,10 @@ def t_quantile(degrees: int) -> float:
 
 
 def contrast(terms: Sequence[tuple[float, Sample]]) -> Interval | None:
-    """The weighted sum of several samples, seed by seed: its mean and interval. None of a single seed, which has no spread."""
-    seeds = {len(sample.values) for _, sample in terms}
-    assert len(seeds) == 1, f"samples over the same seeds can be compared, these have {sorted(seeds)} of them"
-    sums = Sample(tuple(math.fsum(weight * sample.values[seed] for weight, sample in terms) for seed in range(seeds.pop())))
+    """The weighted sum of several samples, seed by seed, over the first seeds, which all of them have: its mean and interval. None
+    of a single seed, which has no spread."""
+    seeds = min(len(sample.values) for _, sample in terms)
+    sums = Sample(tuple(math.fsum(weight * sample.values[seed] for weight, sample in terms) for seed in range(seeds)))
     if sums.std is None:
         return None
     half = t_quantile(len(sums.values) - 1) * sums.std / math.sqrt(len(sums.values))

@@ -32,7 +32,7 @@ def difference_text(one: Sample | None, two: Sample | None) -> tuple[str, str]:
     if one is None or two is None:
         return "-", "-"
     found = difference(one, two)
-    return (interval_text(found) if found else f"{one.mean - two.mean:+.4f}"), verdict(found)
+    return (interval_text(found) if found else f"{one.values[0] - two.values[0]:+.4f}"), verdict(found)
 
 
 def interval_text(found: Interval) -> str:

@@ -25,6 +25,7 @@ from atoll.engines.flat import FlatModule
 from atoll.engines.jobs import Asking, Training
 from atoll.engines.local import InnerRule, LocalReplica, Loss, Trained, torch_optimizer
 from atoll.engines.pieces import to_device
+from atoll.engines.replayed import Replayed
 from atoll.errors import ConfigError
 from atoll.protocols import Gradient
 from atoll.tree import Tree
@@ -45,6 +46,11 @@ def why_not(replica: LocalReplica) -> str:
     return ""
 
 
+def replayable(replica: LocalReplica, compiled: bool) -> bool:
+    """Whether a pass of one row is worth while too: it is recorded."""
+    return compiled and replica.device.startswith("cuda")
+
+
 class Stack:
     """Rows for islands.
 
@@ -52,7 +58,7 @@ class Stack:
         like: one of the replicas; all are of its kind.
         rows: how many can compute at a time.
         loss: of one module and one batch, not compiled.
-        compiled: whether to compile it.
+        compiled: whether to compile it; on a GPU a pass is then also recorded, and replayed.
     """
 
     def __init__(self, like: LocalReplica, rows: int, loss: Loss, *, compiled: bool) -> None:
@@ -64,14 +70,18 @@ class Stack:
         self._into = list(self._views(self._grads).values())
         matrices = sum(part.numel() for part in like.weights.groups()[0])
         self._rows = [_Row(params, grads, matrices) for params, grads in zip(self._params, self._grads, strict=True)]
+        self._weights = torch.ones(rows, device=like.device)
         one = _Lossy(like.weights.module, loss)
 
         def losses(leaves: dict[str, Tensor], batches: Any) -> Tensor:
             each: Tensor = torch.vmap(lambda leaf, batch: functional_call(one, leaf, (batch,)))(leaves, batches)
             return each
 
+        if compiled:  # torch counts how often it compiles one text anew; stacks of earlier runs are not used again
+            torch._dynamo.reset_code(losses.__code__)
         # Not with sizes that may change: vmap cannot be traced so.
         self._losses: Callable[[dict[str, Tensor], Any], Tensor] = torch.compile(losses, dynamic=False) if compiled else losses
+        self._pass: Callable[[Any], Tensor] = Replayed(self._once) if replayable(like, compiled) else self._once
 
     def _views(self, stacked: Tensor) -> dict[str, Tensor]:
         """Each parameter of all rows."""
@@ -139,11 +149,16 @@ class Stack:
 
     def _backward(self, batches: dict[int, Any], weights: Sequence[float] | None = None) -> Tensor:
         """The gradient of each row's mean loss, times its weight, replaces the last one. Returns the losses of all rows."""
-        stacked = to_device(self._stacked(batches), self._like.device)
+        if weights is None:
+            self._weights.fill_(1.0)
+        else:
+            self._weights.copy_(torch.tensor([*weights, *[0.0] * (len(self) - len(weights))]), non_blocking=True)
+        return self._pass(to_device(self._stacked(batches), self._like.device))
+
+    def _once(self, batches: Any) -> Tensor:
         with self._like.precision(), _attention_that_stacks(self._like.device):
-            losses = self._losses(self._leaves, stacked)
-        total = losses.sum() if weights is None else (losses[: len(weights)] * losses.new_tensor(weights)).sum()
-        gradients = torch.autograd.grad(total, list(self._leaves.values()))
+            losses = self._losses(self._leaves, batches)
+        gradients = torch.autograd.grad((losses * self._weights).sum(), list(self._leaves.values()))
         torch._foreach_copy_(self._into, gradients)
         return losses.detach()
 

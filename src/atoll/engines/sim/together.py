@@ -14,12 +14,14 @@ import torch
 
 from atoll.engines.jobs import Asking, Job, Training
 from atoll.engines.local import LocalReplica, Loss
-from atoll.engines.stack import Stack, why_not
+from atoll.engines.stack import Stack, replayable, why_not
 from atoll.errors import ConfigError
 
 How = Literal["auto", "stacked", "apart"]
 _WARM, _TIMED = 2, 3
 """Passes that are made to find out which is faster: the first ones compile."""
+_FILLED_S = 0.1
+"""A pass that takes so long does not wait for the host, and would gain nothing in a stack."""
 
 
 class Together:
@@ -39,7 +41,10 @@ class Together:
         round differently."""
         self._why, self._tell, self._untold = "it was asked for", tell, False
         self._rows, self._loss, self._compiled = rows, loss, compiled
-        self._stack: Stack | None = None
+        self._settled = how == "apart"
+        self._one: Stack | None = None
+        """For one island at a time, where a recorded pass is faster than the replica's own."""
+        self._all: Stack | None = None
         self._pays_from = 2
         """So many islands are faster together than one after the other."""
 
@@ -59,45 +64,67 @@ class Together:
             self._tell(self.how, self._why)
 
     def _compute(self, jobs: Sequence[Job]) -> Sequence[tuple[Any, Any]]:
-        if len(jobs) > 1 and self.how != "apart" and self._stack is None:
+        if not self._settled:
             self._settle(jobs)
-        if self._stack is None or len(jobs) < self._pays_from:
-            return [job() for job in jobs]
-        trainings = [job for job in jobs if isinstance(job, Training)]
-        if trainings:
-            return [(None, trained) for trained in self._stack.train(trainings)]
-        return self._stack.gradients([job for job in jobs if isinstance(job, Asking)])
+        if self._all is not None and len(jobs) >= self._pays_from:
+            return _in(self._all, jobs)
+        if self._one is not None:
+            return [answer for job in jobs for answer in _in(self._one, [job])]
+        return [job() for job in jobs]
 
     # ------------------------------------------------------------------------------------------------------------ the choice
 
     def _settle(self, jobs: Sequence[Job]) -> None:
-        replica, self._untold = jobs[0].replica, True
-        refused = why_not(replica)
+        self._settled = self._untold = True
+        refused = why_not(jobs[0].replica)
+        if self.how == "stacked" and refused:
+            raise ConfigError(f"train.together=stacked: {refused}. Use train.together=auto.")
         if self.how == "stacked":
-            if refused:
-                raise ConfigError(f"train.together=stacked: {refused}. Use train.together=auto.")
-            self._stack = self._made(replica)
-            return
-        self.how, self._why = "apart", refused
-        if not refused:
-            self._measure(replica, jobs)
+            self._one = self._stack(jobs[0].replica, 1)
+            self._all = self._stack(jobs[0].replica, self._rows)
+        else:
+            self.how, self._why = "apart", refused
+            if not refused:
+                self._measure(jobs)
 
-    def _made(self, replica: LocalReplica) -> Stack:
-        return Stack(replica, self._rows, self._loss, compiled=self._compiled)
+    def _stack(self, replica: LocalReplica, rows: int) -> Stack | None:
+        """None of one row, if a replica does as well by itself."""
+        if rows == 1 and not replayable(replica, self._compiled):
+            return None
+        return Stack(replica, rows, self._loss, compiled=self._compiled)
 
-    def _measure(self, replica: LocalReplica, jobs: Sequence[Job]) -> None:
-        batches = [job.first_batch() for job in jobs]
-        one_s = _timed(lambda: replica.pass_over(batches[0]), replica.device)
-        try:
-            stack = self._made(replica)
-            all_s = _timed(lambda: stack.pass_over(batches), replica.device)
-        except Exception as error:  # whatever a module does that cannot be stacked
-            self._why = f"stacked it fails: {type(error).__name__} {str(error).partition(chr(10))[0]}"
+    def _measure(self, jobs: Sequence[Job]) -> None:
+        replica, batch = jobs[0].replica, jobs[0].first_batch()
+        apart_s = _timed(lambda: replica.pass_over(batch), replica.device)
+        self._why = "one island's batch fills the device"
+        if apart_s > _FILLED_S:
             return
-        self._why = "it was measured to be faster"
+        self._one, one_s = self._tried(replica, batch, 1, apart_s)
+        self._all, all_s = self._tried(replica, batch, self._rows, self._rows * one_s) if self._rows > 1 else (None, 0.0)
         self._pays_from = max(2, int(all_s / one_s) + 1)
-        if self._pays_from <= self._rows:
-            self.how, self._stack = "stacked", stack
+        if self._one is not None or self._all is not None:
+            self.how, self._why = "stacked", "it was measured to be faster"
+
+    def _tried(self, replica: LocalReplica, batch: Any, rows: int, otherwise_s: float) -> tuple[Stack | None, float]:
+        """A stack and the seconds of a pass, if that is faster than what would be done otherwise."""
+        try:
+            stack = self._stack(replica, rows)
+            if stack is None:
+                return None, otherwise_s
+            stack_s = _timed(lambda: stack.pass_over([batch] * rows), replica.device)
+        except Exception as error:  # whatever a module does that cannot be stacked, or no room for it
+            self._why = f"stacked it fails: {type(error).__name__} {str(error).partition(chr(10))[0]}"
+            return None, otherwise_s
+        self._why = "it was measured to be faster"
+        return (stack, stack_s) if stack_s < otherwise_s else (None, otherwise_s)
+
+
+def _in(stack: Stack, jobs: Sequence[Job]) -> Sequence[tuple[Any, Any]]:
+    """What a stack makes of jobs of one kind."""
+    trainings = [job for job in jobs if isinstance(job, Training)]
+    if trainings:
+        return [(None, trained) for trained in stack.train(trainings)]
+    return stack.gradients([job for job in jobs if isinstance(job, Asking)])
 
 
 def _alike(jobs: Sequence[Job]) -> list[list[int]]:

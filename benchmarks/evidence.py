@@ -1,0 +1,175 @@
+"""A paper's claims on one GPU and real text, as a command that can be stopped and goes on, cell by cell.
+
+The text is a folder that `atoll data prepare` wrote, for instance of a Wikipedia dump with a vocabulary of its own:
+
+    atoll data prepare files:TEXT --tokenizer bpe:16384 --out prepared/wiki
+    atoll data prepare files:DOMAINS --tokenizer prepared/wiki/tokenizer.json --out prepared/domains
+
+Rows of the headline have three seeds, and all others one, whose verdicts say so. With `--minutes` no further cell is begun after so
+long: give the same command with the same `--record` again to go on, on another day or another machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import wording
+from cells import Outcome, Row, carry_out
+from claims import Claim, claims_section
+from groups import DEFAULT, Group, table
+from page import fill
+from record import Record, default_path
+from workload import Workload
+
+P = TypeVar("P", bound="OnGpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnGpu(Workload):
+    """What all rows train, unless they say otherwise: a decoder of the 20M preset's shape on prepared text.
+
+    Attributes:
+        text: the folder of the prepared text.
+        domains: the folder of prepared text from several domains; none leaves out rows that need it.
+        lr: the inner rule's highest rate.
+        device: cuda, or cpu in miniature.
+        latency_s: of every island's line.
+        mbit_per_s: of every island's line.
+        evaluate_every: steps between evaluations.
+    """
+
+    text: str = ""
+    domains: str | None = None
+    steps: int = 4000
+    warm_start: int = 1000
+    inner_steps: int = 500
+    islands: int = 8
+    model: str = "layers=6,width=256,heads=4,head_size=64,tied=false"
+    large: str = "layers=3,width=896,heads=16,head_size=64"
+    data: str = "seq_len=256,eval_batches=96"
+    batch_size: int = 8
+    warmup: int = 100
+    lr: float = 0.001
+    device: str = "cuda"
+    latency_s: float = 0.03
+    mbit_per_s: float = 100
+    evaluate_every: int = 1000000
+
+    def reading(self, folder: str) -> str:
+        """The setting that reads a prepared text."""
+        return f"data=Text(corpus='prepared:{folder}',{self.data})"
+
+    def settings(self, algorithm: str, step_time_s: str) -> tuple[str, ...]:
+        fast = "device=cuda,precision=bf16,compile=true,together=stacked" if self.device == "cuda" else "device=cpu"
+        return (
+            f"model=GPT({self.model})",
+            self.reading(self.text),
+            f"algorithm={algorithm}",
+            f"optimizer=AdamW(lr=Cosine(lr={self.lr},warmup={self.warmup},floor={self.lr / 10}),betas=[0.9,0.95],weight_decay=0.1)",
+            f"train=Train(steps={self.steps},batch_size={self.batch_size},warm_start_steps={self.warm_start},{fast})",
+            f"cluster=Cluster(islands={self.islands},step_time_s={step_time_s},"
+            f"link=Link(latency_s={self.latency_s},bandwidth_mbit_per_s={self.mbit_per_s}))",
+            f"keep=Keep(evaluate_every={self.evaluate_every},save_every=1000000)",
+            *self.more,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence(Generic[P]):
+    """A paper's tables.
+
+    Attributes:
+        name: of the record.
+        title: of the record's page.
+        about: the script's docstring, whose first line `--help` shows.
+        plan: makes the workload, in miniature if asked.
+        groups: all tables.
+        standing: rows that are run whatever is chosen, by label; the default is among them.
+        headline: labels of rows that are run with three seeds.
+        introduction: what stands before the tables, from the plan and the default's outcome.
+        claims: what the paper says.
+        plot: draws what is worth it of these rows into a file, and says what it shows; None if there is nothing to draw.
+        share: heads the column of shares of virtual time.
+    """
+
+    name: str
+    title: str
+    about: str
+    plan: Callable[[bool], P]
+    groups: Callable[[P], list[Group]]
+    standing: Callable[[P], dict[str, Row]]
+    headline: Callable[[P], Sequence[str]]
+    introduction: Callable[[P, Outcome], str]
+    claims: Callable[[P], list[Claim]]
+    plot: Callable[[P, Mapping[str, Outcome], Path], str | None]
+    share: str = ""
+
+    def main(self, arguments: Sequence[str] | None = None) -> None:
+        """Runs what is asked for on the command line."""
+        options = self._parser().parse_args(arguments)
+        domains = None if options.domains is None else str(options.domains)
+        plan = replace(self.plan(options.quick), text=str(options.text), domains=domains, more=tuple(options.set))
+        if options.quick:
+            plan = replace(plan, device="cpu")
+        chosen = [group for group in self.groups(plan) if not options.only or group.name in options.only]
+        rows = dict(self.standing(plan))
+        for group in chosen:
+            rows |= group.rows
+        record = Record(options.record or default_path(self.name + ("_quick" if options.quick else "")))
+        headline = set(self.headline(plan))
+        seeds: dict[Row, Sequence[int]] = {}
+        for label, row in rows.items():
+            mine = options.seeds if label in headline else options.seeds[:1]
+            seeds[row] = max(mine, seeds.get(row, []), key=len)
+        until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+        found = carry_out(list(seeds), seeds, record, self.title, quiet=options.quiet, curves=True, until_s=until_s)
+        outcomes = {label: found[row] for label, row in rows.items() if found[row].summaries or found[row].errors}
+        self._report(plan, chosen, outcomes, record, options.docs)
+
+    def _report(self, plan: P, chosen: Sequence[Group], outcomes: Mapping[str, Outcome], record: Record, docs: Path | None) -> None:
+        if DEFAULT not in outcomes:
+            print("the default's cell is not there yet; give the same command again to go on")
+            return
+        shown = [present for group in chosen if (present := _present(group, outcomes)).rows]
+        missing = sum(len(group.rows) for group in chosen) - sum(len(group.rows) for group in shown)
+        sections = [f"## What was run\n\n{self.introduction(plan, outcomes[DEFAULT])}\n\n{wording.RULE}"]
+        if missing:
+            sections.append(f"**{missing} rows have not been run yet.**")
+        sections += [table(group, outcomes, self.share).replace("### ", "## ", 1) for group in shown]
+        sections.append(claims_section(self.claims(plan), outcomes).replace("### ", "## ", 1))
+        drawn = self.plot(plan, outcomes, record.plot)
+        readme = record.write(self.title, sections if drawn is None else [*sections, f"![{drawn}]({record.plot.name})"])
+        fill(docs, self.name, sections, record)
+        print("\n\n".join(sections))
+        print(f"\nrecord: {readme}")
+
+    def _parser(self) -> argparse.ArgumentParser:
+        first = self.about.splitlines()[0]
+        parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        names = [group.name for group in self.groups(replace(self.plan(True), domains="."))]
+        parser.add_argument("--text", type=Path, required=True, help="a folder that `atoll data prepare` wrote")
+        parser.add_argument("--domains", type=Path, help="such a folder of several domains, for shards that differ")
+        parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the headline; other rows have the first")
+        parser.add_argument("--only", action="append", choices=names, help="this table; may be given several times; None: all")
+        parser.add_argument("--minutes", type=float, help="begin no further cell after so long")
+        parser.add_argument("--quick", action="store_true", help="in miniature on the CPU, to see whether everything works")
+        parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every row")
+        parser.add_argument("--record", type=Path, help=f"the record's folder; None: records/<today>_{self.name}")
+        parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables")
+        parser.add_argument("--quiet", action="store_true", help="no progress")
+        return parser
+
+
+def _present(group: Group, outcomes: Mapping[str, Outcome]) -> Group:
+    """The part of a group that has been run."""
+    against = {label: other for label, other in group.against.items() if other in outcomes}
+    if group.against and not against:
+        against = {"": ""}  # none of them is compared with anything: not all with the default
+    timed = {label: other for label, other in group.timed.items() if other in outcomes}
+    rows = {label: row for label, row in group.rows.items() if label in outcomes}
+    return replace(group, rows=rows, against=against, timed=timed)

@@ -1,0 +1,254 @@
+"""DiLoCo's claims on one GPU and real text: train apart for hundreds of steps, then agree.
+
+    python benchmarks/evidence_diloco.py --text prepared/wiki --domains prepared/domains     about 15 minutes of one H200
+    python benchmarks/evidence_diloco.py --text prepared/wiki --only H --minutes 5           one table, or as far as it comes
+    python benchmarks/evidence_diloco.py --text prepared/small --quick                       in miniature on the CPU
+
+See `evidence.py` for the text and for going on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.telemetry.drawing import new_figure, save_figure
+from cells import Outcome, Row
+from claims import Claim, alike, costs, lower
+from evidence import Evidence, OnGpu
+from groups import DEFAULT, Group
+from record import script
+
+DILOCO, DDP = "demo-diloco", "demo-ddp"
+ONE = "one worker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(OnGpu):
+    """The workload, and the values that rows run through.
+
+    Attributes:
+        lengths: of rounds, in inner steps.
+        counts: of islands.
+        rates: of the inner rule, for the baseline.
+        separate: islands of the text of several domains, of which it has at least as many.
+    """
+
+    lengths: tuple[int, ...] = (50, 100, 500)
+    counts: tuple[int, ...] = (1, 4, 8)
+    rates: tuple[float, ...] = (0.0005, 0.001, 0.002)
+    separate: int = 6
+
+    def row(self, name: str, *settings: str, recipe: str = DILOCO) -> Row:
+        algorithm = f"DiLoCo(inner_steps={self.inner_steps},outer=Nesterov(lr=0.7,momentum=0.9))" if recipe == DILOCO else "DDP()"
+        return Row(recipe=recipe, base=self.settings(algorithm, step_time_s="[0.1]"), settings=settings, name=name)
+
+    @property
+    def batch(self) -> str:
+        """The label of the baseline."""
+        return f"{self.islands}x batch"
+
+
+def plan(quick: bool) -> Plan:
+    if not quick:
+        return Plan()
+    return Plan(
+        steps=8,
+        warm_start=2,
+        inner_steps=4,
+        islands=4,
+        lengths=(2, 4),
+        counts=(1, 4),
+        rates=(0.001, 0.002),
+        model="layers=1,width=16,heads=2,head_size=8",
+        data="seq_len=16,eval_batches=2",
+        batch_size=2,
+        warmup=2,
+    )
+
+
+def groups(plan: Plan) -> list[Group]:
+    """All tables."""
+    made = [_headline(plan), _rates(plan), _lengths(plan), _counts(plan), _drops(plan), _pools(plan), _pruning(plan)]
+    return [*made, _partitions(plan, plan.domains)] if plan.domains else made
+
+
+def _headline(plan: Plan) -> Group:
+    return Group(
+        name="headline",
+        title="The headline",
+        note=f"After the warm start one worker has 1/{plan.islands} of the tokens. {plan.batch}: as many updates, with so many "
+        f"times the batch, spread over {plan.islands} islands that talk at every step (DDP).",
+        rows={
+            ONE: plan.row(ONE, "cluster.islands=1", recipe=DDP),
+            plan.batch: plan.row(plan.batch, recipe=DDP),
+            DEFAULT: plan.row(DEFAULT),
+        },
+    )
+
+
+def _rates(plan: Plan) -> Group:
+    def settings(rate: float) -> tuple[str, ...]:
+        return (f"optimizer.lr.lr={rate}", f"optimizer.lr.floor={rate / 10}", f"train.warm_start_lr={plan.lr}")
+
+    return Group(
+        name="rate",
+        title="The inner rate of the baseline",
+        note=f"All other rows have {plan.lr}. The warm start is the same.",
+        rows={f"{plan.batch}, lr {r}": plan.row(f"{plan.batch}, lr {r}", *settings(r), recipe=DDP) for r in plan.rates},
+        against=dict.fromkeys((f"{plan.batch}, lr {r}" for r in plan.rates), plan.batch),
+    )
+
+
+def _lengths(plan: Plan) -> Group:
+    rounds = ", ".join(str(plan.steps // steps) for steps in plan.lengths)
+    return Group(
+        name="H",
+        title="Steps between two agreements (H)",
+        note=f"The same steps and tokens, in {rounds} rounds.",
+        rows={f"H={steps}": plan.row(f"H={steps}", f"algorithm.inner_steps={steps}") for steps in plan.lengths},
+    )
+
+
+def _counts(plan: Plan) -> Group:
+    return Group(
+        name="k",
+        title="Islands (k)",
+        note="The same steps per island, so tokens grow with k.",
+        rows={f"k={count}": plan.row(f"k={count}", f"cluster.islands={count}") for count in plan.counts},
+        against={f"k={count}": ONE for count in plan.counts},
+    )
+
+
+def _drops(plan: Plan) -> Group:
+    rows = {f"drop {p}": plan.row(f"drop {p}", f"cluster.drop_probability={p}") for p in (0, 0.5)}
+    return Group(
+        name="drop",
+        title="Deltas that get lost",
+        note="Each island's delta is lost with this probability, each round anew, and the island goes on from its own weights. "
+        "Tokens are those whose updates arrived in the end.",
+        rows=rows,
+    )
+
+
+def _pools(plan: Plan) -> Group:
+    pools = {"1 all along": "[1]", "all along": "constant"}
+    pools |= {name.replace("_", " "): name for name in ("doubling", "halving", "ramp_up", "ramp_down")}
+    return Group(
+        name="pool",
+        title="Islands that come and go",
+        note="Tokens follow the number of islands. Doubling and halving train on the same tokens, and so do both ramps.",
+        rows={f"pool: {name}": plan.row(f"pool: {name}", f"cluster.pool={pool}") for name, pool in pools.items()},
+    )
+
+
+def _pruning(plan: Plan) -> Group:
+    return Group(
+        name="pruning",
+        title="Pruned deltas",
+        note="Neuron by neuron, values against the prevailing sign first. Bytes are counted as if nothing were pruned.",
+        rows={f"pruned {p}": plan.row(f"pruned {p}", f"algorithm.pruned={p}") for p in (0, 0.25, 0.5, 0.75)},
+    )
+
+
+def _partitions(plan: Plan, domains: str) -> Group:
+    text = (plan.reading(domains), f"cluster.islands={plan.separate}")
+    shards = {"IID": "IID()", "by domain": "ByDomain()"}
+    rows = {
+        f"domains, {name}": plan.row(f"domains, {name}", *text, f"data.partition={partition}", "algorithm.weighting=examples")
+        for name, partition in shards.items()
+    }
+    one = f"domains, {ONE}"
+    rows[one] = plan.row(one, text[0], "cluster.islands=1", recipe=DDP)
+    return Group(
+        name="partition",
+        title="Shards that are alike and shards that differ",
+        note=f"Another text, of several domains, on {plan.separate} islands after a warm start of its own: dealt out at random, or "
+        f"domain by domain. Deltas weigh as much as their shard has examples.",
+        rows=rows,
+        against=dict.fromkeys(rows, "domains, IID"),
+    )
+
+
+def claims(plan: Plan) -> list[Claim]:
+    """What the paper says, with its figures."""
+    few, many = (f"k={count}" for count in (plan.counts[-2], plan.counts[-1]))
+    shortest, longest = f"H={plan.lengths[0]}", f"H={plan.lengths[-1]}"
+    return [
+        lower("DiLoCo is better than one worker (the paper's first row: 16.23 to 15.02).", DEFAULT, ONE),
+        lower(f"DiLoCo is as good as fully synchronous training: below {plan.batch} (1.8 %).", DEFAULT, plan.batch),
+        costs(f"DiLoCo is as good as fully synchronous training: at most 1 % above {plan.batch}.", DEFAULT, plan.batch, 1.0),
+        costs("Agreeing ten times less often costs little (2.9 % from 50 to 1,000).", longest, shortest, 2.9),
+        lower("More islands end lower, at more tokens.", few, "k=1"),
+        lower("Still more islands end still lower.", many, few),
+        lower("An outer step helps a single island, without any network.", "k=1", ONE),
+        costs("Losing half of the deltas costs little (2.1 %).", "drop 0.5", "drop 0", 2.1),
+        alike("Doubling and halving the islands end alike (bound 1 %).", "pool: doubling", "pool: halving", 1.0),
+        alike("Ramping islands up and down end alike (bound 1 %).", "pool: ramp up", "pool: ramp down", 1.0),
+        costs("Pruning half of each delta costs little (0.39 %).", "pruned 0.5", "pruned 0", 0.39),
+        costs("Pruning three quarters costs little (1.66 %).", "pruned 0.75", "pruned 0", 1.66),
+        costs("Shards that differ cost nothing (-0.4 %; bound 0.5 %).", "domains, by domain", "domains, IID", 0.5),
+    ]
+
+
+def introduction(plan: Plan, default: Outcome) -> str:
+    params = default.mean("params")
+    size = f" of {params:,.0f} parameters" if params is not None else ""
+    rounds = plan.steps // plan.inner_steps
+    return (
+        f"A decoder{size} on {plan.islands} equal islands: {plan.warm_start} steps of warm start by one, then {plan.steps} of "
+        f"DiLoCo in {rounds} rounds of H={plan.inner_steps}. Rows of the headline have three seeds, all others one. This is "
+        f"the default, and a row adds the settings it shows:\n\n```\n{default.row.command}\n```\n\nTokens include the warm "
+        f"start's. Bytes sent are per island, on average."
+    )
+
+
+def plot(plan: Plan, outcomes: Mapping[str, Outcome], path: Path) -> str | None:
+    """Loss against bytes: one worker, every length of a round, and talking at every step."""
+    labels = [label for label in (*(f"H={n}" for n in plan.lengths), plan.batch) if label in outcomes and outcomes[label].loss]
+    if len(labels) < 2:
+        return None
+    save_figure(lambda found: _figure(labels, found), outcomes, path)
+    return "loss against bytes sent"
+
+
+def _figure(labels: Sequence[str], outcomes: Mapping[str, Outcome]) -> Any:
+    figure, (axes,) = new_figure(1)
+    for number, label in enumerate(labels):
+        loss, sent = outcomes[label].loss, outcomes[label].mean("sent_bytes_per_island")
+        if loss is not None and sent:
+            bars = [[loss.mean - loss.low], [loss.high - loss.mean]]
+            axes.errorbar(sent, loss.mean, yerr=bars, fmt="o", color=f"C{number}", capsize=3)
+            axes.annotate(label, (sent, loss.mean), textcoords="offset points", xytext=(6, 4), fontsize=11)
+    alone = outcomes[ONE].loss if ONE in outcomes else None
+    if alone is not None:
+        axes.axhline(alone.mean, color="grey", linestyle="--")
+        axes.annotate(ONE, (0.02, alone.mean), xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points")
+    axes.set(xscale="log", xlabel="bytes sent per island")
+    axes.set_ylabel("validation loss (bars: over seeds)")
+    axes.margins(x=0.2)
+    return figure
+
+
+EVIDENCE = Evidence(
+    name="evidence_diloco",
+    title="DiLoCo on one GPU and real text",
+    about=__doc__ or "",
+    plan=plan,
+    groups=groups,
+    standing=lambda plan: {DEFAULT: plan.row(DEFAULT)},
+    headline=lambda plan: (DEFAULT, ONE, plan.batch),
+    introduction=introduction,
+    claims=claims,
+    plot=plot,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    EVIDENCE.main(arguments)
+
+
+if __name__ == "__main__":
+    script(main)
