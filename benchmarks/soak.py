@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -160,11 +161,11 @@ def figure(cells: Mapping[str, Mapping[str, Any]]) -> Any:
 
 
 def _soak(options: argparse.Namespace) -> Soak:
-    if options.quick:
-        return Soak(islands=2, minutes=0.1, every_s=4.0, seed=options.seed, asleep_s=0.4, inner_steps=2, layers=1, width=8)
-    return Soak(
+    asked = Soak(
         islands=options.islands, minutes=options.minutes, every_s=options.every, seed=options.seed, kinds=tuple(options.kinds)
     )
+    small = {"islands": 2, "minutes": 0.1, "every_s": 4.0, "asleep_s": 0.4, "inner_steps": 2, "layers": 1, "width": 8, "for_s": 1.0}
+    return replace(asked, **small) if options.quick else asked
 
 
 def _parser() -> argparse.ArgumentParser:
