@@ -78,7 +78,7 @@ class Stack:
             return each
 
         if compiled:  # torch counts how often it compiles one text anew; stacks of earlier runs are not used again
-            torch._dynamo.reset_code(losses.__code__)
+            torch._dynamo.eval_frame.reset_code(losses.__code__)  # type: ignore[attr-defined]
         # Not with sizes that may change: vmap cannot be traced so.
         self._losses: Callable[[dict[str, Tensor], Any], Tensor] = torch.compile(losses, dynamic=False) if compiled else losses
         self._pass: Callable[[Any], Tensor] = Replayed(self._once) if replayable(like, compiled) else self._once
