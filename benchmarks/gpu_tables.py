@@ -1,0 +1,220 @@
+"""What was measured on a GPU, in words, tables and bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from atoll.telemetry.drawing import COLOURS, new_figure
+from atoll.telemetry.units import human_bytes, human_count, human_percent
+from gpu_plan import FLOPS_FORMULA, Cell, Plan, Shape
+from record import Record, markdown_table
+
+LEAST_SHARE, LEAST_GAIN = 0.97, 2.0
+"""Of the bare loop's tokens per second that islands reach, and times that a stack is faster than one island after the other."""
+ASKED_ISLANDS = (4, 8)
+MATRIX, BARE = "matrix product", "bare loop"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell's figures."""
+
+    cell: Cell
+    found: Mapping[str, Any]
+
+    @property
+    def rounds_s(self) -> list[float]:
+        """Seconds of each round that counts."""
+        return list(self.found["round_s"])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return median(self.cell.tokens / round_s for round_s in self.rounds_s)
+
+    @property
+    def share(self) -> float:
+        """Of the bare loop's tokens per second, turn by turn."""
+        bare_tokens = self.cell.shape.bare_steps * self.cell.shape.tokens
+        bare_s: list[float] = self.found["bare_s"]
+        turns = zip(self.rounds_s, bare_s, strict=True)
+        return median((self.cell.tokens / round_s) / (bare_tokens / other_s) for round_s, other_s in turns)
+
+    @property
+    def outer_share(self) -> float:
+        """Of a round: what comes after the last inner step."""
+        outer_s: list[float] = self.found["outer_s"]
+        return median(after_s / round_s for after_s, round_s in zip(outer_s, self.rounds_s, strict=True))
+
+
+def bare_key(shape: Shape, turns: int) -> str:
+    return f"{shape.key} bare turns={turns}x{shape.bare_steps}"
+
+
+def matrix_key(size: int) -> str:
+    return f"{MATRIX} {size}"
+
+
+class Found:
+    """What a record holds of a plan."""
+
+    def __init__(self, plan: Plan, record: Record) -> None:
+        self._plan, self._record = plan, record
+        matrix = record.get(matrix_key(plan.matrix))
+        self.peak_flops_per_s: float | None = matrix["flops_per_s"] if matrix else None
+
+    def measured(self, cell: Cell) -> Measured | None:
+        """None if it was skipped, or is still to come."""
+        found = self._record.get(cell.key)
+        return None if found is None or "skipped" in found else Measured(cell, found)
+
+    def skipped(self, cell: Cell) -> str:
+        """Why it was."""
+        found = self._record.get(cell.key)
+        return "not measured yet" if found is None else str(found["skipped"])
+
+    def bare(self, shape: Shape) -> Mapping[str, Any] | None:
+        return self._record.get(bare_key(shape, self._plan.turns))
+
+    def bare_tokens_per_s(self, shape: Shape) -> float | None:
+        found = self.bare(shape)
+        return None if found is None else median(shape.bare_steps * shape.tokens / turn_s for turn_s in found["bare_s"])
+
+    def mfu(self, shape: Shape, tokens_per_s: float | None) -> float | None:
+        """Model FLOP utilisation, against the matrix product."""
+        if tokens_per_s is None or self.peak_flops_per_s is None:
+            return None
+        return tokens_per_s * shape.flops_per_token / self.peak_flops_per_s
+
+
+# ------------------------------------------------------------------------------------------------------------------ verdicts
+
+
+def verdicts(plan: Plan, found: Found) -> list[str]:
+    """What was asked, and whether it holds here."""
+    lines = [line for shape, cells in plan.presets.items() for line in _share_lines(shape, cells, found)]
+    lines += [line for shape, cells in plan.small.items() for line in _gain_lines(shape, cells, found)]
+    return lines + [line for shape, cells in plan.presets.items() for line in _mfu_lines(shape, cells, found)]
+
+
+def _share_lines(shape: Shape, cells: Sequence[Cell], found: Found) -> list[str]:
+    shares = {cell.islands: one.share for cell in cells if cell.islands in ASKED_ISLANDS and (one := found.measured(cell))}
+    if not shares:
+        return []
+    told = " and ".join(f"{share:.3f} with k={islands}" for islands, share in shares.items())
+    holds = min(shares.values()) >= LEAST_SHARE
+    return [f"{_holds(holds)}: {shape.words}: DiLoCo trains {told} of the bare loop's tokens per second (asked: {LEAST_SHARE})."]
+
+
+def _gain_lines(shape: Shape, cells: Sequence[Cell], found: Found) -> list[str]:
+    gains = gains_of(cells, found)
+    if not gains:
+        return []
+    told = ", ".join(f"{gain:.2f} with k={islands}" for islands, gain in gains.items())
+    line = f"{shape.words}: stacked is so many times as fast as one island after the other: {told} (asked: {LEAST_GAIN:g})."
+    return [f"{_holds(min(gains.values()) >= LEAST_GAIN)}: {line}"]
+
+
+def gains_of(cells: Sequence[Cell], found: Found) -> dict[int, float]:
+    """How many times as fast a stack is, by the number of islands: both in turn with the same bare loop."""
+    each = {(cell.islands, cell.way): one.share for cell in cells if (one := found.measured(cell))}
+    return {k: each[k, "stacked"] / each[k, "apart"] for k, way in each if way == "stacked" and (k, "apart") in each}
+
+
+def _mfu_lines(shape: Shape, cells: Sequence[Cell], found: Found) -> list[str]:
+    if shape.name != "m150":
+        return []
+    used = {BARE: found.mfu(shape, found.bare_tokens_per_s(shape))}
+    used |= {f"atoll, k={cell.islands}": found.mfu(shape, one.tokens_per_s) for cell in cells if (one := found.measured(cell))}
+    told = ", ".join(f"{name} {mfu:.1%}" for name, mfu in used.items() if mfu is not None)
+    peak = found.peak_flops_per_s
+    return [f"{shape.words}: model FLOP utilisation of {_tera(peak)}: {told}."] if told and peak else []
+
+
+def _holds(it_does: bool) -> str:
+    return "**holds here**" if it_does else "**does not hold here**"
+
+
+def _tera(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.3g} TFLOP/s"
+
+
+# -------------------------------------------------------------------------------------------------------------------- tables
+
+HEADINGS = ["", "H", "tokens/s", "of the bare loop", "FLOP utilisation", "after the inner steps", "memory", "before"]
+
+
+def sections_of(plan: Plan, found: Found, device: str) -> list[str]:
+    """Of a record."""
+    lines = verdicts(plan, found)
+    outcome = "\n".join(f"- {line}" for line in lines) or "Nothing that is asked about was measured yet."
+    groups = [_group(shape, cells, found) for shape, cells in (*plan.presets.items(), *plan.small.items())]
+    return [f"## Outcome\n\n{outcome}", f"## Figures\n\n{_note(plan, found, device)}", *groups]
+
+
+def _note(plan: Plan, found: Found, device: str) -> str:
+    peak = found.peak_flops_per_s
+    product = f"a product of two {plan.matrix} x {plan.matrix} matrices in bfloat16"
+    return (
+        f"On {device}, in one process. The bare loop and rounds of DiLoCo (H inner steps of every island, and the outer step) take "
+        f"turns; medians of {plan.turns} after one that warms up, ratios turn by turn. Both have fused AdamW and clipping and, on "
+        f"a GPU, one and the same compiled loss with forward passes in bfloat16. FLOP utilisation is against {product}: "
+        f"{_tera(peak) if peak else 'not measured yet'}. FLOPs: {FLOPS_FORMULA}. After the inner steps: the share of a round that "
+        f"the exchange, the outer step and the simulator's checks take. Memory: the most that was allocated while it trained; "
+        f"before: until the end of the first round, compiling included."
+    )
+
+
+def _group(shape: Shape, cells: Sequence[Cell], found: Found) -> str:
+    rows, bare = [], found.bare(shape)
+    if bare:
+        rate = found.bare_tokens_per_s(shape)
+        rows.append([BARE, "-", _count(rate), "1", _percent(found.mfu(shape, rate)), "-", *_memory(bare)])
+    for cell in cells:
+        one = found.measured(cell)
+        if one is None:
+            rows.append([cell.label, str(cell.inner_steps), found.skipped(cell), *["-"] * (len(HEADINGS) - 3)])
+            continue
+        rate = one.tokens_per_s
+        figures = [_count(rate), f"{one.share:.3f}", _percent(found.mfu(shape, rate)), _percent(one.outer_share)]
+        rows.append([cell.label, str(cell.inner_steps), *figures, *_memory(one.found)])
+    size = f"{human_count(shape.params)} parameters, {shape.flops_per_token / 1e6:.4g} MFLOPs a token"
+    return f"### {shape.words}\n\n{size}.\n\n{markdown_table(HEADINGS, rows)}"
+
+
+def _count(rate: float | None) -> str:
+    return "-" if rate is None else human_count(rate)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else human_percent(share)
+
+
+def _memory(found: Mapping[str, Any]) -> list[str]:
+    return ["-" if found[kind] is None else human_bytes(found[kind]) for kind in ("peak_bytes", "begin_bytes")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- bars
+
+
+def figure(plan: Plan, found: Found) -> Any:
+    """Tokens per second: a panel for each model and batch, a bar for each number of islands and way, a line for the bare loop."""
+    shapes = {**plan.presets, **plan.small}
+    drawn, panels = new_figure(len(shapes))
+    drawn.set_size_inches(max(5.0, 2.9 * len(shapes)), 4)
+    for panel, (shape, cells) in zip(panels, shapes.items(), strict=True):
+        measured = [one for cell in cells if (one := found.measured(cell))]
+        colours = [COLOURS[0] if one.cell.way == "apart" else COLOURS[1] for one in measured]
+        panel.bar(range(len(measured)), [one.tokens_per_s / 1e3 for one in measured], color=colours)
+        labels = [f"{one.cell.islands}\n{one.cell.way}" for one in measured]
+        panel.set_xticks(range(len(measured)), labels, fontsize=8)
+        rate = found.bare_tokens_per_s(shape)
+        if rate is not None:
+            panel.axhline(rate / 1e3, color="#555555", linewidth=1.2, linestyle="--", label=BARE)
+            panel.legend(frameon=False, fontsize=8, loc="lower right")
+        panel.set_title(shape.words, fontsize=10)
+        panel.set_xlabel("islands")
+    panels[0].set_ylabel("thousand tokens per second")
+    return drawn
