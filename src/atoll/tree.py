@@ -35,6 +35,7 @@ from atoll.errors import TreeGivenAway
 
 Scalar = float | int
 _CHUNK = 1 << 16
+_DEVICE_CHUNK = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +364,7 @@ class Tree(Mapping[str, Tensor]):
         self._operand(other)
         # The doubles of one chunk stay in a CPU's cache; elsewhere a chunk costs some launches, and its doubles room.
         on_cpu = self.flat.device.type == "cpu"
-        size = _CHUNK if on_cpu else max(_CHUNK, self.numel // 32)
+        size = _CHUNK if on_cpu else _DEVICE_CHUNK
         pairs = zip(torch.split(self.flat, size), torch.split(other.flat, size), strict=True)
         dots = (torch.dot(one.double(), two.double()) for one, two in pairs)
         if not on_cpu:  # which is waited for once
@@ -375,6 +376,8 @@ class Tree(Mapping[str, Tensor]):
 
     def norm(self) -> float:
         """The Euclidean norm, summed in double precision."""
+        if self.flat.device.type != "cpu":  # one kernel, and no doubles
+            return float(torch.linalg.vector_norm(self.flat, dtype=torch.float64))
         return math.sqrt(self.dot(self))
 
     def rough_norm(self) -> float:
