@@ -32,17 +32,19 @@ class Plan(OnGpu):
     Attributes:
         lengths: of rounds, in inner steps.
         counts: of islands.
-        rates: of the inner rule, for the baseline.
+        rates: of the inner rule, for the baselines.
+        outer: the outer rule of all rows that name no other.
         separate: islands of the text of several domains, of which it has at least as many.
     """
 
     lengths: tuple[int, ...] = (50, 100, 500)
     counts: tuple[int, ...] = (1, 4, 8)
     rates: tuple[float, ...] = (0.0005, 0.001, 0.002)
+    outer: str = "Nesterov(lr=0.7,momentum=0.9)"
     separate: int = 6
 
     def row(self, name: str, *settings: str, recipe: str = DILOCO) -> Row:
-        algorithm = f"DiLoCo(inner_steps={self.inner_steps},outer=Nesterov(lr=0.7,momentum=0.9))" if recipe == DILOCO else "DDP()"
+        algorithm = f"DiLoCo(inner_steps={self.inner_steps},outer={self.outer})" if recipe == DILOCO else "DDP()"
         return Row(recipe=recipe, base=self.settings(algorithm, step_time_s="[0.1]"), settings=settings, name=name)
 
     @property
@@ -71,7 +73,7 @@ def plan(quick: bool) -> Plan:
 
 def groups(plan: Plan) -> list[Group]:
     """All tables."""
-    made = [_headline(plan), _rates(plan), _lengths(plan), _counts(plan), _drops(plan), _pools(plan), _pruning(plan)]
+    made = [_headline(plan), _rates(plan), _outer(plan), _lengths(plan), _counts(plan), _drops(plan), _pools(plan), _pruning(plan)]
     return [*made, _partitions(plan, plan.domains)] if plan.domains else made
 
 
@@ -90,15 +92,36 @@ def _headline(plan: Plan) -> Group:
 
 
 def _rates(plan: Plan) -> Group:
-    def settings(rate: float) -> tuple[str, ...]:
-        return (f"optimizer.lr.lr={rate}", f"optimizer.lr.floor={rate / 10}", f"train.warm_start_lr={plan.lr}")
-
+    rows: dict[str, Row] = {}
+    against: dict[str, str] = {}
+    for rate in plan.rates:
+        # The warm start is the same for all: its rate is that of the other rows.
+        own = (f"optimizer.lr.lr={rate}", f"optimizer.lr.floor={rate / 10}", f"train.warm_start_lr={plan.lr}")
+        for name, settings in ((ONE, (*own, "cluster.islands=1")), (plan.batch, own)):
+            rows[f"{name}, lr {rate}"] = plan.row(f"{name}, lr {rate}", *settings, recipe=DDP)
+            against[f"{name}, lr {rate}"] = name
     return Group(
         name="rate",
-        title="The inner rate of the baseline",
-        note=f"All other rows have {plan.lr}. The warm start is the same.",
-        rows={f"{plan.batch}, lr {r}": plan.row(f"{plan.batch}, lr {r}", *settings(r), recipe=DDP) for r in plan.rates},
-        against=dict.fromkeys((f"{plan.batch}, lr {r}" for r in plan.rates), plan.batch),
+        title="The inner rate of the baselines",
+        note=f"All other rows have {plan.lr}.",
+        rows=rows,
+        against=against,
+    )
+
+
+def _outer(plan: Plan) -> Group:
+    rules = {
+        "SGD 1.0": "SGD(lr=1.0)",
+        "Nesterov 0.7, 0.5": "Nesterov(lr=0.7,momentum=0.5)",
+        "Nesterov 0.9, 0.7": "Nesterov(lr=0.9,momentum=0.7)",
+        "Nesterov 0.7, 0.9": "Nesterov(lr=0.7,momentum=0.9)",
+    }
+    return Group(
+        name="outer",
+        title="The outer rule",
+        note="Learning rate, then momentum. The paper takes Nesterov with 0.7 and 0.9 for its 128 rounds. A momentum of 0.9 looks back "
+        "on ten of them.",
+        rows={name: plan.row(name, f"algorithm.outer={rule}") for name, rule in rules.items()},
     )
 
 
