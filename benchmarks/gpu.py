@@ -80,10 +80,10 @@ class Measuring:
     def _shape(self, shape: Shape, missing: Sequence[Cell]) -> None:
         """Everything about one model and batch, with one compiled loss."""
         self._watch.begin(f"{shape.words}: compiling")
-        tidy(self._device)
-        subject = Subject(shape, self._device)
-        bare = self._begun(shape, subject)
-        if bare is None:
+        try:
+            subject, bare = self._begun(shape)
+        except Exception as error:  # the other shapes may do better
+            self._watch.say(self._failure(f"{shape.words}, bare loop", error))
             return
         for cell in missing:
             if self._is_late():
@@ -92,28 +92,27 @@ class Measuring:
             self._watch.begin(f"{shape.words}, {cell.label}")
             self._watch.end(f"{shape.words}, {cell.label}: {self._cell(cell, subject, bare)}")
 
-    def _begun(self, shape: Shape, subject: Subject) -> Bare | None:
-        """The bare loop, warm, and measured by itself; none if it cannot run."""
+    def _begun(self, shape: Shape) -> tuple[Subject, Bare]:
+        """What is trained, and the bare loop, warm, and measured by itself."""
         key = bare_key(shape, self._plan.turns)
-        try:
-            bare = Bare(subject)
-            bare.warm_up()
-            if self._record.get(key) is None:
-                found = self._record.add(key, bare.measured(self._plan.turns))
-                rate = shape.bare_steps * shape.tokens / min(found["bare_s"])
-                self._watch.end(f"{shape.words}, bare loop: {human_count(rate)} tokens/s at best")
-            return bare
-        except Exception as error:  # the other shapes may do better
-            self._watch.say(self._failure(f"{shape.words}, bare loop", error))
-            return None
+        tidy(self._device)
+        subject = Subject(shape, self._device)
+        bare = Bare(subject)
+        bare.warm_up()
+        if self._record.get(key) is None:
+            found = self._record.add(key, bare.measured(self._plan.turns))
+            rate = shape.bare_steps * shape.tokens / min(found["bare_s"])
+            self._watch.end(f"{shape.words}, bare loop: {human_count(rate)} tokens/s at best")
+        return subject, bare
 
     def _cell(self, cell: Cell, subject: Subject, bare: Bare) -> str:
         """Measures it, unless it is too large. What came of it, in words."""
-        tidy(self._device)
-        free = self._room(self._device)
-        if free is not None and cell.estimated_bytes > free:
-            return self._skipped(cell, f"would take about {human_bytes(cell.estimated_bytes)}, and {human_bytes(free)} are free")
         try:
+            tidy(self._device)
+            free = self._room(self._device)
+            if free is not None and cell.estimated_bytes > free:
+                needs = f"would take about {human_bytes(cell.estimated_bytes)}, and {human_bytes(free)} are free"
+                return self._skipped(cell, needs)
             found = Measured(cell, self._record.add(cell.key, islands_measured(cell, subject, bare)))
         except torch.OutOfMemoryError:
             return self._skipped(cell, "did not fit into memory")
