@@ -112,12 +112,14 @@ class Shore:
 
         try:
             island = Island(self.invitation, self.harbour.address, HOST, name, self.folder if home else None, say, self.chaos)
+            sound = False
             try:
                 island.carry_out()
-            except Died:
-                island.close(wait=False)
-                return
-            island.close(wait=True)
+                sound = True
+            finally:  # a thread that is left asks the roll while the interpreter ends, which aborts it
+                island.close(wait=sound)
+        except Died:
+            return
         except Exception as error:
             self.errors.append(error)
             self.note(f"{name} ended: {error}")
