@@ -119,8 +119,8 @@ def _outer(plan: Plan) -> Group:
     return Group(
         name="outer",
         title="The outer rule",
-        note="Learning rate, then momentum. The paper takes Nesterov with 0.7 and 0.9 for its 128 rounds. A momentum of 0.9 looks back "
-        "on ten of them.",
+        note="Learning rate, then momentum. The paper takes Nesterov with 0.7 and 0.9 for its 128 rounds. A momentum of 0.9 looks "
+        "back on ten of them.",
         rows={name: plan.row(name, f"algorithm.outer={rule}") for name, rule in rules.items()},
     )
 
