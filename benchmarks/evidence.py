@@ -95,6 +95,7 @@ class Evidence(Generic[P]):
         claims: what the paper says.
         plot: draws what is worth it of these rows into a file, and says what it shows; None if there is nothing to draw.
         share: heads the column of shares of virtual time.
+        verdicts: further lines about claims that are not of losses.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Evidence(Generic[P]):
     claims: Callable[[P], list[Claim]]
     plot: Callable[[P, Mapping[str, Outcome], Path], str | None]
     share: str = ""
+    verdicts: Callable[[Mapping[str, Outcome]], list[str]] = lambda outcomes: []
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Runs what is asked for on the command line."""
@@ -141,7 +143,8 @@ class Evidence(Generic[P]):
         if missing:
             sections.append(f"**{missing} rows have not been run yet.**")
         sections += [table(group, outcomes, self.share).replace("### ", "## ", 1) for group in shown]
-        sections.append(claims_section(self.claims(plan), outcomes).replace("### ", "## ", 1))
+        said = [claims_section(self.claims(plan), outcomes).replace("### ", "## ", 1), *self.verdicts(outcomes)]
+        sections.append("\n- ".join(said))
         drawn = self.plot(plan, outcomes, record.plot)
         readme = record.write(self.title, sections if drawn is None else [*sections, f"![{drawn}]({record.plot.name})"])
         fill(docs, self.name, sections, record)

@@ -1,0 +1,243 @@
+"""Asynchronous Local-SGD's claims on one GPU and real text: nobody waits for the slowest.
+
+    python benchmarks/evidence_async.py --text prepared/wiki                          about 20 minutes of one H200
+    python benchmarks/evidence_async.py --text prepared/wiki --only level             one table
+    python benchmarks/evidence_async.py --text prepared/small --quick                 in miniature on the CPU
+
+See `evidence.py` for the text and for going on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_demo import curves_figure
+from async_rows import pair
+from atoll.telemetry.drawing import save_figure
+from cells import Outcome, Row
+from claims import Claim, lower
+from evidence import Evidence, OnGpu
+from groups import DEFAULT, Group
+from record import script
+from wording import time_ratio
+
+DILOCO, ASYNC = "demo-diloco", "demo-async"
+SYNC, NAIVE, DELAYED = "sync", "naive", "DN+DyLU"
+SAME_TOKENS = 0.015
+"""A hub stops with the arrival that reaches the local updates, up to a round of all workers too late."""
+CLOSE, SHARE = 0.02, 1 / 3
+"""How close to synchronous training Delayed Nesterov with Dynamic Local Updates is to end, and in what share of its time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(OnGpu):
+    """The workload, and the values that rows run through.
+
+    Attributes:
+        levels: how much the workers differ; the last is that of all other rows.
+        nesterov: DiLoCo's outer rule, and the naive one at every arrival.
+        delayed: Delayed Nesterov.
+        window_s: how long the hub waits for others, with Dynamic Local Updates.
+    """
+
+    steps: int = 2000
+    warm_start: int = 1000
+    inner_steps: int = 50
+    islands: int = 4
+    evaluate_every: int = 250
+    levels: tuple[str, ...] = ("none", "slight", "moderate", "very")
+    nesterov: str = "Nesterov(lr=0.7,momentum=0.9)"
+    delayed: str = "DelayedNesterov(lr=0.7,momentum=0.9,period=4)"
+    window_s: float = 3.0
+
+    def row(self, recipe: str, name: str, algorithm: str, *settings: str) -> Row:
+        return Row(recipe=recipe, base=self.settings(algorithm, self.levels[-1]), settings=settings, name=name)
+
+    def sync(self, name: str, *settings: str, outer: str | None = None) -> Row:
+        """DiLoCo."""
+        return self.row(DILOCO, name, f"DiLoCo(inner_steps={self.inner_steps},outer={outer or self.nesterov})", *settings)
+
+    def own(self, name: str, *settings: str) -> Row:
+        """Delayed Nesterov with Dynamic Local Updates."""
+        options = f"inner_steps={self.inner_steps},outer={self.delayed},pace=given,grace_s={self.window_s}"
+        return self.row(ASYNC, name, f"AsyncLocalSGD({options})", *settings)
+
+    def arriving(self, name: str, outer: str, *settings: str, weight: str = "1/k") -> Row:
+        """An outer rule at every arrival: no pace, and nobody waits."""
+        return self.row(ASYNC, name, f"AsyncLocalSGD(inner_steps={self.inner_steps},outer={outer},weight={weight})", *settings)
+
+    def naive(self, name: str, *settings: str) -> Row:
+        return self.arriving(name, self.nesterov, *settings)
+
+
+def plan(quick: bool) -> Plan:
+    if not quick:
+        return Plan()
+    return Plan(
+        steps=6,
+        warm_start=2,
+        inner_steps=2,
+        levels=("none", "very"),
+        evaluate_every=2,
+        model="layers=1,width=16,heads=2,head_size=8",
+        large="layers=1,width=24,heads=3,head_size=8",
+        data="seq_len=16,eval_batches=2",
+        batch_size=2,
+        warmup=2,
+    )
+
+
+def standing(plan: Plan) -> dict[str, Row]:
+    """What the others are compared with."""
+    return {DEFAULT: plan.own(DEFAULT), SYNC: plan.sync(SYNC), NAIVE: plan.naive(NAIVE)}
+
+
+def groups(plan: Plan) -> list[Group]:
+    """All tables."""
+    return [_headline(plan), _fixes(plan), _levels(plan), _sizes(plan), _pairs(plan)]
+
+
+def _group(name: str, title: str, note: str, rows: dict[str, Row], against: dict[str, str]) -> Group:
+    return Group(name=name, title=title, note=note, rows=rows, against=against, timed=against, same_tokens=SAME_TOKENS)
+
+
+def _headline(plan: Plan) -> Group:
+    rows = standing(plan)
+    note = f"Synchronous training (DiLoCo), its outer step at every arrival (naive), and the paper's own, {DELAYED}: the default."
+    return _group("headline", "The headline", note, rows, dict.fromkeys(rows, SYNC))
+
+
+def _fixes(plan: Plan) -> Group:
+    rows = {
+        "Polynomial": plan.naive("Polynomial", "algorithm.correction=Polynomial(power=0.5)"),
+        "Polynomial, 10": plan.naive("Polynomial, 10", "algorithm.correction=Polynomial(power=0.5,threshold=10)"),
+        "compensation": plan.naive("compensation", "algorithm.correction=DelayCompensation(strength=0.5)"),
+        "buffer": plan.arriving("buffer", f"Buffered(rule={plan.nesterov},size={plan.islands})", weight="1.0"),
+        "DN": plan.own("DN", "algorithm.pace=even", "algorithm.grace_s=0"),
+        "DyLU": plan.naive("DyLU", "algorithm.pace=given", f"algorithm.grace_s={plan.window_s}"),
+    }
+    note = (
+        "What the paper compares, each on top of naive: a discount by staleness, also with updates left out beyond a staleness of "
+        "10, delay compensation, a buffer of as many arrivals as workers, and its own two parts: Delayed Nesterov with no "
+        "pace (DN), and Dynamic Local Updates with the naive outer step (DyLU)."
+    )
+    return _group("fixes", "Remedies", note, rows, dict.fromkeys(rows, SYNC))
+
+
+def _levels(plan: Plan) -> Group:
+    rows: dict[str, Row] = {}
+    against: dict[str, str] = {}
+    for level in plan.levels[:-1]:
+        setting = f"cluster.step_time_s={level}"
+        makes = ((SYNC, plan.sync), (NAIVE, plan.naive), (DELAYED, plan.own))
+        rows |= {f"{level}, {name}": make(f"{level}, {name}", setting) for name, make in makes}
+        against |= dict.fromkeys((f"{level}, {name}" for name, _ in makes), f"{level}, {SYNC}")
+    note = f"Step times of all levels have the same total speed; the headline is the last level, {plan.levels[-1]}."
+    return _group("level", "How much the workers differ", note, rows, against)
+
+
+def _sizes(plan: Plan) -> Group:
+    setting = f"model=GPT({plan.large})"
+    makes = ((SYNC, plan.sync), (NAIVE, plan.naive), (DELAYED, plan.own))
+    rows = {f"large, {name}": make(f"large, {name}", setting) for name, make in makes}
+    note = "A larger model, of the 60M preset's shape. Step times do not follow the size."
+    return _group("size", "Model size", note, rows, dict.fromkeys(rows, f"large, {SYNC}"))
+
+
+def _pairs(plan: Plan) -> Group:
+    inner = {"AdamW": (), "SGD": (f"optimizer=SGD(lr=Cosine(lr=1.0,warmup={plan.warmup},floor=0.1))",)}
+    outer = {
+        "SGD": ("SGD(lr=1.0)", "SGD(lr=1.0)", "1/k"),
+        "Nesterov": (plan.nesterov, plan.nesterov, "1/k"),
+        "Adam": ("Adam(lr=0.3,betas=[0.9,0.95],eps=0.1)", "Adam(lr=0.1,betas=[0.9,0.95],eps=0.1)", "1.0"),
+    }
+    rows: dict[str, Row] = {}
+    against: dict[str, str] = {}
+    for inside, settings in inner.items():
+        for outside, (together, apart, weight) in outer.items():
+            sync, arriving = pair(inside, outside)
+            rows[sync] = plan.sync(sync, *settings, outer=together)
+            rows[arriving] = plan.arriving(arriving, apart, *settings, weight=weight)
+            against |= {sync: pair(inside, "Nesterov")[0], arriving: sync}
+    note = (
+        "Inner rule + outer rule; synchronous, and at every arrival with a weight of 1/k (Adam, which divides by the size of what "
+        "it is given, has a smaller rate instead). The inner rule also trains the warm start."
+    )
+    return _group("pairs", "Pairs of inner and outer rule", note, rows, against)
+
+
+def claims(plan: Plan) -> list[Claim]:
+    """What the paper says, and what is asked of its own method."""
+    within = f"{DELAYED} ends within {CLOSE} of synchronous training."
+    found = [
+        Claim(text=within, terms=((1.0, DEFAULT), (-1.0, SYNC)), below=CLOSE),
+        lower("The naive asynchronous step ends above synchronous training.", SYNC, NAIVE),
+        lower(f"{DELAYED} ends below naive.", DEFAULT, NAIVE),
+        lower("Delayed Nesterov alone mends a part of it.", "DN", NAIVE),
+        lower("Dynamic Local Updates alone mend a part of it.", "DyLU", NAIVE),
+        lower(f"{DELAYED} is better than a discount by staleness.", DEFAULT, "Polynomial"),
+        lower(f"{DELAYED} is better than delay compensation.", DEFAULT, "compensation"),
+        lower(f"{DELAYED} is better than a buffer.", DEFAULT, "buffer"),
+    ]
+    found += [
+        Claim(text=f"{level}: {within}", terms=((1.0, f"{level}, {DELAYED}"), (-1.0, f"{level}, {SYNC}")), below=CLOSE)
+        for level in plan.levels[:-1]
+    ]
+    return [*found, lower(f"The larger model: {DELAYED} ends below naive.", f"large, {DELAYED}", f"large, {NAIVE}")]
+
+
+def introduction(plan: Plan, default: Outcome) -> str:
+    params = default.mean("params")
+    size = f" of {params:,.0f} parameters" if params is not None else ""
+    return (
+        f"A decoder{size} on {plan.islands} workers of very different speeds: {plan.warm_start} steps of warm start by one, then "
+        f"{plan.steps} per worker, {plan.steps * plan.islands} local updates in all, in rounds of {plan.inner_steps} of "
+        f"the fastest. Rows of the headline have three seeds, all others one. This is {DELAYED}, a row adds the settings it shows, or "
+        f"has an algorithm of its own:\n\n```\n{default.row.command}\n```\n\nThe last column is the virtual time as a share of "
+        f"synchronous training's on the same workers."
+    )
+
+
+def timed(outcomes: Mapping[str, Outcome]) -> str:
+    """Whether the paper's own takes as little time as asked."""
+    share = time_ratio(outcomes[DEFAULT], outcomes[SYNC])
+    if share is None:
+        return ""
+    verdict = "holds here" if share <= SHARE else "does not hold here"
+    return f"**{verdict}**: {DELAYED} takes at most a third of synchronous training's virtual time. It takes {share:.3f} of it."
+
+
+def plot(plan: Plan, outcomes: Mapping[str, Outcome], path: Path) -> str | None:
+    """Loss against virtual time, of the headline."""
+    named = {SYNC: SYNC, NAIVE: NAIVE, DEFAULT: DELAYED}
+    drawn = {name: outcomes[label] for label, name in named.items() if label in outcomes and outcomes[label].curves}
+    if len(drawn) < 2:
+        return None
+    save_figure(curves_figure, drawn, path)
+    return "loss against virtual time"
+
+
+EVIDENCE = Evidence(
+    name="evidence_async",
+    title="Asynchronous Local-SGD on one GPU and real text",
+    about=__doc__ or "",
+    plan=plan,
+    groups=groups,
+    standing=standing,
+    headline=lambda plan: (DEFAULT, SYNC, NAIVE),
+    introduction=introduction,
+    claims=claims,
+    plot=plot,
+    share="of sync's",
+    verdicts=lambda outcomes: [timed(outcomes)] if SYNC in outcomes else [],
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    EVIDENCE.main(arguments)
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,0 +1,70 @@
+"""The papers' claims on a GPU, in miniature on the CPU: cells, seeds, time that runs out, and going on."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from atoll.data.prepare import prepare
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    prepare("stdlib", "bytes", folder / "prepared", limit_bytes=150_000)
+    return folder / "prepared"
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield {name: importlib.import_module(f"evidence_{name}") for name in ("acco", "async", "diloco")}
+
+
+def cells(record):
+    return [json.loads(line) for line in (record / "cells.jsonl").read_text().splitlines()]
+
+
+def test_rows_of_the_headline_have_all_seeds_and_others_the_first(scripts, text, tmp_path, capsys):
+    common = ["--text", str(text), "--quick", "--quiet", "--seeds", "0", "1", "--record", str(tmp_path / "record")]
+    scripts["diloco"].main([*common, "--only", "headline", "--only", "drop"])
+    found = cells(tmp_path / "record")
+    seeds = sorted((cell["recipe"], tuple(cell["settings"][7:]), cell["seed"]) for cell in found)
+    alone, lost = ("cluster.islands=1",), ("cluster.drop_probability=0.5",)
+    assert seeds == [
+        *(("demo-ddp", (), seed) for seed in (0, 1)),
+        *(("demo-ddp", alone, seed) for seed in (0, 1)),
+        *(("demo-diloco", (), seed) for seed in (0, 1)),
+        ("demo-diloco", lost, 0),
+    ]
+    said = capsys.readouterr().out
+    assert "[default] - [one worker] = " in said
+    assert "one seed, no verdict**: Losing half of the deltas" in said
+    assert "rows have not been run yet" not in said
+    assert (tmp_path / "record" / "plot.png").exists() is False  # one length of a round is no curve
+    scripts["diloco"].main([*common, "--only", "headline"])
+    assert len(cells(tmp_path / "record")) == len(found), "what is there is not made again"
+
+
+def test_when_time_is_up_no_cell_begins_and_the_next_call_goes_on(scripts, text, tmp_path, capsys):
+    common = ["--text", str(text), "--quick", "--quiet", "--seeds", "0", "--record", str(tmp_path / "record"), "--only", "methods"]
+    scripts["acco"].main([*common, "--minutes", "0"])
+    assert not (tmp_path / "record" / "cells.jsonl").exists()
+    assert "give the same command again" in capsys.readouterr().out
+    scripts["acco"].main(common)
+    assert len(cells(tmp_path / "record")) == 6
+    assert "ACCO ends within 0.02 of DDP" in capsys.readouterr().out
+
+
+def test_settings_of_the_gpu_are_understood(scripts, text):
+    for script in scripts.values():
+        plan = script.plan(False)
+        for group in script.groups(plan):
+            for row in group.rows.values():
+                run = row.run(0)
+                assert run.train.together == "stacked"
+                assert run.train.compile
