@@ -194,7 +194,7 @@ def introduction(plan: Plan, default: Outcome) -> str:
     return (
         f"A decoder{size} on {plan.islands} workers of very different speeds: {plan.warm_start} steps of warm start by one, then "
         f"{plan.steps} per worker, {plan.steps * plan.islands} local updates in all, in rounds of {plan.inner_steps} of "
-        f"the fastest. Rows of the headline have three seeds, all others one. This is {DELAYED}, a row adds the settings it shows, or "
+        f"the fastest. Rows of the headline have three seeds, all others one. This is {DELAYED}; a row adds settings, or "
         f"has an algorithm of its own:\n\n```\n{default.row.command}\n```\n\nThe last column is the virtual time as a share of "
         f"synchronous training's on the same workers."
     )
