@@ -45,14 +45,14 @@ class OnGpu(Workload):
 
     text: str = ""
     domains: str | None = None
-    steps: int = 6000
-    warm_start: int = 1500
-    inner_steps: int = 500
+    steps: int = 2000
+    warm_start: int = 1000
+    inner_steps: int = 100
     islands: int = 8
     model: str = "layers=6,width=256,heads=4,head_size=64,tied=false"
     large: str = "layers=3,width=896,heads=16,head_size=64"
-    data: str = "seq_len=256,eval_batches=128"
-    batch_size: int = 4
+    data: str = "seq_len=256,eval_batches=64"
+    batch_size: int = 16
     warmup: int = 100
     lr: float = 0.001
     device: str = "cuda"

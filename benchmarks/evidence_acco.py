@@ -38,7 +38,7 @@ class Plan(OnGpu):
         step_s: a batch's computing.
     """
 
-    steps: int = 2500
+    steps: int = 1500
     warm_start: int = 0
     islands: int = 8
     evaluate_every: int = 250

@@ -42,7 +42,7 @@ class Plan(OnGpu):
         window_s: how long the hub waits for others, with Dynamic Local Updates.
     """
 
-    steps: int = 2000
+    steps: int = 1500
     warm_start: int = 1000
     inner_steps: int = 50
     islands: int = 4
