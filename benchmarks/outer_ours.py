@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
@@ -81,6 +81,7 @@ class TimedRule:
 
     rule: Nesterov = Nesterov(lr=0.7, momentum=0.9)
     clock: Clock = field(default_factory=Clock)
+    exact: ClassVar[bool] = True
 
     def init(self, params: Tree) -> Any:
         return self.rule.init(params)

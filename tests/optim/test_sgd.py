@@ -6,6 +6,7 @@ from atoll.chunks import CHUNK
 from atoll.errors import ConfigError, TreeGivenAway
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.optim.taking import TakingExactly
 from atoll.tree import Tree, forget_spare_buffers
 
 torch.set_num_threads(1)
@@ -83,6 +84,7 @@ def test_the_twin_in_place_has_the_same_bits(rule, numel, given):
         params, state = rule.update(params, gradient, state)
         taken, taken_state = rule.update_taking(taken.give() if given else taken, gradient, taken_state)
     assert taken.same_bits(params)
+    assert isinstance(rule, TakingExactly)
     assert taken_state.step == state.step
     if hasattr(state, "velocity"):
         assert taken_state.velocity.same_bits(state.velocity)

@@ -12,7 +12,7 @@ momentum. Each rule has the bits of torch's plain form; `add(other, alpha)` is t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class SGD:
 
     lr: float | Schedule
     weight_decay: float = 0.0
+    exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_lr(self.lr)
@@ -79,6 +80,7 @@ class Momentum:
     lr: float | Schedule
     momentum: float = 0.9
     weight_decay: float = 0.0
+    exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_lr(self.lr)
@@ -113,6 +115,7 @@ class Nesterov:
     lr: float | Schedule = 0.7
     momentum: float = 0.9
     weight_decay: float = 0.0
+    exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_lr(self.lr)

@@ -12,7 +12,7 @@ further memory. A step costs no more than a copy of each buffer that it touches,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,9 +30,16 @@ class Taking(Protocol):
         """`update`, computed in the buffers of `state`, and of `params` if it was given."""
 
 
+@runtime_checkable
+class TakingExactly(Taking, Protocol):
+    """One whose twin has the bits of `update`. Adam's has not: it is torch's fused kernel, which rounds otherwise."""
+
+    exact: ClassVar[bool]
+
+
 def advance(rule: Rule, params: Tree, gradient: Tree, state: Any, *, taking: bool) -> tuple[Tree, Any]:
-    """A step of a rule: in the buffers of `params` and `state`, if that is allowed and the rule can."""
-    if taking and isinstance(rule, Taking):
+    """A step of a rule, with the bits of `update`: in the buffers of `params` and `state`, if that is allowed and the rule can."""
+    if taking and isinstance(rule, TakingExactly):
         return rule.update_taking(params.give(), gradient, state)
     return rule.update(params, gradient, state)
 
