@@ -1,3 +1,6 @@
+"""A step in the buffers of what it steps from."""
+
+import pytest
 import torch
 
 from atoll.optim.adam import Adam, AdamW
@@ -5,7 +8,17 @@ from atoll.optim.sgd import Nesterov
 from atoll.optim.taking import Taking, TakingExactly, advance
 from atoll.tree import Tree
 
-torch.set_num_threads(1)
+
+@pytest.mark.parametrize("taking", [False, True])
+def test_a_step_has_the_same_bits_whether_it_may_take_the_buffers_or_not(taking):
+    rule, gradient = Nesterov(lr=0.7, momentum=0.9), Tree.of({"w": torch.linspace(-1, 1, 7)})
+    params, state = Tree.of({"w": torch.linspace(0, 3, 7)}), rule.init(gradient)
+    expected, _ = rule.update(params.copy(), gradient, state)
+    memory = params.flat.data_ptr()
+    stepped, _ = advance(rule, params, gradient, state, taking=taking)
+    assert stepped.same_bits(expected)
+    assert (stepped.flat.data_ptr() == memory) == taking
+    assert params.given == taking
 
 
 def test_a_step_that_may_take_has_the_bits_of_one_that_may_not():
@@ -20,11 +33,7 @@ def test_a_step_that_may_take_has_the_bits_of_one_that_may_not():
         assert taken.same_bits(params), rule
 
 
-def test_only_a_rule_whose_twin_has_the_same_bits_is_stepped_in_place():
+def test_adams_twin_rounds_otherwise_and_says_so():
     for rule in (Adam(lr=0.1), AdamW()):
         assert isinstance(rule, Taking)
         assert not isinstance(rule, TakingExactly)
-    params = Tree.of({"w": torch.ones(3)})
-    memory, gradient = params.flat.data_ptr(), params.copy()
-    result, _ = advance(Nesterov(), params, gradient, Nesterov().init(params), taking=True)
-    assert result.flat.data_ptr() == memory
