@@ -30,7 +30,7 @@ from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
 from atoll.runs.execute import Execution, Result, check_workload, digest_of, is_finished, refuse_impossible
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.plain import from_json, to_json
-from atoll.runs.ray_parts import BEGIN, FolderKeeper, Made, lost_after
+from atoll.runs.ray_parts import BEGIN, FolderKeeper, Made, lost_after, outlast_hub
 from atoll.runs.ray_place import Ray, gpu_share, on_workers, plan_of, read_ray, write_ray
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
@@ -131,6 +131,7 @@ class _Drive:
         self._books = Execution(given, folder, workload, sinks, self._cache)
 
     def carry_out(self) -> Result:
+        outlast_hub(self._folder.path, limit_s=self._place.limit_s, say=self._say)  # before anything is read of what it writes
         checkpoint = Checkpoints(self._folder.checkpoints, keep=self._run.keep.checkpoints).newest()
         lost = self._lost(checkpoint)
         self._books.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)

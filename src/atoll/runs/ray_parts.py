@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from atoll.engines.masters import initial
 from atoll.engines.ray import door
 from atoll.engines.ray.keeping import Kept, Log, Lost
 from atoll.engines.ray.wire import dtype_name, tree_over
+from atoll.errors import ExchangeFailed
 from atoll.events import Arrived
 from atoll.protocols import Workload
 from atoll.runs.build import loss_of, replica_of
@@ -29,8 +30,12 @@ from atoll.tensorfile import load_tree
 from atoll.tree import Tree
 
 HUB_LOG = "hub.log"
+HUB_LOCK = "hub.lock"
+"""Held by the hub that writes the run's log and checkpoints, as long as its process lives."""
 BEGIN = "begin.safetensors"
 """The weights that a hub begins with: also one that takes the place of another before anything was saved."""
+
+_APART_S = 0.2  # between two looks at the lock
 
 
 class Made:
@@ -82,7 +87,7 @@ class FolderKeeper:
         return Checkpoints(RunFolder(self.folder).checkpoints, keep=self.checkpoints)
 
     def hold(self) -> None:
-        lock = os.open(self.folder / "hub.lock", os.O_WRONLY | os.O_CREAT, 0o644)  # open until the process ends
+        lock = os.open(self.folder / HUB_LOCK, os.O_WRONLY | os.O_CREAT, 0o644)  # open until the process ends
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # the hub of a command that was killed ends a second or two after it
@@ -116,6 +121,35 @@ class FolderKeeper:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def outlast_hub(folder: Path, *, limit_s: float, say: Callable[[str], object]) -> None:
+    """Wait until no hub of an earlier command is left: until then it may write the log, and a newer checkpoint.
+
+    Args:
+        folder: of the run.
+        limit_s: how long to wait.
+        say: takes a line, if there is one.
+
+    Raises:
+        ExchangeFailed: it is still there after the limit.
+    """
+    began_s, said = time.monotonic(), False
+    with open(folder / HUB_LOCK, "a", encoding="utf-8") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() - began_s >= limit_s:
+                    raise ExchangeFailed(
+                        f"the hub of an earlier command still keeps {folder}, after {limit_s:g} s (--limit). Its process is in "
+                        f"logs/{HUB_LOG}: end it, and resume."
+                    ) from error
+            if not said:
+                say("the hub of an earlier command is still there, and is waited for")
+                said = True
+            time.sleep(_APART_S)
 
 
 def lost_after(log: Path, after: int) -> Lost:

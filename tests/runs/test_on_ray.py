@@ -1,0 +1,71 @@
+"""Driving a run on Ray, as far as that goes without Ray."""
+
+import fcntl
+import os
+
+import pytest
+
+from atoll import recipes
+from atoll.errors import CheckpointError, ExchangeFailed
+from atoll.events import Arrived
+from atoll.runs.folder import RunFolder
+from atoll.runs.on_ray import drive
+from atoll.runs.overrides import override
+from atoll.runs.plain import to_json
+from atoll.runs.ray_parts import outlast_hub
+from atoll.runs.ray_place import Ray, on_workers
+from atoll.runs.run import candidates
+from atoll.telemetry.jsonl import JsonlSink
+
+AT_ONCE = Ray(limit_s=1e-9)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of a run whose hub has taken a round, and saved nothing."""
+    run = override(recipes.toy_async(), ["data.examples=512", "data.eval_examples=128"], candidates)
+    folder = RunFolder.create(tmp_path / "run", to_json(on_workers(run, 2)), ["a test"])
+    with JsonlSink(folder.events) as log:
+        log.emit(
+            Arrived(
+                island=0,
+                round=0,
+                window=0,
+                shard=0,
+                steps=4,
+                pushed_s=1.0,
+                virtual_time_s=None,
+                wall_time_s=1.0,
+                version=1,
+                staleness=0,
+                applied=True,
+                norm=1.0,
+                sent_bytes=4,
+            )
+        )
+    return folder
+
+
+def test_a_run_is_not_gone_on_with_while_a_hub_of_it_still_writes(folder):
+    hub = os.open(folder.path / "hub.lock", os.O_WRONLY | os.O_CREAT)
+    fcntl.flock(hub, fcntl.LOCK_EX)
+    before = folder.events.read_bytes()
+    with pytest.raises(ExchangeFailed, match=r"still keeps .*run, after 1e-09 s \(--limit\).*end it, and resume"):
+        drive(folder, AT_ONCE)
+    assert folder.events.read_bytes() == before
+    os.close(hub)
+    with pytest.raises(CheckpointError, match="has no checkpoint, but its log has 1 rounds"):
+        drive(folder, AT_ONCE)
+
+
+def test_whoever_waits_for_a_hub_says_so_once_and_holds_nothing_afterwards(folder):
+    hub, said = os.open(folder.path / "hub.lock", os.O_WRONLY | os.O_CREAT), []
+    fcntl.flock(hub, fcntl.LOCK_EX)
+
+    def say(line):
+        said.append(line)
+        os.close(hub)
+
+    outlast_hub(folder.path, limit_s=20.0, say=say)
+    outlast_hub(folder.path, limit_s=20.0, say=said.append)
+    assert said == ["the hub of an earlier command is still there, and is waited for"]
