@@ -297,6 +297,16 @@ def test_a_fellow_that_is_dead_another_or_behind_is_not_waited_for(islands, said
         pier.close()
 
 
+@pytest.mark.parametrize("patience_s", [20.0, 0.0])
+def test_of_a_fellow_that_is_alive_and_ahead_the_state_is_needed_though_the_lighthouse_does_not_know_it(islands, patience_s):
+    shore, ahead = islands("a"), Generation(4, 1)
+    with closing(Pier(HOST, lambda: {"name": "b", "generation": ahead.number})) as pier:
+        shore.meetings["a"].fellows, shore.meetings["a"]._patience_s = {"b": pier.address}, patience_s
+        left = shore.hold({"a": names_of})["a"]
+    assert isinstance(left, LeftBehind)
+    assert left.ahead == ahead
+
+
 def test_without_a_lighthouse_it_is_said_how_long_it_was_waited_for():
     nowhere = f"{HOST}:{free_port(HOST)}"
     member = Membership("a", HOST, nowhere, pier=f"{HOST}:1", home=True, limit_s=0.1, say=lambda text: None)

@@ -35,6 +35,7 @@ from atoll.runs.elastic import island as islands
 from atoll.runs.elastic import sources
 from atoll.runs.elastic.island import Island
 from atoll.runs.elastic.log import TakenLog
+from atoll.runs.elastic.minutes import Minute
 from atoll.runs.elastic.place import Elastic, Invitation
 from atoll.runs.elastic.start import create_elastic, refuse_inelastic
 from atoll.runs.elastic.supervise import island_name
@@ -423,6 +424,30 @@ def test_whoever_begins_anew_uses_no_epoch_that_may_have_been_used(tmp_path):
     island._engine.begin_anew()
     assert island._engine.generation == Generation(3, 1007)
     island.close(wait=False)
+
+
+@pytest.mark.parametrize(("theirs", "told"), [(1, [1, 2, 3]), (4, [4])])
+def test_a_log_that_one_who_was_behind_has_taken_is_taken_back_and_one_that_tells_more_is_not(tmp_path, theirs, told):
+    shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1))
+    island = one_island(shore)
+    desk, engine, log = island._desk, island._engine, RunFolder(shore.folder).events
+    for number in (1, 2, 3):
+        engine.generation = Generation(number, number)
+        island._minutes.add(Minute(engine.generation, False, [attended(number)]), "island-0000")
+        if number < 3:
+            desk._writing(engine)
+    other = TakenLog(log, 0)
+    other.emit(attended(theirs))
+    desk._writing(engine)
+    desk.close()
+    assert [event.round for event in shore.events(Attended)] == told
+    other.close()
+    island.close(wait=False)
+
+
+def attended(number):
+    who = {"known": 1, "alive": 1, "participating": 1, "attempts": 1, "digest": "0"}
+    return Attended(round=number, epoch=number, virtual_time_s=None, wall_time_s=1.0, **who)
 
 
 @pytest.mark.parametrize("read", [True, False])

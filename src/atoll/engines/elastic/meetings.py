@@ -231,12 +231,16 @@ class Meetings:
 
     def _look_for_fellows(self, generation: Generation, here: Sequence[str], began_s: float) -> None:
         """A lighthouse that was just started knows nobody, and may find one island a company of its own while another is alive and
-        about to come: then both would go on alone. So whoever is missed is asked itself."""
+        about to come: then both would go on alone. So whoever is missed is asked itself. Of one that is ahead this island needs the
+        state."""
         for name, address in self.fellows.items():
-            if name in here or time.monotonic() - began_s > self._patience_s:
+            said = ask(address, _ASK_S) if name not in here else None
+            if said is None or said["name"] != name:
                 continue
-            said = ask(address, _ASK_S)
-            if said is not None and said["name"] == name and said["generation"] == generation.number:
+            if said["generation"] > generation.number:
+                theirs = Generation.of(said["generation"])
+                raise LeftBehind(theirs, f"{name} holds {theirs}, and this island {generation}")
+            if said["generation"] == generation.number and time.monotonic() - began_s < self._patience_s:
                 raise Absent(f"{name} is alive and has not come to this meeting yet. It is waited for.")
 
     def _call(self, found: Found) -> float:

@@ -17,7 +17,7 @@ from atoll.errors import CheckpointError
 from atoll.events import Saved, SaveFailed, WarmStartFinished
 from atoll.protocols import Workload
 from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
-from atoll.runs.elastic.log import NOTHING, TakenLog, agreed_part
+from atoll.runs.elastic.log import NOTHING, TakenLog, agreed_part, last_commit
 from atoll.runs.elastic.minutes import Minutes
 from atoll.runs.execute import Execution, is_finished
 from atoll.runs.folder import RunFolder
@@ -119,6 +119,8 @@ class Desk:
 
     def _writing(self, engine: ElasticEngine) -> TakenLog:
         """The log, with everything in it that happened up to now."""
+        if self._log is not None and not self._log.is_ours and last_commit(self._folder.events) < engine.generation:
+            self._stop_writing()  # whoever took it was behind; of one that is ahead this island, frozen meanwhile, takes nothing
         if self._log is None:
             self._log = self._taken_over(engine)
         for minute in self._minutes:

@@ -11,7 +11,7 @@ from atoll.engines.elastic.generation import Generation
 from atoll.errors import CheckpointError
 from atoll.events import Attended, Evaluated, Event, IslandJoined, RunStarted, Saved, SaveFailed, WarmStartFinished
 from atoll.files import replacing
-from atoll.telemetry.jsonl import JsonlSink
+from atoll.telemetry.jsonl import JsonlSink, read_events
 
 NOTHING, _BEGUN = Generation(-1, 0), Generation(0, 1 << 31)
 """What a log tells of that is empty, and what one without a commit does: the beginning, whatever its epoch."""
@@ -85,3 +85,9 @@ def agreed_part(path: Path, epochs: Mapping[int, int]) -> tuple[int, Generation]
         elif name in _AT_FIRST and last <= _BEGUN:
             at, last = end, _BEGUN
     return at, last
+
+
+def last_commit(path: Path) -> Generation:
+    """What a log tells of last, whether it counts or not."""
+    attended = read_events(path, [Attended]) if path.exists() else ()
+    return max((Generation(one.round, one.epoch) for one in attended if isinstance(one, Attended)), default=NOTHING)
