@@ -1,5 +1,6 @@
 """The roll: real stores on this machine."""
 
+import math
 import time
 
 import pytest
@@ -92,14 +93,16 @@ def test_who_has_not_signed_for_a_while_is_not_alive(board, monkeypatch):
 def test_when_the_roll_comes_back_empty_everybody_signs_again():
     store, port = open_store(HOST)
     roll = Roll(f"{HOST}:{port}", "a", lambda: {"doing": "training"})
-    assert roll.reached
+    before_s = roll.reached_s
+    roll.look()
+    assert roll.reached_s == before_s
     del store
     roll.look()
-    assert not roll.reached
+    assert roll.reached_s == math.inf
     store, _ = open_store(HOST, port)
     roll.look()
     roll.look()
-    assert roll.reached
+    assert before_s < roll.reached_s <= time.monotonic(), "not for as long as it was before"
     assert Board(f"{HOST}:{port}", store).names() == ["a"]
     roll.close()
 

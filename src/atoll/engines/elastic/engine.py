@@ -169,6 +169,11 @@ class ElasticEngine:
         """These are here too, at these piers, and are waited for if they are alive."""
         self._meetings.fellows = {name: pier for name, pier in fellows.items() if name != self.name}
 
+    @property
+    def fellows(self) -> Mapping[str, str]:
+        """Who took part in the last commit, and where each can be asked."""
+        return self._meetings.fellows
+
     def begin_anew(self) -> None:
         """Nobody is at work: what a checkpoint says is leased comes back.
 

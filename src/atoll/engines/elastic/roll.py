@@ -7,12 +7,13 @@ how many islands are alive. No commit depends on it: if it is gone, training goe
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -133,8 +134,8 @@ class Roll:
         self._entries: dict[str, dict[str, Any]] = {}
         self._forgotten: dict[str, int] = {}
         """Who was silent for too long, and how often it had come by then."""
-        self.reached = False
-        """Whether the roll could be reached when it was last asked."""
+        self.reached_s = math.inf
+        """Since when the roll could be reached whenever it was asked; infinity if it could not the last time."""
         self.look()
         self._thread = threading.Thread(target=self._go_on, name="roll", daemon=True)
         self._thread.start()
@@ -146,13 +147,15 @@ class Roll:
     def look(self) -> None:
         """Sign, and read."""
         self._beats += 1
-        self.reached = False
-        with suppress(ExchangeFailed):
+        try:
             self._board.sign(self._name, {**self._entry(), "beat": self._beats})
             came = Counter(self._board.names())
             self._entries = self._board.entries([name for name in came if self._forgotten.get(name) != came[name]])
             self._notice(came)
-            self.reached = True
+        except ExchangeFailed:
+            self.reached_s = math.inf
+        else:
+            self.reached_s = min(self.reached_s, time.monotonic())
 
     def _notice(self, came: Mapping[str, int]) -> None:
         """Who has signed since the last look, and who has not for long."""

@@ -273,12 +273,12 @@ class Island:
 
     def _heal(self, engine: ElasticEngine, ahead: Generation) -> None:
         """The others hold what this island does not. They do not wait while it is brought up to date; unless what it was given was
-        old before it had it. Then it stays, and no commit can overtake it once more."""
+        old before it had it. Then it stays, and no commit can overtake it once more, unless it cannot be fetched at all."""
         if not engine.was_given:
             self._membership.leave()
         self._doing = "healing"
         with reminding(self._say, "waiting for the state that the others hold"):
-            self._sources.catch_up(engine, ahead)
+            self._sources.catch_up(engine, ahead, failed=self._membership.leave)
         self._publish(engine)
         self._doing = "training"
         self._membership.join()

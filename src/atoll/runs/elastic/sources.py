@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.generation import Generation
-from atoll.engines.elastic.pier import ask, fetch
+from atoll.engines.elastic.membership import Member
+from atoll.engines.elastic.pier import fetch
 from atoll.engines.elastic.reminding import reminding
-from atoll.engines.elastic.roll import Roll
+from atoll.engines.elastic.roll import SILENT_S, Roll
+from atoll.engines.elastic.votes import call
 from atoll.errors import CheckpointError, ExchangeFailed
 from atoll.events import RoundFinished
 from atoll.runs.checkpoint import Checkpoint
@@ -21,6 +23,8 @@ from atoll.runs.pack import Packed, unpack
 from atoll.telemetry.jsonl import read_events
 
 _LOOK_S, _ASK_S = 0.2, 1.0
+_ALONE_S = SILENT_S
+"""So long nobody has signed, before an island takes itself for the last one."""
 _ANY = Generation(-1, 0)
 _FETCH_LIMIT_S = 60.0
 """Without a byte."""
@@ -56,50 +60,72 @@ class Sources:
 
     def first(self, engine: ElasticEngine) -> str:
         """What a process that was just started begins with, in words."""
-        return self._fetched(engine, at_least=_ANY) or self._restored(engine) or self._fresh(engine)
+        if self._desk is None or self._desk.checkpoints.newest() is None:
+            return self._fetched(engine, at_least=_ANY) or self._fresh(engine)
+        with reminding(self._say, "looking whether another island has the run's state, before a checkpoint is restored"):
+            return self._found(engine, at_least=_ANY) or self._fresh(engine)
 
-    def catch_up(self, engine: ElasticEngine, ahead: Generation) -> None:
-        """The others hold what this island does not."""
-        while True:
-            self._roll.look()
-            healed = self._fetched(engine, at_least=max(ahead, engine.generation)) or self._newer_checkpoint(engine)
-            if healed:
-                self._say(f"{self._name} goes on with {healed}")
-                return
-            if self._roll.reached and not self._somebody_has_it():
-                self._say(f"{self._name} is alone, and goes on with what it has: round {engine.generation.round}")
-                engine.begin_anew()
-                return
-            time.sleep(_LOOK_S)
+    def catch_up(self, engine: ElasticEngine, ahead: Generation, failed: Callable[[], object] = bool) -> None:
+        """The others hold what this island does not.
+
+        Args:
+            engine: of this island.
+            ahead: what they hold.
+            failed: called when somebody has it and it could not be fetched; perhaps more than once.
+        """
+        healed = self._found(engine, max(ahead, engine.generation), failed)
+        if healed:
+            self._say(f"{self._name} goes on with {healed}")
+        else:
+            self._say(f"{self._name} is alone, and goes on with what it has: round {engine.generation.round}")
+            engine.begin_anew()
 
     def confirm(self, engine: ElasticEngine) -> None:
         """Those who gave this island its state are gone. Where they went on, they left a checkpoint; else this is the newest."""
-        newer = Generation(engine.generation.round, engine.generation.epoch + 1)
-        self._roll.look()
-        found = self._fetched(engine, at_least=newer) or self._newer_checkpoint(engine)
+        found = self._found(engine, Generation(engine.generation.round, engine.generation.epoch + 1))
         self._say(f"{self._name} finds nobody who gave it its state, and goes on with {found or 'it'}")
         if not found:
             engine.begin_anew()
 
+    def _found(self, engine: ElasticEngine, at_least: Generation, failed: Callable[[], object] = bool) -> str:
+        """A state that another island has, or else a checkpoint; nothing if there is nothing newer than what this island holds.
+
+        A roll that was just started is empty, and whoever reads it first is not the last one alive: the others have not signed
+        yet. So it waits until nobody has signed for long that it has the state, on a roll that could be read all the while.
+        """
+        since_s = time.monotonic()
+        while True:
+            self._roll.look()
+            if found := self._fetched(engine, at_least, failed):
+                return found
+            if self._somebody_has_it(engine, at_least):
+                since_s = time.monotonic()
+            elif time.monotonic() - max(since_s, self._roll.reached_s) >= _ALONE_S:
+                return self._newer_checkpoint(engine)
+            time.sleep(_LOOK_S)
+
     # ---------------------------------------------------------------------------------------------------------- other islands
 
-    def _others(self) -> list[tuple[Generation, bool, str, str]]:
+    def _others(self, engine: ElasticEngine) -> list[tuple[Generation, bool, str, str]]:
         """Who else has a state, as they say themselves, the newest first: which, whether a newer one may follow at any moment, name
         and pier."""
-        piers = {name: entry["pier"] for name, entry in self._roll.alive().items() if name != self._name}
-        said = {name: ask(pier, _ASK_S) for name, pier in piers.items()}
-        states = [
-            (Generation.of(s["generation"]), s["exchanging"], n, piers[n]) for n, s in said.items() if s and s["generation"] >= 0
-        ]
+        signed = {name: entry["pier"] for name, entry in self._roll.alive().items()}
+        piers = {name: pier for name, pier in {**engine.fellows, **signed}.items() if name != self._name}
+        said = call([Member(name, pier, False, 0.0) for name, pier in piers.items()], _ASK_S)
+        states = [(Generation.of(s["generation"]), s["exchanging"], n, piers[n]) for n, s in said.items() if s["generation"] >= 0]
         return sorted(states, reverse=True)
 
-    def _somebody_has_it(self) -> bool:
-        """Whether anybody else has signed that it has a state: whoever does not answer at once may be far away."""
-        return any(entry["generation"] >= 0 for name, entry in self._roll.alive().items() if name != self._name)
+    def _somebody_has_it(self, engine: ElasticEngine, at_least: Generation) -> bool:
+        """Whether anybody else says that it has such a state, or may have it at any moment; or has signed so, since whoever does
+        not answer at once may be far away."""
+        signed = [entry for name, entry in self._roll.alive().items() if name != self._name and entry["generation"] >= 0]
+        states = [(Generation.of(entry["generation"]), bool(entry["exchanging"])) for entry in signed]
+        states += [(generation, exchanging) for generation, exchanging, _, _ in self._others(engine)]
+        return any(generation >= at_least or exchanging for generation, exchanging in states)
 
-    def _fetched(self, engine: ElasticEngine, at_least: Generation) -> str:
+    def _fetched(self, engine: ElasticEngine, at_least: Generation, failed: Callable[[], object] = bool) -> str:
         """The newest state that another island has committed; nothing if there is none, or if a newer one is about to follow."""
-        others = self._others()
+        others = self._others(engine)
         if others and others[0][1] and others[0][0] <= at_least:
             return ""
         for generation, _, name, pier in others:
@@ -125,6 +151,7 @@ class Sources:
             if self._desk is not None:
                 self._desk.brought_up_to_date(engine)
             return f"round {engine.generation.round}, fetched from {name} ({cargo.nbytes} bytes)"
+        failed()
         return ""
 
     # ------------------------------------------------------------------------------------------------------------ checkpoints
@@ -141,7 +168,7 @@ class Sources:
     def _newer_checkpoint(self, engine: ElasticEngine) -> str:
         """Of a run that others went on with and have all died since."""
         checkpoint = self._desk.checkpoints.newest() if self._desk is not None else None
-        held = max([engine.generation, *(generation for generation, *_ in self._others())])
+        held = max([engine.generation, *(generation for generation, *_ in self._others(engine))])
         if checkpoint is None or Generation(*checkpoint.metadata["engine"]["generation"]) <= held:
             return ""
         return self._restored(engine)
