@@ -34,6 +34,7 @@ class Plan(OnGpu):
         counts: of islands.
         rates: of the inner rule, for the baselines.
         outer: the outer rule of all rows that name no other.
+        small: sizes of a smaller decoder.
         separate: islands of the text of several domains, of which it has at least as many.
     """
 
@@ -41,6 +42,7 @@ class Plan(OnGpu):
     counts: tuple[int, ...] = (1, 4, 8)
     rates: tuple[float, ...] = (0.0005, 0.001, 0.002)
     outer: str = "Nesterov(lr=0.7,momentum=0.9)"
+    small: str = "layers=4,width=128,heads=2,head_size=64"
     separate: int = 6
 
     def row(self, name: str, *settings: str, recipe: str = DILOCO) -> Row:
@@ -65,6 +67,7 @@ def plan(quick: bool) -> Plan:
         counts=(1, 4),
         rates=(0.001, 0.002),
         model="layers=1,width=16,heads=2,head_size=8",
+        small="layers=1,width=8,heads=1,head_size=8",
         data="seq_len=16,eval_batches=2",
         batch_size=2,
         warmup=2,
@@ -73,7 +76,17 @@ def plan(quick: bool) -> Plan:
 
 def groups(plan: Plan) -> list[Group]:
     """All tables."""
-    made = [_headline(plan), _rates(plan), _outer(plan), _lengths(plan), _counts(plan), _drops(plan), _pools(plan), _pruning(plan)]
+    made = [
+        _headline(plan),
+        _sizes(plan),
+        _rates(plan),
+        _outer(plan),
+        _lengths(plan),
+        _counts(plan),
+        _drops(plan),
+        _pools(plan),
+        _pruning(plan),
+    ]
     return [*made, _partitions(plan, plan.domains)] if plan.domains else made
 
 
@@ -99,6 +112,23 @@ def _longest(plan: Plan) -> str:
 
 def _length(plan: Plan, steps: int) -> Row:
     return plan.row(f"H={steps}", f"algorithm.inner_steps={steps}")
+
+
+def _sizes(plan: Plan) -> Group:
+    model = f"model=GPT({plan.small})"
+    rows = {
+        f"small, {ONE}": plan.row(f"small, {ONE}", model, "cluster.islands=1", recipe=DDP),
+        f"small, {plan.batch}": plan.row(f"small, {plan.batch}", model, recipe=DDP),
+        "small, DiLoCo": plan.row("small, DiLoCo", model),
+    }
+    return Group(
+        name="small",
+        title="A smaller decoder, with more tokens to a parameter",
+        note="A larger batch gains most early in training, so that short runs flatter it: the smaller the decoder, the further on "
+        "is a run of the same tokens.",
+        rows=rows,
+        against=dict.fromkeys(rows, f"small, {plan.batch}"),
+    )
 
 
 def _rates(plan: Plan) -> Group:
@@ -214,6 +244,7 @@ def claims(plan: Plan) -> list[Claim]:
         lower(f"DiLoCo that agrees every {plan.lengths[-1]} steps is, too.", longest, ONE),
         lower(f"DiLoCo is as good as fully synchronous training: below {plan.batch} (1.8 %).", DEFAULT, plan.batch),
         costs(f"DiLoCo is as good as fully synchronous training: at most 1 % above {plan.batch}.", DEFAULT, plan.batch, 1.0),
+        costs(f"The smaller decoder: at most 1 % above {plan.batch}.", "small, DiLoCo", f"small, {plan.batch}", 1.0),
         costs("Agreeing ten times less often costs little (2.9 % from 50 to 1,000).", longest, shortest, 2.9),
         lower("More islands end lower, at more tokens.", few, "k=1"),
         lower("Still more islands end still lower.", many, few),
@@ -273,7 +304,7 @@ EVIDENCE = Evidence(
     plan=plan,
     groups=groups,
     standing=lambda plan: {DEFAULT: plan.row(DEFAULT)},
-    headline=lambda plan: (DEFAULT, ONE, plan.batch, _longest(plan)),
+    headline=lambda plan: (DEFAULT, ONE, plan.batch, _longest(plan), *_sizes(plan).rows),
     introduction=introduction,
     claims=claims,
     plot=plot,
