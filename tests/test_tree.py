@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from atoll.errors import TreeGivenAway
-from atoll.tree import Layout, Tree, empty, shard_range, trainable
+from atoll.tree import Layout, Tree, empty, products, shard_range, trainable
 
 torch.set_num_threads(1)
 
@@ -559,3 +559,11 @@ def test_a_tree_that_comes_from_another_process_is_laid_out_as_here():
     code += "sys.stdout.buffer.write(pickle.dumps(t))"
     other = pickle.loads(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
     assert other.equal(Tree.of({"w": torch.ones(2, 3)}))
+
+
+def test_products_are_those_of_each_with_each():
+    trees = [Tree.of({"w": torch.randn(300, generator=torch.Generator().manual_seed(seed))}) for seed in range(3)]
+    found = products(trees)
+    for i, one in enumerate(trees):
+        for j, two in enumerate(trees):
+            assert found[i][j] == one.dot(two)

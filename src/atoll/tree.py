@@ -427,6 +427,20 @@ class Tree(Mapping[str, Tensor]):
         return Tree(Layout(tuple(pieces)), torch.cat([shard.flat for shard in shards]))
 
 
+def products(trees: Sequence[Tree]) -> list[list[float]]:
+    """The inner products of each with each, summed in double precision. On a GPU they are asked for once."""
+    if not trees or trees[0].flat.device.type == "cpu":
+        rows = [[one.dot(two) if i <= j else 0.0 for j, two in enumerate(trees)] for i, one in enumerate(trees)]
+        return [[rows[min(i, j)][max(i, j)] for j in range(len(trees))] for i in range(len(trees))]
+    size = max(1, _DEVICE_CHUNK // len(trees))
+    total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=trees[0].flat.device)
+    for parts in zip(*(torch.split(tree.flat, size) for tree in trees), strict=True):
+        stacked = torch.stack(parts).double()
+        total.addmm_(stacked, stacked.T)
+    found: list[list[float]] = total.tolist()
+    return found
+
+
 def _tree(layout: Layout, flat: Tensor, *, spare: bool = False, window: bool = False) -> Tree:
     """A Tree without the checks, where they cannot fail."""
     tree = object.__new__(Tree)

@@ -19,7 +19,7 @@ from atoll.engines.sim.network import CONTROL_BYTES, Cost, Link, Topology
 from atoll.errors import ExchangeFailed
 from atoll.events import Compared, Exchanged, UpdateSkipped
 from atoll.protocols import Mean, Scattered, Sink
-from atoll.tree import Tree
+from atoll.tree import Tree, products
 
 
 class RoundVoid(Exception):
@@ -212,10 +212,11 @@ class Room:
         return {a.rank: Scattered(whole.shard(a.rank, len(arrivals)), total, finite) for a in arrivals}
 
     def _compare(self, contributions: Sequence[Tree], mean: Tree) -> None:
-        norms = [tree.norm() for tree in contributions]
+        found = products(contributions)
+        norms = [math.sqrt(row[i]) for i, row in enumerate(found)]
         cosines = [
-            one.dot(two) / (norms[i] * norms[j])
-            for (i, one), (j, two) in itertools.combinations(enumerate(contributions), 2)
+            found[i][j] / (norms[i] * norms[j])
+            for i, j in itertools.combinations(range(len(norms)), 2)
             if 0 < norms[i] < math.inf and 0 < norms[j] < math.inf
         ]
         self.report.emit(
