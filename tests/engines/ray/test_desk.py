@@ -1,5 +1,6 @@
 """The hub's desk, driven by hand: every round counts once, whoever dies."""
 
+import copy
 import math
 from collections import Counter
 
@@ -10,6 +11,7 @@ import torch
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.engines.dist.diary import Stretch
 from atoll.engines.ray.desk import Desk
+from atoll.engines.ray.saving import parts_of, restored
 from atoll.engines.ray.wire import Brought
 from atoll.errors import TrainingDiverged
 from atoll.events import (
@@ -65,13 +67,11 @@ def delta(value=0.1):
 
 def saved(a_desk, sink, *, now_s, **settings):
     """Another desk that goes on from what this one saves now; what was logged goes with it."""
-    import copy
-
-    parts, events = copy.deepcopy(a_desk.parts(now_s)), list(sink.events)
+    parts, events = copy.deepcopy(parts_of(a_desk, now_s)), list(sink.events)
     again = Remembered()
     again.events = events
     other = desk(again, **settings)
-    assert other.restore(lambda part, like: parts[part]) == now_s
+    assert restored(other, lambda part, like: parts[part]) == now_s
     return other, again
 
 

@@ -209,6 +209,7 @@ def test_weights_that_are_lost_before_they_are_judged_are_told_to_the_hub():
     hub = FakeHub([news(to_judge=[lost]), over()])
     engine(hub)[0].run()
     assert hub.of("lost") == [[lost.weights]]
+    assert hub.of("leave_unjudged") == [[1, 1]], "of this hub, under this number"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,15 @@ def test_two_updates_at_a_time_are_counted_as_waiting_and_only_one_as_applied():
     assert report.wall_time_s == 5.0
 
 
+def test_time_in_which_nothing_can_be_applied_is_busy_too_and_no_update():
+    seconds = iter([0.0, 1.0, 3.0, 4.0])
+    load = Load(now=lambda: next(seconds))
+    with load.occupied():
+        pass
+    report = load.report(4.0)
+    assert (report.busy, report.pushes, report.apply_s) == ((3.0 - 1.0) / 4.0, 0, 0.0)
+
+
 def test_a_report_begins_a_new_account():
     seconds = iter([0.0, 1.0, 2.0])
     load = Load(now=lambda: next(seconds))

@@ -34,6 +34,7 @@ def reach(answers, limit_s=5.0):
     errors = SimpleNamespace(RayActorError=Gone, ObjectLostError=Gone, OutOfMemoryError=Gone, GetTimeoutError=Silent)
     hub = SimpleNamespace(news=SimpleNamespace(remote=lambda *arguments: next(answers)))
     hub.lost = SimpleNamespace(remote=told.append)
+    hub.present = SimpleNamespace(remote=lambda: next(answers))
     ray, never = SimpleNamespace(get=get, exceptions=errors), lambda seconds: None
     one = Reach(ray, hub, limit_s=limit_s, say=said.append, sleep=never)
     one.waits, one.told = waits, told
@@ -75,10 +76,23 @@ def test_whoever_may_wait_at_the_hub_waits_less_than_the_limit():
     assert (one.patience_s(0.5), one.patience_s(5.0)) == (0.5, 2.0)
 
 
-@pytest.mark.parametrize("error", [Gone("with its owner"), Silent("not in time")])
-def test_weights_that_are_lost_are_asked_for_again(error):
+def test_weights_that_are_lost_are_asked_for_again():
     one, said, _ = reach([])
     assert one.fetch(("bits",)) == "bits"
+    error = Gone("with its owner")
     assert one.fetch((error,)) is None
     assert one.told == [(error,)]
     assert "weights are lost" in said[0]
+
+
+def test_weights_that_take_longer_than_the_limit_are_not_lost_as_long_as_the_hub_is_there():
+    one, said, _ = reach([None] * 3, limit_s=1e-9)
+    assert one.fetch(([Silent("on its way")] * 3 + ["bits"],)) == "bits"
+    assert one.told == []
+    assert ["weights have been on their way" in line for line in said] == [True] * 3
+
+
+def test_weights_are_not_waited_for_when_the_hub_is_silent_too():
+    one, _, _ = reach([Silent("stopped")], limit_s=1e-9)
+    with pytest.raises(ExchangeFailed, match=r"the hub has not answered .* \(limit 1e-09 s, --limit\)"):
+        one.fetch(([Silent("on its way")] * 9,))

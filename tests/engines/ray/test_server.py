@@ -10,7 +10,6 @@ import torch
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.engines.dist.diary import Stretch
 from atoll.engines.ray.keeping import Kept, Lost
-from atoll.engines.ray.load import Load
 from atoll.engines.ray.orders import HubOrder
 from atoll.engines.ray.server import HubServer
 from atoll.engines.ray.wire import Brought, bits_of, tree_over
@@ -27,9 +26,12 @@ class Store:
     """An object store."""
 
     def __init__(self):
-        self.objects = []
+        self.objects, self.putting, self.may_put = [], threading.Event(), threading.Event()
+        self.may_put.set()
 
     def put(self, bits):
+        self.putting.set()
+        assert self.may_put.wait(PATIENCE_S)
         self.objects.append(bits.copy())
         return len(self.objects) - 1
 
@@ -42,7 +44,7 @@ class Shelf:
 
     def __init__(self, full=False):
         self.events, self.checkpoints, self.said, self.full, self.fails = [], [], [], full, None
-        self.may_write = threading.Event()
+        self.writing, self.may_write = threading.Event(), threading.Event()
         self.may_write.set()
 
     def hold(self):
@@ -58,6 +60,7 @@ class Shelf:
         return Kept(self.name(round), metadata, lambda part, like: copy.deepcopy(parts[part]))
 
     def save(self, round, parts, metadata):
+        self.writing.set()
         assert self.may_write.wait(PATIENCE_S)
         if self.full:
             raise CheckpointError("the disk is full")
@@ -216,6 +219,7 @@ def test_a_hub_that_dies_goes_on_from_its_checkpoint_and_says_what_was_lost():
     restarted = shelf.of(HubRestarted)[0]
     assert (restarted.checkpoint, restarted.round, restarted.lost_rounds, restarted.lost_local_updates) == ("00000002", 2, 3, 12)
     assert restarted.wall_time_s >= shelf.of(Arrived)[-1].wall_time_s
+    assert [event.name for event in shelf.of(Saved)] == ["00000000", "00000002"], "the log was cut before it said the last"
     told = two.pull(0, 0, lost, PATIENCE_S)
     assert told.fresh, "its moments have seen what is lost"
     assert two.pull(1, 1, None, PATIENCE_S).ticket[0] == 1, "and the other is in the round that it was in"
@@ -324,18 +328,19 @@ def test_what_was_lost_before_the_session_is_told_though_the_log_was_cut_since()
     assert (shelf.of(HubRestarted)[0].lost_rounds, shelf.of(HubRestarted)[0].lost_local_updates) == (8, 32)
 
 
-def test_the_hubs_load_is_measured_from_when_the_run_begins(monkeypatch):
-    begins = []
-    monkeypatch.setattr("atoll.engines.ray.server.Load", lambda: begins.append(time.monotonic()) or Load())
-    server = hub(Store(), Shelf())
+def test_the_hubs_load_is_measured_from_when_the_run_begins():
+    store, shelf = Store(), Shelf()
+    server = hub(store, shelf, updates=8)
     server.hello(0, 0, "data", "a test")
     before = time.monotonic()
     server.hello(1, 1, "data", "a test")
-    assert begins[-1] > before
+    together(*(lambda n=n: work(server, store, n, n) for n in (0, 1)))
+    finished(server)
+    assert sum(event.seconds for event in shelf.of(HubLoad)) < time.monotonic() - before
 
 
 def test_who_waits_for_others_begins_without_them_after_a_while(monkeypatch):
-    monkeypatch.setattr("atoll.engines.ray.server._GATHER_S", -1.0)
+    monkeypatch.setattr("atoll.engines.ray.gathering._GATHER_S", -1.0)
     server = hub(Store(), Shelf())
     server.hello(1, 0, "data", "a test")
     assert server.news(-1, 0, 0, 0.0).seats == {1: (0, False)}
@@ -382,16 +387,50 @@ def test_weights_that_were_lost_are_published_again_and_judged_if_they_are_the_p
     store, shelf = Store(), Shelf()
     server = begun(store, shelf, evaluate_every=4)
     work(server, store, 0, 0, rounds=1)
-    first, second = server.news(-1, 0, 0, 0.0).to_judge
-    server.lost(first.weights)
-    server.lost(second.weights)
+    news = server.news(-1, 0, 0, 0.0)
+    _, second = news.to_judge
+    for one in news.to_judge:
+        server.lost(one.weights)
+        server.leave_unjudged(news.epoch, one.number)
+    server.leave_unjudged(news.epoch - 1, 3)  # of another hub
     (again,) = server.news(-1, 0, 0, 0.0).to_judge
     assert (again.due, again.number) == (second.due, 3), "under a number that was not handed out before"
     assert again.weights != second.weights
     assert store.get(again.weights[0]).tolist() == store.get(second.weights[0]).tolist()
+
+
+def test_what_a_worker_has_lost_is_published_again_and_judged_all_the_same():
+    server = begun(Store(), Shelf())
     told = server.pull(1, 1, None, PATIENCE_S)
+    (waiting,) = server.news(-1, 0, 0, 0.0).to_judge
+    assert told.weights == waiting.weights
     server.lost(told.weights)
     assert server.pull(1, 1, None, PATIENCE_S).weights != told.weights
+    assert server.news(-1, 0, 0, 0.0).to_judge == [waiting]
+
+
+def test_weights_to_be_judged_are_put_into_the_store_while_the_next_update_is_applied():
+    store, shelf = Store(), Shelf()
+    server = begun(store, shelf, updates=8, evaluate_every=4)
+    told = [server.pull(number, number, None, PATIENCE_S) for number in (0, 1)]
+    store.putting.clear()
+    store.may_put.clear()
+    pushes = [threading.Thread(target=server.push, args=(brought(told[n], n, n), bits_of(WEIGHTS * 0.01))) for n in (0, 1)]
+    pushes[0].start()
+    assert store.putting.wait(PATIENCE_S)
+    pushes[1].start()
+    while len(shelf.of(Arrived)) < 2:
+        server.news(-1, 0, 0, 0.01)
+    assert server.finish() is None
+    assert not server.news(-1, 0, 0, 0.0).judged, "the run is over, and what is on its way is not judged yet"
+    store.may_put.set()
+    for push in pushes:
+        push.join(PATIENCE_S)
+    _, first, last = server.news(-1, 0, 0, 0.0).to_judge
+    for one, updates in ((first, 4), (last, 8)):
+        weights = tree_over(store.get(one.weights[0]), WEIGHTS.layout, "float32")
+        assert one.due.local_updates == updates
+        assert torch.allclose(weights["w"], torch.full((3,), 1.0 - updates / 4 * 0.01))
 
 
 def test_a_payload_of_another_length_is_refused():
@@ -448,13 +487,15 @@ def test_a_checkpoint_holds_what_there_was_at_its_moment_though_updates_come_whi
     one = begun(store, shelf)
     last = work(one, store, 0, 0, rounds=2)
     shelf.may_write.clear()
+    shelf.writing.clear()
     saving = threading.Thread(target=one.save)
     saving.start()
-    while not any(event.round == 2 for event in shelf.of(Saved)):
-        one.news(-1, 0, 0, 0.01)
+    assert shelf.writing.wait(PATIENCE_S)
     work(one, store, 0, 0, rounds=3, last=last)
+    assert [event.round for event in shelf.of(Saved)] == [0], "it is not there yet"
     shelf.may_write.set()
     saving.join(PATIENCE_S)
+    assert [event.round for event in shelf.of(Saved)] == [0, 2]
     work(one, store, 1, 1, rounds=2)  # what was held meanwhile is in use again
     two = hub(store, shelf)
     weights = tree_over(store.get(two.outcome()[0][0]), WEIGHTS.layout, "float32")

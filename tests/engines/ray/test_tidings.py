@@ -39,15 +39,8 @@ def test_what_is_to_be_judged_is_handed_out_until_somebody_has_it_and_answered_o
     tidings.file(due(2), "weights", {})
     assert [one.number for one in tidings.to_judge(0)] == [one.number for one in tidings.to_judge(0)] == [1, 2]
     assert [one.number for one in tidings.to_judge(1)] == [2]
-    assert tidings.judged(1) == due(1)
-    assert tidings.judged(1) is None
-    assert not tidings.is_judged
-    tidings.judged(2)
-    assert tidings.is_judged
-
-
-def test_not_more_is_filed_than_there_is_room_for():
-    tidings = Tidings(Remembered())
-    while not tidings.is_full:
-        tidings.file(due(1), "weights", {})
-    assert len(tidings.to_judge(0)) == 4
+    assert tidings.take_back(1) == due(1)
+    assert tidings.take_back(1) is None
+    assert tidings.waiting == 1
+    tidings.take_back(2)
+    assert tidings.waiting == 0

@@ -78,8 +78,8 @@ class Desk:
         self.hopeless: TrainingDiverged | None = None
         """What the run ends with, if it cannot get better. All is in order up to here."""
         self._speeds, self._evaluate_every, self._emit = speeds, evaluate_every, sink.emit
-        self._rounds = OpenRounds(epoch, sink)
-        self._accounts = Accounts(islands, places, sink)
+        self.rounds = OpenRounds(epoch, sink)
+        self.accounts = Accounts(islands, places, sink)
 
     @property
     def done(self) -> bool:
@@ -91,7 +91,7 @@ class Desk:
 
     @property
     def books(self) -> Books:
-        return self._accounts.books
+        return self.accounts.books
 
     # ---------------------------------------------------------------------------------------------------- coming and going
 
@@ -112,7 +112,7 @@ class Desk:
     def go(self, number: int, now_s: float) -> None:
         """A worker is gone, whatever it was doing."""
         seat = self.seats.pop(number)
-        self._accounts.present(number, seat, now_s)
+        self.accounts.present(number, seat, now_s)
         out = self.hub.scheduler.workers[number].out
         if out is not None:
             self._log(out, out.time_s)
@@ -148,7 +148,7 @@ class Desk:
 
     def ticket(self, dispatch: Dispatch) -> Ticket:
         """Of a round that is out."""
-        return self._rounds.ticket(dispatch)
+        return self.rounds.ticket(dispatch)
 
     def _out(self, number: int, ticket: Ticket) -> Dispatch | None:
         """With what the worker was sent off, if it is out with this ticket."""
@@ -170,7 +170,7 @@ class Desk:
             return "hello"
         if seat.life > brought.life:
             return "replaced"
-        self._accounts.sent(number, delta)
+        self.accounts.sent(number, delta)
         out = self._out(number, brought.ticket)
         if out is None:
             return self._turn_away(brought, seat, now_s)
@@ -212,7 +212,7 @@ class Desk:
                     self._emit(on_the_wall(reports.closed(outcome)))
                 case Return():
                     self._log(outcome.dispatch, outcome.dispatch.time_s)
-                    self._rounds.end(outcome.dispatch)
+                    self.rounds.end(outcome.dispatch)
                     self._emit(on_the_wall(reports.returned(outcome)))
                 case Applied():
                     assert brought is not None
@@ -221,7 +221,7 @@ class Desk:
                     assert brought is not None
                     self._refused(outcome, brought)
                 case Dispatch():  # whoever pulls is told of it
-                    self._rounds.begin(outcome)
+                    self.rounds.begin(outcome)
 
     def _applied(self, applied: Applied, brought: Brought) -> None:
         """The hub took its step: count, report, and see whether it is time to judge."""
@@ -231,14 +231,14 @@ class Desk:
         seat.step_s = (applied.time_s - dispatch.time_s) / dispatch.steps
         seat.computing_s = brought.computed_s / dispatch.steps
         self.buffers = tensors_of(brought.buffers)
-        self._rounds.end(dispatch)
-        self._accounts.applied(applied, brought, self.seats, self.params.nbytes)
+        self.rounds.end(dispatch)
+        self.accounts.applied(applied, brought, self.seats, self.params.nbytes)
         after = self.books.totals.local_updates
         if self.done or after // self._evaluate_every > before // self._evaluate_every:
             self.ask_to_judge(applied.time_s)
 
     def _refused(self, refusal: Refusal, brought: Brought) -> None:
-        self._accounts.refused(refusal, brought)
+        self.accounts.refused(refusal, brought)
         seat = self.seats[refusal.worker]
         seat.refusals += 1
         if seat.refusals == _MOST_REFUSALS:
@@ -248,7 +248,7 @@ class Desk:
             )
 
     def _log(self, dispatch: Dispatch, begin_s: float) -> None:
-        self._rounds.log(dispatch, begin_s, self.params.nbytes)
+        self.rounds.log(dispatch, begin_s, self.params.nbytes)
 
     def _next_s(self, now_s: float, but: int | None = None) -> float | None:
         """When the next of those who are out will be there, by how long each took for a step the last time; none if that is not
@@ -279,7 +279,7 @@ class Desk:
         workers = self.hub.scheduler.workers
         for out in [worker.out for worker in workers.values() if worker.out is not None]:
             self._log(out, out.time_s)
-        self._accounts.close(now_s, self.seats, workers)
+        self.accounts.close(now_s, self.seats, workers)
         finished = self.books.finished(now_s, warm_start_tokens, self.params.digest())
         self._emit(finished)
         return finished
@@ -288,34 +288,3 @@ class Desk:
     def _round(self) -> int:
         """Rounds that are over."""
         return self.books.totals.round
-
-    # -------------------------------------------------------------------------------------------------------------- saving
-
-    def parts(self, now_s: float) -> dict[str, Any]:
-        """Everything a checkpoint must hold, by part: all of it in one write, so that no round is in it by half."""
-        hub = self.hub.to_parts()
-        return {
-            "engine": {
-                **self.books.to_parts(),
-                "hub": hub["plain"],
-                "now_s": now_s,
-                "seats": [[number, seat.plain()] for number, seat in self.seats.items()],
-                "rounds": self._rounds.plain(),
-                "versions": list(hub["versions"]),
-            },
-            "hub": {"state": hub["state"]},
-            "buffers": {"buffers": self.buffers},
-            **{f"version-{name}": {"params": tree} for name, tree in hub["versions"].items()},
-        }
-
-    def restore(self, load: Callable[[str, Any], Any]) -> float:
-        """Go on from a checkpoint; gives the time at which it was saved."""
-        engine = load("engine", None)
-        self._accounts.restore(engine)
-        versions = {name: load(f"version-{name}", {"params": self.params})["params"] for name in engine["versions"]}
-        state = load("hub", {"state": self.hub.state})["state"]
-        self.hub.from_parts(state, versions, engine["hub"])
-        self.buffers = load("buffers", None)["buffers"]
-        self.seats = {number: Seat.of(seat) for number, seat in engine["seats"]}
-        self._rounds.restore(engine["rounds"])
-        return float(engine["now_s"])

@@ -161,7 +161,9 @@ class RayEngine:
         if self._judging is None and self._to_judge:
             one = self._to_judge.popleft()
             bits = self._reach.fetch(one.weights)
-            if bits is not None:
+            if bits is None:
+                self._reach.ask("leave_unjudged", self._epoch, one.number)
+            else:
                 params = own_tree(bits, self._order.layout, self._order.dtype, "cpu")
                 self._judging = _Judging(self._epoch, one.number, _aside(lambda: self._judged(one, params)))
 

@@ -29,9 +29,14 @@ class Load:
         self._waiting = 0
         self._begin(now())
 
+    def begin(self) -> None:
+        """Count from now on."""
+        with self._lock:
+            self._begin(self._now())
+
     def _begin(self, now_s: float) -> None:
         self._since_s = now_s
-        self._pushes, self._applied_s, self._waited_s, self._most = 0, 0.0, 0.0, 0
+        self._pushes, self._applied_s, self._else_s, self._waited_s, self._most = 0, 0.0, 0.0, 0.0, 0
 
     @contextmanager
     def received(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
@@ -59,6 +64,17 @@ class Load:
             with self._lock:
                 self._waiting -= 1
 
+    @contextmanager
+    def occupied(self) -> Iterator[None]:
+        """Meanwhile no update can be applied, for another reason than one that is."""
+        began_s = self._now()
+        try:
+            yield
+        finally:
+            ended_s = self._now()
+            with self._lock:
+                self._else_s += ended_s - began_s
+
     def report(self, wall_time_s: float) -> HubLoad:
         """The figures since the last report."""
         with self._lock:
@@ -69,7 +85,7 @@ class Load:
                 wall_time_s=wall_time_s,
                 seconds=passed_s,
                 pushes=pushes,
-                busy=self._applied_s / passed_s if passed_s > 0 else 0.0,
+                busy=(self._applied_s + self._else_s) / passed_s if passed_s > 0 else 0.0,
                 apply_s=self._applied_s / pushes if pushes else 0.0,
                 waited_s=self._waited_s / pushes if pushes else 0.0,
                 most_waiting=self._most,

@@ -9,9 +9,10 @@ from atoll.engines.dist.clock import WallClock
 from atoll.engines.ray.desk import Desk
 from atoll.engines.ray.keeping import Kept, Log, Lost
 from atoll.engines.ray.orders import HubOrder
+from atoll.engines.ray.saving import restored
 from atoll.engines.ray.tidings import Tidings
 from atoll.engines.sim.world import draw
-from atoll.events import HubRestarted
+from atoll.events import HubRestarted, Saved
 from atoll.protocols import Sink
 
 
@@ -47,7 +48,9 @@ def opened(order: HubOrder, epoch: int) -> Opened:
     tidings = Tidings(log)
     desk = _desk(order, epoch, tidings)
     if kept is not None:
-        now_s = desk.restore(kept.load)
+        now_s = restored(desk, kept.load)
+        # The log was cut where this checkpoint was begun, so before the line that says it is there. Who drives has heard of it.
+        log.emit(Saved(round=desk.books.totals.round, name=kept.name))
         # The machine's clock goes on while a hub is away, and this run with it; a run that rests until somebody goes on does not.
         clock.set(max(now_s, time.monotonic() - float(kept.metadata["zero_s"])) if same else now_s)
     if lost.rounds or same:

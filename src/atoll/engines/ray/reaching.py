@@ -73,13 +73,22 @@ class Reach:
 
     def fetch(self, weights: tuple[Any, ...]) -> Any:
         """What lies in the object store under the one reference in here; none if it is lost. The hub is told, and puts there anew
-        what is still wanted."""
-        try:
-            return self._ray.get(weights[0], timeout=self._limit_s)
-        except (*self._gone, self._silent) as error:
-            self._say(f"weights are lost ({type(error).__name__}); the hub is asked for them again")
-            self.ask("lost", weights)
-            return None
+        what is still wanted.
+
+        Raises:
+            ExchangeFailed: the hub, who alone knows where it lies, has not answered within the limit.
+        """
+        began_s = time.monotonic()
+        while True:
+            try:
+                return self._ray.get(weights[0], timeout=min(_SAY_EVERY_S, self._limit_s))
+            except self._silent:  # large weights on a slow line may take longer than the limit: that holds for the hub alone
+                self._say(f"weights have been on their way for {time.monotonic() - began_s:.0f} s, and are waited for")
+                self.ask("present")
+            except self._gone as error:
+                self._say(f"weights are lost ({type(error).__name__}); the hub is asked for them again")
+                self.ask("lost", weights)
+                return None
 
     def _give_up(self, error: Exception, what: str, waited_s: float) -> None:
         """Unless it may still come back."""

@@ -1,22 +1,25 @@
-"""A hub's checkpoints: what one holds is gathered at the desk, in one moment, and written beside it."""
+"""A hub's checkpoints: gathered at the desk, in one moment, and written beside it. The next desk begins with one."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from threading import Condition, Lock
 from typing import Any, NamedTuple
 
 from atoll.engines.dist.clock import WallClock
 from atoll.engines.ray.desk import Desk
 from atoll.engines.ray.keeping import Keeper, Log
+from atoll.engines.ray.load import Load
+from atoll.engines.ray.seats import Seat
 from atoll.errors import CheckpointError
 from atoll.events import Saved, SaveFailed
 from atoll.protocols import Sink
 from atoll.tree import Tree
 
 
-class Snapshot(NamedTuple):
+class _Snapshot(NamedTuple):
     """All that a checkpoint holds. `held` are weights that are in it as they lie, and whose buffers must not be reused."""
 
     round: int
@@ -26,7 +29,7 @@ class Snapshot(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints. All but `write` is for whoever is alone at the desk.
+    """Writes checkpoints.
 
     Args:
         keeper: of checkpoints.
@@ -35,36 +38,71 @@ class Saver:
         clock: of the run.
         log: of the run.
         sink: takes events, into that log too.
+        load: counts the time in which the desk is held up.
+        changed: who holds it is alone at the desk.
     """
 
-    def __init__(self, *, keeper: Keeper, session: str, desk: Desk, clock: WallClock, log: Log, sink: Sink) -> None:
+    def __init__(
+        self,
+        *,
+        keeper: Keeper,
+        session: str,
+        desk: Desk,
+        clock: WallClock,
+        log: Log,
+        sink: Sink,
+        load: Load,
+        changed: Condition,
+    ) -> None:
         self._keeper, self._session, self._desk, self._clock, self._log, self._sink = keeper, session, desk, clock, log, sink
+        self._load, self._changed = load, changed
+        self._saving = Lock()
         self._saved = self._affairs()
+        self._stopped = False
 
-    @property
-    def is_due(self) -> bool:
-        """Whether anything has happened since the last checkpoint."""
-        return self._affairs() != self._saved
+    def stop(self) -> None:
+        """Nothing is saved any more."""
+        self._stopped = True
+
+    def save(self) -> bool:
+        """Write a checkpoint beside the desk, unless nothing has happened since the last one. Whether all that has happened is
+        saved."""
+        with self._saving:
+            with self._changed:
+                if self._stopped or self._affairs() == self._saved:
+                    return not self._stopped
+                snapshot = self._snapshot()
+            failed = self._write(snapshot)
+            with self._changed:
+                self._done_with(snapshot, failed)
+                self._changed.notify_all()
+            return failed is None
+
+    def save_at_the_desk(self) -> None:
+        """The same for whoever is alone there; the desk waits until it is written."""
+        snapshot = self._snapshot()
+        self._done_with(snapshot, self._write(snapshot))
 
     def _affairs(self) -> tuple[int, ...]:
+        """Changes with whatever happens."""
         scheduler = self._desk.hub.scheduler
         return (scheduler.rounds, scheduler.local_updates, scheduler.windows)
 
-    def snapshot(self) -> Snapshot:
+    def _snapshot(self) -> _Snapshot:
         """What there is to save now, and how long the log is that it goes with. Weights are immutable, and held; the rest, in which
         the outer rule computes, is copied."""
-        now_s, round = self._clock.now_s(), self._desk.books.totals.round
-        self._saved = self._affairs()
-        self._sink.emit(Saved(round=round, name=self._keeper.name(round)))
-        metadata = {
-            "events_bytes": self._log.position(),
-            "session": self._session,
-            "zero_s": time.monotonic() - now_s,
-        }
-        held = self._desk.hub.hold()
-        return Snapshot(round, copy.deepcopy(self._desk.parts(now_s), {id(tree): tree for tree in held}), metadata, held)
+        with self._load.occupied():
+            now_s, round = self._clock.now_s(), self._desk.books.totals.round
+            self._saved = self._affairs()
+            metadata = {
+                "events_bytes": self._log.position(),
+                "session": self._session,
+                "zero_s": time.monotonic() - now_s,
+            }
+            held = self._desk.hub.hold()
+            return _Snapshot(round, copy.deepcopy(parts_of(self._desk, now_s), {id(tree): tree for tree in held}), metadata, held)
 
-    def write(self, snapshot: Snapshot) -> CheckpointError | None:
+    def _write(self, snapshot: _Snapshot) -> CheckpointError | None:
         """Write it, and say why if that fails."""
         try:
             self._keeper.save(snapshot.round, snapshot.parts, snapshot.metadata)
@@ -74,9 +112,42 @@ class Saver:
         self._keeper.say(f"saved round {snapshot.round}")
         return None
 
-    def done_with(self, snapshot: Snapshot, failed: CheckpointError | None) -> None:
+    def _done_with(self, snapshot: _Snapshot, failed: CheckpointError | None) -> None:
         """It is written, or not: then the last checkpoint stands, the run goes on, and the next may succeed."""
         self._desk.hub.let_go(snapshot.held)
-        if failed is not None:
+        if failed is None:
+            self._sink.emit(Saved(round=snapshot.round, name=self._keeper.name(snapshot.round)))
+        else:
             self._saved = ()
             self._sink.emit(SaveFailed(round=snapshot.round, reason=str(failed)))
+
+
+def parts_of(desk: Desk, now_s: float) -> dict[str, Any]:
+    """Everything a checkpoint must hold, by part: all of it in one write, so that no round is in it by half."""
+    hub = desk.hub.to_parts()
+    return {
+        "engine": {
+            **desk.books.to_parts(),
+            "hub": hub["plain"],
+            "now_s": now_s,
+            "seats": [[number, seat.plain()] for number, seat in desk.seats.items()],
+            "rounds": desk.rounds.plain(),
+            "versions": list(hub["versions"]),
+        },
+        "hub": {"state": hub["state"]},
+        "buffers": {"buffers": desk.buffers},
+        **{f"version-{name}": {"params": tree} for name, tree in hub["versions"].items()},
+    }
+
+
+def restored(desk: Desk, load: Callable[[str, Any], Any]) -> float:
+    """Has a desk go on from a checkpoint; gives the time at which it was saved."""
+    engine = load("engine", None)
+    desk.accounts.restore(engine)
+    versions = {name: load(f"version-{name}", {"params": desk.params})["params"] for name in engine["versions"]}
+    state = load("hub", {"state": desk.hub.state})["state"]
+    desk.hub.from_parts(state, versions, engine["hub"])
+    desk.buffers = load("buffers", None)["buffers"]
+    desk.seats = {number: Seat.of(seat) for number, seat in engine["seats"]}
+    desk.rounds.restore(engine["rounds"])
+    return float(engine["now_s"])

@@ -12,7 +12,6 @@ An error at the desk may leave it half moved: the run ends with it, and nothing 
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import secrets
@@ -24,6 +23,8 @@ from typing import Any
 
 import torch
 
+from atoll.engines.ray.gathering import Gathering
+from atoll.engines.ray.judging import Judging
 from atoll.engines.ray.load import Load
 from atoll.engines.ray.opening import opened
 from atoll.engines.ray.orders import HubOrder, News
@@ -35,7 +36,6 @@ from atoll.events import RunFinished
 from atoll.tree import Tree
 
 _LOAD_EVERY_S = 10.0
-_GATHER_S = 60.0  # so long the first workers wait for the others
 
 
 class HubServer:
@@ -55,14 +55,11 @@ class HubServer:
         self._epoch = secrets.randbits(48)
         self._load, self._publisher = Load(), Publisher(put)
         self._changed = threading.Condition()
-        self._saving = threading.Lock()
-        self._hellos: dict[int, int] = {}
-        self._first_hello_s = math.inf
         self._error: AtollError | None = None
-        self._spoilt = False
-        """Whether an error may have left the desk half moved."""
         self._finished: RunFinished | None = None
-        self._desk, self._tidings, self._log, self._clock, self._started, self._gathering = opened(order, self._epoch)
+        self._desk, self._tidings, self._log, self._clock, self._started, first = opened(order, self._epoch)
+        self._gathering = Gathering(order.workers, first=first)
+        self._judging = Judging(self._desk, self._tidings, self._publisher, self._changed)
         self._saver = Saver(
             keeper=order.keeper,
             session=order.session,
@@ -70,8 +67,11 @@ class HubServer:
             clock=self._clock,
             log=self._log,
             sink=self._tidings,
+            load=self._load,
+            changed=self._changed,
         )
-        self._publish_to_judge()
+        self._judging.claim()
+        self._judging.publish()
         for work in (self._keep_time, self._keep_saving):
             threading.Thread(target=self._try, args=(work,), daemon=True).start()
 
@@ -81,7 +81,7 @@ class HubServer:
             return action()
         except Exception as error:
             with self._changed:
-                self._spoilt = True
+                self._saver.stop()  # the desk may be half moved
                 self._error = self._error or self._explained(error)
                 self._changed.notify_all()
             return None
@@ -108,26 +108,22 @@ class HubServer:
             seat = self._desk.seats.get(number)
             if seat is not None and seat.life >= life:
                 return ""  # it is here, or will be told otherwise when it pulls
-            self._hellos[number] = max(life, self._hellos.get(number, -1))
-            self._first_hello_s = min(self._first_hello_s, time.monotonic())
+            self._gathering.add(number, life)
             self._try(self._gather)
         return ""
 
     def _gather(self) -> None:
-        """Whoever waits takes its place: at once, or in the beginning when all are there, or have had their time."""
+        """Whoever waits takes its place, if it is time."""
         with self._changed:
-            late = time.monotonic() - self._first_hello_s > _GATHER_S
-            if self._desk.done or not self._hellos or (self._gathering and len(self._hellos) < self._order.workers and not late):
+            lives = {} if self._desk.done else self._gathering.seated()
+            if not lives:
                 return
             if not self._started:
                 self._clock.set(0.0)
-                self._load, self._started = Load(), True
-                snapshot = self._saver.snapshot()  # so that there is always something to go on from
-                self._saver.done_with(snapshot, self._saver.write(snapshot))
-            self._gathering = False
-            hellos, self._hellos = self._hellos, {}
-            self._first_hello_s = math.inf
-            self._desk.come(hellos, self._clock.now_s())
+                self._load.begin()
+                self._started = True
+                self._saver.save_at_the_desk()  # so that there is always something to go on from
+            self._desk.come(lives, self._clock.now_s())
             self._changed.notify_all()
 
     def census(self, lives: Mapping[int, int]) -> None:
@@ -139,8 +135,7 @@ class HubServer:
     def left(self, number: int, life: int) -> None:
         """A worker has died."""
         with self._changed:
-            if self._hellos.get(number) == life:
-                del self._hellos[number]
+            self._gathering.drop(number, life)
             seat = self._desk.seats.get(number)
             self._try(lambda: self._go([number] if seat is not None and seat.life == life else []))
 
@@ -171,7 +166,7 @@ class HubServer:
         """What a worker that pulls is told, and the weights that it is sent off with."""
         if self._error is not None:
             return Told("over"), None
-        if self._hellos.get(number) == life and not self._desk.done:
+        if self._gathering.has(number, life) and not self._desk.done:
             return Told("wait"), None
         word, dispatch, fresh = self._desk.standing(number, life, last, self._clock.now_s())
         if dispatch is None:
@@ -194,36 +189,34 @@ class HubServer:
                     return "over"
                 verdict: Verdict | None = self._try(lambda: self._desk.take(brought, delta, self._clock.now_s()))
                 self._error = self._error or self._desk.hopeless
-                self._try(self._publish_to_judge)
+                self._try(self._judging.claim)
                 self._changed.notify_all()
-            return verdict or "over"
+        self._try(self._judging.publish)
+        return verdict or "over"
 
     # ------------------------------------------------------------------------------------------------------------- judging
-
-    def _publish_to_judge(self) -> None:
-        """The present weights go to whoever judges, if it is time, unless too many wait there. The last are always judged."""
-        due, self._desk.due = self._desk.due, None
-        if due is not None and (self._desk.done or not self._tidings.is_full):
-            # At once, while nobody else is at the desk: the next arrival may reuse the buffer.
-            reference = self._publisher.publish(self._desk.params)
-            self._tidings.file(due, reference, arrays_of(self._desk.buffers))
 
     def judged(self, epoch: int, number: int, metrics: Mapping[str, float]) -> None:
         """Somebody has judged what the hub of this epoch had filed: numbers begin anew with each."""
         with self._changed:
-            due = self._tidings.judged(number) if epoch == self._epoch else None
-            if due is not None:
-                self._try(lambda: self._desk.judged(due, metrics))
+            if epoch == self._epoch:
+                self._try(lambda: self._judging.judged(number, metrics))
+
+    def leave_unjudged(self, epoch: int, number: int) -> None:
+        """What the hub of this epoch had filed cannot be judged. Who judges says so: a worker may have lost what others have."""
+        with self._changed:
+            if epoch == self._epoch:
+                self._try(lambda: self._judging.leave_out(number))
+        self._try(self._judging.publish)
 
     def lost(self, weights: tuple[Any, ...]) -> None:
-        """What was published is not in the store any more. What waits to be judged with it is left out, if it is not the last."""
+        """Somebody did not find in the store what was published: the next who asks has it put there anew."""
+        self._publisher.forget(weights[0])
+
+    def present(self) -> None:
+        """For whoever waits for something else: a hub that answers is there, and its desk is free now and then."""
         with self._changed:
-            self._publisher.forget(weights[0])
-            for due in self._tidings.withdraw(weights):
-                if due.round == self._desk.books.totals.round:
-                    self._desk.due = due
-                    self._try(self._publish_to_judge)
-            self._changed.notify_all()
+            return
 
     def news(self, epoch: int, heard: int, handed: int, patience_s: float) -> News:
         """What happened, for whoever drives the run and has heard so much of this hub (or of another) before."""
@@ -241,7 +234,7 @@ class HubServer:
                 local_updates=self._desk.hub.scheduler.local_updates,
                 seats={number: (seat.life, seat.has_brought) for number, seat in self._desk.seats.items()},
                 done=self._desk.done,
-                judged=self._tidings.is_judged,
+                judged=self._judging.is_over,
                 error=self._error,
             )
 
@@ -253,7 +246,7 @@ class HubServer:
         while True:
             with self._changed:
                 now_s = self._clock.now_s()
-                self._changed.wait(max(0.0, min(self._desk.deadline_s, load_s, now_s + _GATHER_S) - now_s))
+                self._changed.wait(max(0.0, min(self._desk.deadline_s, load_s, now_s + _LOAD_EVERY_S) - now_s))
                 if self._finished is not None or self._error is not None:
                     return
                 now_s = self._clock.now_s()
@@ -279,16 +272,7 @@ class HubServer:
 
     def save(self) -> bool:
         """Write a checkpoint now, unless nothing has happened since the last one. Whether all that has happened is saved."""
-        with self._saving:
-            with self._changed:
-                if self._spoilt or not self._started or not self._saver.is_due:
-                    return not self._spoilt
-                snapshot = self._saver.snapshot()
-            failed = self._saver.write(snapshot)
-            with self._changed:
-                self._saver.done_with(snapshot, failed)
-                self._changed.notify_all()
-            return failed is None
+        return self._saver.save()
 
     # ------------------------------------------------------------------------------------------------------------- the end
 
@@ -296,7 +280,7 @@ class HubServer:
         """The run is over and judged: save, and draw up its figures. None if it is not: this hub has come after another."""
         self._try(self.save)
         with self._changed:
-            if self._finished is None and self._desk.done and self._tidings.is_judged:
+            if self._finished is None and self._desk.done and self._judging.is_over:
                 self._try(self._draw_up)
             return self._finished
 

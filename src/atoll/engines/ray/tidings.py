@@ -10,8 +10,6 @@ from atoll.engines.ray.keeping import Log
 from atoll.engines.ray.orders import ToJudge
 from atoll.events import Evaluated, Event
 
-_MOST_TO_JUDGE = 4  # that wait: whoever judges is slower than the run, and each holds weights
-
 
 class Tidings:
     """What there is to tell. Events are written into the log first. A protocols.Sink.
@@ -45,14 +43,9 @@ class Tidings:
     # ------------------------------------------------------------------------------------------------------------- judging
 
     @property
-    def is_full(self) -> bool:
-        """Whether so much is to be judged that more would hold too many weights."""
-        return len(self._waiting) >= _MOST_TO_JUDGE
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether nothing is to be judged any more."""
-        return not self._waiting
+    def waiting(self) -> int:
+        """How much is to be judged."""
+        return len(self._waiting)
 
     def file(self, due: Evaluated, reference: Any, buffers: Mapping[str, Any]) -> None:
         """Something is to be judged."""
@@ -63,12 +56,7 @@ class Tidings:
         """What is to be judged, but for what was handed out."""
         return [waiting for number, waiting in self._waiting.items() if number > handed]
 
-    def judged(self, number: int) -> Evaluated | None:
-        """Somebody has judged; what it was, unless that is known already."""
+    def take_back(self, number: int) -> Evaluated | None:
+        """Somebody has judged it, or nobody can. What it was, unless it was taken back already."""
         waiting = self._waiting.pop(number, None)
         return None if waiting is None else waiting.due
-
-    def withdraw(self, weights: tuple[Any, ...]) -> list[Evaluated]:
-        """Nobody can judge what waits with these weights: they are lost. What it was."""
-        numbers = [number for number, waiting in self._waiting.items() if waiting.weights == weights]
-        return [self._waiting.pop(number).due for number in numbers]
