@@ -69,3 +69,25 @@ def test_after_the_exchange_nobody_is_given_up_any_more():
     one._end(1, Member("b", "", True, 0.0))
     assert one.lost is None
     assert not group.ended.is_set()
+
+
+def test_whoever_was_left_out_may_be_silent_and_one_that_takes_part_may_not():
+    group = Group()
+    with socket.create_server((HOST, 0)) as silent:
+        address = f"{HOST}:{silent.getsockname()[1]}"
+        members = {0: Member("a", f"{HOST}:1", True, 0.0), 1: Member("b", address, True, 0.0)}
+        with Watch(members, group, silent_s=0.2) as one:
+            one.leave_out([0])
+            one._end(0, members[0])
+            assert one.lost is None
+            assert group.ended.wait(20.0)
+    assert one.lost == "b"
+
+
+def test_each_of_those_that_are_silent_ends_the_exchange():
+    group = Group()
+    with Watch({}, group, silent_s=0.2) as one:
+        one.lost = "a"  # which has closed its connection, and so ended nothing
+        one._end(1, Member("b", "", True, 0.0))
+    assert group.ended.is_set()
+    assert one.lost == "a"

@@ -189,7 +189,7 @@ class Meetings:
         watch = Watch(others, group, self._tolerant(_SILENT_S))
         try:
             with watch:
-                met = self._meet(wire, found, mine, act)
+                met = self._meet(wire, watch, found, mine, act)
         except BaseException as error:
             self.exchanging = False
             self.wasted_bytes += wire.sent_bytes
@@ -203,7 +203,7 @@ class Meetings:
         self.vouched = True
         return met
 
-    def _meet(self, wire: Wire, found: Found, mine: Holding, act: Callable[[Wire, tuple[str, ...]], T]) -> Met[T]:
+    def _meet(self, wire: Wire, watch: Watch, found: Found, mine: Holding, act: Callable[[Wire, tuple[str, ...]], T]) -> Met[T]:
         """All tell what they hold, and those who hold the same act."""
         generation = mine.generation
         self._tried = max(self._tried, generation.epoch)
@@ -222,6 +222,7 @@ class Meetings:
             raise Unvouched
         out = [rank for rank in range(wire.size) if rank not in (*these, *apart)]
         wire.leave_out(out)
+        watch.leave_out(out)
         names = tuple(name for rank, name in enumerate(found.names) if rank not in out)
         result = act(wire, names)
         behind, others = (tuple(found.names[rank] for rank in ranks) for ranks in (out, apart))

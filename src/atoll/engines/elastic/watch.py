@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -35,8 +35,9 @@ class Watch:
     def __init__(self, members: Mapping[int, Member], group: Any, silent_s: float) -> None:
         self._members, self._group, self._silent_s = members, group, silent_s
         self._over, self._ending = threading.Event(), threading.Lock()
+        self._left_out: set[int] = set()
         self.lost: str | None = None
-        """Who did not answer."""
+        """Who did not answer, of those who take part: the first."""
 
     def __enter__(self) -> Watch:
         for rank, member in self._members.items():
@@ -46,6 +47,11 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._ending:
             self._over.set()
+
+    def leave_out(self, ranks: Collection[int]) -> None:
+        """These take no part in the exchange any more: whether they answer is all one."""
+        with self._ending:
+            self._left_out.update(ranks)
 
     def _ask(self, rank: int, member: Member) -> None:
         heard_s = time.monotonic()
@@ -58,8 +64,8 @@ class Watch:
 
     def _end(self, rank: int, member: Member) -> None:
         with self._ending:
-            if not self._over.is_set() and self.lost is None:
-                self.lost = member.name
+            if not self._over.is_set() and rank not in self._left_out:
+                self.lost = self.lost or member.name
                 end(self._group, rank)
 
 
