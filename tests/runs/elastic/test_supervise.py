@@ -7,16 +7,20 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from atoll import recipes
 from atoll.engines.elastic.harbour import free_port
 from atoll.engines.elastic.roll import listening
-from atoll.events import RunStarted, Saved
+from atoll.events import RunFinished, RunStarted, Saved
 from atoll.runs.elastic.place import Elastic, Invitation
 from atoll.runs.elastic.start import place_again
 from atoll.runs.elastic.supervise import Child, IslandFailed, Supervisor, Tail, island_name
+from atoll.runs.folder import RunFolder
 from atoll.runs.place import placed
+from atoll.tensorfile import save_tree
 from atoll.testing.simulate import Recorder
+from atoll.tree import Tree
 
 HOST = "127.0.0.1"
 
@@ -84,9 +88,12 @@ def test_what_a_child_said_before_it_was_last_started_is_no_reason_to_give_it_up
     one.let_go()
 
 
-def kept_going(tmp_path, *programs):
+def kept_going(tmp_path, *programs, finished=True):
     """A supervisor whose lighthouse sleeps and whose islands are these programs; and what it said."""
     said = []
+    if finished:
+        save_tree(RunFolder(tmp_path).final, Tree.of({"w": torch.zeros(1)}), {})
+        RunFolder(tmp_path).events.write_text(lines(STARTED, FINISHED))
     supervisor = Supervisor(placed(recipes.ALL["toy-sync"](), 1), Elastic(processes=1), tmp_path, say=said.append)
     supervisor.harbour = Child("lighthouse", ["sleep", "600"], tmp_path / "lighthouse.log")
     supervisor.islands = [
@@ -108,6 +115,12 @@ def test_an_island_that_cannot_be_kept_going_does_not_end_the_others(tmp_path):
     assert [one.code for one in supervisor.islands] == [0, 2]
 
 
+def test_islands_that_all_ended_without_an_error_have_not_finished_the_run_unless_it_is_finished(tmp_path):
+    supervisor, _ = kept_going(tmp_path, "pass", finished=False)
+    with pytest.raises(IslandFailed, match=r"the run is not finished\. See .*--resume"):
+        supervisor.keep_going()
+
+
 def test_a_run_of_which_no_island_can_be_kept_going_ends_with_what_the_last_one_said(tmp_path):
     supervisor, _ = kept_going(tmp_path, REFUSES, REFUSES)
     with pytest.raises(IslandFailed, match=r"cannot be kept going: my card is broken\."):
@@ -122,6 +135,22 @@ def test_islands_that_all_find_no_state_do_not_wait_for_each_other(tmp_path):
     assert sum(one.started for one in supervisor.islands) <= 4, said
 
 
+STARTED = RunStarted(recipe="r", algorithm="DiLoCo", islands=1, params=1, steps=1, seed=0)
+FINISHED = RunFinished(
+    rounds=1,
+    outer_steps=1,
+    steps=1,
+    tokens=1,
+    warm_start_tokens=0,
+    local_updates=1,
+    virtual_time_s=None,
+    wall_time_s=1.0,
+    utilisation=1.0,
+    sent_bytes_per_island=0.0,
+    control_bytes_per_island=0.0,
+    val_loss=1.0,
+    digest="0",
+)
 EVENTS = [Saved(round=n, name=f"{n:08}") for n in range(4)]
 
 

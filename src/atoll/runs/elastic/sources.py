@@ -30,6 +30,10 @@ _FETCH_LIMIT_S = 60.0
 """Without a byte."""
 
 
+class NoState(CheckpointError):
+    """There is neither an island with the state nor a checkpoint; though an island may have it that does not answer just now."""
+
+
 class Sources:
     """All that one island can be given the state by.
 
@@ -185,7 +189,7 @@ class Sources:
             return found
         done = self._folder.events.exists() and any(True for _ in read_events(self._folder.events, [RoundFinished]))
         if done:
-            raise CheckpointError(
+            raise NoState(
                 f"{self._folder.path} has a run that was begun, and there is neither an island with its state nor a checkpoint. "
                 f"It will not start from random weights again by itself: start a new run, or bring a checkpoint back."
             )

@@ -22,6 +22,7 @@ from atoll.errors import AtollError
 from atoll.events import Event, from_json
 from atoll.protocols import Sink
 from atoll.runs.elastic.place import Elastic, Invitation
+from atoll.runs.execute import is_finished
 from atoll.runs.folder import RunFolder
 from atoll.runs.launch import last_words
 from atoll.runs.run import Run
@@ -166,7 +167,8 @@ class Supervisor:
         """Until the run is over.
 
         Raises:
-            IslandFailed: none of them can be kept going, or not the lighthouse. All have been stopped.
+            IslandFailed: none of them can be kept going, or not the lighthouse; or they ended, and the run is not finished. All
+                have been stopped.
         """
         with self._started():
             while not all(child.code == 0 or child.given_up for child in self.islands):
@@ -177,6 +179,12 @@ class Supervisor:
                 self._break()
                 time.sleep(_LOOK_S)
             self._tail.follow()
+        if not is_finished(RunFolder(self._folder)):
+            lost = "; ".join(f"{child.name}: {child.given_up}" for child in self.islands if child.given_up)
+            raise IslandFailed(
+                f"all islands of this machine have ended, and the run is not finished{f' ({lost})' if lost else ''}. See "
+                f"{log_of(self._folder, 'island-*')}, then go on: atoll run --resume {self._folder}."
+            )
 
     def _look_after(self, child: Child) -> None:
         how = _how(child.code or 0)
