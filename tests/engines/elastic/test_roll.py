@@ -1,7 +1,9 @@
 """The roll: real stores on this machine."""
 
 import math
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -112,3 +114,23 @@ def test_where_nobody_keeps_a_roll_it_is_said():
     del store
     with pytest.raises(ExchangeFailed, match=f"nobody answers at {HOST}:{port}"):
         Board(f"{HOST}:{port}").order()
+
+
+def test_two_threads_never_look_at_once(board, monkeypatch):
+    monkeypatch.setattr(rolls, "BEAT_S", 1e9)  # looks when it is told to
+    looking, together = [], []
+
+    def entry():
+        looking.append(1)
+        together.append(len(looking))
+        inside.wait(0.05)  # for another to come in, if it can
+        looking.pop()
+        return {}
+
+    inside = threading.Event()
+    roll = Roll(board.address, "a", entry)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            pool.submit(roll.look)
+    assert together == [1, 1, 1]
+    roll._over.set()

@@ -127,7 +127,7 @@ class Roll:
 
     def __init__(self, address: str, name: str, entry: Callable[[], Mapping[str, Any]]) -> None:
         self._board, self._name, self._entry = Board(address), name, entry
-        self._over = threading.Event()
+        self._over, self._looking = threading.Event(), threading.Lock()
         self._beats = 0
         self._seen: dict[str, tuple[int, float]] = {}
         """Everybody's last count, and when it was first seen."""
@@ -145,7 +145,11 @@ class Roll:
             self.look()
 
     def look(self) -> None:
-        """Sign, and read."""
+        """Sign, and read. Whoever looks while another does waits for it: a store has one connection, and answers in order."""
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
         self._beats += 1
         try:
             self._board.sign(self._name, {**self._entry(), "beat": self._beats})
