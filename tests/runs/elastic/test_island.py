@@ -14,6 +14,7 @@ from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.harbour import Harbour, free_port
 from atoll.engines.elastic.judging import Brought
 from atoll.engines.elastic.pier import Cargo, Pier, fetch
+from atoll.engines.elastic.roll import Board
 from atoll.errors import CheckpointError, ConfigError, ExchangeFailed
 from atoll.events import (
     Attended,
@@ -33,6 +34,7 @@ from atoll.models.gpt import GPT
 from atoll.runs.build import replica_of
 from atoll.runs.elastic import island as islands
 from atoll.runs.elastic import sources
+from atoll.runs.elastic.desk import Finished
 from atoll.runs.elastic.island import Island
 from atoll.runs.elastic.log import TakenLog
 from atoll.runs.elastic.minutes import Minute
@@ -228,6 +230,56 @@ def test_when_the_one_who_writes_dies_the_next_goes_on_where_the_log_ends(tmp_pa
     assert set(units.values()) == {1}
 
 
+def test_when_the_one_who_writes_dies_after_the_last_commit_another_finishes_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(islands, "_SILENT_S", 0.2)
+    shore = Shore(tmp_path / "run", toy(2, "keep.save_every=1000"), Elastic(processes=2))
+    shore.finish([*shore.start("island-0000", until=4), *shore.start("island-0001")])
+    assert [event.round for event in shore.events(Attended)] == [1, 2, 3, 4]
+    assert len(shore.events(RunFinished)) == 1
+
+
+def test_whoever_has_the_folder_stays_until_the_one_who_writes_has_finished_the_run(tmp_path):
+    shore = Shore(tmp_path / "run", toy(2), Elastic(processes=2))
+    shore.waits["island-0000", 4] = "island-0001 stays until island-0000 has finished the run"
+    shore.finish(shore.start("island-0000", "island-0001"))
+    assert len([text for text in shore.said if "writes the log" in text]) == 1
+    assert len(shore.events(RunFinished)) == 1
+
+
+def test_a_run_whose_end_cannot_be_written_is_finished_when_it_can(tmp_path, monkeypatch):
+    monkeypatch.setattr(islands, "_AGAIN_S", 0.0)
+    shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1))
+    in_the_way, note = RunFolder(shore.folder).timing, shore.note
+    in_the_way.mkdir()
+    shore.note = lambda text: (note(text), text.startswith("not finished, and tried again") and in_the_way.rmdir())
+    shore.finish(shore.start("island-0000"))
+    assert len([text for text in shore.said if text.startswith("not finished")]) == 1
+    assert len(shore.events(RunFinished)) == 1
+    assert len(shore.events(Evaluated)) == 3
+
+
+@pytest.mark.parametrize("awake", [True, False])
+def test_an_island_that_was_away_over_the_end_leaves_the_finished_run_as_it_is(tmp_path, awake):
+    shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1))
+    late = one_island(shore, "island-0001")  # frozen since before the beginning
+    if not awake:
+        late.close(wait=False)
+    threads = shore.start("island-0000")
+    for thread in threads:
+        thread.join(60.0)
+    before = RunFolder(shore.folder).events.read_bytes()
+    if awake:
+        late._membership.join()
+        with pytest.raises(Finished):
+            late._engine.run()
+        late.close(wait=False)
+    else:
+        threads += shore.start("island-0001")
+    shore.finish(threads)
+    assert RunFolder(shore.folder).events.read_bytes() == before
+    assert ("island-0001 has nothing to do: the run is finished" in shore.said) != awake
+
+
 def test_an_island_that_comes_alone_to_a_run_without_a_checkpoint_does_not_begin_anew(tmp_path):
     shore = Shore(tmp_path / "run", toy(1, "keep.save_every=1000"), Elastic(processes=1))
     for thread in shore.start("island-0000", until=3):
@@ -385,6 +437,17 @@ def test_a_state_that_is_about_to_be_followed_by_another_is_not_fetched(tmp_path
     assert newcomer._sources._fetched(newcomer._engine, newcomer._engine.generation).startswith("round 0, fetched from a")
     for island in (donor, newcomer):
         island.close(wait=False)
+
+
+def test_islands_begin_with_those_who_answer_and_not_with_all_who_have_signed(tmp_path):
+    shore = Shore(tmp_path / "run", toy(2), Elastic(processes=2))
+    island = one_island(shore)
+    Board(shore.harbour.address).sign("island-0001", {**island._entry(), "pier": f"{HOST}:1", "doing": "ready", "beat": 1})
+    island._doing = "ready"
+    island._roll.look()
+    assert island._roll.alive().keys() == {"island-0000", "island-0001"}
+    assert island._here(2).keys() == {"island-0000"}
+    island.close(wait=False)
 
 
 def test_islands_that_begin_together_have_one_clock(tmp_path):

@@ -95,6 +95,7 @@ class ElasticEngine:
         pause_s: float = 0.0,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._pier = pier
         self.name, self.algorithm, self._planned, self._pause_s = name, algorithm, islands, pause_s
         self._meetings, self._batches, self._make_replica = meetings, batches, make_replica
         self._alive, self._committed, self._heal, self._confirm, self._busy = alive, committed, heal, confirm, busy
@@ -282,7 +283,7 @@ class ElasticEngine:
             **self._alike(),
             "generation": list(self.generation),
             "wall_time_s": self.clock.now_s(),
-            "fellows": dict(self._meetings.fellows),
+            "fellows": {**self._meetings.fellows, self.name: self._pier},
             "fruitless": self._fruitless,
             "digest": self.digest,
         }

@@ -25,6 +25,10 @@ from atoll.runs.run import Run
 from atoll.runs.warm import Cache, WarmStart
 
 
+class Finished(Exception):
+    """Others have finished the run, while this island was away."""
+
+
 class Desk:
     """The desk of one island.
 
@@ -63,16 +67,20 @@ class Desk:
         """Whose weights were judged here last."""
         self._steps = 0
         """Of the run, at the last commit."""
-        self._others_write = False
-        """Whether somebody else wrote of the last commit."""
+        self.writer: str | None = None
+        """Who else writes of the last commit, if anybody does."""
 
     # ------------------------------------------------------------------------------------------------------------- at commits
 
     def committed(self, engine: ElasticEngine, commit: Commit, writer: str | None) -> None:
-        """Write down what was committed, if it is this island who does so."""
+        """Write down what was committed, if it is this island who does so.
+
+        Raises:
+            Finished: nothing is left to do.
+        """
         before, self._steps = self._steps, engine.steps_taken
-        self._others_write = writer != engine.name
-        if self._others_write:
+        self.writer = writer if writer != engine.name else None
+        if writer != engine.name:
             self._stop_writing()
             return
         try:
@@ -131,6 +139,8 @@ class Desk:
         return self._log
 
     def _taken_over(self, engine: ElasticEngine) -> TakenLog:
+        if self.is_finished:
+            raise Finished
         self._say(f"{engine.name} writes the log from round {engine.generation.round} on")
         epochs = self._minutes.epochs
         keep_bytes, self._written = agreed_part(self._folder.events, epochs)
@@ -160,23 +170,36 @@ class Desk:
 
     # -------------------------------------------------------------------------------------------------------------- the end
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether somebody has left all that is to be left of the run."""
+        return self._folder.final.exists() and is_finished(self._folder)
+
     def finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
-        """The run is over: whoever wrote last leaves what is to be left, or whoever comes back to a run that lacks it."""
-        if self._others_write:
-            return
+        """The run is over: leave what is to be left, unless another island has.
+
+        Raises:
+            CheckpointError: it could not be written. It can be tried again.
+        """
         with open(self._folder.path / "finish.lock", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if is_finished(self._folder):
+            if self.is_finished:
                 return
-            log = self._writing(engine)
-            if self._judged != engine.generation:
-                self._judge(engine, log)
-            finished = engine.books.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
-            log.emit(finished)
-            log.close()
-            self._execution.leave(engine.params, engine.replica.buffers(), finished, checkpoint)
-            self._evaluator.load(engine.params, engine.replica.buffers())
-            self._execution.result(self._evaluator, engine.params)
+            try:
+                self._leave(engine, checkpoint)
+            finally:
+                self._stop_writing()
+
+    def _leave(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
+        log = self._writing(engine)
+        if self._judged != engine.generation:
+            self._judge(engine, log)
+        finished = engine.books.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
+        log.emit(finished)
+        log.close()
+        self._execution.leave(engine.params, engine.replica.buffers(), finished, checkpoint)
+        self._evaluator.load(engine.params, engine.replica.buffers())
+        self._execution.result(self._evaluator, engine.params)
 
     def brought_up_to_date(self, engine: ElasticEngine) -> None:
         """The engine goes on with what another island gave it, and the minutes are that one's."""

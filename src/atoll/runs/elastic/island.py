@@ -21,17 +21,18 @@ from atoll.engines.dist.clock import Limit
 from atoll.engines.elastic.engine import Commit, ElasticEngine
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.meetings import Finds, Meetings
-from atoll.engines.elastic.membership import Membership
-from atoll.engines.elastic.pier import Cargo, Pier
+from atoll.engines.elastic.membership import Member, Membership
+from atoll.engines.elastic.pier import Cargo, Pier, ask
 from atoll.engines.elastic.reminding import reminding
 from atoll.engines.elastic.roll import Board, Roll
+from atoll.engines.elastic.votes import call
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.masters import initial
-from atoll.errors import ConfigError, ExchangeFailed
+from atoll.errors import CheckpointError, ConfigError, ExchangeFailed
 from atoll.protocols import Algorithm
 from atoll.runs.build import loss_of, replica_of
 from atoll.runs.elastic.cards import Card
-from atoll.runs.elastic.desk import Desk
+from atoll.runs.elastic.desk import Desk, Finished
 from atoll.runs.elastic.minutes import Minute, Minutes
 from atoll.runs.elastic.place import Invitation
 from atoll.runs.elastic.sources import Sources
@@ -46,7 +47,11 @@ from atoll.telemetry.fanout import Silent
 if TYPE_CHECKING:
     from atoll.testing.chaos import Spoiler
 
-_LOOK_S = 0.2
+_LOOK_S, _ANSWER_S = 0.2, 1.0
+_SILENT_S = 6.0
+"""Whoever has not answered for so long does not finish the run."""
+_AGAIN_S = 2.0
+"""Between two attempts to leave what is to be left of a run."""
 
 
 def take_part(
@@ -209,6 +214,15 @@ class Island:
     # --------------------------------------------------------------------------------------------------------------- the run
 
     def carry_out(self) -> None:
+        """Take part, until the run is over."""
+        try:
+            if self._desk is not None and self._desk.is_finished:
+                raise Finished
+            self._take_part()
+        except Finished:
+            self._say(f"{self._name} has nothing to do: the run is finished")
+
+    def _take_part(self) -> None:
         engine = self._engine
         assert engine is not None
         began = self._sources.first(engine)
@@ -222,15 +236,44 @@ class Island:
         self._doing = "training"
         engine.run()
         self._doing = "over"
+        self._membership.leave()  # one that was away and comes back must not wait for those who only stay
         if self._desk is not None:
-            self._desk.finish(engine, self._sources.checkpoint)
+            self._stay(engine, self._desk)
+            self._finish(engine, self._desk)
+
+    def _stay(self, engine: ElasticEngine, desk: Desk) -> None:
+        """Until the run is finished, or the one who writes has died: then nobody else has the last state."""
+        if desk.writer is None or desk.writer not in engine.fellows:
+            return
+        self._say(f"{self._name} stays until {desk.writer} has finished the run")
+        heard_s = time.monotonic()
+        with reminding(self._say, f"waiting for {desk.writer} to finish the run"):
+            while not desk.is_finished and time.monotonic() - heard_s < _SILENT_S:
+                said = ask(engine.fellows[desk.writer], _SILENT_S)
+                if said is not None and said["name"] == desk.writer:
+                    heard_s = time.monotonic()
+                time.sleep(_LOOK_S)
+
+    def _finish(self, engine: ElasticEngine, desk: Desk) -> None:
+        """A disk that is full is waited for: nobody else may have the last state."""
+        deadline_s = time.monotonic() + self._place.limit_s
+        while True:
+            try:
+                desk.finish(engine, self._sources.checkpoint)
+            except CheckpointError as error:
+                if time.monotonic() > deadline_s:
+                    raise
+                self._say(f"not finished, and tried again: {error}")
+                time.sleep(_AGAIN_S)
+            else:
+                return
 
     def _gather(self, engine: ElasticEngine) -> None:
         """Those who begin wait for all that were started."""
         planned, deadline_s = self._place.processes or self._run.world.islands, time.monotonic() + self._place.gather_s
         with reminding(self._say, f"waiting for {planned} islands to begin together"):
             while time.monotonic() < deadline_s:
-                here = {name: entry for name, entry in self._roll.alive().items() if entry["doing"] != "coming"}
+                here = self._here(planned)
                 ahead = any(entry["generation"] > engine.generation.number for entry in here.values())
                 if len(here) >= planned or ahead:
                     # The lighthouse may not have heard the last of them beat yet: they are fellows from now on.
@@ -239,6 +282,14 @@ class Island:
                 time.sleep(_LOOK_S / 4)
                 self._roll.look()
         self._say(f"begins with those who are here: {sorted(self._roll.alive())}")
+
+    def _here(self, enough: int) -> dict[str, dict[str, Any]]:
+        """Who has signed that it has come; where it seems that enough have, of these whoever answers, since some may have died."""
+        here = {name: entry for name, entry in self._roll.alive().items() if entry["doing"] != "coming"}
+        if len(here) < enough:
+            return here
+        answers = call([Member(name, entry["pier"], False, 0.0) for name, entry in here.items()], _ANSWER_S)
+        return {name: entry for name, entry in here.items() if name in answers}
 
     def _committed(self, engine: ElasticEngine, commit: Commit) -> None:
         told = zip(commit.met.names, commit.met.result.told, strict=True)
