@@ -32,6 +32,7 @@ from atoll.events import (
 )
 from atoll.telemetry import read_events
 from atoll.tensorfile import load_tree
+from atoll.testing.chaos import ray_processes
 
 PATIENCE_S = 90.0
 SETTINGS = (
@@ -133,12 +134,14 @@ def survived(tmp_path_factory):
         }
         token = folder / "ray_token"
         mode, length = token.stat().st_mode & 0o777, len(token.read_text())
-        slow, dead = (int(logged(folder, f"worker-{number}", r"process (\d+)")[-1]) for number in (0, 1))
+        there = ray_processes(folder)
+        assert {name: one.poll() for name, one in there.items()} == dict.fromkeys(["hub", "worker-0", "worker-1"])
+        slow, dead = there["worker-0"].pid, there["worker-1"].pid
         os.kill(slow, signal.SIGSTOP)  # so that there is something left to do when the other has come back
         os.kill(dead, signal.SIGKILL)
         until(lambda: len(logged(folder, "worker-1", r"process (\d+)")) > 1, "another worker", process)
         until(lambda: len(logged(folder, "hub", r"worker 1, life")) > 1, "it to come", process)
-        os.kill(int(logged(folder, "hub", r"hub on .* process (\d+)")[-1]), signal.SIGKILL)
+        os.kill(ray_processes(folder)["hub"].pid, signal.SIGKILL)
         os.kill(slow, signal.SIGCONT)
         code, out, err = end_of(process)
     assert code == 0, err

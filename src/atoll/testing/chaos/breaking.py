@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atoll.errors import ConfigError
-from atoll.events import Attended, Event
+from atoll.events import Arrived, Attended, Event
 from atoll.testing.chaos.faults import At, Cut, Fault, Freeze, FullDisk, Kill, Script, Slow
 
 
@@ -68,7 +68,8 @@ class _Target:
 
 
 class Chaos:
-    """Carries out a script on one run. It is also a sink: the script's clock begins with the first commit that it hears of.
+    """Carries out a script on one run. It is also a sink: the script's clock begins with the first commit that it hears of, or of a
+    hub's run the first update that arrives.
 
     Args:
         script: what is to happen.
@@ -102,11 +103,10 @@ class Chaos:
 
     def emit(self, event: Event) -> None:
         """An event of the run has appeared in its log. Who was there is written down too, with the time on this clock."""
-        if not isinstance(event, Attended):
-            return
-        if self._zero_s is None:
+        if isinstance(event, Arrived | Attended) and self._zero_s is None:
             self._zero_s = self._now_s
-        self._note("saw", {"round": event.round, "epoch": event.epoch, "participating": event.participating})
+        if isinstance(event, Attended):
+            self._note("saw", {"round": event.round, "epoch": event.epoch, "participating": event.participating})
 
     def step(self, now_s: float, processes: Mapping[str, Process]) -> None:
         """Do what is due by now, on any clock that only goes forward."""

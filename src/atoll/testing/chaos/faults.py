@@ -35,7 +35,7 @@ class Kill(_Checked):
     """SIGKILL: a process ends without a word. Whoever keeps it going starts it again.
 
     Args:
-        victim: the process, by its name: island-0000 and so on, or lighthouse.
+        victim: the process, by its name: island-0000 and so on, or lighthouse; of a run on Ray hub, or worker-0 and so on.
     """
 
     victim: str
