@@ -44,8 +44,6 @@ class Harbour:
 
     def __init__(self, host: str, port: int, lighthouse_port: int, order: str, *, join_limit_s: float) -> None:
         coordination: Any = require("torchft.coordination", extra="torchft", purpose="islands that come and go")
-        self._store, port = open_store(host, port)
-        self.address = f"{host}:{port}"
         self._lighthouse = coordination.LighthouseServer(
             bind=f"{_bracketed(host)}:{lighthouse_port}",
             min_replicas=1,
@@ -53,6 +51,9 @@ class Harbour:
             quorum_tick_ms=int(TICK_S * 1000),
             heartbeat_timeout_ms=int(HEARTBEAT_LIMIT_S * 1000),
         )
+        # After the lighthouse: a store that may choose its port must not choose that one.
+        self._store, port = open_store(host, port)
+        self.address = f"{host}:{port}"
         Board(self.address, self._store).give_order(order)
 
     def close(self) -> None:
