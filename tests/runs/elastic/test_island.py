@@ -32,9 +32,9 @@ from atoll.events import (
 )
 from atoll.models.gpt import GPT
 from atoll.runs.build import replica_of
+from atoll.runs.elastic import ending, sources
 from atoll.runs.elastic import island as islands
-from atoll.runs.elastic import sources
-from atoll.runs.elastic.desk import Finished
+from atoll.runs.elastic.desk import Desk, Finished
 from atoll.runs.elastic.island import Island
 from atoll.runs.elastic.log import TakenLog
 from atoll.runs.elastic.minutes import Minute
@@ -231,7 +231,7 @@ def test_when_the_one_who_writes_dies_the_next_goes_on_where_the_log_ends(tmp_pa
 
 
 def test_when_the_one_who_writes_dies_after_the_last_commit_another_finishes_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(islands, "_SILENT_S", 0.2)
+    monkeypatch.setattr(ending, "_SILENT_S", 0.2)
     shore = Shore(tmp_path / "run", toy(2, "keep.save_every=1000"), Elastic(processes=2))
     shore.finish([*shore.start("island-0000", until=4), *shore.start("island-0001")])
     assert [event.round for event in shore.events(Attended)] == [1, 2, 3, 4]
@@ -246,8 +246,19 @@ def test_whoever_has_the_folder_stays_until_the_one_who_writes_has_finished_the_
     assert len(shore.events(RunFinished)) == 1
 
 
+def test_when_all_who_have_the_folder_die_after_the_last_commit_one_that_joined_has_kept_the_state_for_them(tmp_path):
+    shore = Shore(tmp_path / "run", toy(2, "keep.save_every=1000"), Elastic(processes=2))
+    first, other = shore.start("island-0000", until=4), shore.start("zz-elsewhere", home=False)
+    for thread in first:
+        thread.join(60.0)
+    shore.finish([*shore.start("island-0000"), *other])
+    assert any(text.startswith("island-0000 begins with round 4, fetched from zz-elsewhere") for text in shore.said)
+    assert [event.round for event in shore.events(Attended)] == [1, 2, 3, 4]
+    assert len(shore.events(RunFinished)) == 1
+
+
 def test_a_run_whose_end_cannot_be_written_is_finished_when_it_can(tmp_path, monkeypatch):
-    monkeypatch.setattr(islands, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(ending, "_AGAIN_S", 0.0)
     shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1))
     in_the_way, note = RunFolder(shore.folder).timing, shore.note
     in_the_way.mkdir()
@@ -577,11 +588,21 @@ class OtherBits:
         return replace(after, params=after.params * (1 + 2**-23))
 
 
-def test_an_island_that_rounds_otherwise_works_with_the_others_and_is_given_their_state(tmp_path, monkeypatch):
-    def engine(*, name, algorithm, **others):
-        return ElasticEngine(name=name, algorithm=OtherBits(algorithm) if name == "island-0001" else algorithm, **others)
+@pytest.fixture
+def rounding(monkeypatch):
+    """Has one island round otherwise than the others."""
 
-    monkeypatch.setattr(islands, "ElasticEngine", engine)
+    def one(who):
+        def engine(*, name, algorithm, **others):
+            return ElasticEngine(name=name, algorithm=OtherBits(algorithm) if name == who else algorithm, **others)
+
+        monkeypatch.setattr(islands, "ElasticEngine", engine)
+
+    return one
+
+
+def test_an_island_that_rounds_otherwise_works_with_the_others_and_is_given_their_state(tmp_path, rounding):
+    rounding("island-0001")
     shore = Shore(tmp_path / "run", toy(2, "train.steps=12"), Elastic(processes=2))
     shore.finish(shore.start("island-0000", "island-0001"))
     assert any(text.startswith("island-0001 was left behind: it holds other bits") for text in shore.said)
@@ -589,3 +610,39 @@ def test_an_island_that_rounds_otherwise_works_with_the_others_and_is_given_thei
     assert delivered[1] >= 2, "its work counts, more than once"
     assert sum(delivered.values()) == 12
     assert exactly_once(shore.events(Leased), units=12) == []
+
+
+def test_though_the_first_who_could_write_rounds_otherwise_every_commit_is_written_judged_and_saved_in_time(tmp_path, rounding):
+    rounding("island-0000")
+    shore = Shore(tmp_path / "run", toy(3, "train.steps=12"), Elastic(processes=3))
+    shore.finish(shore.start(*map(island_name, range(3))))
+    steps = [0, *(event.steps for event in shore.events(RoundFinished))]
+    assert [event.round for event in shore.events(RoundFinished)] == list(range(1, len(steps)))
+    passed = [number for number in range(1, len(steps)) if steps[number] // 4 > steps[number - 1] // 4]
+    assert [event.round for event in shore.events(Saved)] == passed
+    assert [event.round for event in shore.events(Evaluated)] == [0, *passed]
+
+
+def test_what_was_passed_while_nobody_wrote_is_judged_by_whoever_writes_next(tmp_path):
+    shore = Shore(tmp_path / "run", toy(1, "train.steps=28", "keep.evaluate_every=10"), Elastic(processes=1))
+    shore.waits = {("island-0000", 3): "zz-elsewhere begins with", ("zz-elsewhere", 6): "island-0000 begins with round 6"}
+    first, other = shore.start("island-0000", until=4), shore.start("zz-elsewhere", home=False)
+    for thread in first:
+        thread.join(60.0)
+    shore.wait_until("committed round 6 ")
+    shore.finish([*shore.start("island-0000"), *other])
+    again = next(event.round for event in shore.events(IslandJoined) if event.island == 0 and event.round)
+    assert again in [event.round for event in shore.events(Evaluated)], "the tenth step was passed before"
+
+
+def test_others_find_the_state_before_the_one_who_writes_has_judged_it(tmp_path, monkeypatch):
+    shore, seen = Shore(tmp_path / "run", toy(1), Elastic(processes=1)), []
+    judge = Desk._judge
+
+    def judged(desk, engine, log):
+        seen.append(engine.standing["exchanging"])
+        judge(desk, engine, log)
+
+    monkeypatch.setattr(Desk, "_judge", judged)
+    shore.finish(shore.start("island-0000"))
+    assert seen == [False] * 3

@@ -67,7 +67,7 @@ class ElasticEngine:
         alive: tells how many islands are alive, as far as anybody knows.
         home: whether this island has the run's folder.
         pier: where this island can be asked.
-        committed: called after each commit, with this engine.
+        committed: called after each commit, with this engine. It says when others find the state: see `published`.
         heal: brings this engine up to date from another island, or from a checkpoint. It is told what the others hold.
         confirm: finds out whether anybody went on from the state that this engine was given.
         pause_s: so long this process sleeps for each batch besides computing it.
@@ -175,6 +175,10 @@ class ElasticEngine:
         """Who took part in the last commit, and where each can be asked."""
         return self._meetings.fellows
 
+    def published(self) -> None:
+        """The state that was committed last is where others find it: whoever waits for it need not wait until it is written too."""
+        self._meetings.exchanging = False
+
     def begin_anew(self) -> None:
         """Nobody is at work: what a checkpoint says is leased comes back.
 
@@ -266,7 +270,6 @@ class ElasticEngine:
 
     def _report(self, met: Met[Agreed], *, opening: bool = False) -> None:
         self._committed(self, Commit(met, self._chronicle.take(), opening))
-        self._meetings.exchanging = False
 
     # ---------------------------------------------------------------------------------------------------------------- saving
 

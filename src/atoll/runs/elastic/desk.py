@@ -14,7 +14,7 @@ from atoll.engines.elastic.engine import Commit, ElasticEngine
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.evaluator import Evaluator
 from atoll.errors import CheckpointError
-from atoll.events import Saved, SaveFailed, WarmStartFinished
+from atoll.events import RoundFinished, Saved, SaveFailed, WarmStartFinished
 from atoll.protocols import Workload
 from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
 from atoll.runs.elastic.log import NOTHING, TakenLog, agreed_part, last_commit
@@ -23,6 +23,7 @@ from atoll.runs.execute import Execution, is_finished
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
 from atoll.runs.warm import Cache, WarmStart
+from atoll.telemetry.jsonl import read_events
 
 
 class Finished(Exception):
@@ -66,7 +67,7 @@ class Desk:
         self._judged: Generation | None = None
         """Whose weights were judged here last."""
         self._steps = 0
-        """Of the run, at the last commit."""
+        """Of the run, at the last commit that is written down."""
         self.writer: str | None = None
         """Who else writes of the last commit, if anybody does."""
 
@@ -78,13 +79,12 @@ class Desk:
         Raises:
             Finished: nothing is left to do.
         """
-        before, self._steps = self._steps, engine.steps_taken
         self.writer = writer if writer != engine.name else None
         if writer != engine.name:
             self._stop_writing()
             return
         try:
-            self._write(engine, commit, before)
+            self._write(engine, commit)
         except CheckpointError as error:
             if commit.opening:
                 raise
@@ -92,8 +92,9 @@ class Desk:
             self._say(f"not written: {error}")
             self._stop_writing()
 
-    def _write(self, engine: ElasticEngine, commit: Commit, before: int) -> None:
+    def _write(self, engine: ElasticEngine, commit: Commit) -> None:
         log = self._writing(engine)
+        before, self._steps = self._steps, engine.steps_taken
         if commit.opening and engine.generation.round == 0:
             self._judge(engine, log)
             return
@@ -148,6 +149,8 @@ class Desk:
         if missing:
             self._say(f"nobody remembers rounds {missing[0]} to {missing[-1]}, and the log does not have them")
         log = TakenLog(self._folder.events, keep_bytes)
+        told = read_events(self._folder.events, [RoundFinished])
+        self._steps = max((event.steps for event in told if isinstance(event, RoundFinished)), default=0)
         if not keep_bytes:
             self._begin(log)
         return log
@@ -204,7 +207,6 @@ class Desk:
     def brought_up_to_date(self, engine: ElasticEngine) -> None:
         """The engine goes on with what another island gave it, and the minutes are that one's."""
         self._stop_writing()  # somebody else may have written since
-        self._steps = engine.steps_taken
 
     def restored(self, checkpoint: Checkpoint, engine: ElasticEngine) -> None:
         """Have an engine go on from a checkpoint."""
@@ -214,4 +216,3 @@ class Desk:
         engine.restore(checkpoint.metadata["engine"], shared)
         self._minutes.begin_with(engine.generation)
         engine.begin_anew()
-        self._steps = engine.steps_taken

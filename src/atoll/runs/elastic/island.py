@@ -22,17 +22,18 @@ from atoll.engines.elastic.engine import Commit, ElasticEngine
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.meetings import Finds, Meetings
 from atoll.engines.elastic.membership import Member, Membership
-from atoll.engines.elastic.pier import Cargo, Pier, ask
+from atoll.engines.elastic.pier import Cargo, Pier
 from atoll.engines.elastic.reminding import reminding
 from atoll.engines.elastic.roll import Board, Roll
 from atoll.engines.elastic.votes import call
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.masters import initial
-from atoll.errors import CheckpointError, ConfigError, ExchangeFailed
+from atoll.errors import ConfigError, ExchangeFailed
 from atoll.protocols import Algorithm
 from atoll.runs.build import loss_of, replica_of
 from atoll.runs.elastic.cards import Card
 from atoll.runs.elastic.desk import Desk, Finished
+from atoll.runs.elastic.ending import FINISHED, finish, hand_over, stay
 from atoll.runs.elastic.minutes import Minute, Minutes
 from atoll.runs.elastic.place import Invitation
 from atoll.runs.elastic.sources import Sources
@@ -48,10 +49,6 @@ if TYPE_CHECKING:
     from atoll.testing.chaos import Spoiler
 
 _LOOK_S, _ANSWER_S = 0.2, 1.0
-_SILENT_S = 6.0
-"""Whoever has not answered for so long does not finish the run."""
-_AGAIN_S = 2.0
-"""Between two attempts to leave what is to be left of a run."""
 
 
 def take_part(
@@ -221,6 +218,9 @@ class Island:
             self._take_part()
         except Finished:
             self._say(f"{self._name} has nothing to do: the run is finished")
+        if self._desk is not None:
+            self._doing = FINISHED
+            self._roll.look()  # those who stay read it
 
     def _take_part(self) -> None:
         engine = self._engine
@@ -237,36 +237,11 @@ class Island:
         engine.run()
         self._doing = "over"
         self._membership.leave()  # one that was away and comes back must not wait for those who only stay
-        if self._desk is not None:
-            self._stay(engine, self._desk)
-            self._finish(engine, self._desk)
-
-    def _stay(self, engine: ElasticEngine, desk: Desk) -> None:
-        """Until the run is finished, or the one who writes has died: then nobody else has the last state."""
-        if desk.writer is None or desk.writer not in engine.fellows:
+        if self._desk is None:
+            hand_over(self._roll, self._place.limit_s, self._say)
             return
-        self._say(f"{self._name} stays until {desk.writer} has finished the run")
-        heard_s = time.monotonic()
-        with reminding(self._say, f"waiting for {desk.writer} to finish the run"):
-            while not desk.is_finished and time.monotonic() - heard_s < _SILENT_S:
-                said = ask(engine.fellows[desk.writer], _SILENT_S)
-                if said is not None and said["name"] == desk.writer:
-                    heard_s = time.monotonic()
-                time.sleep(_LOOK_S)
-
-    def _finish(self, engine: ElasticEngine, desk: Desk) -> None:
-        """A disk that is full is waited for: nobody else may have the last state."""
-        deadline_s = time.monotonic() + self._place.limit_s
-        while True:
-            try:
-                desk.finish(engine, self._sources.checkpoint)
-            except CheckpointError as error:
-                if time.monotonic() > deadline_s:
-                    raise
-                self._say(f"not finished, and tried again: {error}")
-                time.sleep(_AGAIN_S)
-            else:
-                return
+        stay(self._name, engine, self._desk, self._say)
+        finish(engine, self._desk, self._sources.checkpoint, self._place.limit_s, self._say)
 
     def _gather(self, engine: ElasticEngine) -> None:
         """Those who begin wait for all that were started."""
@@ -293,7 +268,8 @@ class Island:
 
     def _committed(self, engine: ElasticEngine, commit: Commit) -> None:
         told = zip(commit.met.names, commit.met.result.told, strict=True)
-        writer = next((name for name, one in told if one.home), None)
+        # One that holds other bits is given the others' state before it goes on, and writes nothing of this.
+        writer = next((name for name, one in told if one.home and name not in commit.met.apart), None)
         self._minutes.add(Minute(engine.generation, commit.opening, commit.events), writer)
         self._publish(engine)
         if not commit.opening:  # every island says what it holds, so that nobody has to trust the one who writes
@@ -310,6 +286,7 @@ class Island:
         with self._pier.changing() as put:
             put(Cargo(header, tensors))
             self._published = engine.generation
+        engine.published()
 
     def close(self, *, wait: bool) -> None:
         self._membership.leave()
