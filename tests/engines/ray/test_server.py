@@ -420,7 +420,7 @@ def test_weights_to_be_judged_are_put_into_the_store_while_the_next_update_is_ap
     assert store.putting.wait(PATIENCE_S)
     pushes[1].start()
     while len(shelf.of(Arrived)) < 2:
-        server.news(-1, 0, 0, 0.01)
+        assert server.news(-1, 0, 0, 0.01).error is None
     assert server.finish() is None
     assert not server.news(-1, 0, 0, 0.0).judged, "the run is over, and what is on its way is not judged yet"
     store.may_put.set()
