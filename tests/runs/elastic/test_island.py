@@ -10,7 +10,7 @@ import torch
 from atoll import recipes
 from atoll.data.text import Text
 from atoll.engines.elastic.engine import ElasticEngine
-from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.generation import NOTHING, Generation
 from atoll.engines.elastic.harbour import Harbour, free_port
 from atoll.engines.elastic.judging import Brought
 from atoll.engines.elastic.pier import Cargo, Pier, fetch
@@ -382,6 +382,27 @@ def test_what_islands_without_the_folder_commit_alone_is_written_by_whoever_has_
     assert len(shore.events(RunFinished)) == 1
 
 
+def test_what_the_one_who_writes_could_not_write_is_remembered_by_the_others_until_it_can(tmp_path, monkeypatch):
+    shore, tries = Shore(tmp_path / "run", toy(2, "train.steps=16", "keep.save_every=1000"), Elastic(processes=2)), []
+    writing = Desk._writing
+
+    def full(desk, engine):
+        if engine.name == "island-0000" and engine.generation.round in (3, 4, 5):
+            tries.append(engine.generation.round)
+            raise CheckpointError("the disk is full")
+        return writing(desk, engine)
+
+    monkeypatch.setattr(Desk, "_writing", full)
+    shore.waits["joined", 8] = "island-0001 begins with"
+    first, other = shore.start("island-0000", until=6), shore.start("joined", home=False)
+    for thread in first:
+        thread.join(60.0)
+    assert tries == [3, 4, 5]
+    shore.finish([*shore.start("island-0001"), *other])
+    rounds = [event.round for event in shore.events(Attended)]
+    assert rounds == list(range(1, len(rounds) + 1))
+
+
 def test_who_joins_with_other_data_is_refused(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
@@ -496,7 +517,7 @@ def test_whoever_begins_anew_uses_no_epoch_that_may_have_been_used(tmp_path):
     island = one_island(Shore(tmp_path / "run", toy(1), Elastic(processes=1)))
     island._engine.generation = Generation(3, 7)
     island._engine.begin_anew()
-    assert island._engine.generation == Generation(3, 1007)
+    assert island._engine.generation == Generation(3, 7 + (1 << 20))
     island.close(wait=False)
 
 
@@ -507,7 +528,7 @@ def test_a_log_that_one_who_was_behind_has_taken_is_taken_back_and_one_that_tell
     desk, engine, log = island._desk, island._engine, RunFolder(shore.folder).events
     for number in (1, 2, 3):
         engine.generation = Generation(number, number)
-        island._minutes.add(Minute(engine.generation, False, [attended(number)]), "island-0000")
+        island._minutes.add(Minute(engine.generation, False, [attended(number)]), NOTHING)
         if number < 3:
             desk._writing(engine)
     other = TakenLog(log, 0)

@@ -18,7 +18,7 @@ from atoll.engines.dist.driving import Line
 from atoll.engines.dist.replica import DistReplica
 from atoll.engines.elastic.alike import check_elastic, digest_of
 from atoll.engines.elastic.chronicle import Chronicle
-from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.generation import NOTHING, Generation
 from atoll.engines.elastic.idle import IdleReplica
 from atoll.engines.elastic.judging import Judge
 from atoll.engines.elastic.leases import Leases, Settled, Unit
@@ -32,8 +32,8 @@ from atoll.leaves import recycle
 from atoll.protocols import Algorithm, Batches, Work
 from atoll.tree import Tree
 
-_ANEW = 1000
-"""Epochs: so many attempts nobody makes between two checkpoints."""
+_ANEW = 1 << 20
+"""Epochs: so many do not pass between two checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class ElasticEngine:
         committed: called after each commit, with this engine. It says when others find the state: see `published`.
         heal: brings this engine up to date from another island, or from a checkpoint. It is told what the others hold.
         confirm: finds out whether anybody went on from the state that this engine was given.
+        written: tells up to which generation this island has written the run's log.
         pause_s: so long this process sleeps for each batch besides computing it.
         busy: whether somebody reads the state that was committed last: then its buffers are not used again.
     """
@@ -92,6 +93,7 @@ class ElasticEngine:
         committed: Callable[[ElasticEngine, Commit], None],
         heal: Callable[[ElasticEngine, Generation], None],
         confirm: Callable[[ElasticEngine], None],
+        written: Callable[[], Generation] = lambda: NOTHING,
         pause_s: float = 0.0,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -108,7 +110,7 @@ class ElasticEngine:
         self.leases = Leases(shards=batches.num_shards, batches=self.per_round, units=rounds * islands)
         self.replica = make_replica()
         self._line = Line(self.replica.device)
-        self.peers = ElasticPeers(meetings, self._line, self._judge, self.clock, home=home, pier=pier)
+        self.peers = ElasticPeers(meetings, self._line, self._judge, self.clock, home=home, pier=pier, written=written)
         self.state = algorithm.init(params.copy(), self.peers)
         check_elastic(algorithm, self.state)
         self._diary = Diary()

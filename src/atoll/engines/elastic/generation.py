@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -38,6 +39,22 @@ class Generation(NamedTuple):
     @staticmethod
     def of(number: int) -> Generation:
         return Generation(number >> _EPOCHS, number & ((1 << _EPOCHS) - 1))
+
+
+NOTHING = Generation(-1, 0)
+"""What a log tells of that is empty."""
+
+
+def epoch_of(names: Sequence[str], first: int) -> int:
+    """Of an attempt by these islands, where the first that none of them has seen is this one.
+
+    Two companies that do not know of each other, and attempt the same round, come to different epochs, and the larger to the later
+    one; of companies of one size one in sixteen pairs does not.
+
+    >>> epoch_of(["a"], 8) < epoch_of(["b", "c"], 8) != epoch_of(["b", "d"], 8)
+    True
+    """
+    return first + 16 * min(len(names), 15) + zlib.crc32(",".join(names).encode()) % 16
 
 
 class Held(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from atoll.engines.dist.carrier import Group
 from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.wire import Wire
-from atoll.engines.elastic.generation import Generation, Held, sound
+from atoll.engines.elastic.generation import Generation, Held, epoch_of, sound
 from atoll.engines.elastic.membership import CutOff, Found, Member
 from atoll.engines.elastic.pier import ask
 from atoll.engines.elastic.votes import call, double, who_leaves
@@ -212,7 +212,7 @@ class Meetings:
         )
         held = [Held(tuple(map(int, row[:3])), int(row[4]), bool(row[5]), bool(row[6])) for row in told]
         these, apart = sound(held)
-        epoch = self._tried = int(max(told[rank][3] for rank in (*these, *apart)))
+        first = int(max(told[rank][3] for rank in (*these, *apart)))
         # How far an island moved says as much where its bits are others, if they are of its own making.
         apart = [rank for rank in apart if held[rank].vouched]
         if found.rank not in (*these, *apart):
@@ -224,6 +224,7 @@ class Meetings:
         wire.leave_out(out)
         watch.leave_out(out)
         names = tuple(name for rank, name in enumerate(found.names) if rank not in out)
+        epoch = self._tried = epoch_of(names, first)
         result = act(wire, names)
         behind, others = (tuple(found.names[rank] for rank in ranks) for ranks in (out, apart))
         return Met(names, behind, others, epoch, self._failures + 1, result)

@@ -36,6 +36,7 @@ class Told:
         donor: who has given it the state since its last commit, if anybody has.
         given_bytes: by the donor.
         diary: of its round.
+        written: the number of the last generation that it has written into the run's log.
     """
 
     home: bool
@@ -43,14 +44,15 @@ class Told:
     donor: str | None
     given_bytes: int
     diary: Diary
+    written: int
 
     def to_text(self) -> str:
-        return json.dumps([self.home, self.pier, self.donor, self.given_bytes, self.diary.to_line()])
+        return json.dumps([self.home, self.pier, self.donor, self.given_bytes, self.diary.to_line(), self.written])
 
     @staticmethod
     def from_text(text: str) -> Told:
-        home, pier, donor, given_bytes, line = json.loads(text)
-        return Told(home, pier, donor, given_bytes, Diary.from_line(line))
+        home, pier, donor, given_bytes, line, written = json.loads(text)
+        return Told(home, pier, donor, given_bytes, Diary.from_line(line), written)
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,22 @@ class ElasticPeers:
         clock: of the run.
         home: whether this island has the run's folder.
         pier: where this island can be asked.
+        written: tells how far this island has written the run's log.
     """
 
-    def __init__(self, meetings: Meetings, line: Line, judge: Judge, clock: WallClock, *, home: bool, pier: str) -> None:
+    def __init__(
+        self,
+        meetings: Meetings,
+        line: Line,
+        judge: Judge,
+        clock: WallClock,
+        *,
+        home: bool,
+        pier: str,
+        written: Callable[[], Generation],
+    ) -> None:
         self._meetings, self._line, self._judge, self._clock = meetings, line, judge, clock
-        self._home, self._pier = home, pier
+        self._home, self._pier, self._written = home, pier, written
         self._donor: str | None = None
         self._given_bytes = 0
         self._generation, self._digest = Generation(0, 0), 0
@@ -216,7 +229,7 @@ class ElasticPeers:
         diary: Diary,
     ) -> Agreed:
         """Everybody has heard from everybody that all came to the same."""
-        mine = Told(self._home, self._pier, self._donor, self._given_bytes, diary)
+        mine = Told(self._home, self._pier, self._donor, self._given_bytes, diary, self._written().number)
         told = [Told.from_text(text) for text in wire.tell_text(mine.to_text())]
         votes = wire.tell(self._clock.now_s(), *_slice_sums(value, wire.size))
         came_to = [vote[1:] for vote in votes]

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from atoll.engines.elastic.engine import Commit, ElasticEngine
-from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.generation import NOTHING, Generation
 from atoll.engines.evaluator import Evaluator
 from atoll.errors import CheckpointError
 from atoll.events import RoundFinished, Saved, SaveFailed, WarmStartFinished
 from atoll.protocols import Workload
 from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
-from atoll.runs.elastic.log import NOTHING, TakenLog, agreed_part, last_commit
+from atoll.runs.elastic.log import TakenLog, agreed_part, last_commit
 from atoll.runs.elastic.minutes import Minutes
 from atoll.runs.execute import Execution, is_finished
 from atoll.runs.folder import RunFolder
@@ -161,6 +161,11 @@ class Desk:
         if self._run.train.warm_start_steps:
             warm = self._warm
             log.emit(WarmStartFinished(steps=self._run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
+
+    @property
+    def written(self) -> Generation:
+        """Up to which commit this island has written the log; of one that it does not write now, or cannot, it does not know."""
+        return self._written if self._log is not None else NOTHING
 
     def close(self) -> None:
         """Nothing more is written here."""

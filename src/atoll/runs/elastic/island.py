@@ -19,7 +19,7 @@ import torch
 
 from atoll.engines.dist.clock import Limit
 from atoll.engines.elastic.engine import Commit, ElasticEngine
-from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.generation import NOTHING, Generation
 from atoll.engines.elastic.meetings import Finds, Meetings
 from atoll.engines.elastic.membership import Member, Membership
 from atoll.engines.elastic.pier import Cargo, Pier
@@ -195,6 +195,7 @@ class Island:
             committed=self._committed,
             heal=self._heal,
             confirm=self._confirm,
+            written=lambda: self._desk.written if self._desk is not None else NOTHING,
             pause_s=(self._place.pace or 0.0) * run.world.step_time(number % run.world.islands, run.seed),
             busy=lambda: self._pier.busy,
         )
@@ -267,10 +268,11 @@ class Island:
         return {name: entry for name, entry in here.items() if name in answers}
 
     def _committed(self, engine: ElasticEngine, commit: Commit) -> None:
-        told = zip(commit.met.names, commit.met.result.told, strict=True)
+        told = [*zip(commit.met.names, commit.met.result.told, strict=True)]
         # One that holds other bits is given the others' state before it goes on, and writes nothing of this.
         writer = next((name for name, one in told if one.home and name not in commit.met.apart), None)
-        self._minutes.add(Minute(engine.generation, commit.opening, commit.events), writer)
+        written = max(Generation.of(one.written) for _, one in told)
+        self._minutes.add(Minute(engine.generation, commit.opening, commit.events), written)
         self._publish(engine)
         if not commit.opening:  # every island says what it holds, so that nobody has to trust the one who writes
             worked = self._name in commit.met.result.delivered(commit.met.names)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.generation import NOTHING, Generation
 from atoll.errors import CheckpointError
 from atoll.events import Attended, Evaluated, Event, IslandJoined, RunStarted, Saved, SaveFailed, WarmStartFinished
 from atoll.files import replacing
 from atoll.telemetry.jsonl import JsonlSink, read_events
 
-NOTHING, _BEGUN = Generation(-1, 0), Generation(0, 1 << 31)
-"""What a log tells of that is empty, and what one without a commit does: the beginning, whatever its epoch."""
+_BEGUN = Generation(0, 1 << 31)
+"""What a log without a commit tells of: the beginning, whatever its epoch."""
 _BETWEEN = (Evaluated.__name__, Saved.__name__, SaveFailed.__name__)
 _AT_FIRST = (RunStarted.__name__, WarmStartFinished.__name__, IslandJoined.__name__)
 """What is written between two commits, and before the first. A commit's own events end with who attended."""

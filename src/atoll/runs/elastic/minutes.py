@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from atoll.engines.elastic.generation import Generation
+from atoll.engines.elastic.generation import NOTHING, Generation
 from atoll.events import Event, from_json
 
 _REMEMBERED = 512  # commits: so long a log can lag behind
@@ -31,17 +31,16 @@ class Minutes:
 
     >>> minutes = Minutes()
     >>> for number in range(1, 5):
-    ...     minutes.add(Minute(Generation(number, number), False, []), writer="a" if number < 4 else None)
+    ...     minutes.add(Minute(Generation(number, number), False, []), written=Generation(number - 2, number - 2))
     >>> minutes.epochs
     {1: 1, 2: 2, 3: 3, 4: 4}
-    >>> [parts[:2] for parts in minutes.to_parts()]  # a came to the third meeting, and so has written of the second
+    >>> [parts[:2] for parts in minutes.to_parts()]  # whoever writes said at the last meeting that it has written of the second
     [[2, 2], [3, 3], [4, 4]]
     """
 
     def __init__(self) -> None:
         self._kept: deque[Minute] = deque(maxlen=_REMEMBERED)
-        self._writer: str | None = None
-        self._written = Generation(-1, 0)
+        self._written = NOTHING
         """So far the log is known to go."""
 
     def __iter__(self) -> Iterator[Minute]:
@@ -52,16 +51,14 @@ class Minutes:
         """Of the commits, by round."""
         return {minute.generation.round: minute.generation.epoch for minute in self._kept if not minute.opening}
 
-    def add(self, minute: Minute, writer: str | None) -> None:
+    def add(self, minute: Minute, written: Generation) -> None:
         """Something was committed.
 
         Args:
             minute: what.
-            writer: who of those who committed it writes it down; none if nobody of them can.
+            written: how far the log goes, as those said who committed it.
         """
-        if writer is not None and writer == self._writer and self._kept:
-            self._written = self._kept[-1].generation
-        self._writer = writer
+        self._written = max(self._written, written)
         self._kept.append(minute)
 
     def begin_with(self, generation: Generation) -> None:
@@ -71,7 +68,7 @@ class Minutes:
     def _replace(self, minutes: Sequence[Minute]) -> None:
         self._kept.clear()
         self._kept.extend(minutes)
-        self._writer, self._written = None, Generation(-1, 0)
+        self._written = NOTHING
 
     # ------------------------------------------------------------------------------------------------------- to other islands
 
