@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from atoll.cli.verbs import interruptible, run_of, show_result, sinks_of
 from atoll.engines.elastic.harbour import Harbour
 from atoll.errors import ConfigError
-from atoll.runs.elastic.island import take_part
+from atoll.runs.elastic.joining import take_part
 from atoll.runs.elastic.place import Elastic, Invitation, check_address, read_elastic
 from atoll.runs.elastic.sources import NoState
 from atoll.runs.elastic.start import chaos_of, create_elastic, keep_going, place_again, refuse_strangers

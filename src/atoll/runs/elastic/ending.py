@@ -66,7 +66,8 @@ def finish(engine: ElasticEngine, desk: Desk, checkpoint: Checkpoint | None, lim
     deadline_s = time.monotonic() + limit_s
     while True:
         try:
-            desk.finish(engine, checkpoint)
+            with reminding(say, "finishing the run, or waiting for another island that does"):
+                desk.finish(engine, checkpoint)
         except CheckpointError as error:
             if time.monotonic() > deadline_s:
                 raise

@@ -1,16 +1,12 @@
-"""One island of an elastic run, as a process: it finds the run by its address, is given the state, and takes part until the end."""
+"""One island of an elastic run: it is given the state, and takes part until the end."""
 
 from __future__ import annotations
 
 import math
-import os
-import platform
 import re
-import socket
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +20,11 @@ from atoll.engines.elastic.meetings import Finds, Meetings
 from atoll.engines.elastic.membership import Member, Membership
 from atoll.engines.elastic.pier import Cargo, Pier
 from atoll.engines.elastic.reminding import reminding
-from atoll.engines.elastic.roll import Board, Roll
+from atoll.engines.elastic.roll import Roll
 from atoll.engines.elastic.votes import call
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.masters import initial
-from atoll.errors import ConfigError, ExchangeFailed
+from atoll.errors import ConfigError
 from atoll.protocols import Algorithm
 from atoll.runs.build import loss_of, replica_of
 from atoll.runs.elastic.cards import Card
@@ -49,54 +45,6 @@ if TYPE_CHECKING:
     from atoll.testing.chaos import Spoiler
 
 _LOOK_S, _ANSWER_S = 0.2, 1.0
-
-
-def take_part(
-    address: str, name: str, *, folder: Path | None, say: Callable[[str], object], start_limit_s: float, chaos: Path | None = None
-) -> None:
-    """Be an island of the run at this address, until it is over.
-
-    Args:
-        address: of the run.
-        name: of the island, unlike all others'.
-        folder: of the run, where this machine has it.
-        say: takes what a person may want to know.
-        start_limit_s: how long the run is waited for.
-        chaos: a script of faults, some of which are this island's own.
-    """
-    invitation = invited(address, say, start_limit_s)
-    host = _host_towards(address)
-    torch.set_num_threads(invitation.run.cluster.threads_per_island)
-    say(f"{name} on {platform.node()} ({host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
-    with ExitStack() as stack:
-        island = Island(invitation, address, host, name, folder, say, chaos)
-        stack.push(lambda kind, error, trace: island.close(wait=kind is None))
-        island.carry_out()
-
-
-def invited(address: str, say: Callable[[str], object], limit_s: float) -> Invitation:
-    """What the run at this address is."""
-    board, deadline_s = Board(address), time.monotonic() + limit_s
-    with reminding(say, f"waiting for the run at {address}"):
-        while True:
-            try:
-                text = board.order()
-                if text is not None:
-                    return Invitation.from_text(text)
-                missing = ExchangeFailed(f"the run at {address} has not said what it is for {limit_s:.0f} s. Start it anew.")
-            except ExchangeFailed as error:
-                missing = error
-            if time.monotonic() > deadline_s:
-                raise missing
-            time.sleep(_LOOK_S)
-
-
-def _host_towards(address: str) -> str:
-    """The address by which a machine that is reached there reaches this one."""
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        found: str = connection.getsockname()[0]
-        return found
 
 
 class Island:
