@@ -269,10 +269,12 @@ def test_a_run_whose_end_cannot_be_written_is_finished_when_it_can(tmp_path, mon
     assert len(shore.events(Evaluated)) == 3
 
 
-@pytest.mark.parametrize("awake", [True, False])
-def test_an_island_that_was_away_over_the_end_leaves_the_finished_run_as_it_is(tmp_path, awake):
+@pytest.mark.parametrize(("awake", "wrote"), [(True, True), (True, False), (False, False)])
+def test_an_island_that_was_away_over_the_end_leaves_the_finished_run_as_it_is(tmp_path, awake, wrote):
     shore = Shore(tmp_path / "run", toy(1), Elastic(processes=1))
     late = one_island(shore, "island-0001")  # frozen since before the beginning
+    if wrote:
+        late._desk._log = TakenLog(RunFolder(shore.folder).events, 0)
     if not awake:
         late.close(wait=False)
     threads = shore.start("island-0000")

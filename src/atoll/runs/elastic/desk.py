@@ -128,6 +128,8 @@ class Desk:
 
     def _writing(self, engine: ElasticEngine) -> TakenLog:
         """The log, with everything in it that happened up to now."""
+        if (self._log is None or not self._log.is_ours) and self.is_finished:
+            raise Finished
         if self._log is not None and not self._log.is_ours and last_commit(self._folder.events) < engine.generation:
             self._stop_writing()  # whoever took it was behind; of one that is ahead this island, frozen meanwhile, takes nothing
         if self._log is None:
@@ -140,8 +142,6 @@ class Desk:
         return self._log
 
     def _taken_over(self, engine: ElasticEngine) -> TakenLog:
-        if self.is_finished:
-            raise Finished
         self._say(f"{engine.name} writes the log from round {engine.generation.round} on")
         epochs = self._minutes.epochs
         keep_bytes, self._written = agreed_part(self._folder.events, epochs)
@@ -165,7 +165,7 @@ class Desk:
     @property
     def written(self) -> Generation:
         """Up to which commit this island has written the log; of one that it does not write now, or cannot, it does not know."""
-        return self._written if self._log is not None else NOTHING
+        return self._written if self._log is not None and self._log.is_ours else NOTHING
 
     def close(self) -> None:
         """Nothing more is written here."""
