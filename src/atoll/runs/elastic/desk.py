@@ -163,6 +163,11 @@ class Desk:
             log.emit(WarmStartFinished(steps=self._run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
 
     @property
+    def writes(self) -> bool:
+        """Whether it is this island who writes the log."""
+        return self._log is not None
+
+    @property
     def written(self) -> Generation:
         """Up to which commit this island has written the log; of one that it does not write now, or cannot, it does not know."""
         return self._written if self._log is not None and self._log.is_ours else NOTHING

@@ -24,6 +24,8 @@ _AGAIN_S = 2.0
 
 def stay(name: str, engine: ElasticEngine, desk: Desk, say: Callable[[str], object]) -> None:
     """An island that has the folder stays until the one who writes has finished the run, or has died."""
+    if desk.writer is None and not desk.writes:
+        _look_for_whoever_writes(engine, desk)
     if desk.writer is None or desk.writer not in engine.fellows:
         return
     say(f"{name} stays until {desk.writer} has finished the run")
@@ -34,6 +36,13 @@ def stay(name: str, engine: ElasticEngine, desk: Desk, say: Callable[[str], obje
             if said is not None and said["name"] == desk.writer:
                 heard_s = time.monotonic()
             time.sleep(_LOOK_S)
+
+
+def _look_for_whoever_writes(engine: ElasticEngine, desk: Desk) -> None:
+    """An island that was given the last state does not know who writes of it: another, if others are there, who gets a start."""
+    deadline_s = time.monotonic() + _SILENT_S
+    while not desk.is_finished and time.monotonic() < deadline_s and any(ask(pier, 1.0) for pier in engine.fellows.values()):
+        time.sleep(_LOOK_S)
 
 
 def hand_over(roll: Roll, limit_s: float, say: Callable[[str], object]) -> None:
