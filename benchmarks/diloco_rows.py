@@ -6,12 +6,19 @@ One small workload on equal islands. Every row is `atoll run RECIPE` with the se
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from cells import Row
 from groups import DEFAULT, Group
 from workload import Workload
 
 DILOCO, DDP = "demo-diloco", "demo-ddp"
+
+
+class Rows(Protocol):
+    """What makes rows of DiLoCo on some workload."""
+
+    def row(self, name: str, *settings: str) -> Row: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,7 @@ QUICK = Plan(
 
 def groups(plan: Plan) -> list[Group]:
     """All ablations."""
-    parts = (_lengths, _counts, _partitions, _outer_rules, _drops, _pools, _pruning, _warm_starts, _alone, _sizes, _baselines)
+    parts = (_lengths, _counts, _partitions, _outer_rules, _drops, pools, pruning, _warm_starts, _alone, _sizes, _baselines)
     return [part(plan) for part in parts]
 
 
@@ -136,18 +143,18 @@ def _drops(plan: Plan) -> Group:
     )
 
 
-def _pools(plan: Plan) -> Group:
-    pools = {"1 all along": "[1]", "all along": "constant"}
-    pools |= {name.replace("_", " "): name for name in ("doubling", "halving", "ramp_up", "ramp_down")}
+def pools(plan: Rows) -> Group:
+    shapes = {"1 all along": "[1]", "all along": "constant"}
+    shapes |= {name.replace("_", " "): name for name in ("doubling", "halving", "ramp_up", "ramp_down")}
     return Group(
         name="pool",
         title="Islands that come and go",
         note="Tokens follow the number of islands. Doubling and halving train on the same tokens, and so do both ramps.",
-        rows={f"pool: {name}": plan.row(f"pool: {name}", f"cluster.pool={pool}") for name, pool in pools.items()},
+        rows={f"pool: {name}": plan.row(f"pool: {name}", f"cluster.pool={pool}") for name, pool in shapes.items()},
     )
 
 
-def _pruning(plan: Plan) -> Group:
+def pruning(plan: Rows) -> Group:
     return Group(
         name="pruning",
         title="Pruned deltas",

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import wording
+from async_demo import curves_figure
+from atoll.telemetry.drawing import save_figure
 from cells import Outcome, Row, carry_out
 from claims import Claim, claims_section
 from groups import DEFAULT, Group, table
@@ -176,3 +178,12 @@ def _present(group: Group, outcomes: Mapping[str, Outcome]) -> Group:
     timed = {label: other for label, other in group.timed.items() if other in outcomes}
     rows = {label: row for label, row in group.rows.items() if label in outcomes}
     return replace(group, rows=rows, against=against, timed=timed)
+
+
+def plot_curves(named: Mapping[str, str], outcomes: Mapping[str, Outcome], path: Path) -> str | None:
+    """Draws loss against virtual time of the rows with these labels, under these names; None if there are fewer than two."""
+    drawn = {name: outcomes[label] for label, name in named.items() if label in outcomes and outcomes[label].curves}
+    if len(drawn) < 2:
+        return None
+    save_figure(curves_figure, drawn, path)
+    return "loss against virtual time"

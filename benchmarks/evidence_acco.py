@@ -9,15 +9,12 @@ See `evidence.py` for the text and for going on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from async_demo import curves_figure
-from atoll.telemetry.drawing import save_figure
 from cells import Outcome, Row
 from claims import Claim, higher
-from evidence import Evidence, OnGpu
+from evidence import Evidence, OnGpu, plot_curves
 from groups import DEFAULT, Group
 from record import script
 
@@ -143,16 +140,6 @@ def introduction(plan: Plan, default: Outcome) -> str:
     )
 
 
-def plot(plan: Plan, outcomes: Mapping[str, Outcome], path: Path) -> str | None:
-    """Loss against virtual time."""
-    named = {DDP: DDP, DEFAULT: ACCO, DPU: DPU, WP: WP}
-    drawn = {name: outcomes[label] for label, name in named.items() if label in outcomes and outcomes[label].curves}
-    if len(drawn) < 2:
-        return None
-    save_figure(curves_figure, drawn, path)
-    return "loss against virtual time"
-
-
 EVIDENCE = Evidence(
     name="evidence_acco",
     title="ACCO on one GPU and real text",
@@ -163,7 +150,7 @@ EVIDENCE = Evidence(
     headline=lambda plan: (DEFAULT, DDP, DPU),
     introduction=introduction,
     claims=claims,
-    plot=plot,
+    plot=lambda plan, outcomes, path: plot_curves({DDP: DDP, DEFAULT: ACCO, DPU: DPU, WP: WP}, outcomes, path),
     share="of DDP's",
 )
 

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from async_demo import curves_figure
 from async_rows import pair
-from atoll.telemetry.drawing import save_figure
 from cells import Outcome, Row
 from claims import Claim, lower
-from evidence import Evidence, OnGpu
+from evidence import Evidence, OnGpu, plot_curves
 from groups import DEFAULT, Group
 from record import script
 from wording import time_ratio
@@ -209,16 +206,6 @@ def timed(outcomes: Mapping[str, Outcome]) -> str:
     return f"**{verdict}**: {DELAYED} takes at most a third of synchronous training's virtual time. It takes {share:.3f} of it."
 
 
-def plot(plan: Plan, outcomes: Mapping[str, Outcome], path: Path) -> str | None:
-    """Loss against virtual time, of the headline."""
-    named = {SYNC: SYNC, NAIVE: NAIVE, DEFAULT: DELAYED}
-    drawn = {name: outcomes[label] for label, name in named.items() if label in outcomes and outcomes[label].curves}
-    if len(drawn) < 2:
-        return None
-    save_figure(curves_figure, drawn, path)
-    return "loss against virtual time"
-
-
 EVIDENCE = Evidence(
     name="evidence_async",
     title="Asynchronous Local-SGD on one GPU and real text",
@@ -229,7 +216,7 @@ EVIDENCE = Evidence(
     headline=lambda plan: (DEFAULT, SYNC, NAIVE),
     introduction=introduction,
     claims=claims,
-    plot=plot,
+    plot=lambda plan, outcomes, path: plot_curves({SYNC: SYNC, NAIVE: NAIVE, DEFAULT: DELAYED}, outcomes, path),
     share="of sync's",
     verdicts=lambda outcomes: [timed(outcomes)] if SYNC in outcomes else [],
 )

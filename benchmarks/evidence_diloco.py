@@ -17,11 +17,11 @@ from typing import Any
 from atoll.telemetry.drawing import new_figure, save_figure
 from cells import Outcome, Row
 from claims import Claim, alike, costs, lower
+from diloco_rows import DDP, DILOCO
 from evidence import Evidence, OnGpu
 from groups import DEFAULT, Group
 from record import script
 
-DILOCO, DDP = "demo-diloco", "demo-ddp"
 ONE = "one worker"
 
 
@@ -84,8 +84,8 @@ def groups(plan: Plan) -> list[Group]:
         _lengths(plan),
         _counts(plan),
         _drops(plan),
-        _pools(plan),
-        _pruning(plan),
+        pools(plan),
+        pruning(plan),
     ]
     return [*made, _partitions(plan, plan.domains)] if plan.domains else made
 
@@ -193,26 +193,6 @@ def _drops(plan: Plan) -> Group:
         note="Each island's delta is lost with this probability, each round anew, and the island goes on from its own weights. "
         "Tokens are those whose updates arrived in the end.",
         rows=rows,
-    )
-
-
-def _pools(plan: Plan) -> Group:
-    pools = {"1 all along": "[1]", "all along": "constant"}
-    pools |= {name.replace("_", " "): name for name in ("doubling", "halving", "ramp_up", "ramp_down")}
-    return Group(
-        name="pool",
-        title="Islands that come and go",
-        note="Tokens follow the number of islands. Doubling and halving train on the same tokens, and so do both ramps.",
-        rows={f"pool: {name}": plan.row(f"pool: {name}", f"cluster.pool={pool}") for name, pool in pools.items()},
-    )
-
-
-def _pruning(plan: Plan) -> Group:
-    return Group(
-        name="pruning",
-        title="Pruned deltas",
-        note="Neuron by neuron, values against the prevailing sign first. Bytes are counted as if nothing were pruned.",
-        rows={f"pruned {p}": plan.row(f"pruned {p}", f"algorithm.pruned={p}") for p in (0, 0.25, 0.5, 0.75)},
     )
 
 
