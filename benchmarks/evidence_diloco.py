@@ -17,7 +17,7 @@ from typing import Any
 from atoll.telemetry.drawing import new_figure, save_figure
 from cells import Outcome, Row
 from claims import Claim, alike, costs, lower
-from diloco_rows import DDP, DILOCO
+from diloco_rows import DDP, DILOCO, pools, pruning
 from evidence import Evidence, OnGpu
 from groups import DEFAULT, Group
 from record import script
