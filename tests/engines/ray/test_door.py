@@ -52,6 +52,14 @@ def test_the_object_store_has_room_for_what_is_wanted_and_leaves_memory_for_the_
     assert door.store_room(10 * all_bytes) == int(0.3 * all_bytes)
 
 
+@pytest.fixture(autouse=True)
+def sigterm_as_before():
+    """What a test has it do is over with the test: whatever is started later would inherit it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 class Refused(Exception):
     """As Ray says that a token is wrong."""
 
