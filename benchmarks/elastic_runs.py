@@ -30,7 +30,7 @@ from atoll.runs.place import Dist
 from atoll.runs.real import run_on
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.jsonl import read_events
-from atoll.testing.chaos import CHAOS_LOG, At, Chaos, Kill, Script, Spoil, report_of
+from atoll.testing.chaos import CHAOS_LOG, At, Kill, Script, Spoil, report_of
 from atoll.testing.chaos.faults import Spoilt
 
 COMMAND = ["benchmarks/elastic_cost.py"]
@@ -112,8 +112,8 @@ def _read(folder: Path, kind: type[Any]) -> Iterator[Any]:
 def killed(size: Size, folder: Path, script: Script) -> dict[str, Any]:
     """Two islands, of which one is killed now and then: what it cost the other, and whether the dead one came back whole."""
     create_elastic(size.run, size.place, folder, COMMAND)
-    chaos, twins = Chaos(script, folder / CHAOS_LOG), Twins()
-    keep_going(folder, size.place, say=lambda text: None, sinks=[twins], chaos=chaos, started=twins.started)
+    twins = Twins()
+    keep_going(folder, size.place, say=lambda text: None, sinks=[twins], chaos=script, started=twins.started)
     report = report_of(folder, units=2 * size.rounds)
     return {
         "deaths": deaths(folder),

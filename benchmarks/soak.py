@@ -3,11 +3,13 @@
     python benchmarks/soak.py                                 8 islands, a kill every 20 s: some twenty minutes in all
     python benchmarks/soak.py --minutes 60 --every 10         longer, and worse
     python benchmarks/soak.py --kinds Kill Freeze FullDisk    frozen too, and without room on the disk
+    python benchmarks/soak.py --kinds Kill Freeze FullDisk Cut Slow Spoil --lighthouse     all that the kit can do
     python benchmarks/soak.py --quick                         in miniature, to see whether it works here
 
 Who is killed is drawn from the seed; the supervisor starts it again at once. Every island writes down the digest of what it holds
 after each commit in a log of its own, and these are compared: nobody is trusted. The account of data is added up from the events.
-Islands sleep for most of a round, so that eight of them, and the starts of those that were killed, find room on two cores.
+Islands sleep for most of a round, so that eight of them, and the starts of those that were killed, find room on two cores. Lines
+can be cut and slow where network namespaces can be made (Linux, as root): each island is then in one of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from atoll.telemetry.drawing import COLOURS, new_figure, save_figure
 from page import fill
 from progress import Watch
 from record import Record, default_path, markdown_table, script
-from soak_run import KINDS, Soak, carried_out
+from soak_run import KINDS, SPOILS, Soak, carried_out
 
 LEAST_SUCCEEDED, LEAST_PARTICIPATING, MOST_APART = 0.90, 7 / 8, 0.05
 BROKEN, ALONE = "with kills", "left alone"
@@ -162,7 +164,12 @@ def figure(cells: Mapping[str, Mapping[str, Any]]) -> Any:
 
 def _soak(options: argparse.Namespace) -> Soak:
     asked = Soak(
-        islands=options.islands, minutes=options.minutes, every_s=options.every, seed=options.seed, kinds=tuple(options.kinds)
+        islands=options.islands,
+        minutes=options.minutes,
+        every_s=options.every,
+        seed=options.seed,
+        kinds=tuple(options.kinds),
+        lighthouse=options.lighthouse,
     )
     small = {"islands": 2, "minutes": 0.1, "every_s": 4.0, "asleep_s": 0.4, "inner_steps": 2, "layers": 1, "width": 8, "for_s": 1.0}
     return replace(asked, **small) if options.quick else asked
@@ -174,7 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=Soak.minutes, help="of each of the two runs")
     parser.add_argument("--islands", type=int, default=Soak.islands, help="each a process")
     parser.add_argument("--every", type=float, default=Soak.every_s, help="seconds between two faults")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(Soak.kinds), help="of faults")
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS, SPOILS], default=list(Soak.kinds), help="of faults")
+    parser.add_argument("--lighthouse", action="store_true", help="it is a victim too")
     parser.add_argument("--seed", type=int, default=Soak.seed, help="of weights, data and faults")
     parser.add_argument("--quick", action="store_true", help="in miniature, to see whether it works")
     parser.add_argument("--runs", type=Path, help="keep the runs' folders here; None: they are removed")

@@ -21,10 +21,24 @@ from atoll.runs.elastic.start import create_elastic, keep_going
 from atoll.runs.elastic.supervise import island_name
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.jsonl import read_events
-from atoll.testing.chaos import CHAOS_LOG, Chaos, Fault, Freeze, FullDisk, Kill, Script, at_random, report_of
+from atoll.testing.chaos import (
+    LIGHTHOUSE,
+    Cut,
+    Fault,
+    Freeze,
+    FullDisk,
+    Kill,
+    Script,
+    Slow,
+    Spoil,
+    at_random,
+    report_of,
+    spoils_at_random,
+)
 
-KINDS: dict[str, type[Fault]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk)}
-"""Faults of processes: the soak's islands share one machine, and have no lines between them."""
+KINDS: dict[str, type[Fault]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
+SPOILS = Spoil.__name__
+"""Faults inside islands come by the round, and beside those that come by the clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +55,7 @@ class Soak:
         layers, width: of the model.
         kinds: of faults, of which each is as likely.
         for_s: that a fault lasts which is not a kill.
+        lighthouse: whether it is a victim like the islands.
     """
 
     islands: int = 8
@@ -53,6 +68,7 @@ class Soak:
     width: int = 32
     kinds: tuple[str, ...] = ("Kill",)
     for_s: float = 5.0
+    lighthouse: bool = False
 
     @property
     def rounds(self) -> int:
@@ -80,16 +96,31 @@ class Soak:
 
     @property
     def script(self) -> Script:
-        names = [island_name(number) for number in range(self.islands)]
-        kinds = [KINDS[name] for name in self.kinds]
-        until_s = self.minutes * 60
-        faults = at_random(seed=self.seed, victims=names, every_s=self.every_s, until_s=until_s, kinds=kinds, for_s=self.for_s)
-        return Script(faults=faults)
+        islands = [island_name(number) for number in range(self.islands)]
+        names = [*islands, *([LIGHTHOUSE] if self.lighthouse else [])]
+        timed = [KINDS[name] for name in self.kinds if name != SPOILS]
+        every = max(1, round(self.every_s / (self.asleep_s * 1.2)))
+        return Script(
+            faults=at_random(
+                seed=self.seed,
+                victims=names,
+                lines=names if Cut in timed or Slow in timed else (),
+                every_s=self.every_s,
+                until_s=self.minutes * 60,
+                kinds=timed,
+                for_s=self.for_s,
+            )
+            if timed
+            else (),
+            spoils=spoils_at_random(seed=self.seed, islands=islands, every=every, until=self.rounds)
+            if SPOILS in self.kinds
+            else (),
+        )
 
     def about(self) -> str:
-        numbers = [f"{name}={value:g}" for name, value in asdict(self).items() if name not in ("kinds", "for_s")]
+        numbers = [f"{name}={value:g}" for name, value in asdict(self).items() if name not in ("kinds", "for_s", "lighthouse")]
         others = [] if self.kinds == Soak.kinds else [f"kinds={'+'.join(self.kinds)}", f"for_s={self.for_s:g}"]
-        return ", ".join([*numbers, *others])
+        return ", ".join([*numbers, *others, *(["lighthouse"] if self.lighthouse else [])])
 
 
 class Follows:
@@ -111,9 +142,10 @@ class Follows:
 def carried_out(soak: Soak, folder: Path, *, broken: bool, advance: Callable[[float, str], object]) -> dict[str, Any]:
     """A cell: what became of the run in this folder, with kills or without."""
     create_elastic(soak.run, soak.place, folder, ["benchmarks/soak.py"])
-    chaos = Chaos(soak.script, folder / CHAOS_LOG) if broken else None
     load_before = os.getloadavg()[1]
-    keep_going(folder, soak.place, say=lambda text: None, sinks=[Follows(soak.rounds, advance)], chaos=chaos)
+    keep_going(
+        folder, soak.place, say=lambda text: None, sinks=[Follows(soak.rounds, advance)], chaos=soak.script if broken else None
+    )
     report = report_of(folder, units=soak.rounds * soak.islands)
     attended = [event for event in read_events(folder / "events.jsonl", [Attended]) if isinstance(event, Attended)]
     evaluated = [event for event in read_events(folder / "events.jsonl", [Evaluated]) if isinstance(event, Evaluated)]

@@ -81,3 +81,35 @@ def test_a_line_that_is_cut_carries_nothing_until_it_is_mended():
         line.mend()
         found.append(reaches(one, two))
     assert found == [True, False, True]
+
+
+@as_root
+def test_in_a_star_everybody_reaches_everybody_but_whose_line_is_cut():
+    with namespaces.star(["a", "b", "c"]) as ends:
+        a, b, c = (own for own, _ in ends.values())
+        line = Line(ends["a"])
+        found = [reaches(a, b)]
+        line.cut()
+        found += [reaches(b, a), reaches(b, c)]
+        line.mend()
+        found.append(reaches(b, a))
+    assert found == [True, False, True, True]
+    assert not {island.name for pair in ends.values() for island in pair} & made()
+
+
+@as_root
+def test_whoever_enters_a_namespace_is_there_until_it_leaves_and_so_is_what_it_starts():
+    def devices():
+        return subprocess.run([namespaces._tool("ip"), "link"], capture_output=True, text=True, check=True).stdout
+
+    def fail_inside(island):
+        with namespaces.entered(island):
+            seen.append(devices())
+            raise ZeroDivisionError
+
+    before, seen = devices(), []
+    with namespaces.joined() as (one, _):
+        with pytest.raises(ZeroDivisionError):
+            fail_inside(one)
+        assert one.device in seen[0]
+    assert devices() == before

@@ -20,7 +20,7 @@ from atoll.errors import ConfigError
 from atoll.runs.elastic.joining import take_part
 from atoll.runs.elastic.place import Elastic, Invitation, check_address, read_elastic
 from atoll.runs.elastic.sources import NoState
-from atoll.runs.elastic.start import chaos_of, create_elastic, keep_going, place_again, refuse_strangers
+from atoll.runs.elastic.start import create_elastic, keep_going, place_again, refuse_strangers
 from atoll.runs.elastic.supervise import STATELESS
 from atoll.runs.execute import is_finished
 from atoll.runs.folder import RunFolder, default_path
@@ -71,7 +71,7 @@ def carry_out_elastic(
         mine = from_json(RunFolder.open(folder).run_json)
         with interruptible(folder), _terminated_like_interrupted():
             sinks, say = sinks_of(mine.recipe, mine, quiet=quiet), _say_nothing if quiet else _say
-            keep_going(folder, place, say=say, sinks=sinks, chaos=chaos_of(script, folder))
+            keep_going(folder, place, say=say, sinks=sinks, chaos=script)
     if script is not None:
         from atoll.testing.chaos import in_words, report_of
 

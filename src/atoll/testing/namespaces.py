@@ -1,12 +1,13 @@
-"""Two network namespaces joined by a line of a chosen rate: really slow links on one machine.
+"""Network namespaces joined by lines of chosen rates: really slow links on one machine.
 
-Each namespace has one end of a veth pair and nothing else, so that what is sent in it reaches the other and nobody besides, and
+Each namespace has one end of a veth pair and nothing else, so that what is sent in it reaches the others and nobody besides, and
 addresses are its own. `tbf` shapes what each end sends. Names hold the id of the process that made them: what a process left behind
 that was killed is removed by the next. Linux, as root, with `ip` and `tc`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -60,13 +61,17 @@ class Island:
         by the end of its standard input that nobody waits for it any more."""
         with log.open("w") as output, log.with_suffix(".err").open("w") as errors:
             return subprocess.Popen(
-                [_tool("ip"), "netns", "exec", self.name, *command],
+                self.inside(command),
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=errors,
                 text=True,
             )
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """The command that has the same done in the namespace. The process that it starts becomes the one asked for."""
+        return [_tool("ip"), "netns", "exec", self.name, *command]
 
     def shape(self, mbit_per_s: float | None) -> None:
         """What it sends goes at this rate from now on; none: as fast as the machine can."""
@@ -114,24 +119,51 @@ def packet_bytes(mbit_per_s: float | None) -> int:
 @contextmanager
 def joined() -> Iterator[tuple[Island, Island]]:
     """Two namespaces with a line between them, which are removed whatever happens; also when this process is asked to end."""
-    _remove_leftovers()
-    names = [f"{_PREFIX}-{os.getpid()}-{end}" for end in range(2)]
-    islands = [Island(name, f"isle{end}", f"10.77.0.{end + 1}") for end, name in enumerate(names)]
-    with _ending_by_exception():
+    one, two = (Island(f"{_PREFIX}-{os.getpid()}-{end}", f"isle{end}", f"10.77.0.{end + 1}") for end in range(2))
+    with _namespaces([one.name, two.name]):
+        _join(one, two)
+        for island in (one, two):
+            _open(island)
+        yield one, two
+
+
+@contextmanager
+def star(names: Sequence[str]) -> Iterator[dict[str, tuple[Island, Island]]]:
+    """A namespace for each name, with a line to one in the middle, through which everybody reaches everybody. By the names both
+    ends of each line: its own, and the one in the middle, which has no address. They are removed whatever happens."""
+    middle, bridge = f"{_PREFIX}-{os.getpid()}-star", "middle"
+    lines = {
+        name: (
+            Island(f"{middle}{n}", f"isle{n}", f"10.77.{n // 250}.{n % 250 + 1}"),
+            Island(middle, f"line{n}", ""),
+        )
+        for n, name in enumerate(names)
+    }
+    with _namespaces([middle, *(own.name for own, _ in lines.values())]):
+        _do("ip", "-n", middle, "link", "add", bridge, "type", "bridge")
+        _do("ip", "-n", middle, "link", "set", bridge, "up")
+        for own, far in lines.values():
+            _join(own, far)
+            _do("ip", "-n", middle, "link", "set", far.device, "master", bridge, "up")
+            _open(own)
+        yield lines
+
+
+@contextmanager
+def entered(island: Island) -> Iterator[None]:
+    """This thread is in the namespace, and so is what it starts; afterwards it is where it was before."""
+    with open("/proc/thread-self/ns/net") as before, open(f"/var/run/netns/{island.name}") as there:
+        _move_to(there.fileno())
         try:
-            for island in islands:
-                _remove(island.name)  # of a process that had this id before
-                _do("ip", "netns", "add", island.name)
-            one, two = islands
-            _do("ip", "link", "add", one.device, "netns", one.name, "type", "veth", "peer", "name", two.device, "netns", two.name)
-            for island in islands:
-                _do("ip", "-n", island.name, "address", "add", f"{island.address}/24", "dev", island.device)
-                for device in ("lo", island.device):
-                    _do("ip", "-n", island.name, "link", "set", device, "up")
-            yield one, two
+            yield
         finally:
-            for name in names:
-                _remove(name)
+            _move_to(before.fileno())
+
+
+def _move_to(namespace: int) -> None:
+    # Python has a call of its own for it, since 3.12.
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+        raise ConfigError(f"a network namespace cannot be entered: {os.strerror(ctypes.get_errno())}. It needs root.")
 
 
 def why_not() -> str | None:
@@ -151,6 +183,31 @@ def why_not() -> str | None:
     return None
 
 
+@contextmanager
+def _namespaces(names: Sequence[str]) -> Iterator[None]:
+    _remove_leftovers()
+    with _ending_by_exception():
+        try:
+            for name in names:
+                _remove(name)  # of a process that had this id before
+                _do("ip", "netns", "add", name)
+            yield
+        finally:
+            for name in names:
+                _remove(name)
+
+
+def _join(one: Island, two: Island) -> None:
+    _do("ip", "link", "add", one.device, "netns", one.name, "type", "veth", "peer", "name", two.device, "netns", two.name)
+
+
+def _open(island: Island) -> None:
+    """It has its address, and takes what comes."""
+    _do("ip", "-n", island.name, "address", "add", f"{island.address}/16", "dev", island.device)
+    for device in ("lo", island.device):
+        _do("ip", "-n", island.name, "link", "set", device, "up")
+
+
 def _remove_leftovers() -> None:
     """Namespaces of processes that are no more."""
     listed = _do("ip", "netns", "list").split()
@@ -167,12 +224,14 @@ def _remove(name: str) -> None:
 
 @contextmanager
 def _ending_by_exception() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this process by an exception for a while, so that what was made is removed on the way out."""
+    """SIGTERM and SIGHUP end this process by an exception for a while, so that what was made is removed on the way out. What
+    somebody else has them do is left to that."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    fatal = [number for number in (signal.SIGTERM, signal.SIGHUP) if not callable(signal.getsignal(number))]
+    before = {number: signal.signal(number, end) for number in fatal}
     try:
         yield
     finally:

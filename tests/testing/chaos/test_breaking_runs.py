@@ -1,5 +1,8 @@
 """A real run of two islands that is broken in several ways ends as it should: nothing lost, nothing twice, nobody apart."""
 
+import json
+from itertools import pairwise
+
 import pytest
 
 from atoll.algorithms.diloco import DiLoCo
@@ -12,11 +15,13 @@ from atoll.runs.elastic.place import Elastic
 from atoll.runs.elastic.start import create_elastic, keep_going
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.jsonl import read_events
-from atoll.testing.chaos import At, Chaos, FullDisk, Script, Spoil, report_of
+from atoll.testing import namespaces
+from atoll.testing.chaos import At, Cut, FullDisk, Script, Slow, Spoil, report_of
 
 pytest.importorskip("torchft")
 
-ROUNDS = 12
+WHY_NO_LINES = namespaces.why_not()
+ROUNDS, CUT_S = 20, 2.0
 RUN = Run(
     recipe="broken",
     model=GPT(layers=1, width=8, heads=1, head_size=8),
@@ -30,13 +35,23 @@ RUN = Run(
 PLACE = Elastic(processes=2, pace=0.2)
 SCRIPT = Script(
     spoils=(
-        Spoil(island="island-0001", round=4, how="nan"),
-        Spoil(island="island-0000", round=5, how="damage"),
-        Spoil(island="island-0001", round=6, how="damage late"),
-        Spoil(island="island-0001", round=7, how="huge"),
-        Spoil(island="island-0001", round=8, how="die"),
+        Spoil(island="island-0001", round=12, how="nan"),
+        Spoil(island="island-0000", round=13, how="damage"),
+        Spoil(island="island-0001", round=14, how="damage late"),
+        Spoil(island="island-0001", round=15, how="huge"),
+        Spoil(island="island-0001", round=16, how="die"),
     ),
-    faults=(At(at_s=0.2, fault=FullDisk(victim="island-0000", file_bytes=1, for_s=0.8)),),
+    faults=(
+        At(at_s=0.2, fault=FullDisk(victim="island-0000", file_bytes=1, for_s=0.8)),
+        *(
+            [
+                At(at_s=0.3, fault=Cut(line="island-0001", for_s=CUT_S)),
+                At(at_s=5.0, fault=Slow(line="island-0000", mbit_per_s=5.0, for_s=2.0)),
+            ]
+            if WHY_NO_LINES is None
+            else []
+        ),
+    ),
 )
 
 
@@ -45,7 +60,7 @@ def broken(tmp_path_factory):
     """The folder of the run, and what was said."""
     folder, said = tmp_path_factory.mktemp("broken") / "run", []
     create_elastic(RUN, PLACE, folder, ["test"])
-    keep_going(folder, PLACE, say=said.append, chaos=Chaos(SCRIPT, folder / "chaos.jsonl"))
+    keep_going(folder, PLACE, say=said.append, chaos=SCRIPT)
     return folder, said
 
 
@@ -92,5 +107,18 @@ def test_whoever_dies_is_started_again_and_that_is_said(broken):
 def test_a_log_that_could_not_be_written_for_a_while_has_every_commit(broken):
     folder, _ = broken
     rounds = [event.round for event in read_events(folder / "events.jsonl", [Attended])]
-    assert report_of(folder).done == {"FullDisk": 1}
+    assert report_of(folder).done["FullDisk"] == 1
     assert rounds == list(range(1, len(rounds) + 1))
+
+
+@pytest.mark.skipif(WHY_NO_LINES is not None, reason=str(WHY_NO_LINES))
+def test_an_island_that_is_cut_off_is_gone_without_and_comes_back_by_itself(broken):
+    folder, said = broken
+    noted = [json.loads(line) for line in (folder / "chaos.jsonl").read_text().splitlines()]
+    cut = next(number for number, one in enumerate(noted) if one.get("did", {}).get("fault") == "Cut")
+    after = [(one["at_s"], one["saw"]["participating"]) for one in noted[cut:] if "saw" in one]
+    # In the middle of an exchange it is waited for, since it may come back; else the other goes on alone.
+    waited_s = max(after[0][0] - noted[cut]["at_s"], *(later[0] - one[0] for one, later in pairwise(after)))
+    assert 1 in [there for _, there in after] or waited_s > CUT_S
+    assert 2 in [there for at_s, there in after if at_s > noted[cut]["at_s"] + CUT_S]
+    assert not [text for text in said if "cannot be kept going" in text]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from atoll.engines.elastic.harbour import free_port, is_free
 from atoll.errors import ConfigError
 from atoll.protocols import Sink
 from atoll.runs.elastic.place import Elastic, read_elastic, write_elastic
-from atoll.runs.elastic.supervise import Supervisor, island_name
+from atoll.runs.elastic.supervise import Inside, Supervisor, as_it_is, island_name
 from atoll.runs.execute import Result, is_finished, refuse_impossible, resume
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.place import placed
@@ -60,10 +61,11 @@ class _Alone:
 
 
 def refuse_strangers(script: Script | None, place: Elastic, run: Run) -> None:
-    """Refuse a script that is to happen to processes which the run does not start."""
+    """Refuse a script that is to happen to processes which the run does not start, or to lines that it cannot have."""
     if script is None:
         return
-    from atoll.testing.chaos import LIGHTHOUSE
+    from atoll.testing.chaos.faults import LIGHTHOUSE
+    from atoll.testing.chaos.lines import refuse_lines
 
     names = [LIGHTHOUSE, *map(island_name, range(place.processes or run.cluster.islands))]
     strangers = sorted(script.victims - set(names))
@@ -71,6 +73,7 @@ def refuse_strangers(script: Script | None, place: Elastic, run: Run) -> None:
         raise ConfigError(
             f"a script has {', '.join(strangers)} as victims, and the run starts {', '.join(names)}. Name some of these."
         )
+    refuse_lines(script, names)
 
 
 def place_again(before: Elastic, given: Mapping[str, Any]) -> Elastic:
@@ -86,7 +89,7 @@ def keep_going(
     *,
     say: Callable[[str], object],
     sinks: Sequence[Sink] = (),
-    chaos: Chaos | None = None,
+    chaos: Script | None = None,
     started: Callable[[Supervisor], object] = lambda supervisor: None,
 ) -> None:
     """Have islands on this machine go on with the run in this folder, and wait for them.
@@ -96,7 +99,7 @@ def keep_going(
         place: how.
         say: takes what a person may want to know.
         sinks: who takes the events.
-        chaos: breaks it on purpose.
+        chaos: what is to go wrong with it, on purpose.
         started: is given whoever watches the islands, before it starts them.
     """
     opened = RunFolder.open(folder)
@@ -109,10 +112,31 @@ def keep_going(
             resolved = run.resolved
             plain = plain_workload(resolved, load_data(resolved, Cache()))
             warm_up(resolved, plain, file=opened.warm_start, cache=None, sink=sink)
-        supervisor = Supervisor(run, place, folder, say=say, sinks=[sink], chaos=chaos)
-        started(supervisor)
-        say(f"others join this run with: atoll run --join {supervisor.address}")
-        supervisor.keep_going()
+        with _broken(chaos, folder, place) as (breaks, placed_there, inside):
+            supervisor = Supervisor(run, placed_there, folder, say=say, sinks=[sink], chaos=breaks, inside=inside)
+            started(supervisor)
+            if inside is as_it_is:
+                say(f"others join this run with: atoll run --join {supervisor.address}")
+            else:
+                say("the islands are in network namespaces, with lines that break as the script says: nobody else can join")
+            supervisor.keep_going()
+
+
+@contextmanager
+def _broken(script: Script | None, folder: Path, place: Elastic) -> Iterator[tuple[Chaos | None, Elastic, Inside]]:
+    """What carries out a script on the run in this folder, and where its processes are: lines that can break need two ends."""
+    if script is None:
+        yield None, place, as_it_is
+        return
+    from atoll.testing.chaos.breaking import Chaos
+    from atoll.testing.chaos.lines import sea
+    from atoll.testing.chaos.report import CHAOS_LOG
+
+    if not script.lines:
+        yield Chaos(script, folder / CHAOS_LOG), place, as_it_is
+        return
+    with sea([island_name(number) for number in range(place.processes or 0)]) as there:
+        yield Chaos(script, folder / CHAOS_LOG, lines=there.lines), replace(place, host=there.address), there.inside
 
 
 def run_elastic(
@@ -136,26 +160,21 @@ def run_elastic(
     command = list(command or sys.argv)
     refuse_strangers(chaos, place, run)
     create_elastic(run, place, folder, command)
-    keep_going(folder, place, say=lambda text: None, chaos=chaos_of(chaos, folder))
+    keep_going(folder, place, say=lambda text: None, chaos=chaos)
     return resume(folder, command=command)
 
 
-def chaos_of(script: Script | None, folder: Path) -> Chaos | None:
-    """What carries out a script on the run in this folder."""
-    if script is None:
-        return None
-    from atoll.testing.chaos import CHAOS_LOG, Chaos
-
-    return Chaos(script, folder / CHAOS_LOG)
-
-
-def resume_elastic(out: str | Path, place: Elastic | None = None, *, command: Sequence[str] | None = None) -> Result:
+def resume_elastic(
+    out: str | Path, place: Elastic | None = None, *, command: Sequence[str] | None = None, chaos: Script | None = None
+) -> Result:
     """Goes on with an elastic run, by as many islands or others; see `run_elastic`."""
     folder, command = Path(out).expanduser(), list(command or sys.argv)
     before = read_elastic(folder)
     if before is None:
         raise ConfigError(f"{folder} is no run of islands that come and go. Use atoll.resume, or atoll.resume_on.")
     if not is_finished(RunFolder.open(folder)):
+        place = place or place_again(before, {})
+        refuse_strangers(chaos, place, from_json(RunFolder.open(folder).run_json))
         RunFolder.open(folder).resumed(command)
-        keep_going(folder, place or place_again(before, {}), say=lambda text: None)
+        keep_going(folder, place, say=lambda text: None, chaos=chaos)
     return resume(folder, command=command)

@@ -41,8 +41,17 @@ _MOST_IN_A_ROW, _SOON_S = 5, 10.0
 """A process that dies so often, each time so soon after it was started, is not started again."""
 
 
+Inside = Callable[[str, Sequence[str]], Sequence[str]]
+"""Of a process's name and its command, the command that starts it where it belongs."""
+
+
 class IslandFailed(AtollError):
     """No island of this machine can be kept going, or not the lighthouse."""
+
+
+def as_it_is(name: str, command: Sequence[str]) -> Sequence[str]:
+    """It belongs where this process is."""
+    return command
 
 
 def island_name(number: int) -> str:
@@ -132,6 +141,7 @@ class Supervisor:
         say: takes what a person may want to know.
         sinks: who takes the events, as they appear in the log.
         chaos: breaks it on purpose.
+        inside: where the islands are, if not where this process is.
     """
 
     def __init__(
@@ -143,8 +153,9 @@ class Supervisor:
         say: Callable[[str], object],
         sinks: Sequence[Sink] = (),
         chaos: Chaos | None = None,
+        inside: Inside = as_it_is,
     ) -> None:
-        self._folder, self._say, self._chaos = folder, say, chaos
+        self._folder, self._say, self._chaos, self._inside = folder, say, chaos, inside
         self.address = f"{place.host}:{place.port or free_port(place.host)}"
         self._invitation = folder / "invitation.json"
         lighthouse = _lighthouse_before(self._invitation, place.host) or f"{place.host}:{free_port(place.host)}"
@@ -161,7 +172,7 @@ class Supervisor:
             script = self._folder / "chaos.json"
             script.write_text(self._chaos.script.to_text(), "utf-8")
             command += ["--chaos", str(script)]
-        return Child(name, command, log_of(self._folder, name))
+        return Child(name, self._inside(name, command), log_of(self._folder, name))
 
     def keep_going(self) -> None:
         """Until the run is over.

@@ -79,7 +79,7 @@ class Chaos:
 
     def __init__(self, script: Script, log: Path, *, lines: Mapping[str, Breakable] | None = None) -> None:
         self._lines = dict(lines or {})
-        unknown = sorted({one.fault.line for one in script.faults if isinstance(one.fault, Cut | Slow)} - self._lines.keys())
+        unknown = sorted(script.lines - self._lines.keys())
         if unknown:
             raise ConfigError(
                 f"a script breaks the lines {unknown}, and there are {sorted(self._lines)}. Give them, or leave it out."

@@ -74,7 +74,7 @@ class Cut(_Checked):
     """A line is down for a while, without a word to either end.
 
     Args:
-        line: by its name.
+        line: by its name; in a run that makes its lines itself, that of the process at its end.
         for_s: so long.
     """
 
@@ -151,6 +151,11 @@ class Script:
         """All processes that something happens to."""
         processes = {one.fault.victim for one in self.faults if isinstance(one.fault, Kill | Freeze | FullDisk)}
         return processes | {spoil.island for spoil in self.spoils}
+
+    @property
+    def lines(self) -> set[str]:
+        """All lines that something happens to."""
+        return {one.fault.line for one in self.faults if isinstance(one.fault, Cut | Slow)}
 
     def to_text(self) -> str:
         """As JSON.
