@@ -1,5 +1,6 @@
 """Meetings over a real lighthouse: wholly or not at all, and never with an older state."""
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -20,12 +21,12 @@ HOST = "127.0.0.1"
 NOW = Generation(3, 7)
 
 
-@pytest.fixture(scope="module")
-def lighthouse():
-    port = free_port(HOST)
-    harbour = Harbour(HOST, 0, port, "", join_limit_s=20.0)
-    yield f"{HOST}:{port}"
-    harbour.close()
+@pytest.fixture(scope="module", autouse=True)
+def _light():
+    """An island that leaves collects what it holds: what was here before the tests is not looked through each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Islands:
@@ -76,15 +77,18 @@ class Died(Exception):
 
 
 @pytest.fixture
-def islands(lighthouse):
-    made = []
+def islands():
+    """Makes islands, all of one lighthouse: the test's own, since those of the test before would be waited for there."""
+    port, made, harbours = free_port(HOST), [], []
 
     def make(*names):
-        made.append(Islands(lighthouse, names))
+        if not harbours:
+            harbours.append(Harbour(HOST, 0, port, "", join_limit_s=20.0, heartbeat_limit_s=0.5))
+        made.append(Islands(f"{HOST}:{port}", names))
         return made[-1]
 
     yield make
-    for one in made:
+    for one in [*made, *harbours]:
         one.close()
 
 

@@ -11,7 +11,7 @@ from atoll.engines.elastic.roll import Board, listening, open_store
 from atoll.extras import require
 
 HEARTBEAT_LIMIT_S = 1.0
-"""Whoever is silent for so long is left out of the next meeting."""
+"""Of those who are silent: see `Harbour`."""
 TICK_S = 0.02
 """How often the lighthouse looks whether all have come."""
 
@@ -40,16 +40,26 @@ class Harbour:
         lighthouse_port: of the lighthouse.
         order: what newcomers are told.
         join_limit_s: how long islands that are alive, and do not come to a meeting, are waited for.
+        heartbeat_limit_s: whoever is silent for so long is left out of the next meeting.
     """
 
-    def __init__(self, host: str, port: int, lighthouse_port: int, order: str, *, join_limit_s: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        lighthouse_port: int,
+        order: str,
+        *,
+        join_limit_s: float,
+        heartbeat_limit_s: float = HEARTBEAT_LIMIT_S,
+    ) -> None:
         coordination: Any = require("torchft.coordination", extra="torchft", purpose="islands that come and go")
         self._lighthouse = coordination.LighthouseServer(
             bind=f"{_bracketed(host)}:{lighthouse_port}",
             min_replicas=1,
             join_timeout_ms=int(join_limit_s * 1000),
             quorum_tick_ms=int(TICK_S * 1000),
-            heartbeat_timeout_ms=int(HEARTBEAT_LIMIT_S * 1000),
+            heartbeat_timeout_ms=int(heartbeat_limit_s * 1000),
         )
         # After the lighthouse: a store that may choose its port must not choose that one.
         self._store, port = open_store(host, port)

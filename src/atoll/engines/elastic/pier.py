@@ -117,6 +117,8 @@ class Pier:
                 self._readers -= 1
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits there: it would look again a moment later only
         self._server.shutdown()
         self._server.server_close()
 
