@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -32,7 +33,7 @@ from atoll.events import (
 )
 from atoll.telemetry import read_events
 from atoll.tensorfile import load_tree
-from atoll.testing.chaos import ray_processes
+from atoll.testing.chaos import CHAOS_LOG, HUB, At, Chaos, Freeze, Kill, Script, ray_processes
 
 PATIENCE_S = 90.0
 SETTINGS = (
@@ -49,17 +50,26 @@ SETTINGS = (
     "train.batch_size=8",
     "train.warm_start_steps=3",
 )
+STRANGE = "strange.json"
+"""A script with a victim that no run on Ray has."""
 SETS = [part for setting in SETTINGS for part in ("--set", setting)]
 STEPS, WORKERS = 120, 2
+FAULTS = Script(
+    faults=(
+        At(at_s=0.0, fault=Freeze(victim="worker-0", for_s=1000.0)),  # so that there is something left to do when all are back
+        At(at_s=0.0, fault=Kill(victim="worker-1")),
+        At(at_s=1.0, fault=Kill(victim=HUB)),
+    )
+)
 
 
 @contextmanager
-def started(*arguments, program=(sys.executable, "-m", "atoll")):
-    """The command, in a session of its own; it is gone afterwards, with all that it started."""
+def started(*arguments, program=(sys.executable, "-m", "atoll"), says=subprocess.PIPE):
+    """The command, in a session of its own; it is gone afterwards, with all that it started. Errors go to `says`."""
     process = subprocess.Popen(
         [*program, *map(str, arguments)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=says,
         text=True,
         start_new_session=True,
     )
@@ -120,36 +130,135 @@ def beginning(folder, *more):
     return ["run", "toy-async", *SETS, *arguments, "--engine", "ray", "--save-every", 0.3, "--out", folder, *more]
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def listens(port):
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
 @pytest.fixture(scope="module")
-def survived(tmp_path_factory):
-    """A run whose hub and one of whose workers were killed, what it said, what its processes listened on, and its token's mode."""
+def a_cluster(tmp_path_factory):
+    """The address of a Ray cluster on the loopback, with a token, and its process."""
+    token, port = tmp_path_factory.mktemp("cluster") / "token", free_port()
+    token.write_text("f" * 64)
+    token.chmod(0o600)
+    ray = Path(sys.executable).parent / "ray"
+    where = ["--node-ip-address", "127.0.0.1", "--port", port, "--temp-dir", tempfile.mkdtemp()]
+    least = ["--num-cpus", WORKERS, "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory", 2**27]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        environment.setenv("RAY_AUTH_MODE", "token")
+        with started("start", "--head", "--block", *where, *least, program=(ray,)) as process:
+            until(lambda: listens(port), "a cluster", process)
+            yield f"127.0.0.1:{port}", process
+    shutil.rmtree(where[-1], ignore_errors=True)
+
+
+def text_of(folder):
+    return (folder / "events.jsonl").read_text()
+
+
+def listening_of(process):
+    """What its processes listen on."""
+    sockets = [(one, connection) for one in family(process.pid) for connection in one.net_connections("inet")]
+    return {(one.name(), connection.laddr.ip) for one, connection in sockets if connection.status == psutil.CONN_LISTEN}
+
+
+class Interrupted(NamedTuple):
+    """A run that was broken and then interrupted: what it said, and what was seen of it."""
+
+    folder: Path
+    code: int
+    err: str
+    listening: set
+    token: tuple
+    alive: list
+    arrived: int
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A run on a Ray of its own, one of whose workers is killed, and then its hub. When all are back somebody presses Ctrl-C."""
     folder = tmp_path_factory.mktemp("ray") / "run"
-    with started(*beginning(folder, "--json")) as process:
+    said = folder.parent / "said"
+    with said.open("w") as says, started(*beginning(folder), says=says) as process:
         until(lambda: logged(folder, "hub", "saved round [1-9]"), "a checkpoint of some rounds", process)
-        listening = {
-            (one.name(), connection.laddr.ip)
-            for one in family(process.pid)
-            for connection in one.net_connections("inet")
-            if connection.status == psutil.CONN_LISTEN
-        }
-        token = folder / "ray_token"
-        mode, length = token.stat().st_mode & 0o777, len(token.read_text())
-        there = ray_processes(folder)
+        token, there, listening = folder / "ray_token", ray_processes(folder), listening_of(process)
+        seen = token.stat().st_mode & 0o777, len(token.read_text())
         assert {name: one.poll() for name, one in there.items()} == dict.fromkeys(["hub", "worker-0", "worker-1"])
-        slow, dead = there["worker-0"].pid, there["worker-1"].pid
-        os.kill(slow, signal.SIGSTOP)  # so that there is something left to do when the other has come back
-        os.kill(dead, signal.SIGKILL)
-        until(lambda: len(logged(folder, "worker-1", r"process (\d+)")) > 1, "another worker", process)
-        until(lambda: len(logged(folder, "hub", r"worker 1, life")) > 1, "it to come", process)
-        os.kill(ray_processes(folder)["hub"].pid, signal.SIGKILL)
-        os.kill(slow, signal.SIGCONT)
+        chaos = Chaos(FAULTS, folder.parent / CHAOS_LOG)  # by a clock of the test's own: machines may be slow
+        try:
+            chaos.emit(next(event for event in events(folder, Arrived)))
+            chaos.step(0.0, there)
+            until(lambda: '"IslandLeft", "island": 1' in text_of(folder), "the hub to hear of it", process)
+            chaos.step(1.0, ray_processes(folder))
+            until(lambda: len(logged(folder, "hub", "worker 1, life")) > 1, "another hub and another worker", process)
+        finally:
+            chaos.close()
+        until(lambda: '"Arrived"' in text_of(folder).partition('"HubRestarted"')[2], "more updates", process)
+        until(lambda: "the hub answers again" in said.read_text(), "whoever drives to hear of it", process)
+        everybody = family(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        code, *_ = end_of(process)
+        _, alive = psutil.wait_procs(everybody, timeout=20)
+    return Interrupted(folder, code, said.read_text(), listening, seen, alive, len(events(folder, Arrived)))
+
+
+@pytest.fixture(scope="module")
+def survived(interrupted, a_cluster):
+    """The same run, which goes on to its end on a cluster that exists, and is broken there by a script. And what it says then."""
+    folder = interrupted.folder
+    script = folder.parent / "script.json"
+    script.write_text(Script(faults=(At(at_s=0.0, fault=Freeze(victim=HUB, for_s=0.2)),)).to_text())
+    how = ["--ray-address", a_cluster[0], "--processes", 1, "--pace", 0.005, "--limit", 60]
+    with started("run", "--resume", folder, *how, "--chaos", script, "--json", "--quiet") as process:
         code, out, err = end_of(process)
     assert code == 0, err
-    return folder, out, err, (listening, mode, length)
+    return folder, out, err
+
+
+def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(interrupted):
+    assert interrupted.code == 130, interrupted.err
+    assert f"Go on: atoll run --resume {interrupted.folder}" in interrupted.err
+    assert "Traceback" not in interrupted.err
+    assert not interrupted.alive, interrupted.alive
+
+
+def test_a_run_goes_on_from_the_hubs_checkpoint(interrupted, survived):
+    folder, *_ = survived
+    arrived = events(folder, Arrived)
+    assert 0 < interrupted.arrived < len(arrived)
+    assert {event.island for event in arrived[interrupted.arrived :]} == {0}, "by one worker"
+    assert len(events(folder, HubRestarted)) == 1, "and nothing was lost on the way"
+
+
+def test_a_cluster_that_exists_is_used_with_its_token_and_left_as_it_was(survived, a_cluster):
+    address, cluster = a_cluster
+    folder, *_ = survived
+    assert json.loads((folder / "engine.json").read_text())["address"] == address
+    assert not (folder / "ray_token").exists(), "it has one of its own"
+    assert cluster.poll() is None
+    assert listens(int(address.rpartition(":")[2]))
+
+
+def test_a_script_breaks_a_run_on_ray_and_what_became_of_it_is_told(survived):
+    folder, _, err = survived
+    actions = [json.loads(line) for line in (folder / CHAOS_LOG).read_text().splitlines()]
+    assert [action["did"]["victim"] for action in actions if "did" in action] == [HUB]
+    assert [action["mended"] for action in actions if "mended" in action] == [{"fault": "Freeze", "done": True}]
+    told = err[err.index("faults") :].splitlines()
+    assert told[0].split() == ["faults", "1", "Freeze"]
+    assert f"with {STEPS * WORKERS} local updates: none twice" in told[1]
+    assert "restarted 1 times" in told[3]
 
 
 def test_with_hub_and_worker_killed_a_run_ends_with_its_local_updates_and_takes_none_twice(survived):
-    folder, out, err, _ = survived
+    folder, out, err = survived
     summary = json.loads(out.splitlines()[-1])
     assert (summary["engine"], summary["islands"], summary["virtual_time_s"]) == ("ray", WORKERS, None)
     assert summary["local_updates"] == STEPS * WORKERS
@@ -166,8 +275,8 @@ def test_with_hub_and_worker_killed_a_run_ends_with_its_local_updates_and_takes_
     assert "Traceback" not in err
 
 
-def test_what_died_is_in_the_log_and_was_said(survived):
-    folder, _, err, _ = survived
+def test_what_died_is_in_the_log_and_was_said(interrupted, survived):
+    folder, err = survived[0], interrupted.err
     assert len(events(folder, HubRestarted)) == 1
     restarted = events(folder, HubRestarted)[0]
     assert restarted.checkpoint is not None
@@ -193,12 +302,11 @@ def test_the_log_has_one_clock_and_all_that_a_run_reports(survived):
     assert (last.local_updates, last.loss) == (STEPS * WORKERS, found[-1].val_loss)
 
 
-def test_nothing_listens_on_another_interface_and_the_token_is_its_owners(survived):
-    folder, _, _, (listening, mode, length) = survived
-    assert {"raylet", "gcs_server"} <= {name for name, _ in listening}
-    assert {ip for _, ip in listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
-    assert (mode, length) == (0o600, 64)
-    assert not (folder / "ray_token").exists(), "it is gone with the Ray that it was made for"
+def test_nothing_listens_on_another_interface_and_the_token_is_its_owners(interrupted):
+    assert {"raylet", "gcs_server"} <= {name for name, _ in interrupted.listening}
+    assert {ip for _, ip in interrupted.listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert interrupted.token == (0o600, 64)
+    assert not (interrupted.folder / "ray_token").exists(), "it is gone with the Ray that it was made for"
 
 
 def test_its_log_is_replayed_to_the_same_weights(survived, atoll):
@@ -233,76 +341,11 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again_in_silence(survived
     assert (folder / "events.jsonl").read_bytes() == log
 
 
-def test_ctrl_c_ends_all_processes_and_the_run_goes_on_from_the_hubs_checkpoint(tmp_path):
-    folder = tmp_path / "run"
-    with started(*beginning(folder)) as process:
-        until(lambda: logged(folder, "hub", "saved round [1-9]"), "a checkpoint of some rounds", process)
-        everybody = family(process.pid)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        code, _, err = end_of(process)
-        assert code == 130, err
-        assert f"Go on: atoll run --resume {folder}" in err
-        assert "Traceback" not in err
-        _, alive = psutil.wait_procs(everybody, timeout=20)
-        assert not alive, alive
-    before = len(events(folder, Arrived))
-    with started("run", "--resume", folder, "--pace", 0, "--processes", 2, "--json", "--quiet") as process:
-        code, out, err = end_of(process)
-    assert code == 0, err
-    assert json.loads(out.splitlines()[-1])["local_updates"] == STEPS * WORKERS
-    arrived = events(folder, Arrived)
-    assert 0 < before < len(arrived)
-    assert [event.version for event in arrived] == list(range(1, len(arrived) + 1))
-    assert {event.island for event in arrived[before:]} <= {0, 1}
-
-
 def test_sigterm_ends_a_run_as_ctrl_c_does():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), _terminable():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.fixture
-def a_cluster(tmp_path, monkeypatch):
-    """The address of a Ray cluster on the loopback, with a token, and its process."""
-    token, port = tmp_path / "token", free_port()
-    token.write_text("f" * 64)
-    token.chmod(0o600)
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    ray = Path(sys.executable).parent / "ray"
-    where = ["--node-ip-address", "127.0.0.1", "--port", port, "--temp-dir", tempfile.mkdtemp()]
-    least = ["--num-cpus", 2, "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory", 2**27]
-    with started("start", "--head", "--block", *where, *least, program=(ray,)) as process:
-        until(lambda: listens(port), "a cluster", process)
-        yield f"127.0.0.1:{port}", process
-    shutil.rmtree(where[-1], ignore_errors=True)
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def listens(port):
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
-
-
-def test_a_cluster_that_exists_is_used_with_its_token_and_left_as_it_was(a_cluster, tmp_path):
-    address, cluster = a_cluster
-    few = ["--set", "train.steps=16", "--set", "keep.evaluate_every=16", "--processes", 1, "--limit", 20]
-    where = ["--engine", "ray", "--ray-address", address, "--out", tmp_path / "run"]
-    with started("run", "toy-async", *SETS, *few, *where, "--json", "--quiet") as process:
-        code, out, err = end_of(process)
-    assert code == 0, err
-    summary = json.loads(out.splitlines()[-1])
-    assert (summary["engine"], summary["local_updates"]) == ("ray", 16)
-    assert not (tmp_path / "run" / "ray_token").exists(), "it has one of its own"
-    assert cluster.poll() is None
-    assert listens(int(address.rpartition(":")[2]))
 
 
 @pytest.mark.parametrize(
@@ -315,16 +358,23 @@ def test_a_cluster_that_exists_is_used_with_its_token_and_left_as_it_was(a_clust
         (["run", "toy-async", "--engine", "ray", "--save-every", 0], "save_every_s=0.0: it is more than 0 seconds"),
         (["run", "toy-async", "--engine", "dist", "--ray-address", "127.0.0.1:1"], "another --engine with a run on Ray"),
         (["run", "toy-async", "--engine", "ray", "--backend", "gloo"], "Leave them out"),
+        (
+            ["run", "toy-async", "--engine", "ray", "--chaos", STRANGE],
+            "and the run starts hub, worker-0, worker-1, worker-2, worker-3.",
+        ),
+        (["run", "toy-async", "--workers-most", 5, "--chaos", STRANGE], "worker-3, worker-4. Name some of these"),
+        (["run", "toy-async", "--engine", "ray", "--chaos", "nowhere"], "the script nowhere cannot be read"),
         (["run", "toy-async", *SETS, "--set", "data.shards=1000", "--engine", "ray"], "shards=1000"),
     ],
 )
 def test_what_is_impossible_is_refused_and_leaves_no_folder(atoll, tmp_path, monkeypatch, arguments, says):
+    (tmp_path / STRANGE).write_text(Script(faults=(At(at_s=1.0, fault=Kill(victim="island-0000")),)).to_text())
     monkeypatch.chdir(tmp_path)
     code, _, err = atoll(*arguments)
     assert code == 2
     assert says in err
     assert "Traceback" not in err
-    assert list(Path().iterdir()) == []
+    assert [path.name for path in Path().iterdir()] == [STRANGE]
 
 
 def test_without_ray_the_message_names_the_extra(atoll, tmp_path, monkeypatch):

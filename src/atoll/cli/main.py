@@ -128,7 +128,7 @@ def run(
         float | None, typer.Option(help="elastic: refuse deltas that are so many times longer than lately. By default 25.")
     ] = None,
     chaos: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="elastic: break it on purpose, by this script; see docs/chaos.md.")
+        Path | None, typer.Option(metavar="FILE", help="elastic, ray: break it on purpose, by this script; see docs/chaos.md.")
     ] = None,
 ) -> None:
     """Carry out a recipe: in a simulated cluster, or by real processes (also under torchrun, on several machines)."""
@@ -138,7 +138,10 @@ def run(
         be_joiner(join, [name for name in _given(context) if name != "--join"])
         return
     elastic_only = {"host": host, "port": port, "gather_s": gather, "refused_above": refused_above}
-    if elastic or chaos is not None or any(value is not None for value in elastic_only.values()) or _engine_in(resume) == "elastic":
+    ray_only = {"address": ray_address, "most": workers_most, "save_every_s": save_every}
+    on_ray = engine == "ray" or any(value is not None for value in ray_only.values()) or _engine_in(resume) == "ray"
+    broken = chaos is not None and not on_ray
+    if elastic or broken or any(value is not None for value in elastic_only.values()) or _engine_in(resume) == "elastic":
         from atoll.cli.elastic import carry_out_elastic
 
         foreign = sorted(
@@ -154,8 +157,7 @@ def run(
         how = {"processes": processes, "pace": pace, "limit_s": limit, **elastic_only}
         carry_out_elastic(recipe, settings or [], seed, out, resume, json, quiet, how, chaos)
         return
-    ray_only = {"address": ray_address, "most": workers_most, "save_every_s": save_every}
-    if engine == "ray" or any(value is not None for value in ray_only.values()) or _engine_in(resume) == "ray":
+    if on_ray:
         from atoll.cli.on_ray import carry_out_on_ray
 
         if engine not in (None, "ray") or start_limit is not None or backend is not None:
@@ -163,7 +165,7 @@ def run(
                 "--start-limit, --backend or another --engine with a run on Ray, which has none of these. Leave them out."
             )
         how = {"processes": processes, "pace": pace, "limit_s": limit, **ray_only}
-        carry_out_on_ray(recipe, settings or [], seed, out, resume, json, quiet, how)
+        carry_out_on_ray(recipe, settings or [], seed, out, resume, json, quiet, how, chaos)
         return
     how = {"processes": processes, "pace": pace, "limit_s": limit, "start_limit_s": start_limit, "backend": backend}
     real_before = resume is not None and (resume.expanduser() / "engine.json").is_file()

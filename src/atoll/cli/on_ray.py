@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll import recipes
 from atoll.cli.verbs import interruptible, run_of, show_result, sinks_of
@@ -19,6 +19,9 @@ from atoll.runs.place import engine_in
 from atoll.runs.plain import from_json
 from atoll.runs.ray_place import read_ray, told, with_said
 
+if TYPE_CHECKING:
+    from atoll.testing.chaos import Script
+
 
 def carry_out_on_ray(
     name: str | None,
@@ -29,6 +32,7 @@ def carry_out_on_ray(
     as_json: bool,
     quiet: bool,
     how: Mapping[str, Any],
+    chaos: Path | None = None,
 ) -> None:
     """Carries out an asynchronous run on Ray.
 
@@ -41,7 +45,9 @@ def carry_out_on_ray(
         as_json: whether the result is shown as JSON.
         quiet: whether nothing is shown meanwhile.
         how: the settings of a Ray; none where nothing was said.
+        chaos: a script of what is to go wrong, on purpose.
     """
+    script = _script(chaos)
     if resume is not None:
         folder = resume.expanduser()
         _check_resume(name, settings, seed, out, folder)
@@ -50,7 +56,7 @@ def carry_out_on_ray(
         if name is None:
             raise ConfigError(f"no recipe was given. There are: {', '.join(recipes.ALL)}. Or go on with a run: --resume DIR.")
         run, place = run_of(name, settings, seed), with_said(None, how)
-        folder = create_ray_folder(place, run, out or default_path(run.recipe, run.seed), sys.argv).path
+        folder = create_ray_folder(place, run, out or default_path(run.recipe, run.seed), sys.argv, chaos=script).path
         if not quiet:
             print(f"folder: {folder}", file=sys.stderr)
     opened = RunFolder.open(folder)
@@ -62,10 +68,23 @@ def carry_out_on_ray(
         # What Ray prints of processes that die is said in fewer words here.
         with interruptible(folder), _terminable(), open(_ray_log(folder), "a", encoding="utf-8") as words, redirect_stdout(words):
             if resume is None:
-                drive(opened, place, sinks=sinks, say=say)
+                drive(opened, place, sinks=sinks, say=say, chaos=script)
             else:
-                resume_on_ray(folder, place, sinks=sinks, command=sys.argv, say=say)
+                resume_on_ray(folder, place, sinks=sinks, command=sys.argv, say=say, chaos=script)
+    if script is not None:
+        from atoll.testing.chaos import hub_in_words, hub_report_of
+
+        print(hub_in_words(hub_report_of(folder)), file=sys.stderr)
     show_result(folder, as_json=as_json)
+
+
+def _script(path: Path | None) -> Script | None:
+    """What a file says is to go wrong."""
+    if path is None:
+        return None
+    from atoll.testing.chaos import Script
+
+    return Script.read(path)
 
 
 def _check_resume(name: str | None, settings: Sequence[str], seed: int | None, out: Path | None, folder: Path) -> None:

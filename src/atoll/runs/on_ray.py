@@ -9,10 +9,10 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,8 +30,8 @@ from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
 from atoll.runs.execute import Execution, Result, check_workload, digest_of, is_finished, refuse_impossible
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.plain import from_json, to_json
-from atoll.runs.ray_parts import BEGIN, FolderKeeper, Made, lost_after, outlast_hub
-from atoll.runs.ray_place import Ray, gpu_share, on_workers, plan_of, read_ray, write_ray
+from atoll.runs.ray_parts import BEGIN, FolderKeeper, Made, breaking, lost_after, outlast_hub
+from atoll.runs.ray_place import Ray, gpu_share, on_workers, places_of, plan_of, read_ray, refuse_strangers, write_ray
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
@@ -39,6 +39,9 @@ from atoll.telemetry.fanout import Fanout
 from atoll.telemetry.jsonl import JsonlSink
 from atoll.tensorfile import save_tree
 from atoll.tree import Tree
+
+if TYPE_CHECKING:
+    from atoll.testing.chaos import Script
 
 _PUBLISHED = 8
 """Weights that lie in the object store besides a delta of each worker: those published last, and those that wait to be judged."""
@@ -53,6 +56,7 @@ def run_on_ray(
     sinks: Sequence[Sink] = (),
     command: Sequence[str] | None = None,
     say: Callable[[str], object] = lambda line: None,
+    chaos: Script | None = None,
 ) -> Result:
     """Carries out a Run on Ray, in a new folder.
 
@@ -64,9 +68,11 @@ def run_on_ray(
         sinks: who else takes the events.
         command: how the run was asked for, for the record.
         say: takes lines on workers and hubs that die.
+        chaos: what is to go wrong with it, on purpose.
     """
-    folder = create_ray_folder(place, run, Path(out or default_path(run.recipe, run.seed)), command or sys.argv, workload)
-    return drive(folder, place, workload=workload, sinks=sinks, say=say)
+    path = Path(out or default_path(run.recipe, run.seed))
+    folder = create_ray_folder(place, run, path, command or sys.argv, workload, chaos=chaos)
+    return drive(folder, place, workload=workload, sinks=sinks, say=say, chaos=chaos)
 
 
 def drive(
@@ -76,18 +82,28 @@ def drive(
     workload: Workload | None = None,
     sinks: Sequence[Sink] = (),
     say: Callable[[str], object] = lambda line: None,
+    chaos: Script | None = None,
 ) -> Result:
     """Carries out the run of a folder, from its newest checkpoint or from the start."""
     with folder.lock():
-        return _Drive(folder, place, workload, sinks, say).carry_out()
+        return _Drive(folder, place, workload, sinks, say, chaos).carry_out()
 
 
-def create_ray_folder(place: Ray, run: Run, path: Path, command: Sequence[str], workload: Workload | None = None) -> RunFolder:
+def create_ray_folder(
+    place: Ray,
+    run: Run,
+    path: Path,
+    command: Sequence[str],
+    workload: Workload | None = None,
+    *,
+    chaos: Script | None = None,
+) -> RunFolder:
     """A new folder for this run. What is impossible is refused before it is there."""
     door.check_installed()
     if place.address is not None:
         door.reachable(place.address)
     mine = on_workers(run, place.processes or run.cluster.devices)
+    refuse_strangers(chaos, place, mine)
     refuse_impossible(mine.resolved, workload, Cache())
     folder = RunFolder.create(path.expanduser(), to_json(mine), list(command))
     write_ray(folder.path, place)
@@ -102,6 +118,7 @@ def resume_on_ray(
     sinks: Sequence[Sink] = (),
     command: Sequence[str] | None = None,
     say: Callable[[str], object] = lambda line: None,
+    chaos: Script | None = None,
 ) -> Result:
     """Goes on with a run on Ray, from the hub's newest checkpoint, by as many workers or others; see `run_on_ray`."""
     folder = RunFolder.open(Path(out).expanduser())
@@ -112,21 +129,29 @@ def resume_on_ray(
         check_workload(folder, workload)
         if is_finished(folder):
             return Execution(from_json(folder.run_json), folder, workload, (), Cache()).resume()
+        refuse_strangers(chaos, place or before, from_json(folder.run_json))
         folder.resumed(list(command or sys.argv))
         write_ray(folder.path, place or before)
-        return _Drive(folder, place or before, workload, sinks, say).carry_out()
+        return _Drive(folder, place or before, workload, sinks, say, chaos).carry_out()
 
 
 class _Drive:
     """One process's share of a run: the one that drives it."""
 
     def __init__(
-        self, folder: RunFolder, place: Ray, workload: Workload | None, sinks: Sequence[Sink], say: Callable[[str], object]
+        self,
+        folder: RunFolder,
+        place: Ray,
+        workload: Workload | None,
+        sinks: Sequence[Sink],
+        say: Callable[[str], object],
+        chaos: Script | None,
     ) -> None:
         given = from_json(folder.run_json)
         self._run, self._place, self._folder, self._given, self._say = given.resolved, place, folder, workload, say
         self._workers = place.processes or self._run.world.islands
-        self._most = max(self._workers, place.most or 0)
+        self._most = places_of(self._run, place)
+        self._chaos = chaos
         self._cache = Cache()
         self._books = Execution(given, folder, workload, sinks, self._cache)
 
@@ -143,10 +168,13 @@ class _Drive:
             log.close()  # from now on it is the hub's
             evaluator = Evaluator(workload, device_of(self._run), dtype_of(self._run))
             with self._ray(warm.params) as ray:
-                engine = self._engine(ray, warm, workload, evaluator, sink, self._hub_order(warm, workload, begin_bytes, lost))
+                chaos, order = breaking(self._chaos, self._folder.path), self._hub_order(warm, workload, begin_bytes, lost)
+                shown = sink if chaos is None else Fanout([sink, chaos])
+                engine = self._engine(ray, warm, workload, evaluator, shown, order)
                 over = False
                 try:
-                    finished, params, buffers = engine.run()
+                    with chaos or nullcontext():  # what is broken is mended before the hub is asked to save
+                        finished, params, buffers = engine.run()
                     over = True
                 finally:
                     engine.close(save=not over)

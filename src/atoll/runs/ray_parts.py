@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll.engines.local import LocalReplica
 from atoll.engines.masters import initial
@@ -28,6 +28,9 @@ from atoll.runs.workloads import Loaded, fingerprint, island_workload, plain_wor
 from atoll.telemetry.jsonl import JsonlSink, read_events
 from atoll.tensorfile import load_tree
 from atoll.tree import Tree
+
+if TYPE_CHECKING:
+    from atoll.testing.chaos import RayChaos, Script
 
 HUB_LOG = "hub.log"
 HUB_LOCK = "hub.lock"
@@ -156,3 +159,12 @@ def lost_after(log: Path, after: int) -> Lost:
     """What stands in a log after so many bytes."""
     arrived = [event for event in read_events(log, [Arrived], after=after) if isinstance(event, Arrived)] if log.exists() else []
     return Lost(len(arrived), sum(event.steps for event in arrived))
+
+
+def breaking(script: Script | None, folder: Path) -> RayChaos | None:
+    """What breaks the run in this folder on purpose, if it is to be broken."""
+    if script is None:
+        return None
+    from atoll.testing.chaos import RayChaos
+
+    return RayChaos(script, folder)

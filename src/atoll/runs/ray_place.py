@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll.checks import check_types
 from atoll.errors import ConfigError
@@ -15,6 +15,9 @@ from atoll.protocols import AsyncAlgorithm, Plan
 from atoll.runs.folder import write_text
 from atoll.runs.place import PLACE, engine_in
 from atoll.runs.run import Run
+
+if TYPE_CHECKING:
+    from atoll.testing.chaos import Script
 
 LOCAL = "local"
 """Said for an address: this machine, also where the run was on a cluster before."""
@@ -88,6 +91,19 @@ def on_workers(run: Run, workers: int) -> Run:
         )
     data = replace(run.data, shards=run.data.shards or workers)
     return replace(run, cluster=replace(run.cluster, islands=workers // devices), data=data)
+
+
+def places_of(run: Run, place: Ray) -> int:
+    """How many workers there may be."""
+    return max(place.processes or run.world.islands, place.most or 0)
+
+
+def refuse_strangers(script: Script | None, place: Ray, run: Run) -> None:
+    """Refuse a script of what cannot happen to this run."""
+    if script is not None:
+        from atoll.testing.chaos import refuse_on_ray
+
+        refuse_on_ray(script, places_of(run, place))
 
 
 def plan_of(run: Run, place: Ray) -> tuple[Plan, tuple[float, ...]]:
