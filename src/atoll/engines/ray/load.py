@@ -11,7 +11,8 @@ from atoll.events import HubLoad
 
 
 class Load:
-    """Counts pushes from when they are there to when they are applied.
+    """Counts pushes from when they are there to when they are applied. A hub is `busy` while one is being applied, and while a
+    checkpoint is being gathered at its desk (`occupied`): writing it, beside the desk, does not count.
 
     >>> seconds = iter([0.0, 1.0, 1.0, 3.0, 4.0])
     >>> load = Load(now=lambda: next(seconds))

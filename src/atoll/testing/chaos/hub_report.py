@@ -149,7 +149,7 @@ def hub_in_words(report: HubReport) -> str:
     >>> print(hub_in_words(HubReport(done={"Kill": 2, "Freeze": 1}, skipped=(), twice=(), **counts)))
     faults        2 Kill, 1 Freeze
     updates       60 arrived, 60 of them applied, with 240 local updates: none twice; 0 refused, 2 rounds given out again
-    workers       left 3 times, came 3 times; 2 times of these in one moment, as a new hub did not know who was there
+    workers       left 3 times, came 3 times (2 times in one moment: a new hub did not know who was there)
     hub           restarted 1 times; 3 updates (12 local ones) lost with it and done again; 0 checkpoints not saved
     loss          2.5000
     """
@@ -164,8 +164,8 @@ def hub_in_words(report: HubReport) -> str:
         ),
         (
             "workers",
-            f"left {report.left} times, came {report.came} times; {report.anew} times of these in one moment, as a new hub did not "
-            f"know who was there",
+            f"left {report.left} times, came {report.came} times ({report.anew} times in one moment: a new hub did not know who was "
+            f"there)",
         ),
         (
             "hub",
