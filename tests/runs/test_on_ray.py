@@ -6,16 +6,17 @@ import os
 import pytest
 
 from atoll import recipes
-from atoll.errors import CheckpointError, ExchangeFailed
+from atoll.errors import CheckpointError, ConfigError, ExchangeFailed
 from atoll.events import Arrived
 from atoll.runs.folder import RunFolder
-from atoll.runs.on_ray import drive
+from atoll.runs.on_ray import drive, resume_on_ray
 from atoll.runs.overrides import override
 from atoll.runs.plain import to_json
-from atoll.runs.ray_parts import outlast_hub
-from atoll.runs.ray_place import Ray, on_workers
+from atoll.runs.ray_parts import breaking, outlast_hub
+from atoll.runs.ray_place import Ray, on_workers, write_ray
 from atoll.runs.run import candidates
 from atoll.telemetry.jsonl import JsonlSink
+from atoll.testing.chaos import CHAOS_LOG, At, Kill, Script
 
 AT_ONCE = Ray(limit_s=1e-9)
 
@@ -69,3 +70,18 @@ def test_whoever_waits_for_a_hub_says_so_once_and_holds_nothing_afterwards(folde
     outlast_hub(folder.path, limit_s=20.0, say=say)
     outlast_hub(folder.path, limit_s=20.0, say=said.append)
     assert said == ["the hub of an earlier command is still there, and is waited for"]
+
+
+def test_a_run_is_not_gone_on_with_by_a_script_of_what_cannot_happen_to_it(folder):
+    write_ray(folder.path, Ray(most=3))
+    left = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    script = Script(faults=(At(at_s=1.0, fault=Kill(victim="worker-3")),))
+    with pytest.raises(ConfigError, match="has worker-3 as victims, and the run starts hub, worker-0, worker-1, worker-2. Name"):
+        resume_on_ray(folder.path, chaos=script)
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path in left} == left
+    assert not (folder.path / CHAOS_LOG).exists()
+
+
+def test_a_run_without_a_script_is_broken_by_nobody(folder):
+    assert breaking(None, folder.path) is None
+    assert not (folder.path / CHAOS_LOG).exists()

@@ -251,6 +251,7 @@ class Share:
 
     def _saver(self, sink: Sink) -> Callable[[DistEngine], None]:
         def save(engine: DistEngine) -> None:
+            # Before it is written: a log is cut where its checkpoint says, and one that goes on must have this line as any other.
             sink.emit(Saved(round=engine.round, name=f"{engine.round:08}"))
             metadata: dict[str, Any] = {**self._origin, "engine": engine.plain()}
             if self._world.first:

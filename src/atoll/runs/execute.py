@@ -236,6 +236,7 @@ class Execution:
 
     def _saver(self, sink: Sink) -> Callable[[Engine], None]:
         def save(engine: Engine) -> None:
+            # Before it is written: a log is cut where its checkpoint says, and one that goes on must have this line as any other.
             sink.emit(Saved(round=engine.round, name=f"{engine.round:08}"))
             self._checkpoints.save(engine.round, engine.parts(), {"events_bytes": self.log_bytes(), **self._origin})
 

@@ -164,8 +164,8 @@ def hub_in_words(report: HubReport) -> str:
         ),
         (
             "workers",
-            f"left {report.left} times, came {report.came} times ({report.anew} times in one moment: a new hub did not know who was "
-            f"there)",
+            f"left {report.left} times, came {report.came} times ({report.anew} times in one moment: a new hub did not know who "
+            f"was there)",
         ),
         (
             "hub",
