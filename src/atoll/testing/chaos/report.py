@@ -23,7 +23,7 @@ _COMMITTED = re.compile(r"^[\d:]{8} committed round (?P<round>\d+) of epoch (?P<
 WITH_WORK = "with work of its own"
 
 
-class Line(NamedTuple):
+class Committed(NamedTuple):
     """What one process of an island wrote down of a commit.
 
     Attributes:
@@ -186,7 +186,7 @@ def _wrong_in(shard: int, stretches: Sequence[tuple[int, int, int]]) -> Iterator
 # ---------------------------------------------------------------------------------------------------------------- the digests
 
 
-def told_in(path: Path) -> Iterator[Line]:
+def told_in(path: Path) -> Iterator[Committed]:
     """What the processes of an island wrote down of commits."""
     pid = 0
     for text in path.read_text("utf-8", errors="replace").splitlines():
@@ -194,10 +194,10 @@ def told_in(path: Path) -> Iterator[Line]:
             pid = int(begun["pid"])
         elif found := _COMMITTED.match(text):
             worked = found["work"] == WITH_WORK
-            yield Line(pid, int(found["round"]), int(found["epoch"]), found["digest"], worked)
+            yield Committed(pid, int(found["round"]), int(found["epoch"]), found["digest"], worked)
 
 
-def compare(attended: Iterable[Attended], lines: Mapping[str, Iterable[Line]]) -> tuple[int, tuple[str, ...], int]:
+def compare(attended: Iterable[Attended], lines: Mapping[str, Iterable[Committed]]) -> tuple[int, tuple[str, ...], int]:
     """How many lines could be compared; which islands held something else, and after which commit; and how many commits are
     nowhere but in islands' logs."""
     known = {(event.round, event.epoch): event.digest for event in attended}
@@ -217,7 +217,7 @@ def compare(attended: Iterable[Attended], lines: Mapping[str, Iterable[Line]]) -
 # --------------------------------------------------------------------------------------------------------------- the recovery
 
 
-def recoveries(actions: Sequence[Mapping[str, Any]], lines: Mapping[str, Sequence[Line]]) -> Iterator[Recovery]:
+def recoveries(actions: Sequence[Mapping[str, Any]], lines: Mapping[str, Sequence[Committed]]) -> Iterator[Recovery]:
     """What followed each kill of an island."""
     seen = [(action["at_s"], action["saw"]["round"]) for action in actions if "saw" in action]
     for action in actions:
