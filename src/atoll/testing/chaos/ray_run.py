@@ -117,7 +117,7 @@ class RayChaos:
                 self._chaos.close()
 
     def _step(self) -> None:
-        with self._alone:
+        with self._alone, suppress(ProcessLookupError):  # of one that Ray has buried in that very moment
             self._chaos.step(time.monotonic(), ray_processes(self._folder))
 
     def __enter__(self) -> RayChaos:
