@@ -1,5 +1,6 @@
 """Islands that come and go, as threads of one process, which meet over a real lighthouse and real sockets."""
 
+import gc
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -9,6 +10,7 @@ import torch
 
 from atoll import recipes
 from atoll.data.text import Text
+from atoll.engines.elastic import roll
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.generation import NOTHING, Generation
 from atoll.engines.elastic.harbour import Harbour, free_port
@@ -39,6 +41,7 @@ from atoll.runs.elastic.island import Island
 from atoll.runs.elastic.log import TakenLog
 from atoll.runs.elastic.minutes import Minute
 from atoll.runs.elastic.place import Elastic, Invitation
+from atoll.runs.elastic.sources import Sources
 from atoll.runs.elastic.start import create_elastic, refuse_inelastic
 from atoll.runs.elastic.supervise import island_name
 from atoll.runs.execute import run as simulate
@@ -68,6 +71,24 @@ SETTINGS = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _light():
+    """An island that leaves collects what it holds: what was here before the tests is not looked through each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch):
+    """Islands sign and look more often, and are taken for dead sooner."""
+    monkeypatch.setattr(roll, "BEAT_S", 0.1)
+    monkeypatch.setattr(roll, "SILENT_S", 1.0)
+    monkeypatch.setattr(sources, "_ALONE_S", 1.0)
+    for room in (sources, ending, islands):
+        monkeypatch.setattr(room, "_LOOK_S", 0.05)
+
+
 def toy(islands, *settings):
     return placed(override(recipes.ALL["toy-sync"](), [*SETTINGS, *settings]), islands)
 
@@ -91,7 +112,7 @@ class Shore:
         resolved = run.resolved  # whoever starts islands makes the warm start first, and threads share their random numbers
         plain = plain_workload(resolved, load_data(resolved, Cache()))
         warm_up(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
-        self.harbour = Harbour(HOST, 0, port, self.invitation.to_text(), join_limit_s=30.0)
+        self.harbour = Harbour(HOST, 0, port, self.invitation.to_text(), join_limit_s=30.0, heartbeat_limit_s=0.5)
 
     def start(self, *names, home=True, until=None, clock_s=None):
         """Islands that take part, each in a thread; they die when they have committed a round, if one is given."""
@@ -214,6 +235,26 @@ def test_a_run_that_everybody_left_goes_on_from_its_newest_checkpoint(tmp_path):
     assert set(units.values()) == {1}
 
 
+def test_of_two_that_come_back_at_once_the_later_fetches_what_the_other_has_just_restored(tmp_path, monkeypatch):
+    shore = Shore(tmp_path / "run", toy(1, "train.steps=16"), Elastic(processes=1))
+    for thread in shore.start("island-0000", until=5):
+        thread.join(60.0)
+    first, second = one_island(shore), one_island(shore, "island-0001")
+    newer_checkpoint = Sources._newer_checkpoint
+
+    def overtaken(where_from, engine):
+        if engine is second._engine:
+            first._sources._restored(first._engine)
+            first._publish(first._engine)
+            first._doing = "ready"
+        return newer_checkpoint(where_from, engine)
+
+    monkeypatch.setattr(Sources, "_newer_checkpoint", overtaken)
+    assert second._sources.first(second._engine).startswith("round 4, fetched from island-0000")
+    for island in (first, second):
+        island.close(wait=False)
+
+
 def test_when_the_one_who_writes_dies_the_next_goes_on_where_the_log_ends(tmp_path):
     shore = Shore(tmp_path / "run", toy(2, "train.steps=16"), Elastic(processes=2))
     first, second = shore.start("island-0000", until=3), shore.start("island-0001")
@@ -246,7 +287,8 @@ def test_whoever_has_the_folder_stays_until_the_one_who_writes_has_finished_the_
     assert len(shore.events(RunFinished)) == 1
 
 
-def test_when_all_who_have_the_folder_die_after_the_last_commit_one_that_joined_has_kept_the_state_for_them(tmp_path):
+def test_when_all_who_have_the_folder_die_after_the_last_commit_one_that_joined_has_kept_the_state_for_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(ending, "_SILENT_S", 1000.0)  # nor is it waited for as if it could write
     shore = Shore(tmp_path / "run", toy(2, "keep.save_every=1000"), Elastic(processes=2))
     first, other = shore.start("island-0000", until=4), shore.start("zz-elsewhere", home=False)
     for thread in first:

@@ -41,8 +41,14 @@ def stay(name: str, engine: ElasticEngine, desk: Desk, say: Callable[[str], obje
 def _look_for_whoever_writes(engine: ElasticEngine, desk: Desk) -> None:
     """An island that was given the last state does not know who writes of it: another, if others are there, who gets a start."""
     deadline_s = time.monotonic() + _SILENT_S
-    while not desk.is_finished and time.monotonic() < deadline_s and any(ask(pier, 1.0) for pier in engine.fellows.values()):
+    while not desk.is_finished and time.monotonic() < deadline_s and _another_can_write(engine):
         time.sleep(_LOOK_S)
+
+
+def _another_can_write(engine: ElasticEngine) -> bool:
+    """Whether another island answers that has the folder."""
+    said = [(name, ask(pier, 1.0)) for name, pier in engine.fellows.items()]
+    return any(one is not None and one["name"] == name and one["home"] for name, one in said)
 
 
 def hand_over(roll: Roll, limit_s: float, say: Callable[[str], object]) -> None:

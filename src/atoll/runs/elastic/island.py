@@ -98,7 +98,8 @@ class Island:
     def _entry(self) -> dict[str, Any]:
         generation = self._published.number if self._published is not None and self._doing != "coming" else -1
         standing = self._engine.standing if self._engine is not None else {}
-        return {"pier": self._pier.address, "generation": generation, "doing": self._doing, "exchanging": False, **standing}
+        about = {"pier": self._pier.address, "home": self._folder is not None, "generation": generation, "doing": self._doing}
+        return {**about, "exchanging": False, **standing}
 
     def _set_up(self) -> None:
         run, cache = self._run, Cache()

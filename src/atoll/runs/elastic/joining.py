@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import socket
@@ -38,6 +39,7 @@ def take_part(
     host = _host_towards(address)
     torch.set_num_threads(invitation.run.cluster.threads_per_island)
     say(f"{name} on {platform.node()} ({host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
+    gc.freeze()  # with each change of company garbage is collected, while others wait: what was imported is none
     with ExitStack() as stack:
         island = Island(invitation, address, host, name, folder, say, chaos)
         stack.push(lambda kind, error, trace: island.close(wait=kind is None))

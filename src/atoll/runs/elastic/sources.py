@@ -105,7 +105,10 @@ class Sources:
             if self._somebody_has_it(engine, at_least):
                 since_s = time.monotonic()
             elif time.monotonic() - max(since_s, self._roll.reached_s) >= _ALONE_S:
-                return self._newer_checkpoint(engine)
+                found = self._newer_checkpoint(engine)
+                # Of several that came back at once one may just have restored that checkpoint: then it has the state.
+                if found or not self._somebody_has_it(engine, at_least):
+                    return found
             time.sleep(_LOOK_S)
 
     # ---------------------------------------------------------------------------------------------------------- other islands
