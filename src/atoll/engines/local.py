@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from atoll.engines.flat import Weights, copy_buffers, weights_of
+from atoll.engines.helpers import Helpers
 from atoll.engines.masters import InnerRule as InnerRule
 from atoll.engines.masters import Masters, in_precision, needs_masters
 from atoll.engines.pieces import cut, length, to_device
@@ -59,6 +60,7 @@ class LocalReplica:
         clip_norm: gradients longer than this are shortened to it.
         micro_batches: into how many pieces each batch is cut; their gradients are accumulated, to the mean over the batch.
         device: where the module lives.
+        more_devices: each computes a share of every batch with a copy of the module.
         autocast: run the forward pass in bfloat16 (CUDA only).
         dtype: of the module's parameters, and so of gradients and activations; none leaves them as the workload makes them.
         loss: a compiled form of `workload.loss`, shared by all replicas.
@@ -75,6 +77,7 @@ class LocalReplica:
         clip_norm: float | None = None,
         micro_batches: int = 1,
         device: str = "cpu",
+        more_devices: Sequence[str] = (),
         autocast: bool = False,
         dtype: torch.dtype | None = None,
         loss: Loss | None = None,
@@ -98,6 +101,7 @@ class LocalReplica:
         """The weights that were loaded last, until something is computed, if they have digits that the module has not."""
         self.clip_norm, self.micro_batches = clip_norm, micro_batches
         self.device = device
+        self._helpers = Helpers(workload, more_devices, dtype) if more_devices else None
         self._autocast = autocast and device.startswith("cuda")
         self._fresh_optimizer, self._peak_first = fresh_optimizer, peak_first
         self._random = torch.Generator().manual_seed(seed).get_state()
@@ -210,24 +214,43 @@ class LocalReplica:
 
         A piece counts for as many tokens as it has: examples may be padded.
         """
-        pieces = list(cut(batch, self.micro_batches))
+        # Whether modules draw random numbers is found out with a loss that is given, on this device alone.
+        helpers = self._helpers if loss is None else None
+        pieces = self._pieces(batch, 1 if helpers is None else 1 + len(helpers.devices))
+        compute = partial(self._pass, weight=weight, loss=loss or self._loss)
+        if helpers is None:
+            total = compute(self.weights.module, self.device, pieces)
+        else:
+            parts = [pieces[at : at + self.micro_batches] for at in range(0, len(pieces), self.micro_batches)]
+            total = helpers.backward(self.weights, self.device, parts, compute, in_turn=self.draws_randomness)
+        assert total is not None
+        return total
+
+    def _pieces(self, batch: Any, devices: int) -> list[tuple[Any, float | None]]:
+        """The batch in pieces for so many devices, and each one's share of its mean loss; none for what cannot be learnt from."""
+        pieces = list(cut(batch, self.micro_batches * devices))
         size = sum(length(piece) for piece in pieces)
-        if size < self.micro_batches:
+        if size < len(pieces):
             raise ConfigError(
-                f"a batch, or piece of one, holds {size} examples and is to be cut into {self.micro_batches}: each needs at least "
-                f"one. Use larger batches, or fewer pieces (train.micro_batches, algorithm.pieces_per_half)."
+                f"a batch, or piece of one, holds {size} examples and is to be cut into {len(pieces)}: each needs at least one. "
+                f"Use larger batches, or fewer pieces (train.micro_batches, algorithm.pieces_per_half, --devices-per-worker)."
             )
-        shares = [self.batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
-        loss_of = loss or self._loss
+        tokens = [self.batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
+        some = sum(tokens)
+        return [(piece, None if some and not own else own / (some or 1)) for piece, own in zip(pieces, tokens, strict=True)]
+
+    def _pass(
+        self, module: nn.Module, device: str, pieces: Sequence[tuple[Any, float | None]], *, weight: float, loss: Loss
+    ) -> Tensor | None:
+        """Backwards over pieces of a batch; their share of the loss, if they have any."""
         total: Tensor | None = None
-        for piece, share in zip(pieces, shares, strict=True):
-            if share == 0 and any(shares):
-                continue  # nothing to learn from: its mean loss is not a number
+        for piece, share in pieces:
+            if share is None:
+                continue  # its mean loss is not a number
             with self.precision():
-                mean = loss_of(self.weights.module, to_device(piece, self.device)) * (share / (sum(shares) or 1))
+                mean = loss(module, to_device(piece, device)) * share
             (mean if weight == 1.0 else mean * weight).backward()  # type: ignore[no-untyped-call]
             total = mean.detach() if total is None else total + mean.detach()
-        assert total is not None
         return total
 
     def pass_over(self, batch: Any, loss: Loss | None = None) -> None:
@@ -268,11 +291,13 @@ class LocalReplica:
         if not self.draws_randomness:
             yield
             return
-        devices = [self.device] if self.device.startswith("cuda") else []
+        all_devices = [self.device, *(self._helpers.devices if self._helpers is not None else ())]
+        devices = [device for device in all_devices if device.startswith("cuda")]
         with torch.random.fork_rng(devices=devices):
             torch.set_rng_state(self._random)
-            if devices:  # drawn from the saved state, so that one state serves both generators
-                torch.cuda.manual_seed(int(torch.randint(2**62, ()).item()))
+            for device in devices:  # drawn from the saved state, so that one state serves all generators
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(int(torch.randint(2**62, ()).item()))
             yield
             self._random = torch.get_rng_state()
 
@@ -319,9 +344,11 @@ class LocalReplica:
         """All that this replica holds, by what it is for."""
         module = self.weights.module
         moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        helpers = {"parameters": [], "gradients": []} if self._helpers is None else self._helpers.tensors()
+        gradients = [*self.weights.gradients(), *(p.grad for p in module.parameters() if p.grad is not None)]
         return {
-            "parameters": [*module.parameters(), *module.buffers()],
-            "gradients": [*self.weights.gradients(), *(p.grad for p in module.parameters() if p.grad is not None)],
+            "parameters": [*module.parameters(), *module.buffers(), *helpers["parameters"]],
+            "gradients": [*gradients, *helpers["gradients"]],
             "optimizer": moments if self._masters is None else [*moments, *self._masters.tensors()],
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,14 +30,17 @@ def loss_of(run: Run, workload: Workload) -> Loss:
     return torch.compile(workload.loss) if run.train.compile else workload.loss
 
 
-def replica_of(run: Run, workload: Workload, loss: Loss, island: int, device: str | None = None) -> LocalReplica:
-    """One island's model and inner optimizer, on the run's device unless another is given."""
+def replica_of(
+    run: Run, workload: Workload, loss: Loss, island: int, device: str | None = None, more_devices: Sequence[str] = ()
+) -> LocalReplica:
+    """One island's model and inner optimizer, on the run's device unless another is given, and with the help of more devices."""
     return LocalReplica(
         workload,
         optimizer=run.optimizer,
         clip_norm=run.train.clip_norm,
         micro_batches=run.train.micro_batches,
         device=device or device_of(run),
+        more_devices=more_devices,
         autocast=run.train.precision == "bf16",
         dtype=dtype_of(run),
         loss=loss,
