@@ -299,7 +299,7 @@ class HubLoad(Timed, Event):
     """That have passed since."""
     pushes: int
     busy: float
-    """Share of the time in which an update was being applied."""
+    """Share of the time in which an update was being applied, or a checkpoint gathered."""
     apply_s: float
     """Seconds for each, on average."""
     waited_s: float

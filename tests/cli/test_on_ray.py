@@ -126,7 +126,18 @@ def events(folder, *kinds):
 
 def beginning(folder, *more):
     """Arguments of a run that takes some seconds."""
-    arguments = ["--set", f"train.steps={STEPS}", "--set", "keep.evaluate_every=40", "--processes", WORKERS, "--pace", 0.02]
+    arguments = [
+        "--set",
+        f"train.steps={STEPS}",
+        "--set",
+        "keep.evaluate_every=40",
+        "--processes",
+        WORKERS,
+        "--pace",
+        0.02,
+        "--devices-per-worker",
+        2,
+    ]
     return ["run", "toy-async", *SETS, *arguments, "--engine", "ray", "--save-every", 0.3, "--out", folder, *more]
 
 

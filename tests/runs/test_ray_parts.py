@@ -80,5 +80,7 @@ def reads(monkeypatch):
 
 def test_a_worker_reads_its_data_once(reads):
     run = on_workers(override(recipes.toy_async(), ["data.examples=512", "data.eval_examples=128"], candidates), 2)
-    assert len(Made(run.resolved, (), None).fingerprint) > 0
+    made = Made(run.resolved, (), None, 2)
+    assert len(made.fingerprint) > 0
     assert len(reads) == 1
+    assert made.replica(0).nbytes > Made(run.resolved, (), None, 1).replica(0).nbytes, "it has a copy for each of its devices"

@@ -6,7 +6,17 @@ from atoll import recipes
 from atoll.errors import ConfigError
 from atoll.runs.overrides import override
 from atoll.runs.place import read_place
-from atoll.runs.ray_place import Ray, gpu_share, on_workers, plan_of, read_ray, told, with_said, write_ray
+from atoll.runs.ray_place import (
+    Ray,
+    gpus_each,
+    on_workers,
+    plan_of,
+    read_ray,
+    refuse_too_many_devices,
+    told,
+    with_said,
+    write_ray,
+)
 from atoll.runs.run import candidates
 
 
@@ -15,7 +25,7 @@ def demo(*settings):
 
 
 def test_a_place_is_read_as_it_was_written(tmp_path):
-    place = Ray(processes=3, most=5, pace=0.5, address="10.0.0.1:6379", save_every_s=2.0, limit_s=9.0)
+    place = Ray(processes=3, devices=2, most=5, pace=0.5, address="10.0.0.1:6379", save_every_s=2.0, limit_s=9.0)
     write_ray(tmp_path, place)
     assert read_ray(tmp_path) == place
     assert read_place(tmp_path) is None, "it is none of torch.distributed's"
@@ -33,6 +43,7 @@ def test_what_is_said_later_changes_that_and_nothing_else():
     ("settings", "says"),
     [
         ({"processes": 0}, "processes=0: at least 1"),
+        ({"devices": 0}, "devices=0: a worker has at least 1"),
         ({"processes": 3, "most": 2}, r"most=2: at least as many as there are workers \(3\)"),
         ({"pace": -1.0}, "pace=-1.0: it is 0 or more"),
         ({"save_every_s": 0.0}, "save_every_s=0.0: it is more than 0"),
@@ -56,9 +67,22 @@ def test_a_number_of_workers_is_a_number_of_islands_and_the_data_are_cut_for_the
 
 @pytest.mark.parametrize(("workers", "gpus"), [(1, 1), (2, 4), (3, 2), (4, 4), (5, 4), (8, 3), (7, 1)])
 def test_all_workers_find_room_on_the_gpus_there_are_each_on_one_alone(workers, gpus):
-    share = gpu_share(workers, gpus)
+    share = gpus_each(workers, 1, gpus)
     assert gpus * int(1 / share) >= workers
     assert share == 1.0 or workers > gpus
+
+
+def test_workers_of_several_devices_have_gpus_of_their_own_or_are_refused():
+    assert gpus_each(2, 3, gpus=6) == 3.0
+    with pytest.raises(ConfigError, match=r"2 workers of 3 devices each need 6 GPUs, and this machine has 5"):
+        gpus_each(2, 3, gpus=5)
+
+
+def test_batches_that_have_not_an_example_for_each_device_are_refused_before_anything_starts():
+    run = demo("train.batch_size=6", "train.micro_batches=2")
+    refuse_too_many_devices(run, Ray(devices=3))
+    with pytest.raises(ConfigError, match=r"train.batch_size=6: the 4 devices of a worker .* in 2 pieces each, .* at least 8"):
+        refuse_too_many_devices(run, Ray(devices=4))
 
 
 def test_a_synchronous_algorithm_is_sent_to_another_engine():

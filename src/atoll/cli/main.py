@@ -118,6 +118,9 @@ def run(
     workers_most: Annotated[
         int | None, typer.Option(min=1, help="ray: so many may join if the cluster has room. By default --processes.")
     ] = None,
+    devices_per_worker: Annotated[
+        int | None, typer.Option(min=1, help="ray: so many share out a worker's batches. By default 1.")
+    ] = None,
     save_every: Annotated[float | None, typer.Option(help="ray: seconds between checkpoints of the hub. By default 30.")] = None,
     elastic: Annotated[bool, typer.Option("--elastic", help="dist: islands may come and go while it runs.")] = False,
     join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Be one more island of the elastic run there.")] = None,
@@ -138,15 +141,14 @@ def run(
         be_joiner(join, [name for name in _given(context) if name != "--join"])
         return
     elastic_only = {"host": host, "port": port, "gather_s": gather, "refused_above": refused_above}
-    ray_only = {"address": ray_address, "most": workers_most, "save_every_s": save_every}
+    ray_only = {"address": ray_address, "most": workers_most, "devices": devices_per_worker, "save_every_s": save_every}
     on_ray = engine == "ray" or any(value is not None for value in ray_only.values()) or _engine_in(resume) == "ray"
     broken = chaos is not None and not on_ray
     if elastic or broken or any(value is not None for value in elastic_only.values()) or _engine_in(resume) == "elastic":
         from atoll.cli.elastic import carry_out_elastic
 
-        foreign = sorted(
-            {"--start-limit", "--backend", "--ray-address", "--workers-most", "--save-every"}.intersection(_given(context))
-        )
+        of_others = {"--start-limit", "--backend", "--ray-address", "--workers-most", "--devices-per-worker", "--save-every"}
+        foreign = sorted(of_others.intersection(_given(context)))
         if engine not in (None, "dist"):
             foreign.append(f"--engine {engine}")
         if foreign:

@@ -31,7 +31,17 @@ from atoll.runs.execute import Execution, Result, check_workload, digest_of, is_
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.plain import from_json, to_json
 from atoll.runs.ray_parts import BEGIN, FolderKeeper, Made, breaking, lost_after, outlast_hub
-from atoll.runs.ray_place import Ray, gpu_share, on_workers, places_of, plan_of, read_ray, refuse_strangers, write_ray
+from atoll.runs.ray_place import (
+    Ray,
+    gpus_each,
+    on_workers,
+    places_of,
+    plan_of,
+    read_ray,
+    refuse_strangers,
+    refuse_too_many_devices,
+    write_ray,
+)
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
@@ -104,6 +114,8 @@ def create_ray_folder(
         door.reachable(place.address)
     mine = on_workers(run, place.processes or run.cluster.devices)
     refuse_strangers(chaos, place, mine)
+    if workload is None:
+        refuse_too_many_devices(mine, place)
     refuse_impossible(mine.resolved, workload, Cache())
     folder = RunFolder.create(path.expanduser(), to_json(mine), list(command))
     write_ray(folder.path, place)
@@ -130,6 +142,8 @@ def resume_on_ray(
         if is_finished(folder):
             return Execution(from_json(folder.run_json), folder, workload, (), Cache()).resume()
         refuse_strangers(chaos, place or before, from_json(folder.run_json))
+        if workload is None:
+            refuse_too_many_devices(from_json(folder.run_json), place or before)
         folder.resumed(list(command or sys.argv))
         write_ray(folder.path, place or before)
         return _Drive(folder, place or before, workload, sinks, say, chaos).carry_out()
@@ -236,13 +250,13 @@ class _Drive:
         order: HubOrder,
     ) -> RayEngine:
         run, dealt = self._run, self._given is None and needs_weights(self._run)
-        make = partial(Made, run, (ray.put(bits_of(warm.params)),) if dealt else (), self._given)
+        make = partial(Made, run, (ray.put(bits_of(warm.params)),) if dealt else (), self._given, self._place.devices)
         return RayEngine(
             ray=ray,
             order=order,
             worker=lambda number, life: self._worker_order(number, life, make),
             most=self._most,
-            cpus=1.0 if self._place.address is None else float(run.cluster.threads_per_island),
+            cpus=1.0 if self._place.address is None else float(run.cluster.threads_per_island * self._place.devices),
             gpus=self._gpus(),
             evaluate=evaluator,
             sink=sink,
@@ -252,10 +266,11 @@ class _Drive:
         )
 
     def _gpus(self) -> float:
-        """Of each worker: one, or on this machine alone a part of one, where there are fewer than workers."""
+        """Of each worker: as many as it has devices, or on this machine alone a part of one, where there are fewer than workers."""
+        devices = self._place.devices
         if device_of(self._run) != "cuda":
             return 0.0
-        return gpu_share(self._most, torch.cuda.device_count()) if self._place.address is None else 1.0
+        return gpus_each(self._most, devices, torch.cuda.device_count()) if self._place.address is None else float(devices)
 
     def _hub_order(self, warm: WarmStart, workload: Workload, begin_bytes: int, lost: Lost) -> HubOrder:
         run, batches = self._run, workload.batches

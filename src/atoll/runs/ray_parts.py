@@ -22,6 +22,7 @@ from atoll.protocols import Workload
 from atoll.runs.build import loss_of, replica_of
 from atoll.runs.checkpoint import Checkpoints
 from atoll.runs.folder import RunFolder
+from atoll.runs.ray_place import devices_beside
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.warm import Cache, load_data
 from atoll.runs.workloads import Loaded, fingerprint, island_workload, plain_workload
@@ -48,10 +49,11 @@ class Made:
         run: the run, resolved.
         weights: a reference to the bits of the warm start, where the data are dealt out by it.
         given: a workload to train instead of the Run's model and data.
+        devices: of the worker.
     """
 
-    def __init__(self, run: Run, weights: tuple[Any, ...], given: Workload | None) -> None:
-        self._run = run
+    def __init__(self, run: Run, weights: tuple[Any, ...], given: Workload | None, devices: int) -> None:
+        self._run, self._devices = run, devices
         self._workload = given or self._dealt(load_data(run, Cache()), weights)
         self._loss = loss_of(run, self._workload)
 
@@ -68,7 +70,8 @@ class Made:
         return str(fingerprint(self._workload))
 
     def replica(self, number: int) -> LocalReplica:
-        return replica_of(self._run, self._workload, self._loss, number)
+        beside = devices_beside(device_of(self._run), self._devices)
+        return replica_of(self._run, self._workload, self._loss, number, more_devices=beside)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Ray:
     Args:
         address: of a Ray cluster that exists, host and port; none starts one on this machine, for this run alone.
         processes: how many workers; none: as many as the run's cluster has devices.
+        devices: of each worker, on one machine: they share out each of its batches, and its steps are those of one device.
         most: how many there may be, if the Ray cluster has room for more or gets it later. None: no more than those.
         pace: each batch takes so many times the cluster's step time longer, asleep; the grace window is so many times as long too.
             None: computing takes what it takes.
@@ -39,6 +40,7 @@ class Ray:
 
     address: str | None = None
     processes: int | None = None
+    devices: int = 1
     most: int | None = None
     pace: float | None = None
     save_every_s: float = 30.0
@@ -48,6 +50,8 @@ class Ray:
         check_types(self)
         if self.processes is not None and self.processes < 1:
             raise ConfigError(f"processes={self.processes}: at least 1. Leave it out for as many as the cluster has devices.")
+        if self.devices < 1:
+            raise ConfigError(f"devices={self.devices}: a worker has at least 1. Leave it out for one.")
         if self.most is not None and self.most < (self.processes or 1):
             raise ConfigError(
                 f"most={self.most}: at least as many as there are workers ({self.processes or 1}). Leave it out for no more."
@@ -98,6 +102,17 @@ def places_of(run: Run, place: Ray) -> int:
     return max(place.processes or run.world.islands, place.most or 0)
 
 
+def refuse_too_many_devices(run: Run, place: Ray) -> None:
+    """Refuse batches of which not every device of a worker would have an example."""
+    pieces = place.devices * run.train.micro_batches
+    if run.train.batch_size < pieces:
+        raise ConfigError(
+            f"train.batch_size={run.train.batch_size}: the {place.devices} devices of a worker share out each batch"
+            f"{f', in {run.train.micro_batches} pieces each' if run.train.micro_batches > 1 else ''}, so that it needs at least "
+            f"{pieces} examples. Use larger batches, or fewer --devices-per-worker."
+        )
+
+
 def refuse_strangers(script: Script | None, place: Ray, run: Run) -> None:
     """Refuse a script of what cannot happen to this run."""
     if script is not None:
@@ -123,13 +138,30 @@ def plan_of(run: Run, place: Ray) -> tuple[Plan, tuple[float, ...]]:
     return plan, ()
 
 
-def gpu_share(workers: int, gpus: int) -> float:
-    """What part of a GPU each of so many workers asks for, so that all find room: a worker is on one GPU alone.
+def gpus_each(workers: int, devices: int, gpus: int) -> float:
+    """How many of a machine's GPUs each of so many workers asks for: its devices; or, of one device, a part of a GPU where there
+    are fewer GPUs than workers.
 
-    >>> gpu_share(3, 2), gpu_share(2, 4)
-    (0.5, 1.0)
+    >>> gpus_each(3, 1, gpus=2), gpus_each(2, 1, gpus=4), gpus_each(2, 2, gpus=4)
+    (0.5, 1.0, 2.0)
     """
-    return 1.0 / max(1, math.ceil(workers / gpus))
+    if devices == 1:
+        return 1.0 / max(1, math.ceil(workers / gpus))
+    if workers * devices > gpus:
+        raise ConfigError(
+            f"{workers} workers of {devices} devices each need {workers * devices} GPUs, and this machine has {gpus}. Use fewer "
+            f"--processes or --devices-per-worker, or --ray-address."
+        )
+    return float(devices)
+
+
+def devices_beside(device: str, count: int) -> list[str]:
+    """What a worker of so many devices has besides its own.
+
+    >>> devices_beside("cuda", 3), devices_beside("cpu", 2)
+    (['cuda:1', 'cuda:2'], ['cpu'])
+    """
+    return [f"cuda:{number}" if device.startswith("cuda") else "cpu" for number in range(1, count)]
 
 
 def told(run: Run, place: Ray) -> str:

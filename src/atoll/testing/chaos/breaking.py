@@ -138,7 +138,8 @@ class Chaos:
             return
         self._note("did", {**_plain(fault), "pid": process.pid})
         if isinstance(fault, Kill):
-            os.kill(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has gone by itself in this very moment
+                os.kill(process.pid, signal.SIGKILL)
         elif isinstance(fault, Freeze):
             self._begin(fault, Freeze, process.pid, lambda faults: _frozen(process, faults))
         else:
