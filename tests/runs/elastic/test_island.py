@@ -2,8 +2,10 @@
 
 import gc
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,6 +235,38 @@ def test_a_run_that_everybody_left_goes_on_from_its_newest_checkpoint(tmp_path):
     units = Counter(tuple(unit[1:]) for event in shore.events(Leased) for unit in event.delivered)
     assert len(units) == 16
     assert set(units.values()) == {1}
+
+
+class Waits(Exception):
+    """An island would sleep."""
+
+
+@pytest.mark.parametrize("has_state", [None, False, True])
+def test_while_an_island_was_set_up_it_was_seen_whether_anybody_has_the_state(tmp_path, monkeypatch, has_state):
+    shore = Shore(tmp_path / "run", toy(1, "train.steps=16"), Elastic(processes=1))
+    for thread in shore.start("island-0000", until=5):
+        thread.join(60.0)
+    if has_state is not None:  # so it signed last: it may be dead
+        entry = {"pier": f"{HOST}:1", "generation": 7 if has_state else -1, "exchanging": False, "beat": 1}
+        Board(shore.harbour.address).sign("island-0001", entry)
+    island, long_s = one_island(shore), 1000.0
+
+    def first():
+        return island._sources.first(island._engine, island._roll.quiet_s(lambda entry: entry["generation"] >= 0))
+
+    def sleep(seconds):
+        raise Waits
+
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    with pytest.raises(Waits):  # it has only just come
+        first()
+    island._roll.reached_s -= long_s
+    if has_state:
+        with pytest.raises(Waits):
+            first()
+        island._roll._seen["island-0001"] = (1, time.monotonic() - long_s)
+    assert first() == "round 4, from its checkpoint"
+    island.close(wait=False)
 
 
 def test_of_two_that_come_back_at_once_the_later_fetches_what_the_other_has_just_restored(tmp_path, monkeypatch):

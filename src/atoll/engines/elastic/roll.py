@@ -176,6 +176,12 @@ class Roll:
         now_s = time.monotonic()
         return {name: e for name, e in list(self._entries.items()) if now_s - self._seen.get(name, (0, 0.0))[1] < SILENT_S}
 
+    def quiet_s(self, such: Callable[[Mapping[str, Any]], bool]) -> float:
+        """Since when nobody else that signs with such an entry is alive: minus infinity if nobody was at all since this island
+        came. It lies ahead where somebody is."""
+        others = [name for name, entry in list(self._entries.items()) if name != self._name and such(entry)]
+        return max((self._seen.get(name, (0, 0.0))[1] + SILENT_S for name in others), default=-math.inf)
+
     def close(self) -> None:
         self._over.set()
         self._thread.join()

@@ -175,7 +175,8 @@ class Island:
     def _take_part(self) -> None:
         engine = self._engine
         assert engine is not None
-        began = self._sources.first(engine)
+        # Setting up takes a while: nobody waits once more for what could have been read meanwhile.
+        began = self._sources.first(engine, self._roll.quiet_s(lambda entry: bool(entry["generation"] >= 0)))
         self._say(f"{self._name} begins with {began}")
         self._publish(engine)
         self._membership.join()

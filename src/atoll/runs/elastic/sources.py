@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -62,12 +63,17 @@ class Sources:
         self.checkpoint: Checkpoint | None = None
         """The last one that was restored."""
 
-    def first(self, engine: ElasticEngine) -> str:
-        """What a process that was just started begins with, in words."""
+    def first(self, engine: ElasticEngine, quiet_s: float = math.inf) -> str:
+        """What a process that was just started begins with, in words.
+
+        Args:
+            engine: of this island.
+            quiet_s: since when nobody on the roll has a state, as far as it could be read; by default that is seen from now on.
+        """
         if self._desk is None or self._desk.checkpoints.newest() is None:
             return self._fetched(engine, at_least=_ANY) or self._fresh(engine)
         with reminding(self._say, "looking whether another island has the run's state, before a checkpoint is restored"):
-            return self._found(engine, at_least=_ANY) or self._fresh(engine)
+            return self._found(engine, at_least=_ANY, quiet_s=quiet_s) or self._fresh(engine)
 
     def catch_up(self, engine: ElasticEngine, ahead: Generation, failed: Callable[[], object] = bool) -> None:
         """The others hold what this island does not.
@@ -91,13 +97,15 @@ class Sources:
         if not found:
             engine.begin_anew()
 
-    def _found(self, engine: ElasticEngine, at_least: Generation, failed: Callable[[], object] = bool) -> str:
+    def _found(
+        self, engine: ElasticEngine, at_least: Generation, failed: Callable[[], object] = bool, quiet_s: float = math.inf
+    ) -> str:
         """A state that another island has, or else a checkpoint; nothing if there is nothing newer than what this island holds.
 
         A roll that was just started is empty, and whoever reads it first is not the last one alive: the others have not signed
         yet. So it waits until nobody has signed for long that it has the state, on a roll that could be read all the while.
         """
-        since_s = time.monotonic()
+        since_s = min(quiet_s, time.monotonic())
         while True:
             self._roll.look()
             if found := self._fetched(engine, at_least, failed):
