@@ -44,7 +44,9 @@ class Desk:
 
     def __init__(self, generation=None):
         saved = SimpleNamespace(round=generation and generation[0], metadata={"engine": {"generation": generation}})
-        self.checkpoints = SimpleNamespace(newest=lambda: saved if generation else None)
+        self.checkpoints = SimpleNamespace(
+            newest=lambda: saved if generation else None, rounds=lambda: [saved.round] if generation else []
+        )
 
     def restored(self, checkpoint, engine):
         engine.done.append(f"restores round {checkpoint.round}")

@@ -70,7 +70,8 @@ class Sources:
             engine: of this island.
             quiet_s: since when nobody on the roll has a state, as far as it could be read; by default that is seen from now on.
         """
-        if self._desk is None or self._desk.checkpoints.newest() is None:
+        # They are only counted: one that is damaged harms nobody as long as another island has the state.
+        if self._desk is None or not self._desk.checkpoints.rounds():
             return self._fetched(engine, at_least=_ANY) or self._fresh(engine)
         with reminding(self._say, "looking whether another island has the run's state, before a checkpoint is restored"):
             return self._found(engine, at_least=_ANY, quiet_s=quiet_s) or self._fresh(engine)
