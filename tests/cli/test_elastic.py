@@ -87,18 +87,27 @@ def child_of(folder, word):
     raise AssertionError(f"there is no process {word} of {folder}")
 
 
+def hurry(folder):
+    """Whoever starts after the lighthouse was started again is told by it not to sleep."""
+    invitation = folder / "invitation.json"
+    told = json.loads(invitation.read_text())
+    told["place"]["pace"] = 0.0
+    invitation.write_text(json.dumps(told))
+
+
 def events(folder, kind):
     return [event for event in read_events(folder / "events.jsonl") if isinstance(event, kind)]
 
 
 def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_joins(tmp_path):
-    folder, steps = tmp_path / "run", 120
+    folder, steps = tmp_path / "run", 160
     arguments = ["run", "toy-sync", *SETS, "--set", f"train.steps={steps}", "--elastic", "--processes", 2, "--pace", 0.1]
     with running(*arguments, "--out", folder) as process:
         until(lambda: len(rounds(folder)) >= 2, "a round", process)
         os.kill(process_of(folder, "island-0001"), signal.SIGKILL)
         until(lambda: any(e.participating == 1 for e in events(folder, Attended)), "a commit without it", process)
         until(lambda: events(folder, Attended)[-1].participating == 2, "a commit with it again", process)
+        hurry(folder)
         lighthouse, command = child_of(folder, "harbour")
         os.kill(lighthouse, signal.SIGKILL)
         seen = len(rounds(folder))
@@ -169,7 +178,7 @@ def test_what_islands_that_come_and_go_cannot_do_is_refused_and_leaves_no_folder
         (["toy-sync", "--join", "127.0.0.1:1", "--set", "seed=1"], "recipe, --set with --join"),
         (["toy-sync", "--elastic", "--engine", "ray"], "--engine ray with islands that come and go"),
         (["toy-sync", "--elastic", "--engine", "sim"], "--engine sim with islands that come and go"),
-        (["toy-async", "--engine", "ray", "--chaos", "script.json"], "--engine ray with islands that come and go"),
+        (["toy-async", "--engine", "ray", "--chaos", "script.json"], "the script script.json cannot be read"),
         (["toy-sync", "--elastic", "--ray-address", "here:1", "--backend", "gloo"], "--backend, --ray-address with islands"),
         (["toy-sync", "--elastic", "--host", "0.0.0.0"], "Give one that this machine has"),
         (["toy-sync", "--elastic", "--host", "::1"], "over IPv4"),
