@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from atoll.cli.verbs import interruptible, run_of, show_result, sinks_of
 from atoll.engines.elastic.harbour import Harbour
-from atoll.errors import ConfigError
+from atoll.errors import CheckpointError, ConfigError
 from atoll.runs.elastic.joining import take_part
 from atoll.runs.elastic.place import Elastic, Invitation, check_address, read_elastic
-from atoll.runs.elastic.sources import NoState
 from atoll.runs.elastic.start import create_elastic, keep_going, place_again, refuse_strangers
 from atoll.runs.elastic.supervise import STATELESS
 from atoll.runs.execute import is_finished
@@ -115,7 +114,7 @@ def be_island(address: str, name: str, folder: Path | None, chaos: Path | None =
     try:
         limit_s = START_LIMIT_S if folder is None else 60.0
         take_part(address, name, folder=folder, say=_say, start_limit_s=limit_s, chaos=chaos)
-    except NoState as error:
+    except CheckpointError as error:  # others may have what this one could not read
         leave_at_once(error, code=STATELESS)
     except BaseException as error:
         leave_at_once(error)

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from atoll import recipes
+from atoll.cli import elastic as command
 from atoll.engines.elastic.harbour import free_port
 from atoll.engines.elastic.roll import listening
+from atoll.errors import CheckpointError, ConfigError, DataError
 from atoll.events import RunFinished, RunStarted, Saved
 from atoll.runs.elastic.place import Elastic, Invitation
 from atoll.runs.elastic.start import place_again
-from atoll.runs.elastic.supervise import Child, IslandFailed, Supervisor, Tail, island_name
+from atoll.runs.elastic.supervise import REFUSED, STATELESS, Child, IslandFailed, Supervisor, Tail, island_name
 from atoll.runs.folder import RunFolder
 from atoll.runs.place import placed
 from atoll.tensorfile import save_tree
@@ -65,6 +67,22 @@ def test_a_child_that_finds_no_state_is_started_again_as_long_as_somebody_may_ha
     ended(one).died(alone=True)
     assert one.given_up
     one.let_go()
+
+
+@pytest.mark.parametrize(("error", "code"), [(CheckpointError, STATELESS), (ConfigError, REFUSED), (DataError, REFUSED)])
+def test_an_island_that_cannot_read_a_checkpoint_has_not_refused_to_start(monkeypatch, error, code):
+    def fail(*given, **named):
+        raise error("no")
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(command, "take_part", fail)
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setenv("RUST_LOG", "warn")
+    with pytest.raises(SystemExit) as left:
+        command.be_island("127.0.0.1:1", "island-0000", None)
+    assert left.value.code == code
 
 
 def test_a_child_that_dies_at_once_again_and_again_is_given_up(tmp_path):

@@ -36,7 +36,8 @@ _QUIET = {"RUST_LOG": "warn", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _PATIENCE_S = 5.0
 """So long processes that were asked to end are waited for."""
 REFUSED, STATELESS = 2, 4
-"""The exit codes of a process that cannot do what it was asked to, and of one that found no state to begin with."""
+"""The exit codes of a process that cannot do what it was asked to, and of one that found no state to begin with or none that it
+can read."""
 _MOST_IN_A_ROW, _SOON_S = 5, 10.0
 """A process that dies so often, each time so soon after it was started, is not started again."""
 
