@@ -210,6 +210,8 @@ class Dispatched(Timed, Event):
     """When the worker has the weights."""
     sent_bytes: int
     """By the hub."""
+    devices: int = 1
+    """Of the worker, which share out its batches."""
 
 
 @dataclass(frozen=True, kw_only=True)

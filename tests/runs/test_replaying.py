@@ -82,3 +82,16 @@ def test_what_has_no_hub_or_is_not_finished_is_refused(tmp_path):
         replay_run(half)
     with pytest.raises(ConfigError, match=r"only runs with a hub"):
         replay_run(simulated(tmp_path / "sync", recipe=recipes.toy_sync))
+
+
+def test_rounds_that_several_devices_computed_are_cut_as_they_were(tmp_path):
+    folder = simulated(tmp_path / "run", "train.micro_batches=4")
+    assert replay_run(folder).same_bits
+    settings = json.loads((folder / "run.json").read_text())
+    settings["train"]["micro_batches"] = 2
+    (folder / "run.json").write_text(json.dumps(settings))
+    assert not replay_run(folder).same_bits
+    log = (folder / "events.jsonl").read_text()
+    assert log.count('"devices": 1') > 10
+    (folder / "events.jsonl").write_text(log.replace('"devices": 1', '"devices": 2'))
+    assert replay_run(folder).same_bits

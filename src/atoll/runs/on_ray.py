@@ -298,6 +298,7 @@ class _Drive:
             fingerprint=str(fingerprint(workload)),
             threads=run.cluster.threads_per_island,
             warm_start_tokens=warm.tokens,
+            devices=self._place.devices,
         )
 
     def _worker_order(self, number: int, life: int, make: Callable[[], Made]) -> WorkerOrder:

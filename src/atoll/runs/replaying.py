@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from atoll.runs.build import loss_of, replica_of
 from atoll.runs.execute import check_workload, is_finished
 from atoll.runs.folder import RunFolder
 from atoll.runs.plain import from_json
-from atoll.runs.ray_place import read_ray
-from atoll.runs.run import Run, device_of
+from atoll.runs.run import device_of
 from atoll.runs.warm import Cache, load_data, warm_up
 from atoll.runs.workloads import island_workload, plain_workload
 from atoll.telemetry.fanout import Fanout
@@ -86,14 +85,14 @@ def replay_run(folder: str | Path, *, workload: Workload | None = None, sink: Si
     plain = workload or plain_workload(run, load_data(run, cache))
     warm = warm_up(run, plain, file=opened.warm_start, cache=None, sink=out)
     mine = workload or island_workload(run, load_data(run, cache), warm.params)
-    loss, same = loss_of(run, mine), _cut_as_it_was(run, opened.path)
+    loss = loss_of(run, mine)
     with torch_threads(run.cluster.threads_per_island):
         found = replay(
             read_events(opened.events),
             algorithm=run.algorithm,
             params=warm.params,
             batches=mine.batches,
-            make_replica=lambda number: replica_of(same, mine, loss, number),
+            make_replica=lambda number: replica_of(run, mine, loss, number),
             progress=lambda done, total: out.emit(Progress(phase="replay", done=done, total=total)),
         )
     final = load_tree(opened.final).to(device_of(run))
@@ -108,10 +107,3 @@ def replay_run(folder: str | Path, *, workload: Workload | None = None, sink: Si
         tolerance=TOLERANCE,
         same_bits=found.params.same_bits(final),
     )
-
-
-def _cut_as_it_was(run: Run, folder: Path) -> Run:
-    """Several devices of a worker have cut its batches: one that cuts them as small comes to the same bits."""
-    place = read_ray(folder)
-    pieces = run.train.micro_batches * (1 if place is None else place.devices)
-    return replace(run, train=replace(run.train, micro_batches=pieces))

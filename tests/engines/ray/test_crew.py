@@ -152,3 +152,14 @@ def test_all_are_dismissed():
     one, ray, _, _ = crew(workers=2, most=3)
     one.dismiss()
     assert ray.killed == ray.started
+
+
+def test_who_lives_and_brings_nothing_is_mentioned_now_and_then(monkeypatch):
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr("atoll.engines.ray.crew.time.monotonic", lambda: now.s)
+    one, _, said, _ = crew()
+    for now.s in (31.0, 32.0, 62.0):
+        one.mention({1: now.s, 0: 300.0})
+        one.mention({})
+    assert len(said) == 2
+    assert "0 for 300 s, 1 for 62 s" in said[1]

@@ -34,7 +34,7 @@ from atoll.tree import Tree
 WEIGHTS = Tree.of({"w": torch.ones(3)})
 
 
-def desk(sink, *, updates=40, epoch=1, grace_s=0.0, islands=2, places=2, pace="even", evaluate_every=10, algorithm=None):
+def desk(sink, *, updates=40, epoch=1, grace_s=0.0, islands=2, places=2, pace="even", evaluate_every=10, algorithm=None, devices=1):
     algorithm = algorithm or AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), grace_s=grace_s, pace=pace)
     return Desk(
         algorithm=algorithm,
@@ -48,6 +48,7 @@ def desk(sink, *, updates=40, epoch=1, grace_s=0.0, islands=2, places=2, pace="e
         evaluate_every=evaluate_every,
         epoch=epoch,
         sink=sink,
+        devices=devices,
     )
 
 
@@ -319,3 +320,22 @@ def test_a_dispatch_that_the_log_has_is_not_written_again_by_the_next_hub_or_for
     two, again = saved(one, sink, now_s=0.5, epoch=2)
     two.take(brought(two, 0), delta(), 1.0)
     assert [event.round for event in again.of(Dispatched)] == [0]
+
+
+def test_who_is_out_ten_times_as_long_as_before_is_mentioned_and_whoever_was_never_out_before_later():
+    one = desk(Remembered())
+    one.come({0: 0, 1: 1}, 0.0)
+    one.take(brought(one, 0, pushed_s=4.0), delta(), 4.0)  # four steps in as many seconds
+    assert one.silent(44.0) == {}
+    assert one.silent(45.0) == {0: 41.0}
+    assert one.silent(301.0) == {0: 297.0, 1: 301.0}
+    one.go(0, 302.0)
+    assert one.silent(303.0) == {1: 303.0}, "who is gone is replaced"
+
+
+def test_how_many_devices_a_round_is_computed_by_is_in_the_log():
+    sink = Remembered()
+    one = desk(sink, devices=3)
+    one.come({0: 0, 1: 1}, 0.0)
+    one.take(brought(one, 0), delta(), 1.0)
+    assert {event.devices for event in sink.of(Dispatched)} == {3}

@@ -30,7 +30,16 @@ class Silent(RayError):
 
 
 def news(epoch=1, **what):
-    settings = {"events": [], "heard": 0, "to_judge": [], "local_updates": 0, "seats": {}, "done": False, "judged": False}
+    settings = {
+        "events": [],
+        "heard": 0,
+        "to_judge": [],
+        "local_updates": 0,
+        "seats": {},
+        "silent": {},
+        "done": False,
+        "judged": False,
+    }
     return News(**{"epoch": epoch, "error": None, **settings, **what})
 
 

@@ -66,7 +66,7 @@ class Crew:
         self._lives = 0
         self._deaths: dict[int, int] = {}
         """Of each place, since it last brought something."""
-        self._reminded_s = time.monotonic()
+        self._reminded_s = self._mentioned_s = time.monotonic()
         self.hired = {number: self._hire(number) for number in range(most)}
 
     @property
@@ -135,6 +135,16 @@ class Crew:
             self._reminded_s = now_s
             free = {name: amount for name, amount in self._ray.available_resources().items() if name in ("CPU", "GPU")}
             self._say(f"workers {absent} have not come yet: each needs {self._cpus:g} CPU and {self._gpus:g} GPU, free are {free}")
+
+    def mention(self, silent: Mapping[int, float]) -> None:
+        """Say now and then who is alive and brings nothing. Nobody waits for such a worker, but if all are so, nothing happens."""
+        now_s = time.monotonic()
+        if silent and now_s - self._mentioned_s > _REMIND_S:
+            self._mentioned_s = now_s
+            since = ", ".join(f"{number} for {seconds:.0f} s" for number, seconds in sorted(silent.items()))
+            self._say(
+                f"workers are out much longer than before, and have not died: {since}. See their logs; a killed one is replaced"
+            )
 
     def dismiss(self) -> None:
         """All of them, whatever they are doing."""

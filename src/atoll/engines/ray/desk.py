@@ -33,6 +33,8 @@ from atoll.protocols import AsyncAlgorithm, Plan, Sink
 from atoll.tree import Tree
 
 _MOST_REFUSALS = 3  # of one worker in a row: it will not get better
+_LATE, _SHORT_S, _LONG_S = 10.0, 30.0, 300.0
+"""A worker that is out so many times as long as before is mentioned, but not before so long; one that was not out before later."""
 
 
 class Desk:
@@ -51,6 +53,7 @@ class Desk:
         speeds: of each place in steps per second, where they are given.
         epoch: names this hub among all that have been and will be in its place.
         sink: takes events.
+        devices: of each worker.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Desk:
         epoch: int,
         sink: Sink,
         speeds: Sequence[float] = (),
+        devices: int = 1,
     ) -> None:
         self.hub = Hub(algorithm, params, examples=examples, updates=updates, draw=draw)
         self.hub.scheduler.plan, self.hub.scheduler.pace = plan, Pace(plan)
@@ -78,7 +82,7 @@ class Desk:
         self.hopeless: TrainingDiverged | None = None
         """What the run ends with, if it cannot get better. All is in order up to here."""
         self._speeds, self._evaluate_every, self._emit = speeds, evaluate_every, sink.emit
-        self.rounds = OpenRounds(epoch, sink)
+        self.rounds = OpenRounds(epoch, sink, devices)
         self.accounts = Accounts(islands, places, sink)
 
     @property
@@ -262,6 +266,16 @@ class Desk:
                 return None
             arrivals.append(worker.out.time_s + step_s * worker.out.steps)
         return min(arrivals, default=None)
+
+    def silent(self, now_s: float) -> dict[int, float]:
+        """Since when those are out, in seconds, who should have been back long ago, by how long each took the last time."""
+        found = {}
+        for number, worker in self.hub.scheduler.workers.items():
+            if worker.out is not None and number in self.seats:
+                step_s, out_s = self.seats[number].step_s, now_s - worker.out.time_s
+                if out_s > (_LONG_S if step_s is None else max(_SHORT_S, _LATE * step_s * worker.out.steps)):
+                    found[number] = out_s
+        return found
 
     # ------------------------------------------------------------------------------------------------------------- judging
 

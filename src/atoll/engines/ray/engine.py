@@ -118,6 +118,7 @@ class RayEngine:
         self._judge()
         if not news.done:
             crew.look_after(news.seats, lambda number, life: self._reach.ask("left", number, life))
+            crew.mention(news.silent)
         elif self._judging is not None:
             wait([self._judging.metrics], timeout=_PATIENCE_S)
         return news.done and news.judged

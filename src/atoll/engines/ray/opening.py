@@ -77,6 +77,7 @@ def _desk(order: HubOrder, epoch: int, sink: Sink) -> Desk:
         epoch=epoch,
         sink=sink,
         speeds=order.speeds,
+        devices=order.devices,
     )
 
 

@@ -37,6 +37,7 @@ class HubOrder:
         fingerprint: of the data.
         threads: of torch.
         warm_start_tokens: for the figures.
+        devices: of each worker.
     """
 
     algorithm: AsyncAlgorithm[Any]
@@ -59,6 +60,7 @@ class HubOrder:
     fingerprint: str
     threads: int
     warm_start_tokens: int
+    devices: int = 1
 
 
 class ToJudge(NamedTuple):
@@ -80,6 +82,7 @@ class News(NamedTuple):
         to_judge: what is to be judged, and was not handed out before.
         local_updates: that have arrived.
         seats: who is there, by place: its life, and whether it has brought anything.
+        silent: since how many seconds a worker is out, of those who should have been back long ago.
         done: whether the run has its local updates.
         judged: whether all is judged that was to be.
         error: what the run ends with, if it ends so.
@@ -91,6 +94,7 @@ class News(NamedTuple):
     to_judge: list[ToJudge]
     local_updates: int
     seats: dict[int, tuple[int, bool]]
+    silent: dict[int, float]
     done: bool
     judged: bool
     error: Exception | None

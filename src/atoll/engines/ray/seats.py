@@ -57,10 +57,11 @@ class OpenRounds:
     Args:
         epoch: names this hub among all that have been and will be in its place.
         sink: takes events.
+        devices: of each worker.
     """
 
-    def __init__(self, epoch: int, sink: Sink) -> None:
-        self._epoch, self._sink = epoch, sink
+    def __init__(self, epoch: int, sink: Sink, devices: int) -> None:
+        self._epoch, self._sink, self._devices = epoch, sink, devices
         self._epochs: dict[int, int] = {}
         self._logged: set[int] = set()
 
@@ -75,7 +76,8 @@ class OpenRounds:
         """It is out since that time at the latest."""
         if dispatch.round not in self._logged:
             self._logged.add(dispatch.round)
-            self._sink.emit(on_the_wall(reports.dispatched(dispatch, max(begin_s, dispatch.time_s), sent_bytes)))
+            dispatched = reports.dispatched(dispatch, max(begin_s, dispatch.time_s), sent_bytes)
+            self._sink.emit(replace(on_the_wall(dispatched), devices=self._devices))
 
     def end(self, dispatch: Dispatch) -> None:
         """A round is over."""

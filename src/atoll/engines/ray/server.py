@@ -233,6 +233,7 @@ class HubServer:
                 to_judge=self._tidings.to_judge(handed),
                 local_updates=self._desk.hub.scheduler.local_updates,
                 seats={number: (seat.life, seat.has_brought) for number, seat in self._desk.seats.items()},
+                silent=self._desk.silent(self._clock.now_s()),
                 done=self._desk.done,
                 judged=self._judging.is_over,
                 error=self._error,

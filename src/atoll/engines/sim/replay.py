@@ -112,6 +112,8 @@ class _Replay:
         self._versions = {0: params}
         self._replicas: dict[int, LocalReplica] = {}
         self._out: dict[int, Dispatched] = {}
+        self._micro_batches: int | None = None
+        """Into how many pieces a device cuts a batch."""
         self.rounds = self.local_updates = 0
         self.workers: set[int] = set()
 
@@ -172,7 +174,12 @@ class _Replay:
     def _trained(self, task: Dispatched) -> Tree:
         """A worker's round: how far it moved."""
         work = Work(shard=task.shard, start=task.start, schedule=task.schedule, examples=self._batches.examples(task.shard))
-        replica = DistReplica(self._replicas[task.island])
+        local = self._replicas[task.island]
+        if self._micro_batches is None:
+            self._micro_batches = local.micro_batches
+        # Several devices of a worker have cut its batches: one that cuts them as small comes to the same bits.
+        local.micro_batches = self._micro_batches * task.devices
+        replica = DistReplica(local)
         delta = visit(self._algorithm, replica, Task(self._versions[task.version], task.steps, work))
         self._done_with(task)
         return Tree(delta.layout, delta.flat)  # a step may read it more than once
