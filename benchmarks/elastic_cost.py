@@ -1,13 +1,14 @@
 """What it costs that islands may come and go: when nothing fails, and when one is killed.
 
-    python benchmarks/elastic_cost.py             about twelve minutes on two idle cores; leave the machine alone meanwhile
+    python benchmarks/elastic_cost.py             about thirteen minutes on two idle cores; leave the machine alone meanwhile
     python benchmarks/elastic_cost.py --quick     in miniature, to see whether it works here
 
 When nothing fails: the same Run by two processes with `--elastic` and with plain `--engine dist`, in turn, and the time of a round
-by their own logs. When one is killed: two islands, one of which dies by SIGKILL in the middle of its steps, shortly before they are
-over, or in the middle of the exchange; and early in a round that is longer than it takes to start again, so that it is back while
-the other still trains, and must not be waited for. How long after the end of its own steps the other commits, by its own clock; and
-whether weights and outer momentum of both are the same bits once the dead one is back, all of them fetched and compared.
+by their own logs; and once with a larger model and hardly any steps, to see what a commit costs. When one is killed: two islands,
+one of which dies by SIGKILL in the middle of its steps, shortly before they are over, or in the middle of the exchange; and early
+in a round that is longer than it takes to start again, so that it is back while the other still trains, and must not be waited for.
+How long after the end of its own steps the other commits, by its own clock; and whether weights and outer momentum of both are the same
+bits once the dead one is back, all of them fetched and compared.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from progress import Watch
 from record import Record, default_path, markdown_table, script
 
 MOST_COST, MOST_DELAY_S = 0.03, 2.0
+HEAVY = {elastic: f"heavy, {'elastic' if elastic else 'plain'}" for elastic in (True, False)}
 TRAINING, EARLY, MEETING = "killed in training", "killed early", "killed in the exchange"
 PLAN: dict[str, Any] = {
     "pairs": 3,
     "calm": Size(layers=4, width=128, seq_len=64, batch_size=8, inner_steps=2, rounds=10, asleep_s=2.5),
+    "heavy": Size(layers=8, width=512, seq_len=32, batch_size=1, inner_steps=2, rounds=12),
     "train": Size(layers=2, width=64, seq_len=32, batch_size=4, inner_steps=10, rounds=32, asleep_s=2.5),
     "moments_s": [8.3, 22.0, 35.1, 48.8, 61.9],
     "long": Size(layers=2, width=64, seq_len=32, batch_size=4, inner_steps=10, rounds=7, asleep_s=15.0),
@@ -39,6 +42,7 @@ PLAN: dict[str, Any] = {
 QUICK: dict[str, Any] = {
     "pairs": 1,
     "calm": Size(layers=1, width=16, seq_len=16, batch_size=2, inner_steps=2, rounds=3),
+    "heavy": Size(layers=1, width=32, seq_len=16, batch_size=2, inner_steps=2, rounds=3),
     "train": Size(layers=1, width=16, seq_len=16, batch_size=2, inner_steps=2, rounds=14, asleep_s=1.0),
     "moments_s": [2.5],
     "long": Size(layers=1, width=16, seq_len=16, batch_size=2, inner_steps=2, rounds=3, asleep_s=8.0),
@@ -78,6 +82,8 @@ def _cells(plan: Mapping[str, Any]) -> dict[str, Callable[[Path], dict[str, Any]
         for elastic in (pair % 2 == 0, pair % 2 == 1):  # in turn, and who comes first in turn too
             name = f"{'elastic' if elastic else 'plain'} {pair}"
             cells[name] = lambda folder, elastic=elastic: round_times(plan["calm"], folder, elastic=elastic)  # type: ignore[misc]
+    for elastic, name in HEAVY.items():
+        cells[name] = lambda folder, elastic=elastic: round_times(plan["heavy"], folder, elastic=elastic)  # type: ignore[misc]
     cells[TRAINING] = lambda folder: killed(plan["train"], folder, kills_at(plan["moments_s"]))
     cells[EARLY] = lambda folder: killed(plan["long"], folder, kills_at(plan["early_s"]))
     cells[MEETING] = lambda folder: killed(plan["meet"], folder, deaths_in(plan["deaths"]))
@@ -85,7 +91,8 @@ def _cells(plan: Mapping[str, Any]) -> dict[str, Callable[[Path], dict[str, Any]
 
 
 def _key(name: str, plan: Mapping[str, Any]) -> str:
-    of = {TRAINING: ("train", "moments_s"), EARLY: ("long", "early_s"), MEETING: ("meet", "deaths")}
+    of: dict[str, tuple[str, str | None]] = dict.fromkeys(HEAVY.values(), ("heavy", None))
+    of |= {TRAINING: ("train", "moments_s"), EARLY: ("long", "early_s"), MEETING: ("meet", "deaths")}
     size, script_of = of.get(name, ("calm", None))
     return f"{name}: {plan[size]} {plan[script_of] if script_of else ''}"
 
@@ -110,7 +117,21 @@ def calm_section(cells: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]
         f"asked for: less than {MOST_COST:.0%}): {_verdict(median(costs) < MOST_COST)}. The weights at the end are "
         f"{'the same bits' if same else '**not the same**'} with both."
     )
-    return f"## When nothing fails\n\n{words}\n\n" + markdown_table(headings, rows)
+    return f"## When nothing fails\n\n{words}\n\n{markdown_table(headings, rows)}\n\n{heavy_words(cells, plan)}"
+
+
+def heavy_words(cells: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]) -> str:
+    """What a commit of a larger model costs, and for how short rounds that is too much."""
+    elastic, plain, size = cells[HEAVY[True]], cells[HEAVY[False]], plan["heavy"]
+    more_s = elastic["round_s"] - plain["round_s"]
+    enough = (
+        f"within {MOST_COST:.0%} of rounds of {more_s / MOST_COST:.0f} s and longer" if more_s > 0 else "nothing that could be seen"
+    )
+    return (
+        f"A commit of {size.model.num_params(256):,} parameters, in rounds of {size.inner_steps} small steps without sleep: a "
+        f"round takes {elastic['round_s']:.3f} s against {plain['round_s']:.3f} s, of which {elastic['exchange_s']:.3f} s against "
+        f"{plain['exchange_s']:.3f} s exchanging. Checksums, votes and the published state cost {more_s:+.3f} s a commit: {enough}."
+    )
 
 
 def killed_sections(cells: Mapping[str, Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:

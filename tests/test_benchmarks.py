@@ -758,8 +758,10 @@ def test_a_death_is_counted_from_the_end_of_the_survivors_own_steps(b, tmp_path)
 def test_what_elasticity_costs_is_judged_pair_by_pair(b):
     calm = {"exchange_s": 0.1, "digest": "d"}
     cells = {"elastic 0": {"round_s": 1.02, **calm}, "plain 0": {"round_s": 1.0, **calm}}
+    cells |= {"heavy, elastic": {"round_s": 0.9, **calm}, "heavy, plain": {"round_s": 0.6, **calm}}
     section = b.elastic_cost.calm_section(cells, b.elastic_cost.QUICK)
     assert "costs +2.0% of a round" in section
+    assert "cost +0.300 s a commit: within 3% of rounds of 10 s and longer" in section
     assert "it holds. The weights at the end are the same bits with both." in section
     cells["elastic 0"]["round_s"] = 1.04
     assert "**it does not hold**" in b.elastic_cost.calm_section(cells, b.elastic_cost.QUICK)
