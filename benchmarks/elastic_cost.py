@@ -7,8 +7,8 @@ When nothing fails: the same Run by two processes with `--elastic` and with plai
 by their own logs; and once with a larger model and hardly any steps, to see what a commit costs. When one is killed: two islands,
 one of which dies by SIGKILL in the middle of its steps, shortly before they are over, or in the middle of the exchange; and early
 in a round that is longer than it takes to start again, so that it is back while the other still trains, and must not be waited for.
-How long after the end of its own steps the other commits, by its own clock; and whether weights and outer momentum of both are the same
-bits once the dead one is back, all of them fetched and compared.
+How long after the end of its own steps the other commits, by its own clock; and whether weights and outer momentum of both are the
+same bits once the dead one is back, all of them fetched and compared.
 """
 
 from __future__ import annotations
