@@ -1,11 +1,14 @@
 """Whoever takes a log over goes on behind what counts, and whoever had it before writes into the void."""
 
+from contextlib import contextmanager
+
 import pytest
 
 from atoll.engines.elastic.generation import Generation
 from atoll.errors import CheckpointError
 from atoll.events import Attended, IslandLeft, RunStarted, Saved
-from atoll.runs.elastic.log import TakenLog, agreed_part
+from atoll.runs.elastic import log
+from atoll.runs.elastic.log import TakenLog, agreed_part, stamp
 from atoll.telemetry import read_events
 
 START = RunStarted(recipe="r", algorithm="DiLoCo", islands=1, params=1, steps=1, seed=0)
@@ -39,6 +42,46 @@ def test_an_island_that_was_frozen_while_it_wrote_writes_into_the_void(tmp_path)
     assert [event.round for event in read_events(path)] == [1, 2, 3]
     frozen.close()
     other.close()
+
+
+def test_an_island_that_was_frozen_while_it_took_the_log_over_has_it_no_more(tmp_path, monkeypatch):
+    path, others = written(tmp_path / "events.jsonl", saved(1)), []
+    replacing = log.replacing
+
+    @contextmanager
+    def frozen_after_the_rename(path, error):
+        with replacing(path, error) as file:
+            yield file
+        monkeypatch.undo()
+        others.append(TakenLog(path, path.stat().st_size))
+        others[0].emit(saved(2))
+
+    monkeypatch.setattr(log, "replacing", frozen_after_the_rename)
+    frozen = TakenLog(path, path.stat().st_size)
+    frozen.emit(saved(99))
+    others[0].emit(saved(3))
+    assert (frozen.is_ours, others[0].is_ours) == (False, True)
+    assert [event.round for event in read_events(path)] == [1, 2, 3]
+    frozen.close()
+    others[0].close()
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_what_was_written_since_the_log_was_read_is_not_cut_off(tmp_path, replaced):
+    path = tmp_path / "events.jsonl"
+    writes = TakenLog(path, 0)
+    writes.emit(saved(1))
+    seen, keep_bytes = stamp(path), path.stat().st_size
+    if replaced:
+        writes.close()
+        writes = TakenLog(path, keep_bytes)
+    writes.emit(saved(2))
+    with pytest.raises(CheckpointError, match="another island"):
+        TakenLog(path, keep_bytes, seen)
+    assert writes.is_ours
+    assert [event.round for event in read_events(path)] == [1, 2]
+    assert [file.name for file in tmp_path.iterdir()] == ["events.jsonl"]
+    writes.close()
 
 
 LEFT = IslandLeft(island=0, round=2, virtual_time_s=None, wall_time_s=1.0)

@@ -17,7 +17,7 @@ from atoll.errors import CheckpointError
 from atoll.events import RoundFinished, Saved, SaveFailed, WarmStartFinished
 from atoll.protocols import Workload
 from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
-from atoll.runs.elastic.log import TakenLog, agreed_part, last_commit
+from atoll.runs.elastic.log import TakenLog, agreed_part, last_commit, stamp
 from atoll.runs.elastic.minutes import Minutes
 from atoll.runs.execute import Execution, is_finished
 from atoll.runs.folder import RunFolder
@@ -143,12 +143,12 @@ class Desk:
 
     def _taken_over(self, engine: ElasticEngine) -> TakenLog:
         self._say(f"{engine.name} writes the log from round {engine.generation.round} on")
-        epochs = self._minutes.epochs
+        epochs, seen = self._minutes.epochs, stamp(self._folder.events)
         keep_bytes, self._written = agreed_part(self._folder.events, epochs)
         missing = range(max(self._written.round, 0) + 1, min(epochs, default=0))
         if missing:
             self._say(f"nobody remembers rounds {missing[0]} to {missing[-1]}, and the log does not have them")
-        log = TakenLog(self._folder.events, keep_bytes)
+        log = TakenLog(self._folder.events, keep_bytes, seen)
         told = read_events(self._folder.events, [RoundFinished])
         self._steps = max((event.steps for event in told if isinstance(event, RoundFinished)), default=0)
         if not keep_bytes:

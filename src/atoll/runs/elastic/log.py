@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from atoll.engines.elastic.generation import NOTHING, Generation
@@ -29,16 +30,26 @@ class TakenLog:
     Args:
         path: of the log.
         keep_bytes: of what is there; the rest does not count.
+        seen: `stamp` of the log that this was found in; none: whatever is there.
 
     Raises:
-        CheckpointError: it cannot be written. What was there is untouched.
+        CheckpointError: it cannot be written, or another has written it since it was seen. What was there is untouched.
     """
 
-    def __init__(self, path: Path, keep_bytes: int) -> None:
-        with replacing(path, CheckpointError) as file:
-            file.write(path.read_bytes()[:keep_bytes] if keep_bytes else b"")
-        self._sink = JsonlSink(path, append_at=keep_bytes)
-        self._inode = path.stat().st_ino
+    def __init__(self, path: Path, keep_bytes: int, seen: tuple[int, int] | None = None) -> None:
+        with ExitStack() as failing:
+            with replacing(path, CheckpointError) as file:
+                file.write(path.read_bytes()[:keep_bytes] if keep_bytes else b"")
+                file.flush()
+                # Opened under its own name: under the log's another may put its own at any moment.
+                self._sink = JsonlSink(file.name, append_at=keep_bytes)
+                failing.callback(self.close)
+                self.sync()  # it takes a while; what is asked next must still be so when the copy takes its place
+                if seen is not None and stamp(path) != seen:
+                    raise CheckpointError(f"another island has written {path} while this one took it over.")
+                self._inode = os.fstat(file.fileno()).st_ino
+            failing.pop_all()
+        self._sink.path = path
 
     def emit(self, event: Event) -> None:
         self._sink.emit(event)
@@ -50,12 +61,20 @@ class TakenLog:
     @property
     def is_ours(self) -> bool:
         """Whether nobody has taken it over since."""
-        path = self._sink.path
-        return path.exists() and path.stat().st_ino == self._inode
+        return stamp(self._sink.path)[0] == self._inode
 
     def close(self) -> None:
         with suppress(CheckpointError):
             self._sink.close()
+
+
+def stamp(path: Path) -> tuple[int, int]:
+    """Which file a log is, and how long: not the same once anybody has written it. Nothing where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return found.st_ino, found.st_size
 
 
 def agreed_part(path: Path, epochs: Mapping[int, int]) -> tuple[int, Generation]:
