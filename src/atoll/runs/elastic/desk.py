@@ -204,14 +204,18 @@ class Desk:
                 self._stop_writing()
 
     def _leave(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
+        if self._log is not None and not self._log.is_ours:
+            self._stop_writing()  # whoever took it while this island was frozen has not finished the run, and may have died since
+            self._judged = None
         log = self._writing(engine)
         if self._judged != engine.generation:
             self._judge(engine, log)
         finished = engine.books.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
         log.emit(finished)
-        log.close()
         self._execution.leave(engine.params, engine.replica.buffers(), finished, checkpoint)
         self._evaluator.load(engine.params, engine.replica.buffers())
+        if not log.is_ours:
+            raise CheckpointError(f"another island has taken {self._folder.events} over while this one finished the run.")
         self._execution.result(self._evaluator, engine.params)
 
     def brought_up_to_date(self, engine: ElasticEngine) -> None:
