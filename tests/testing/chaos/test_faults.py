@@ -53,7 +53,7 @@ def test_spoils_are_drawn_for_even_rounds_and_of_all_kinds():
         != spoils_at_random(seed=2, islands=NAMES, every=5, until=300)
     )
     assert [spoil.round for spoil in spoils] == list(range(5, 300, 5))
-    assert {spoil.how for spoil in spoils} == {"damage", "damage late", "die", "die late", "nan", "huge"}
+    assert {spoil.how for spoil in spoils} == {"damage", "damage late", "damage told", "die", "die late", "nan", "huge"}
 
 
 def test_a_scripts_victims_are_all_processes_that_it_hits():

@@ -114,3 +114,22 @@ def test_one_bit_of_the_payload_is_flipped_and_none_of_what_is_told(how, number)
     differ = [not torch.equal(one, two) for one, two in zip(group.sent, (told, delta, mean, delta, mean), strict=True)]
     assert differ == [False, number == 0, number == 1, False, False]
     assert torch.equal(delta, torch.ones(2))  # the island's own copy is sound
+
+
+def test_what_one_other_is_told_of_the_deltas_weight_differs_once():
+    spoils, group = spoiler("damage told", at=3), Group()
+    spoilt = spoils.membership(Finder(group)).connect(Found((), 0, ""), 1.0)
+    state, weight, delta = torch.ones(7).double(), torch.tensor([64.0, 1.0, 2.0]).double(), torch.ones(2)
+    for tensor in (state, weight, delta, weight):
+        for rank in (1, 2):
+            spoilt.send([tensor], rank, 0)
+    assert [float(sent[0]) for sent in group.sent] == [1.0, 1.0, 96.0, 64.0, 1.0, 1.0, 64.0, 64.0]
+
+
+@pytest.mark.parametrize("second", [torch.tensor([300.0]).double(), torch.tensor([0.0, 1.0]).double()])
+def test_where_no_delta_is_weighed_nothing_that_is_told_differs(second):
+    spoils, group = spoiler("damage told", at=3), Group()
+    spoilt = spoils.membership(Finder(group)).connect(Found((), 0, ""), 1.0)
+    for tensor in (torch.ones(7).double(), second):
+        spoilt.send([tensor], 1, 0)
+    assert torch.equal(group.sent[1], second)

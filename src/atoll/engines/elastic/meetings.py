@@ -8,6 +8,7 @@ state that nobody will go on from: they meet again in a later epoch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ class Meetings:
         self.exchanging = False
         """Whether islands have met, and a new state may follow at any moment. After a meeting that succeeded it is so until whoever
         held it has put the new state where others find it, and says so here."""
+        self.told: Sequence[Sequence[float]] = ()
+        """What each of those who act has told of the state that it holds: in the end they make sure that all heard the same."""
         self._tried = 0
         """The last epoch that this island took part in."""
         self.vouched = True
@@ -210,6 +213,9 @@ class Meetings:
         told = wire.tell(
             generation.round, generation.epoch, not mine.opening, self._tried + 1, mine.digest, self.vouched, found.me.home
         )
+        damaged = [name for name, row in zip(found.names, told, strict=True) if not all(map(math.isfinite, row))]
+        if damaged:
+            raise Disagreed(f"what {', '.join(damaged)} told of its state is no number: it was damaged on the way", damaged)
         held = [Held(tuple(map(int, row[:3])), int(row[4]), bool(row[5]), bool(row[6])) for row in told]
         these, apart = sound(held)
         first = int(max(told[rank][3] for rank in (*these, *apart)))
@@ -224,6 +230,7 @@ class Meetings:
         wire.leave_out(out)
         watch.leave_out(out)
         names = tuple(name for rank, name in enumerate(found.names) if rank not in out)
+        self.told = [row for rank, row in enumerate(told) if rank not in out]
         epoch = self._tried = epoch_of(names, first)
         result = act(wire, names)
         behind, others = (tuple(found.names[rank] for rank in ranks) for ranks in (out, apart))

@@ -13,7 +13,7 @@ from atoll.engines.dist.clock import WallClock
 from atoll.engines.dist.diary import Diary, Likeness, Meeting
 from atoll.engines.dist.driving import Flight, Line, Request
 from atoll.engines.dist.wire import Wire
-from atoll.engines.elastic.checksum import checksum
+from atoll.engines.elastic.checksum import checksum, combined
 from atoll.engines.elastic.generation import Generation
 from atoll.engines.elastic.judging import Brought, Judge
 from atoll.engines.elastic.leases import Unit
@@ -37,6 +37,7 @@ class Told:
         given_bytes: by the donor.
         diary: of its round.
         written: the number of the last generation that it has written into the run's log.
+        now_s: on its clock.
     """
 
     home: bool
@@ -45,14 +46,16 @@ class Told:
     given_bytes: int
     diary: Diary
     written: int
+    now_s: float
 
     def to_text(self) -> str:
-        return json.dumps([self.home, self.pier, self.donor, self.given_bytes, self.diary.to_line(), self.written])
+        line = self.diary.to_line()
+        return json.dumps([self.home, self.pier, self.donor, self.given_bytes, line, self.written, self.now_s])
 
     @staticmethod
     def from_text(text: str) -> Told:
-        home, pier, donor, given_bytes, line, written = json.loads(text)
-        return Told(home, pier, donor, given_bytes, Diary.from_line(line), written)
+        home, pier, donor, given_bytes, line, written, now_s = json.loads(text)
+        return Told(home, pier, donor, given_bytes, Diary.from_line(line), written, now_s)
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,8 @@ class ElasticPeers:
     # -------------------------------------------------------------------------------------------------------------- agreeing
 
     def _agree(self, wire: Wire, names: Sequence[str], tree: Tree, weight: float, compare: bool, arrived_s: float) -> Agreed:
-        brought, sums = self._tell(wire, tree, weight)
+        rows = self._tell(wire, tree, weight)
+        brought = [_brought(row) for row in rows]
         refused = self._judge.refused(brought)
         weights = [0.0 if rank in refused else one.weight for rank, one in enumerate(brought)]
         total = float(sum(weights))
@@ -181,19 +185,18 @@ class ElasticPeers:
         diary.tokens = sum(stretch.tokens for stretch in diary.stretches) if weights[wire.rank] else 0
         whole = tree.copy() if total else tree.zeros()
         if total:
-            self._average(wire, names, whole, weights, sums, diary if compare else None)
+            self._average(wire, names, whole, weights, [row[3 + wire.rank] for row in rows], diary if compare else None)
         end_s = self._clock.now_s()
         sent = wire.sent_bytes + self._meetings.wasted_bytes
         control = wire.control_bytes + self._meetings.wasted_control_bytes
         diary.meetings = [Meeting("mean", arrived_s, end_s, sent, control, total, False, tuple(refused), total == 0)]
-        return self._vote(wire, names, whole, brought, refused, total, diary)
+        return self._vote(wire, names, whole, rows, refused, total, diary)
 
-    def _tell(self, wire: Wire, tree: Tree, weight: float) -> tuple[list[Brought], list[int]]:
-        """What everybody brings, and the checksums of the slices that are sent here."""
+    def _tell(self, wire: Wire, tree: Tree, weight: float) -> list[list[float]]:
+        """What everybody brings, and the checksums of the slices that it sends, by rank."""
         finite = tree.is_finite() if weight else True
         norm = tree.norm() if weight and finite else 0.0
-        told = wire.tell(weight, finite, norm, *(_slice_sums(tree, wire.size) if weight else [0] * wire.size))
-        return [Brought(row[0], bool(row[1]), row[2]) for row in told], [int(row[3 + wire.rank]) for row in told]
+        return wire.tell(weight, finite, norm, *(_slice_sums(tree, wire.size) if weight else [0] * wire.size))
 
     def _average(
         self,
@@ -201,7 +204,7 @@ class ElasticPeers:
         names: Sequence[str],
         whole: Tree,
         weights: Sequence[float],
-        sums: Sequence[int],
+        sums: Sequence[float],
         diary: Diary | None,
     ) -> None:
         heard = [0] * wire.size
@@ -223,23 +226,29 @@ class ElasticPeers:
         wire: Wire,
         names: Sequence[str],
         value: Tree,
-        brought: Sequence[Brought],
+        rows: Sequence[Sequence[float]],
         refused: dict[int, str],
         weight: float,
         diary: Diary,
     ) -> Agreed:
-        """Everybody has heard from everybody that all came to the same."""
-        mine = Told(self._home, self._pier, self._donor, self._given_bytes, diary, self._written().number)
-        told = [Told.from_text(text) for text in wire.tell_text(mine.to_text())]
-        votes = wire.tell(self._clock.now_s(), *_slice_sums(value, wire.size))
-        came_to = [vote[1:] for vote in votes]
+        """Everybody has heard from everybody that all came to the same, and of the same: nothing else tells whether what an island
+        said of itself is what the others heard."""
+        now_s = self._clock.now_s()
+        mine = Told(self._home, self._pier, self._donor, self._given_bytes, diary, self._written().number, now_s)
+        try:
+            texts = wire.tell_text(mine.to_text())
+        except (ValueError, OverflowError, RuntimeError) as error:  # no text, or of no possible length
+            raise Disagreed(f"what an island told of itself was damaged on the way: {error}") from error
+        heard = zip(_slice_sums(value, wire.size), self._meetings.told, rows or [()] * wire.size, texts, strict=True)
+        came_to = wire.tell(*(combined([total], f"{[*held]}{[*row]}{text}") for total, held, row, text in heard))
         if any(one != came_to[0] for one in came_to):
             who = [
                 names[rank] for rank in range(wire.size) if _differ(came_to, rank, wire.rank) or _differ(came_to, wire.rank, rank)
             ]
-            raise Disagreed(f"islands came to different means ({came_to})", who)
+            raise Disagreed(f"islands came to different means, or heard different things ({came_to})", who)
         self.rank, self.size = wire.rank, wire.size
-        return Agreed(value, brought, refused, weight, told, max(vote[0] for vote in votes))
+        told = [*map(Told.from_text, texts)]
+        return Agreed(value, [*map(_brought, rows)], refused, weight, told, max(one.now_s for one in told))
 
     # ------------------------------------------------------------------------------------------------------- what there is not
 
@@ -266,8 +275,12 @@ def _slice_sums(tree: Tree, size: int) -> list[int]:
     return [checksum(tree.flat[slice(*shard_range(tree.numel, rank, size))]) for rank in range(size)]
 
 
+def _brought(row: Sequence[float]) -> Brought:
+    return Brought(row[0], bool(row[1]), row[2])
+
+
 def _differ(came_to: Sequence[Sequence[float]], one: int, owner: int) -> bool:
-    """Whether one rank has another slice of the mean than its owner has sent."""
+    """Whether one rank has something else of another than that one has sent: its slice of the mean, or what it told."""
     return came_to[one][owner] != came_to[owner][owner]
 
 

@@ -114,7 +114,7 @@ class At(_Checked):
     fault: Fault
 
 
-Spoilt = Literal["damage", "damage late", "die", "die late", "nan", "huge"]
+Spoilt = Literal["damage", "damage late", "damage told", "die", "die late", "nan", "huge"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,9 @@ class Spoil(_Checked):
         island: by its name.
         round: commits before it. If the island has no work in it, nothing is spoilt.
         how: damage flips a bit of what it sends of its delta, after it has told the checksums; damage late does so with what it
-            sends of the mean. die and die late are SIGKILL at the same moments. nan has one number of its delta be none; huge
-            makes its delta a million times as long.
+            sends of the mean; damage told has one other island hear that its delta weighs something else. die and die late are
+            SIGKILL while it sends of its delta, or of the mean. nan has one number of its delta be none; huge makes its delta a
+            million times as long.
     """
 
     island: str

@@ -143,13 +143,15 @@ class _SpoiltMembership:
 
 
 class _SpoiltGroup:
-    """Messages of a process group, one bit of which is flipped when it is time. What is told of them, in double precision or as
-    text, stays as it is."""
+    """Messages of a process group, one bit of which is flipped when it is time. What is told beside them is in double precision, or
+    text."""
 
     def __init__(self, group: Any, spoiler: Spoiler) -> None:
         self._group, self._spoiler = group, spoiler
         self._sent: dict[int, int] = {}
         """Numbers of payload, by whom they went to."""
+        self._told: dict[int, int] = {}
+        """Messages in double precision."""
 
     def rank(self) -> int:
         return int(self._group.rank())
@@ -162,7 +164,9 @@ class _SpoiltGroup:
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
         (tensor,) = tensors
-        if tensor.dtype in (torch.float64, torch.uint8) or not tensor.numel():
+        if tensor.dtype == torch.float64:
+            return self._group.send([self._as_told(tensor, rank)], rank, tag)
+        if tensor.dtype == torch.uint8 or not tensor.numel():
             return self._group.send(tensors, rank, tag)
         sent = self._sent[rank] = self._sent.get(rank, 0) + tensor.numel()
         # First everybody is sent its own slice of the delta; whatever goes there beyond that is of the mean.
@@ -172,14 +176,22 @@ class _SpoiltGroup:
             os.kill(os.getpid(), signal.SIGKILL)
         return self._group.send([_flipped(tensor)] if how else tensors, rank, tag)
 
+    def _as_told(self, tensor: Tensor, rank: int) -> Tensor:
+        """First everybody is told which state this island holds, and then, if it has trained, what its delta weighs."""
+        told = self._told[rank] = self._told.get(rank, 0) + 1
+        weighs = told == 2 and tensor.numel() > 1 and bool(tensor[0])
+        return _flipped(tensor, bit=51) if weighs and self._spoiler.takes("damage told") else tensor
 
-def _flipped(tensor: Tensor) -> Tensor:
-    """A copy with the lowest bit of its first number flipped.
+
+def _flipped(tensor: Tensor, bit: int = 0) -> Tensor:
+    """A copy with one bit of its first number flipped.
 
     >>> float(_flipped(torch.tensor([1.0]))[0] - 1.0) == 2.0**-23
     True
+    >>> float(_flipped(torch.tensor([64.0], dtype=torch.float64), bit=51))
+    96.0
     """
     copy = tensor.clone()
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
-    copy.view(-1).view(width)[0] ^= 1
+    copy.view(-1).view(width)[0] ^= 1 << bit
     return copy

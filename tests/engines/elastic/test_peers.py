@@ -1,0 +1,168 @@
+"""A mean is committed by those who heard the same of everybody: whatever bit is damaged on the way, nobody has another one."""
+
+import queue
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from atoll.engines.dist.clock import Limit, WallClock
+from atoll.engines.dist.diary import Diary
+from atoll.engines.elastic.generation import NOTHING, Generation
+from atoll.engines.elastic.judging import Judge
+from atoll.engines.elastic.leases import Unit
+from atoll.engines.elastic.meetings import Meetings
+from atoll.engines.elastic.membership import Found, Member
+from atoll.engines.elastic.peers import ElasticPeers
+from atoll.tree import Tree
+
+NAMES, NOW = ("a", "b"), Generation(3, 7)
+STATE, BROUGHT, LENGTH, TEXT, VOTE = range(5)
+"""What an island tells in one round, in order."""
+DELTA = torch.tensor([1.0, 5.0, 2.0, 4.0])
+MEAN = (64 * DELTA + 128 * 2 * DELTA) / 192
+
+
+class Line:
+    """Two islands' messages, in memory."""
+
+    def __init__(self):
+        self.queues = {(one, other): queue.Queue() for one in (0, 1) for other in (0, 1)}
+
+    def close(self):
+        for messages in self.queues.values():
+            messages.put(None)
+
+
+class Group:
+    """One end of a line. Of what it tells, one message is damaged."""
+
+    def __init__(self, line, rank, damage=None, message=None):
+        self._line, self._rank, self._damage, self._message, self._told = line, rank, damage, message, 0
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return 2
+
+    def send(self, tensors, rank, tag):
+        sent = tensors[0].clone()
+        if sent.dtype in (torch.float64, torch.uint8):
+            if self._told == self._message:
+                self._damage(sent)
+            self._told += 1
+        self._line.queues[self._rank, rank].put(sent)
+        return Sent()
+
+    def recv(self, tensors, rank, tag):
+        return Received(self._line.queues[rank, self._rank], tensors[0])
+
+
+class Sent:
+    def wait(self, limit):
+        return True
+
+
+class Received:
+    """A message that is to come into this tensor."""
+
+    def __init__(self, messages, into):
+        self._messages, self._into = messages, into
+
+    def wait(self, limit):
+        sent = self._messages.get(timeout=20.0)
+        if sent is None or sent.numel() != self._into.numel():
+            raise RuntimeError("connection closed by peer")
+        self._into.copy_(sent)
+
+
+class Once(Exception):
+    """It has failed, and is not tried again."""
+
+
+class Finder:
+    """Finds the two of them, once."""
+
+    def __init__(self, line, group):
+        self._line, self._group, self.found = line, group, False
+
+    def find(self, generation, failures):
+        if self.found:
+            raise Once
+        self.found = True
+        members = tuple(Member(name, "127.0.0.1:1", True, 0.0) for name in NAMES)
+        return Found(members, self._group.rank(), "", connected=True)
+
+    def connect(self, found, limit_s):
+        return self._group
+
+    def abort(self):
+        self._line.close()
+
+
+def round_of(rank, line, group):
+    """One island's round: what was agreed, or how it failed; and whom it could not do with."""
+    meetings = Meetings(Finder(line, group), Limit(20.0), lambda text: None)
+    peers = ElasticPeers(meetings, None, Judge(10.0), WallClock(), home=True, pier=f"pier-{rank}", written=lambda: NOTHING)
+    peers.begin(NOW, 1, Unit(0, 0, 1), None, Diary())
+    coroutine = peers.mean(Tree.of({"w": DELTA * (rank + 1)}), 64.0 * (rank + 1))
+    request = coroutine.send(None)
+    coroutine.close()
+    try:
+        return request.call(), meetings.blames
+    except Once as error:
+        return error, meetings.blames
+
+
+def both(damage=None, message=None):
+    line = Line()
+    groups = [Group(line, 0, damage, message), Group(line, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(round_of, (0, 1), (line, line), groups)]
+
+
+def flips(bit):
+    def flip(tensor):
+        tensor.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+
+    return flip
+
+
+def test_two_islands_agree_on_the_mean_by_weight():
+    for met, blames in both():
+        assert torch.equal(met.result.value.flat, MEAN)
+        assert [told.pier for told in met.result.told] == ["pier-0", "pier-1"]
+        assert not blames
+
+
+@pytest.mark.parametrize(
+    ("message", "number", "bit"),
+    [
+        (STATE, 0, 0),
+        (STATE, 3, 51),  # the epoch that it would take
+        (STATE, 5, 62),  # 1 becomes infinity
+        (BROUGHT, 0, 51),  # its weight
+        (BROUGHT, 0, 62),
+        (BROUGHT, 2, 60),  # its norm: who hears that refuses it
+        (BROUGHT, 4, 0),  # the checksum of what it sends
+        (LENGTH, 0, 62),
+        (TEXT, 0, 3),
+        (TEXT, 1, 7),  # no text
+        (TEXT, 2, 40),
+    ],
+)
+def test_whatever_bit_of_what_is_told_is_damaged_nobody_commits(message, number, bit):
+    for failed, _ in both(flips(64 * number + bit), message):
+        assert isinstance(failed, Once)
+
+
+@pytest.mark.parametrize("message", [STATE, BROUGHT, TEXT])
+def test_both_ends_of_a_line_that_damages_what_is_told_name_it(message):
+    assert [blames for _, blames in both(flips(0), message)] == [{"b"}, {"a"}]
+
+
+def test_whoever_hears_a_damaged_vote_does_not_commit_and_the_other_has_the_right_mean():
+    (met, _), (failed, _) = both(flips(20), VOTE)
+    assert torch.equal(met.result.value.flat, MEAN)
+    assert isinstance(failed, Once)
