@@ -1,15 +1,21 @@
 """Where an island comes by the state, driven by hand: nobody goes on from an old one while a newer one may be found."""
 
-from contextlib import closing
+import math
+import threading
+from contextlib import ExitStack, closing
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from atoll.engines.elastic.generation import Generation
-from atoll.engines.elastic.pier import Pier
+from atoll.engines.elastic.membership import CutOff
+from atoll.engines.elastic.pier import Cargo, Pier
+from atoll.engines.elastic.reminding import reminding
 from atoll.engines.elastic.roll import SILENT_S
 from atoll.runs.elastic import sources as where
 from atoll.runs.elastic.sources import Sources
+from atoll.runs.pack import pack
 
 NOW, AHEAD = Generation(5, 9), Generation(6, 10)
 
@@ -22,6 +28,13 @@ class Engine:
 
     def begin_anew(self):
         self.done.append("begins anew")
+
+    def shared(self):
+        return {}
+
+    def restore(self, plain, shared, donor, nbytes):
+        self.generation = Generation(*plain["generation"])
+        self.done.append(f"is given round {self.generation.round} by {donor}")
 
 
 class Roll:
@@ -37,6 +50,9 @@ class Roll:
 
     def alive(self):
         return {"b": self._entry} if self.looks <= self._until else {}
+
+
+LIMIT_S, ORIGIN = 10.0, dict.fromkeys(("run", "data", "atoll", "torch"))
 
 
 class Desk:
@@ -56,9 +72,9 @@ class Desk:
 def sources(monkeypatch):
     """Of an island that reads this roll, by whose looks time passes."""
 
-    def make(roll, desk):
+    def make(roll, desk, say=bool):
         monkeypatch.setattr(where, "time", SimpleNamespace(monotonic=lambda: float(roll.looks), sleep=lambda seconds: None))
-        return Sources("a", roll, None, desk, None, {}, lambda text: None)
+        return Sources("a", roll, None, desk, SimpleNamespace(from_parts=bool), ORIGIN, say, LIMIT_S)
 
     return make
 
@@ -80,11 +96,15 @@ def test_an_island_is_alone_only_when_nobody_signs_any_more_though_nobody_answer
     assert roll.looks == 7 + SILENT_S
 
 
+def go(where_from, how, engine):
+    """Have an island come by the state, in one of three ways."""
+    {"first": where_from.first, "confirm": where_from.confirm, "catch_up": lambda e: where_from.catch_up(e, AHEAD)}[how](engine)
+
+
 @pytest.mark.parametrize("go_on", ["first", "catch_up", "confirm"])
 def test_whoever_reads_a_roll_first_that_was_just_started_does_not_take_itself_for_the_last_one(sources, go_on):
     engine, roll = Engine(), Roll(reached_s=9.0)
-    where_from = sources(roll, Desk([6, 0]))
-    {"first": where_from.first, "confirm": where_from.confirm, "catch_up": lambda e: where_from.catch_up(e, AHEAD)}[go_on](engine)
+    go(sources(roll, Desk([6, 0])), go_on, engine)
     assert engine.done == ["restores round 6"]
     assert roll.looks == 9 + SILENT_S
 
@@ -105,7 +125,7 @@ def test_a_fellow_that_is_not_on_the_roll_and_answers_has_the_state(sources):
     roll = Roll()
 
     def about():
-        return {"name": "b", "generation": AHEAD.number if roll.looks <= 7 else -1, "exchanging": False}
+        return {"name": "b", "generation": AHEAD.number if roll.looks <= 7 else -1, "exchanging": False, "vouched": True}
 
     with closing(Pier("127.0.0.1", about)) as pier:
         sources(roll, Desk()).catch_up(Engine({"b": pier.address}), AHEAD)
@@ -116,9 +136,108 @@ def test_whoever_cannot_fetch_what_another_has_says_so_but_not_while_it_may_foll
     failed = []
 
     def about():
-        return {"name": "b", "generation": (NOW if roll.looks <= 3 else AHEAD).number, "exchanging": roll.looks <= 3}
+        return {
+            "name": "b",
+            "generation": (NOW if roll.looks <= 3 else AHEAD).number,
+            "exchanging": roll.looks <= 3,
+            "vouched": True,
+        }
 
     with closing(Pier("127.0.0.1", about)) as pier:
         roll = Roll(until=7, pier=pier.address)
         sources(roll, Desk()).catch_up(Engine(), AHEAD, failed=lambda: failed.append(roll.looks))
     assert failed[:2] == [4, 5]
+
+
+@pytest.mark.parametrize(("until", "calls"), [(3, []), (5, [7, 8])])
+def test_whoever_is_silent_for_a_moment_is_not_taken_for_one_from_whom_nothing_can_be_fetched(sources, until, calls):
+    failed, roll = [], Roll(until=until)
+    sources(roll, Desk()).catch_up(Engine(), AHEAD, failed=lambda: failed.append(roll.looks))
+    assert failed == calls
+
+
+def has(name, generation, vouched=True, handed_out=True):
+    """A pier of an island that says that it has this state."""
+    pier = Pier("127.0.0.1", lambda: {"name": name, "generation": generation.number, "exchanging": False, "vouched": vouched})
+    plain = {"generation": list(generation), "wall_time_s": 0.0}
+    with pier.changing() as put:
+        if handed_out:
+            put(Cargo({"plain": plain, "structure": pack({})[0], "origin": ORIGIN, "minutes": []}))
+    return pier
+
+
+def test_those_who_are_behind_have_nothing_that_could_not_be_fetched(sources):
+    failed = []
+    with closing(has("b", NOW)) as pier:
+        sources(Roll(), Desk()).catch_up(Engine({"b": pier.address}), AHEAD, failed=lambda: failed.append(1))
+    assert not failed
+
+
+def test_nobody_is_given_a_state_by_one_that_was_given_it_itself_while_one_answers_that_has_committed_it(sources):
+    engine, said = Engine(), []
+
+    class Gone(Roll):
+        """Whoever has committed it is there for three looks."""
+
+        def look(self):
+            super().look()
+            if self.looks == 4:
+                committed.close()
+
+    with ExitStack() as stack:
+        committed = has("y", AHEAD, handed_out=False)
+        given, older = (stack.enter_context(closing(pier)) for pier in (has("z", AHEAD, vouched=False), has("x", NOW)))
+        engine.fellows = {"x": older.address, "y": committed.address, "z": given.address}
+        roll = Gone()
+        sources(roll, None, said.append).catch_up(engine, AHEAD)
+    assert engine.done == ["is given round 6 by z"]
+    assert roll.looks == 4
+    assert "z (0 bytes), which was given it itself: nobody answers who has committed it" in said[-1]
+
+
+def test_of_those_who_have_a_state_one_that_has_committed_it_gives_it(sources):
+    engine = Engine()
+    with closing(has("y", AHEAD)) as committed, closing(has("z", AHEAD, vouched=False)) as given:
+        engine.fellows = {"y": committed.address, "z": given.address}
+        sources(Roll(), None).catch_up(engine, AHEAD)
+    assert engine.done == ["is given round 6 by y"]
+
+
+@pytest.mark.parametrize("go_on", ["first", "catch_up", "confirm"])
+def test_when_the_roll_is_gone_and_nobody_has_the_state_whoever_needs_it_ends_with_a_sentence(sources, go_on):
+    roll, engine = Roll(reached_s=math.inf), Engine()
+    with closing(has("b", NOW)) as behind:
+        engine.fellows = {"b": behind.address} if go_on != "first" else {}
+        with pytest.raises(CutOff, match="a waited 10 s for an island that has the run's state"):
+            go(sources(roll, None), go_on, engine)
+    assert roll.looks == LIMIT_S + 1
+    assert engine.done == []
+
+
+def test_as_long_as_somebody_answers_who_has_the_state_it_is_waited_for_though_the_roll_is_gone(sources):
+    class Gone(Roll):
+        def look(self):
+            super().look()
+            if self.looks == 30:
+                pier.close()
+
+    roll, pier = Gone(reached_s=math.inf), has("b", AHEAD, handed_out=False)
+    with pytest.raises(CutOff):
+        sources(roll, None).catch_up(Engine({"b": pier.address}), AHEAD)
+    assert roll.looks > 30 + LIMIT_S - 1
+
+
+@pytest.mark.parametrize("go_on", ["first", "confirm"])
+def test_whoever_waits_for_a_state_says_so(sources, monkeypatch, go_on):
+    spoken = threading.Event()
+
+    class Slow(Roll):
+        def look(self):
+            assert spoken.wait(20.0), "it waits in silence"
+            super().look()
+
+    monkeypatch.setattr(where, "reminding", partial(reminding, every_s=0.001))
+    engine = Engine()
+    where_from = sources(Slow(reached_s=math.inf), None, say=lambda text: spoken.set())
+    with pytest.raises(CutOff):
+        go(where_from, go_on, engine)

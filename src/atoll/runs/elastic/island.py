@@ -78,9 +78,9 @@ class Island:
         """What others can fetch here: they must not be told of a state before it is there."""
         self._pier = Pier(host, about=lambda: {"name": name, **self._entry()})
         self._roll = Roll(address, name, self._entry)
-        limit_s = max(self._place.limit_s * 2, 60.0)
+        self._limit_s = max(self._place.limit_s * 2, 60.0)
         self._membership = Membership(
-            name, host, invitation.lighthouse, pier=self._pier.address, home=folder is not None, limit_s=limit_s, say=say
+            name, host, invitation.lighthouse, pier=self._pier.address, home=folder is not None, limit_s=self._limit_s, say=say
         )
         self._minutes = Minutes()
         self._desk: Desk | None = None
@@ -122,7 +122,9 @@ class Island:
             evaluator = Evaluator(workload, device, dtype_of(run))
             self._desk = Desk(run, self._folder, plain, warm, evaluator, origin, cache, self._minutes, self._say)
         self._origin = {**origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
-        self._sources = Sources(self._name, self._roll, self._folder, self._desk, self._minutes, self._origin, self._say)
+        self._sources = Sources(
+            self._name, self._roll, self._folder, self._desk, self._minutes, self._origin, self._say, self._limit_s
+        )
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
         limit = Limit(None)
         finds: Finds = self._membership

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from atoll.engines.elastic.engine import ElasticEngine
-from atoll.engines.elastic.generation import Generation
-from atoll.engines.elastic.membership import Member
+from atoll.engines.elastic.generation import NOTHING, Generation
+from atoll.engines.elastic.membership import CutOff, Member
 from atoll.engines.elastic.pier import fetch
 from atoll.engines.elastic.reminding import reminding
 from atoll.engines.elastic.roll import SILENT_S, Roll
@@ -26,13 +27,32 @@ from atoll.telemetry.jsonl import read_events
 _LOOK_S, _ASK_S = 0.2, 1.0
 _ALONE_S = SILENT_S
 """So long nobody has signed, before an island takes itself for the last one."""
-_ANY = Generation(-1, 0)
+_SILENT_S = 6.0
+"""So long nobody has answered who has the state, before the others need not wait for whoever asks."""
 _FETCH_LIMIT_S = 60.0
 """Without a byte."""
 
 
 class NoState(CheckpointError):
     """There is neither an island with the state nor a checkpoint; though an island may have it that does not answer just now."""
+
+
+class _Other(NamedTuple):
+    """Another island that has a state, as it says itself.
+
+    Attributes:
+        generation: which.
+        exchanging: whether a newer one may follow at any moment.
+        vouched: whether it has committed it itself, or else was given it.
+        name: of the island.
+        pier: where it is asked.
+    """
+
+    generation: Generation
+    exchanging: bool
+    vouched: bool
+    name: str
+    pier: str
 
 
 class Sources:
@@ -46,6 +66,7 @@ class Sources:
         minutes: what others remember of the last commits goes here.
         origin: what this island has: the same as whoever gives it the state.
         say: takes what a person may want to know.
+        limit_s: how long nobody is found who has the state, on a roll that cannot be read, before this island ends.
     """
 
     def __init__(
@@ -57,9 +78,12 @@ class Sources:
         minutes: Minutes,
         origin: Mapping[str, str | None],
         say: Callable[[str], object],
+        limit_s: float = 1200.0,
     ) -> None:
         self._name, self._roll, self._folder, self._desk, self._say = name, roll, folder, desk, say
-        self._minutes, self._origin = minutes, origin
+        self._minutes, self._origin, self._limit_s = minutes, origin, limit_s
+        self._heard_s = math.inf
+        """When somebody was last found who has the state, or the roll could last be read."""
         self.checkpoint: Checkpoint | None = None
         """The last one that was restored."""
 
@@ -69,12 +93,15 @@ class Sources:
         Args:
             engine: of this island.
             quiet_s: since when nobody on the roll has a state, as far as it could be read; by default that is seen from now on.
+
+        Raises:
+            CutOff: there is nobody any more to be given it by.
         """
-        # They are only counted: one that is damaged harms nobody as long as another island has the state.
-        if self._desk is None or not self._desk.checkpoints.rounds():
-            return self._fetched(engine, at_least=_ANY) or self._fresh(engine)
-        with reminding(self._say, "looking whether another island has the run's state, before a checkpoint is restored"):
-            return self._found(engine, at_least=_ANY, quiet_s=quiet_s) or self._fresh(engine)
+        with reminding(self._say, "looking for an island that has the run's state, or fetching it"):
+            # They are only counted: one that is damaged harms nobody as long as another island has the state.
+            if self._desk is None or not self._desk.checkpoints.rounds():
+                return self._fetched(engine, at_least=NOTHING) or self._fresh(engine)
+            return self._found(engine, at_least=NOTHING, quiet_s=quiet_s) or self._fresh(engine)
 
     def catch_up(self, engine: ElasticEngine, ahead: Generation, failed: Callable[[], object] = bool) -> None:
         """The others hold what this island does not.
@@ -82,7 +109,11 @@ class Sources:
         Args:
             engine: of this island.
             ahead: what they hold.
-            failed: called when somebody has it and it could not be fetched; perhaps more than once.
+            failed: called when somebody has it and it could not be fetched, or nobody has answered for long who has it; perhaps
+                more than once.
+
+        Raises:
+            CutOff: there is nobody any more to be given it by.
         """
         healed = self._found(engine, max(ahead, engine.generation), failed)
         if healed:
@@ -93,7 +124,8 @@ class Sources:
 
     def confirm(self, engine: ElasticEngine) -> None:
         """Those who gave this island its state are gone. Where they went on, they left a checkpoint; else this is the newest."""
-        found = self._found(engine, Generation(engine.generation.round, engine.generation.epoch + 1))
+        with reminding(self._say, "looking whether anybody has gone on from the state that this island was given"):
+            found = self._found(engine, Generation(engine.generation.round, engine.generation.epoch + 1))
         self._say(f"{self._name} finds nobody who gave it its state, and goes on with {found or 'it'}")
         if not found:
             engine.begin_anew()
@@ -106,69 +138,102 @@ class Sources:
         A roll that was just started is empty, and whoever reads it first is not the last one alive: the others have not signed
         yet. So it waits until nobody has signed for long that it has the state, on a roll that could be read all the while.
         """
-        since_s = min(quiet_s, time.monotonic())
+        self._heard_s = answered_s = time.monotonic()
+        since_s = min(quiet_s, answered_s)
         while True:
             self._roll.look()
             if found := self._fetched(engine, at_least, failed):
                 return found
-            if self._somebody_has_it(engine, at_least):
+            answers = self._somebody_answers(engine, at_least)
+            answered_s = time.monotonic() if answers else answered_s
+            if time.monotonic() - answered_s > _SILENT_S:
+                failed()
+            has_it = answers or self._somebody_signed(at_least)
+            if has_it:
                 since_s = time.monotonic()
             elif time.monotonic() - max(since_s, self._roll.reached_s) >= _ALONE_S:
                 found = self._newer_checkpoint(engine)
                 # Of several that came back at once one may just have restored that checkpoint: then it has the state.
-                if found or not self._somebody_has_it(engine, at_least):
+                if found or not (self._somebody_answers(engine, at_least) or self._somebody_signed(at_least)):
                     return found
-            time.sleep(_LOOK_S)
+            self._wait(has_it)
+
+    def _wait(self, has_it: bool) -> None:
+        """A moment.
+
+        Args:
+            has_it: whether somebody is known who has the state.
+
+        Raises:
+            CutOff: it was not so for too long, and all that time the roll could not be read.
+        """
+        now_s = time.monotonic()
+        if has_it or self._roll.reached_s <= now_s:
+            self._heard_s = now_s
+        elif now_s - self._heard_s > self._limit_s:
+            raise CutOff(
+                f"{self._name} waited {self._limit_s:.0f} s for an island that has the run's state, and nobody answers at the "
+                f"run's address. What was saved stands. Is the run over, or its first machine gone?"
+            )
+        time.sleep(_LOOK_S)
 
     # ---------------------------------------------------------------------------------------------------------- other islands
 
-    def _others(self, engine: ElasticEngine) -> list[tuple[Generation, bool, str, str]]:
-        """Who else has a state, as they say themselves, the newest first: which, whether a newer one may follow at any moment, name
-        and pier."""
+    def _others(self, engine: ElasticEngine) -> list[_Other]:
+        """Who else has a state, the newest first, and of one state those who have committed it."""
         signed = {name: entry["pier"] for name, entry in self._roll.alive().items()}
         piers = {name: pier for name, pier in {**engine.fellows, **signed}.items() if name != self._name}
         said = call([Member(name, pier, False, 0.0) for name, pier in piers.items()], _ASK_S)
-        states = [(Generation.of(s["generation"]), s["exchanging"], n, piers[n]) for n, s in said.items() if s["generation"] >= 0]
+        have = {name: one for name, one in said.items() if one["generation"] >= 0}
+        states = [
+            _Other(Generation.of(one["generation"]), one["exchanging"], one["vouched"], name, piers[name])
+            for name, one in have.items()
+        ]
         return sorted(states, reverse=True)
 
-    def _somebody_has_it(self, engine: ElasticEngine, at_least: Generation) -> bool:
-        """Whether anybody else says that it has such a state, or may have it at any moment; or has signed so, since whoever does
-        not answer at once may be far away."""
+    def _somebody_answers(self, engine: ElasticEngine, at_least: Generation) -> bool:
+        """Whether anybody else says that it has such a state, or may have it at any moment."""
+        return any(one.generation >= at_least or one.exchanging for one in self._others(engine))
+
+    def _somebody_signed(self, at_least: Generation) -> bool:
+        """Or has signed so: whoever does not answer at once may be far away."""
         signed = [entry for name, entry in self._roll.alive().items() if name != self._name and entry["generation"] >= 0]
-        states = [(Generation.of(entry["generation"]), bool(entry["exchanging"])) for entry in signed]
-        states += [(generation, exchanging) for generation, exchanging, _, _ in self._others(engine)]
-        return any(generation >= at_least or exchanging for generation, exchanging in states)
+        return any(Generation.of(entry["generation"]) >= at_least or entry["exchanging"] for entry in signed)
 
     def _fetched(self, engine: ElasticEngine, at_least: Generation, failed: Callable[[], object] = bool) -> str:
         """The newest state that another island has committed; nothing if there is none, or if a newer one is about to follow."""
         others = self._others(engine)
-        if others and others[0][1] and others[0][0] <= at_least:
+        if others and others[0].exchanging and others[0].generation <= at_least:
             return ""
-        for generation, _, name, pier in others:
-            if generation < at_least:
+        committed = {one.generation for one in others if one.vouched}
+        for one in others:
+            if one.generation < at_least:
                 break
-            try:
-                cargo = fetch(pier, _FETCH_LIMIT_S)
-            except ExchangeFailed as error:
-                self._say(str(error))
-                continue
+            if not one.vouched and one.generation in committed:
+                continue  # nobody is given a state by one that was given it itself, as long as one answers that has committed it
+            if found := self._taken(engine, one, at_least):
+                return found
+            failed()
+        return ""
+
+    def _taken(self, engine: ElasticEngine, other: _Other, at_least: Generation) -> str:
+        """The state that this one has; nothing if it cannot be fetched, or is older."""
+        try:
+            cargo = fetch(other.pier, _FETCH_LIMIT_S)
             if cargo is None or Generation(*cargo.header["plain"]["generation"]) < at_least:
-                continue
-            check_alike(self._origin, cargo.header["origin"], name)
+                return ""
+            check_alike(self._origin, cargo.header["origin"], other.name)
             shared = unpack(Packed(cargo.header["structure"], dict(cargo.tensors)), engine.shared())
             plain = cargo.header["plain"]
-            plain = {**plain, "wall_time_s": plain["wall_time_s"] + cargo.age_s}
-            try:
-                engine.restore(plain, shared, name, cargo.nbytes)
-            except ExchangeFailed as error:
-                self._say(str(error))
-                continue
-            self._minutes.from_parts(cargo.header["minutes"])
-            if self._desk is not None:
-                self._desk.brought_up_to_date(engine)
-            return f"round {engine.generation.round}, fetched from {name} ({cargo.nbytes} bytes)"
-        failed()
-        return ""
+            engine.restore({**plain, "wall_time_s": plain["wall_time_s"] + cargo.age_s}, shared, other.name, cargo.nbytes)
+        except ExchangeFailed as error:
+            self._say(str(error))
+            return ""
+        self._minutes.from_parts(cargo.header["minutes"])
+        if self._desk is not None:
+            self._desk.brought_up_to_date(engine)
+        given = "" if other.vouched else ", which was given it itself: nobody answers who has committed it"
+        return f"round {engine.generation.round}, fetched from {other.name} ({cargo.nbytes} bytes){given}"
 
     # ------------------------------------------------------------------------------------------------------------ checkpoints
 
@@ -184,7 +249,7 @@ class Sources:
     def _newer_checkpoint(self, engine: ElasticEngine) -> str:
         """Of a run that others went on with and have all died since."""
         checkpoint = self._desk.checkpoints.newest() if self._desk is not None else None
-        held = max([engine.generation, *(generation for generation, *_ in self._others(engine))])
+        held = max([engine.generation, *(one.generation for one in self._others(engine))])
         if checkpoint is None or Generation(*checkpoint.metadata["engine"]["generation"]) <= held:
             return ""
         return self._restored(engine)
@@ -194,10 +259,10 @@ class Sources:
     def _fresh(self, engine: ElasticEngine) -> str:
         """A run that has not begun."""
         if self._folder is None:
-            with reminding(self._say, "waiting for an island that has the run's state"):
-                while not (found := self._fetched(engine, at_least=_ANY)):
-                    time.sleep(_LOOK_S)
-                    self._roll.look()
+            self._heard_s = time.monotonic()
+            while not (found := self._fetched(engine, at_least=NOTHING)):
+                self._wait(self._somebody_answers(engine, at_least=NOTHING))
+                self._roll.look()
             return found
         done = self._folder.events.exists() and any(True for _ in read_events(self._folder.events, [RoundFinished]))
         if done:
