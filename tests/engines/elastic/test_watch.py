@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -40,6 +41,13 @@ def watch(address, group):
 def test_one_that_accepts_and_says_nothing_is_given_up_and_named():
     group = Group()
     with socket.create_server((HOST, 0)) as silent, watch(f"{HOST}:{silent.getsockname()[1]}", group) as one:
+        assert group.ended.wait(20.0)
+    assert one.lost == "b"
+
+
+def test_another_process_that_answers_where_one_was_is_not_taken_for_it():
+    group = Group()
+    with closing(Pier(HOST, lambda: {"name": "another"})) as pier, watch(pier.address, group) as one:
         assert group.ended.wait(20.0)
     assert one.lost == "b"
 

@@ -56,7 +56,8 @@ class Watch:
     def _ask(self, rank: int, member: Member) -> None:
         heard_s = time.monotonic()
         while not self._over.wait(EVERY_S):
-            if ask(member.pier, self._silent_s) is not None:
+            said = ask(member.pier, self._silent_s)
+            if said is not None and said.get("name") == member.name:  # and not another process that has got its port
                 heard_s = time.monotonic()
             elif time.monotonic() - heard_s > self._silent_s:
                 self._end(rank, member)
