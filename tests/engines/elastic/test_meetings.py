@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -13,7 +14,7 @@ from atoll.engines.elastic import meetings as meeting
 from atoll.engines.elastic import watch as watching
 from atoll.engines.elastic.generation import Generation, epoch_of
 from atoll.engines.elastic.harbour import Harbour, free_port
-from atoll.engines.elastic.meetings import Disagreed, LeftBehind, Meetings, Unvouched
+from atoll.engines.elastic.meetings import Absent, Disagreed, LeftBehind, Meetings, Unvouched
 from atoll.engines.elastic.membership import CutOff, Membership
 from atoll.engines.elastic.pier import Pier
 
@@ -289,6 +290,21 @@ def test_a_fellow_that_is_alive_is_waited_for_though_the_lighthouse_does_not_kno
     assert {one.names for one in met} == {(*names, "c")}
     assert {one.attempts for one in met} == {1}, "nothing has failed"
     assert shore.said == []
+
+
+def test_fellows_that_are_missed_are_asked_all_at_once_and_have_as_long_as_whoever_was_found(monkeypatch):
+    monkeypatch.setattr(meeting, "_CALL_S", 20.0)
+    together = threading.Barrier(2)
+
+    def about(name):
+        together.wait(10.0)  # nobody answers before the other was asked too
+        return {"name": name, "generation": NOW.number}
+
+    alone = Meetings(None, Limit(10.0), bool, patience_s=20.0)
+    with closing(Pier(HOST, lambda: about("b"))) as b, closing(Pier(HOST, lambda: about("c"))) as c:
+        alone.fellows = {"b": b.address, "c": c.address}
+        with pytest.raises(Absent, match="b is alive and has not come"):
+            alone._look_for_fellows(NOW, ["a"], time.monotonic())
 
 
 @pytest.mark.parametrize("said", [None, {"name": "other", "generation": NOW.number}, {"name": "b", "generation": 0}])

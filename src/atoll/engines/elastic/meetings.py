@@ -19,17 +19,14 @@ from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.wire import Wire
 from atoll.engines.elastic.generation import Generation, Held, epoch_of, sound
 from atoll.engines.elastic.membership import CutOff, Found, Member
-from atoll.engines.elastic.pier import ask
 from atoll.engines.elastic.votes import call, double, who_leaves
 from atoll.engines.elastic.watch import Watch
 from atoll.errors import ExchangeFailed
 
 T = TypeVar("T")
-_ASK_S = 0.5
-"""Whoever is alive says so within this."""
 _CALL_S, _CONNECT_S, _SILENT_S, _MOST_S = 1.0, 2.0, 6.0, 60.0
-"""Islands that were found answer within the first, have connected within the second, and answer within the third while they
-exchange; each twice as long after every failure, since a line may be slow, up to the last."""
+"""Islands that were found, or are missed, answer within the first, have connected within the second, and answer within the third
+while they exchange; each twice as long after every failure, since a line may be slow, up to the last."""
 _VOTE_AFTER = 3
 """Failures of the same islands in a row, before one of them has to leave."""
 _AGAIN_S, _MOST_AGAIN_S, _TELL_S = 0.1, 1.0, 10.0
@@ -242,10 +239,8 @@ class Meetings:
         """A lighthouse that was just started knows nobody, and may find one island a company of its own while another is alive and
         about to come: then both would go on alone. So whoever is missed is asked itself. Of one that is ahead this island needs the
         state."""
-        for name, address in self.fellows.items():
-            said = ask(address, _ASK_S) if name not in here else None
-            if said is None or said["name"] != name:
-                continue
+        missed = [Member(name, pier, False, 0.0) for name, pier in self.fellows.items() if name not in here]
+        for name, said in call(missed, self._tolerant(_CALL_S)).items():
             if said["generation"] > generation.number:
                 theirs = Generation.of(said["generation"])
                 raise LeftBehind(theirs, f"{name} holds {theirs}, and this island {generation}")
