@@ -108,6 +108,29 @@ def test_a_checkpoint_of_the_same_round_is_replaced(tmp_path):
     assert checkpoints.load(checkpoints.newest(), "shared", like=state(0)).params.equal(state(7).params)
 
 
+@pytest.mark.parametrize("round", [2, 3])
+def test_what_is_not_to_count_after_all_leaves_everything_as_it_was(tmp_path, round: int):
+    checkpoints = saved(tmp_path, 1, 2)
+    seen = []
+
+    def stop() -> None:
+        seen.append((checkpoints.unfinished(round) / "meta.json").exists())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(round, parts(7), before_it_counts=stop)
+    assert seen == [True], "it was complete"
+    assert holds(checkpoints, checkpoints.newest(), 2)
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["00000001", "00000002"]
+
+
+def test_checkpoints_that_are_not_to_count_any_more_are_removed(tmp_path):
+    checkpoints = saved(tmp_path, 1, 2, 3, keep=3)
+    checkpoints.remove([1, 3, 9])
+    assert holds(checkpoints, checkpoints.newest(), 2)
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["00000002"]
+
+
 def test_a_checkpoint_is_the_same_bytes_when_it_is_saved_again(tmp_path):
     one, two = (saved(tmp_path / name, 6).newest() for name in "ab")
     assert all((one.path / name).read_bytes() == (two.path / name).read_bytes() for name in [*one.files, "meta.json"])

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,10 +76,22 @@ class Checkpoints:
 
     # ---------------------------------------------------------------------------------------------------------- saving
 
-    def save(self, round: int, parts: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        round: int,
+        parts: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None = None,
+        before_it_counts: Callable[[], object] = lambda: None,
+    ) -> Path:
         """Save what `pack` can pack, part by part, then remove the oldest checkpoints. Returns the folder.
 
         A checkpoint of the same round is replaced.
+
+        Args:
+            round: after which it is saved.
+            parts: by name.
+            metadata: what the caller wants to know on resume.
+            before_it_counts: see `writing`.
 
         Raises:
             CheckpointError: it could not be written. The older ones are untouched.
@@ -88,15 +100,22 @@ class Checkpoints:
             if not re.fullmatch(r"\w[\w.-]*", name):
                 raise ValueError(f"a part cannot be called {name!r}: it is a file's name. Use letters, digits, '_', '-' and '.'.")
         packed = {name: pack(value) for name, value in parts.items()}
-        with self.writing(round, metadata or {}) as folder:
+        with self.writing(round, metadata or {}, before_it_counts) as folder:
             for part, (structure, tensors) in packed.items():
                 write_tensors(folder / f"{part}{_SUFFIX}", tensors, {"structure": json.dumps(structure, allow_nan=False)})
         return self._path(round)
 
     @contextmanager
-    def writing(self, round: int, metadata: Mapping[str, Any]) -> Iterator[Path]:
+    def writing(
+        self, round: int, metadata: Mapping[str, Any], before_it_counts: Callable[[], object] = lambda: None
+    ) -> Iterator[Path]:
         """A new folder to write a checkpoint's files into. When they are there, it is sealed and put in its place, and the oldest
         are removed; if they are not, it is removed itself.
+
+        Args:
+            round: after which it is saved.
+            metadata: what the caller wants to know on resume.
+            before_it_counts: called when it is complete, right before it is put in its place; what it raises leaves all as it was.
 
         Raises:
             CheckpointError: it could not be written. The older ones are untouched.
@@ -111,6 +130,7 @@ class Checkpoints:
                 saving.mkdir()
                 yield saving
                 _seal(saving, round, metadata)
+                before_it_counts()
                 self._put_in_place(saving, target)
             except BaseException:
                 shutil.rmtree(saving, ignore_errors=True)
@@ -152,7 +172,12 @@ class Checkpoints:
         """Keep the newest, and what was just saved even if the run went back to an older round."""
         found = self._folders()
         kept = sorted(found, key=lambda round: (found[round] == saved, round))[-self.keep :]
-        for round in found.keys() - set(kept):
+        self.remove(found.keys() - set(kept))
+
+    def remove(self, rounds: Iterable[int]) -> None:
+        """Remove the checkpoints of these rounds, where there are any."""
+        found = self._folders()
+        for round in found.keys() & set(rounds):
             removing = _hidden(self._path(round), _REMOVING)
             # Renamed first: a kill in the middle must not leave half a checkpoint under its name. What cannot go now goes later.
             with suppress(OSError):

@@ -8,7 +8,7 @@ import torch
 from atoll import recipes
 from atoll.engines.books import Books
 from atoll.engines.elastic.generation import NOTHING, Generation
-from atoll.events import Attended, RoundFinished, RunFinished
+from atoll.events import Attended, Evaluated, RoundFinished, RunFinished, Saved, SaveFailed
 from atoll.runs.checkpoint import Checkpoints
 from atoll.runs.elastic import ending
 from atoll.runs.elastic.desk import Desk
@@ -72,13 +72,11 @@ class Engine:
 
 
 class Evaluator:
-    """Finds every weight equally good, unless it dies of it."""
+    """Finds all weights equally good."""
 
-    module, dies = None, False
+    module = None
 
     def __call__(self, params, buffers):
-        if self.dies:
-            raise Died
         return {"loss": 1.0}
 
     def load(self, params, buffers):
@@ -173,7 +171,10 @@ def test_when_the_log_is_taken_over_while_the_run_is_finished_that_is_tried_agai
 class Fetching(Sources):
     """Of an island whom another gives the state."""
 
-    def _fetched(self, engine, at_least, failed=bool):
+    def __init__(self, desk):
+        self._desk, self._say = desk, lambda text: None
+
+    def _found(self, *given, **named):
         return "round 6, fetched from b"
 
 
@@ -181,6 +182,98 @@ def test_a_checkpoint_that_cannot_be_read_harms_nobody_as_long_as_another_island
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(5, {})
     (tmp_path / "00000005" / "meta.json").unlink()
-    roll = SimpleNamespace(look=lambda: None)
-    sources = Fetching("a", roll, None, SimpleNamespace(checkpoints=checkpoints), None, {}, lambda text: None)
-    assert sources.first(SimpleNamespace()) == "round 6, fetched from b"
+    assert Fetching(SimpleNamespace(checkpoints=checkpoints)).first(SimpleNamespace()) == "round 6, fetched from b"
+
+
+@pytest.mark.parametrize("dies", ["judge", "save"])
+def test_whoever_takes_over_makes_up_for_what_the_last_one_died_over(island, dies):
+    first, second = island(), island()
+    for number in range(1, 10):
+        first.commit(number, number)
+
+    def die(*given):
+        raise Died
+
+    setattr(first.desk, f"_{dies}", die)
+    with pytest.raises(Died):
+        first.commit(10, 10)
+    assert first.commits[-1] == (10, 10), "the log tells of the round in which it was due"
+    for number in range(1, 13):
+        second.commit(number, number, writer="a" if number > 10 else "dead")
+    assert [event.round for event in second.events(Evaluated)] == ([11] if dies == "judge" else [10])
+    assert [event.round for event in second.events(Saved)] == [11]
+
+
+def test_what_could_not_be_saved_is_tried_again_long_before_the_next_is_due(island):
+    one = island()
+    one.folder.checkpoints.write_text("in the way")
+    for number in range(1, 13):
+        one.commit(number, number)
+    one.folder.checkpoints.unlink()
+    for number in range(13, 23):
+        one.commit(number, number)
+    assert [event.round for event in one.events(SaveFailed)] == [10, 11, 12]
+    assert [event.round for event in one.events(Saved)] == [13, 20]
+
+
+def commits(one, *generations, writer="a"):
+    for number, epoch in generations:
+        one.commit(number, epoch, writer=writer)
+
+
+BEFORE = [(number, number) for number in range(1, 10)]
+SAVED, ANEW = (10, 10), (10, 20)
+"""The tenth round, of which a checkpoint was saved, and as others did it again."""
+
+
+def test_a_checkpoint_of_a_commit_that_came_to_nothing_goes_when_a_better_one_stands(island):
+    one, other = island(), island()
+    commits(one, *BEFORE, SAVED)
+    commits(other, *BEFORE, ANEW, writer="one")
+    assert other.desk.checkpoints.rounds() == [10]
+    commits(other, (11, 21))
+    assert other.commits == [*BEFORE, ANEW, (11, 21)]
+    assert other.desk.checkpoints.rounds() == [11]
+    commits(other, (12, 22))
+    assert other.desk.checkpoints.rounds() == [11], "and no more than one besides"
+
+
+def test_one_that_is_ahead_of_what_counts_goes_too_and_one_of_the_same_round_is_replaced(island):
+    one, other = island(), island()
+    commits(one, *BEFORE, SAVED)
+    one.engine.reach(24, 24)
+    one.desk._save(one.engine, one.desk._log)
+    assert one.desk.checkpoints.rounds() == [10, 24]
+    commits(other, *BEFORE, writer="one")
+    commits(other, ANEW)
+    assert other.desk.checkpoints.rounds() == [10]
+    assert other.desk.checkpoints.newest().metadata["engine"]["generation"] == [*ANEW]
+
+
+def test_the_log_has_no_hole_where_all_go_on_from_a_checkpoint_that_it_tells_nothing_of(island):
+    one, other, last = island(), island(), island()
+    commits(one, *BEFORE, SAVED)
+    commits(other, *BEFORE, writer="one")
+    other.desk._save = lambda engine, log: None  # it dies first, and so do all
+    commits(other, ANEW)
+    assert other.commits == [*BEFORE, ANEW]
+    last.desk.restored(last.desk.checkpoints.newest(), last.engine)
+    commits(last, (11, 1021))
+    assert last.commits == [*BEFORE, SAVED, (11, 1021)]
+    assert [event.round for event in last.events(RoundFinished)] == [*range(1, 12)]
+
+
+def test_an_island_that_was_frozen_while_it_saved_saves_nothing_when_others_went_on(island):
+    frozen, other = island(), island()
+    commits(frozen, *BEFORE)
+    shared = frozen.engine.shared
+
+    def freeze():
+        commits(other, *BEFORE, SAVED, writer="frozen")
+        commits(other, *((number, number) for number in range(11, 21)))
+        return shared()
+
+    frozen.engine.shared = freeze
+    commits(frozen, SAVED)
+    assert other.desk.checkpoints.rounds() == [11, 20]
+    assert frozen.said[-1] == "round 10 is not saved: another island has taken the log over"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from atoll.engines.elastic.engine import Commit, ElasticEngine
 from atoll.engines.elastic.generation import NOTHING, Generation
 from atoll.engines.evaluator import Evaluator
 from atoll.errors import CheckpointError
-from atoll.events import RoundFinished, Saved, SaveFailed, WarmStartFinished
+from atoll.events import Attended, Evaluated, RoundFinished, Saved, SaveFailed, WarmStartFinished
 from atoll.protocols import Workload
 from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
 from atoll.runs.elastic.log import TakenLog, agreed_part, last_commit, stamp
@@ -28,6 +29,10 @@ from atoll.telemetry.jsonl import read_events
 
 class Finished(Exception):
     """Others have finished the run, while this island was away."""
+
+
+class _Overtaken(Exception):
+    """Another island has taken the log over meanwhile."""
 
 
 class Desk:
@@ -68,6 +73,10 @@ class Desk:
         """Whose weights were judged here last."""
         self._steps = 0
         """Of the run, at the last commit that is written down."""
+        self._judged_at = self._saved_at = 0
+        """Steps of the run, when its weights were last judged, and last saved, by whomever."""
+        self._void: list[int] = []
+        """Rounds of checkpoints that others saved of commits which came to nothing. They go when a better one stands."""
         self.writer: str | None = None
         """Who else writes of the last commit, if anybody does."""
 
@@ -98,10 +107,17 @@ class Desk:
         if commit.opening and engine.generation.round == 0:
             self._judge(engine, log)
             return
-        if engine.over or self._passed(before, self._run.keep.evaluate_every):
+        if engine.over or self._is_due(before, self._judged_at, self._run.keep.evaluate_every):
             self._judge(engine, log)
-        if not commit.opening and (engine.over or self._passed(before, self._run.keep.save_every)) and log.is_ours:
+        due = engine.over or self._void or self._is_due(before, self._saved_at, self._run.keep.save_every)
+        if due and not commit.opening and log.is_ours:
             self._save(engine, log)
+
+    def _is_due(self, before: int, done_at: int, every: int) -> bool:
+        """Whether the run has just passed a multiple of so many steps. Or it has passed one since this was last done, and nothing
+        came of it, since a disk was full or whoever did it has died: then it is tried once more with each tenth of them."""
+        missed = self._steps // every > done_at // every
+        return self._passed(before, every) or (missed and self._passed(before, max(every // 10, 1)))
 
     def _passed(self, before: int, every: int) -> bool:
         """Whether the run has just passed a multiple of so many steps."""
@@ -110,18 +126,33 @@ class Desk:
     def _judge(self, engine: ElasticEngine, log: TakenLog) -> None:
         metrics = self._evaluator(engine.params, engine.replica.buffers())
         log.emit(engine.books.evaluated(metrics, engine.clock.now_s()))
-        self._judged = engine.generation
+        self._judged, self._judged_at = engine.generation, engine.steps_taken
 
     def _save(self, engine: ElasticEngine, log: TakenLog) -> None:
         """A disk that is full ends nothing: the last checkpoint stands, and the next may succeed."""
         number = engine.generation.round
+
+        def check() -> None:
+            if not log.is_ours:
+                raise _Overtaken
+
+        metadata = {
+            **self._origin,
+            "engine": engine.plain(),
+            "steps": engine.steps_taken,
+            "lines": self._minutes.lines(engine.generation),
+        }
         try:
             log.sync()  # whoever goes on from the checkpoint looks for its commit there
-            self.checkpoints.save(number, {"shared": engine.shared()}, {**self._origin, "engine": engine.plain()})
+            self.checkpoints.save(number, {"shared": engine.shared()}, metadata, before_it_counts=check)
+        except _Overtaken:
+            self._say(f"round {number} is not saved: another island has taken the log over")
         except CheckpointError as error:
             self._say(f"not saved: {error}")
             log.emit(SaveFailed(round=number, reason=str(error)))
         else:
+            self.checkpoints.remove(set(self._void) - {number})
+            self._void, self._saved_at = [], engine.steps_taken
             log.emit(Saved(round=number, name=Checkpoints.name(number)))
 
     # -------------------------------------------------------------------------------------------------------------- the log
@@ -132,13 +163,15 @@ class Desk:
             raise Finished
         if self._log is not None and not self._log.is_ours and last_commit(self._folder.events) < engine.generation:
             self._stop_writing()  # whoever took it was behind; of one that is ahead this island, frozen meanwhile, takes nothing
-        if self._log is None:
-            self._log = self._taken_over(engine)
+        taken_over = self._log is None
+        self._log = self._log or self._taken_over(engine)
         for minute in self._minutes:
             if minute.generation > self._written:
                 for event in minute.events:
                     self._log.emit(event)
                 self._written = minute.generation
+        if taken_over:
+            self._void = self._contradicted(engine.generation)
         return self._log
 
     def _taken_over(self, engine: ElasticEngine) -> TakenLog:
@@ -149,11 +182,32 @@ class Desk:
         if missing:
             self._say(f"nobody remembers rounds {missing[0]} to {missing[-1]}, and the log does not have them")
         log = TakenLog(self._folder.events, keep_bytes, seen)
-        told = read_events(self._folder.events, [RoundFinished])
+        told = [*read_events(self._folder.events, [RoundFinished, Evaluated])]
         self._steps = max((event.steps for event in told if isinstance(event, RoundFinished)), default=0)
+        self._judged_at = max((event.steps for event in told if isinstance(event, Evaluated)), default=0)
+        self._saved_at = self._steps_saved()
         if not keep_bytes:
             self._begin(log)
         return log
+
+    def _steps_saved(self) -> int:
+        """Steps of the run, at its newest checkpoint."""
+        try:
+            newest = self.checkpoints.newest()
+        except CheckpointError:  # it is damaged, and another one is due
+            return 0
+        return int(newest.metadata.get("steps", 0)) if newest is not None else 0
+
+    def _contradicted(self, reached: Generation) -> list[int]:
+        """The checkpoints, by their rounds, of commits that others did again, as the log tells, or that are still to come."""
+        told = {one.round: one.epoch for one in read_events(self._folder.events, [Attended]) if isinstance(one, Attended)}
+        found = []
+        for number in self.checkpoints.rounds():
+            with suppress(CheckpointError):  # what is damaged is for a person to look at
+                _, epoch = self.checkpoints.at(number).metadata["engine"]["generation"]
+                if number > reached.round or told.get(number, epoch) != epoch:
+                    found.append(number)
+        return found
 
     def _begin(self, log: TakenLog) -> None:
         self._execution.keep_what_is_read()
@@ -228,5 +282,5 @@ class Desk:
         check_origin(checkpoint, self._origin, engine.name)
         shared: dict[str, Any] = self.checkpoints.load(checkpoint, "shared", engine.shared())
         engine.restore(checkpoint.metadata["engine"], shared)
-        self._minutes.begin_with(engine.generation)
+        self._minutes.begin_with(engine.generation, checkpoint.metadata.get("lines", ()))
         engine.begin_anew()

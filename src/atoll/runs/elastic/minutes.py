@@ -61,9 +61,13 @@ class Minutes:
         self._written = max(self._written, written)
         self._kept.append(minute)
 
-    def begin_with(self, generation: Generation) -> None:
-        """This island goes on from a checkpoint: what came after it is void."""
-        self._replace([Minute(generation, False, [])])
+    def begin_with(self, generation: Generation, lines: Sequence[str] = ()) -> None:
+        """This island goes on from a checkpoint, of whose commit these lines tell: what came after it is void."""
+        self._replace([Minute(generation, False, [*map(from_json, lines)])])
+
+    def lines(self, generation: Generation) -> list[str]:
+        """What is to be written of this commit."""
+        return [line for minute in self._kept if minute.generation == generation for line in _lines(minute)]
 
     def _replace(self, minutes: Sequence[Minute]) -> None:
         self._kept.clear()
@@ -74,14 +78,14 @@ class Minutes:
 
     def to_parts(self) -> list[Any]:
         """What may not be in the log yet, and the last commit that is, as plain data."""
-        return [
-            [*minute.generation, minute.opening, [event.to_json() for event in minute.events if event.recorded]]
-            for minute in self._kept
-            if minute.generation >= self._written
-        ]
+        return [[*minute.generation, minute.opening, _lines(minute)] for minute in self._kept if minute.generation >= self._written]
 
     def from_parts(self, parts: Sequence[Any]) -> None:
         """Remember what another island does. What this one saw itself may have come to nothing."""
         self._replace(
             [Minute(Generation(number, epoch), opening, [*map(from_json, lines)]) for number, epoch, opening, lines in parts]
         )
+
+
+def _lines(minute: Minute) -> list[str]:
+    return [event.to_json() for event in minute.events if event.recorded]
