@@ -112,7 +112,7 @@ def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_join
         os.kill(lighthouse, signal.SIGKILL)
         seen = len(rounds(folder))
         until(lambda: len(rounds(folder)) >= seen + 2, "a commit after the lighthouse came back", process)
-        with running("run", "--join", command[-2]) as newcomer:
+        with running("run", "--join", command[-2], "--devices", 2) as newcomer:
             until(lambda: events(folder, Attended)[-1].participating == 3, "a commit of three", process)
             for name in ("island-0000", "island-0001"):
                 os.kill(process_of(folder, name), signal.SIGKILL)
@@ -175,6 +175,7 @@ def test_what_islands_that_come_and_go_cannot_do_is_refused_and_leaves_no_folder
     ("arguments", "says"),
     [
         (["--join", "localhost"], "localhost is no address of a run: it is HOST:PORT"),
+        (["toy-sync", "--devices", "2"], "Elsewhere each is a process: use --set cluster.devices_per_island=2"),
         (["toy-sync", "--join", "127.0.0.1:1", "--set", "seed=1"], "recipe, --set with --join"),
         (["toy-sync", "--elastic", "--engine", "ray"], "--engine ray with islands that come and go"),
         (["toy-sync", "--elastic", "--engine", "sim"], "--engine sim with islands that come and go"),

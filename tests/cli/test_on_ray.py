@@ -135,7 +135,7 @@ def beginning(folder, *more):
         WORKERS,
         "--pace",
         0.02,
-        "--devices-per-worker",
+        "--devices",
         2,
     ]
     return ["run", "toy-async", *SETS, *arguments, "--engine", "ray", "--save-every", 0.3, "--out", folder, *more]

@@ -55,7 +55,7 @@ def test_what_modules_draw_is_drawn_again_with_the_same_seed_and_otherwise_with_
 
 def test_a_batch_that_has_not_an_example_for_each_device_is_refused():
     workload = Regression(batches=RegressionBatches(batch_size=4))
-    with pytest.raises(ConfigError, match=r"holds 4 examples and is to be cut into 6.*--devices-per-worker"):
+    with pytest.raises(ConfigError, match=r"holds 4 examples and is to be cut into 6.*--devices"):
         trained(workload, 3, micro_batches=2)
 
 

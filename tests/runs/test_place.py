@@ -8,7 +8,19 @@ import pytest
 from atoll import recipes
 from atoll.engines.sim.world import Away
 from atoll.errors import ConfigError
-from atoll.runs.place import PLACE, Dist, check_backend, ignored, own_gpu, pause_s, placed, read_place, write_place
+from atoll.runs.overrides import override
+from atoll.runs.place import (
+    PLACE,
+    Dist,
+    check_backend,
+    ignored,
+    own_gpu,
+    pause_s,
+    placed,
+    read_place,
+    refuse_too_many_devices,
+    write_place,
+)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +106,10 @@ def test_what_real_machines_do_not_take_from_the_cluster_is_said_in_one_line():
     assert "lost messages" in line
     assert "islands that come and go" in line
     assert "\n" not in line
+
+
+def test_batches_that_have_not_an_example_for_each_device_are_refused_before_anything_starts():
+    run = override(recipes.demo_diloco(), ["train.batch_size=6", "train.micro_batches=2"])
+    refuse_too_many_devices(run, 3)
+    with pytest.raises(ConfigError, match=r"train.batch_size=6: 4 devices share out each batch, in 2 pieces each, .* at least 8"):
+        refuse_too_many_devices(run, 4)

@@ -12,7 +12,6 @@ from atoll.runs.ray_place import (
     on_workers,
     plan_of,
     read_ray,
-    refuse_too_many_devices,
     told,
     with_said,
     write_ray,
@@ -76,13 +75,6 @@ def test_workers_of_several_devices_have_gpus_of_their_own_or_are_refused():
     assert gpus_each(2, 3, gpus=6) == 3.0
     with pytest.raises(ConfigError, match=r"2 workers of 3 devices each need 6 GPUs, and this machine has 5"):
         gpus_each(2, 3, gpus=5)
-
-
-def test_batches_that_have_not_an_example_for_each_device_are_refused_before_anything_starts():
-    run = demo("train.batch_size=6", "train.micro_batches=2")
-    refuse_too_many_devices(run, Ray(devices=3))
-    with pytest.raises(ConfigError, match=r"train.batch_size=6: the 4 devices of a worker .* in 2 pieces each, .* at least 8"):
-        refuse_too_many_devices(run, Ray(devices=4))
 
 
 def test_a_synchronous_algorithm_is_sent_to_another_engine():

@@ -97,23 +97,23 @@ class _terminated_like_interrupted:  # noqa: N801
         signal.signal(signal.SIGTERM, self._before)
 
 
-def be_joiner(address: str, others: Sequence[str]) -> None:
-    """Be one more island of the run at this address."""
+def be_joiner(address: str, others: Sequence[str], devices: int | None) -> None:
+    """Be one more island of the run at this address, with so many devices."""
     if others:
         raise ConfigError(f"{', '.join(others)} with --join: what the run is, an island is told there. Leave out all else.")
     check_address(address)
     # Two containers on one machine's network may have the same name and the same process id.
-    be_island(address, f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}", None)
+    be_island(address, f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}", None, devices=devices)
 
 
-def be_island(address: str, name: str, folder: Path | None, chaos: Path | None = None) -> None:
+def be_island(address: str, name: str, folder: Path | None, chaos: Path | None = None, devices: int | None = None) -> None:
     """Be one island of the run at this address."""
     if folder is not None:
         _end_with_whoever_started_this()
     os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every meeting
     try:
         limit_s = START_LIMIT_S if folder is None else 60.0
-        take_part(address, name, folder=folder, say=_say, start_limit_s=limit_s, chaos=chaos)
+        take_part(address, name, folder=folder, say=_say, start_limit_s=limit_s, chaos=chaos, devices=devices)
     except CheckpointError as error:  # others may have what this one could not read
         leave_at_once(error, code=STATELESS)
     except BaseException as error:

@@ -118,8 +118,8 @@ def run(
     workers_most: Annotated[
         int | None, typer.Option(min=1, help="ray: so many may join if the cluster has room. By default --processes.")
     ] = None,
-    devices_per_worker: Annotated[
-        int | None, typer.Option(min=1, help="ray: so many share out a worker's batches. By default 1.")
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="ray, elastic: so many share out the batches of a worker or island. By default 1.")
     ] = None,
     save_every: Annotated[float | None, typer.Option(help="ray: seconds between checkpoints of the hub. By default 30.")] = None,
     elastic: Annotated[bool, typer.Option("--elastic", help="dist: islands may come and go while it runs.")] = False,
@@ -138,16 +138,16 @@ def run(
     if join is not None:
         from atoll.cli.elastic import be_joiner
 
-        be_joiner(join, [name for name in _given(context) if name != "--join"])
+        be_joiner(join, [name for name in _given(context) if name not in ("--join", "--devices")], devices)
         return
     elastic_only = {"host": host, "port": port, "gather_s": gather, "refused_above": refused_above}
-    ray_only = {"address": ray_address, "most": workers_most, "devices": devices_per_worker, "save_every_s": save_every}
+    ray_only = {"address": ray_address, "most": workers_most, "save_every_s": save_every}
     on_ray = engine == "ray" or any(value is not None for value in ray_only.values()) or _engine_in(resume) == "ray"
     broken = chaos is not None and not on_ray
     if elastic or broken or any(value is not None for value in elastic_only.values()) or _engine_in(resume) == "elastic":
         from atoll.cli.elastic import carry_out_elastic
 
-        of_others = {"--start-limit", "--backend", "--ray-address", "--workers-most", "--devices-per-worker", "--save-every"}
+        of_others = {"--start-limit", "--backend", "--ray-address", "--workers-most", "--save-every"}
         foreign = sorted(of_others.intersection(_given(context)))
         if engine not in (None, "dist"):
             foreign.append(f"--engine {engine}")
@@ -156,7 +156,7 @@ def run(
                 f"{', '.join(foreign)} with islands that come and go (--elastic, --chaos, --host, --port, --gather, "
                 f"--refused-above): these are real processes, over gloo, by --engine dist. Leave out one or the other."
             )
-        how = {"processes": processes, "pace": pace, "limit_s": limit, **elastic_only}
+        how = {"processes": processes, "devices": devices, "pace": pace, "limit_s": limit, **elastic_only}
         carry_out_elastic(recipe, settings or [], seed, out, resume, json, quiet, how, chaos)
         return
     if on_ray:
@@ -166,9 +166,14 @@ def run(
             raise ConfigError(
                 "--start-limit, --backend or another --engine with a run on Ray, which has none of these. Leave them out."
             )
-        how = {"processes": processes, "pace": pace, "limit_s": limit, **ray_only}
+        how = {"processes": processes, "devices": devices, "pace": pace, "limit_s": limit, **ray_only}
         carry_out_on_ray(recipe, settings or [], seed, out, resume, json, quiet, how, chaos)
         return
+    if devices is not None:
+        raise ConfigError(
+            f"--devices {devices}: so many share out the batches of an island of --elastic, or of a worker of --engine ray. "
+            f"Elsewhere each is a process: use --set cluster.devices_per_island={devices} with an algorithm inside."
+        )
     how = {"processes": processes, "pace": pace, "limit_s": limit, "start_limit_s": start_limit, "backend": backend}
     real_before = resume is not None and (resume.expanduser() / "engine.json").is_file()
     if engine == "dist" or real_before or any(value is not None for value in how.values()):

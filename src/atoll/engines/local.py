@@ -233,7 +233,7 @@ class LocalReplica:
         if size < len(pieces):
             raise ConfigError(
                 f"a batch, or piece of one, holds {size} examples and is to be cut into {len(pieces)}: each needs at least one. "
-                f"Use larger batches, or fewer pieces (train.micro_batches, algorithm.pieces_per_half, --devices-per-worker)."
+                f"Use larger batches, or fewer pieces (train.micro_batches, algorithm.pieces_per_half, --devices)."
             )
         tokens = [self.batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
         some = sum(tokens)

@@ -29,6 +29,7 @@ from atoll.protocols import AsyncAlgorithm, Sink, Workload
 from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
 from atoll.runs.execute import Execution, Result, check_workload, digest_of, is_finished, refuse_impossible
 from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.place import refuse_too_many_devices
 from atoll.runs.plain import from_json, to_json
 from atoll.runs.ray_parts import BEGIN, FolderKeeper, Made, breaking, lost_after, outlast_hub
 from atoll.runs.ray_place import (
@@ -39,7 +40,6 @@ from atoll.runs.ray_place import (
     plan_of,
     read_ray,
     refuse_strangers,
-    refuse_too_many_devices,
     write_ray,
 )
 from atoll.runs.run import Run, device_of, dtype_of
@@ -115,7 +115,7 @@ def create_ray_folder(
     mine = on_workers(run, place.processes or run.cluster.devices)
     refuse_strangers(chaos, place, mine)
     if workload is None:
-        refuse_too_many_devices(mine, place)
+        refuse_too_many_devices(mine, place.devices)
     refuse_impossible(mine.resolved, workload, Cache())
     folder = RunFolder.create(path.expanduser(), to_json(mine), list(command))
     write_ray(folder.path, place)
@@ -143,7 +143,7 @@ def resume_on_ray(
             return Execution(from_json(folder.run_json), folder, workload, (), Cache()).resume()
         refuse_strangers(chaos, place or before, from_json(folder.run_json))
         if workload is None:
-            refuse_too_many_devices(from_json(folder.run_json), place or before)
+            refuse_too_many_devices(from_json(folder.run_json), (place or before).devices)
         folder.resumed(list(command or sys.argv))
         write_ray(folder.path, place or before)
         return _Drive(folder, place or before, workload, sinks, say, chaos).carry_out()

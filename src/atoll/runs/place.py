@@ -130,3 +130,19 @@ def ignored(run: Run, place: Dist) -> str:
     what += ["lost messages"] if cluster.loses_messages else []
     what += ["islands that come and go"] if cluster.away or cluster.pool != "constant" else []
     return f"{', '.join(what)}: ignored, since real processes compute and talk as fast as they can."
+
+
+def refuse_too_many_devices(run: Run, devices: int) -> None:
+    """Refuse batches of which not every device of an island, or worker, would have an example.
+
+    Args:
+        run: says how large batches are.
+        devices: that share out each of them.
+    """
+    pieces = devices * run.train.micro_batches
+    if run.train.batch_size < pieces:
+        each = f", in {run.train.micro_batches} pieces each" if run.train.micro_batches > 1 else ""
+        raise ConfigError(
+            f"train.batch_size={run.train.batch_size}: {devices} devices share out each batch{each}, so that it needs at least "
+            f"{pieces} examples. Use larger batches, or fewer --devices."
+        )

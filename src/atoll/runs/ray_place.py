@@ -102,17 +102,6 @@ def places_of(run: Run, place: Ray) -> int:
     return max(place.processes or run.world.islands, place.most or 0)
 
 
-def refuse_too_many_devices(run: Run, place: Ray) -> None:
-    """Refuse batches of which not every device of a worker would have an example."""
-    pieces = place.devices * run.train.micro_batches
-    if run.train.batch_size < pieces:
-        raise ConfigError(
-            f"train.batch_size={run.train.batch_size}: the {place.devices} devices of a worker share out each batch"
-            f"{f', in {run.train.micro_batches} pieces each' if run.train.micro_batches > 1 else ''}, so that it needs at least "
-            f"{pieces} examples. Use larger batches, or fewer --devices-per-worker."
-        )
-
-
 def refuse_strangers(script: Script | None, place: Ray, run: Run) -> None:
     """Refuse a script of what cannot happen to this run."""
     if script is not None:
@@ -150,7 +139,7 @@ def gpus_each(workers: int, devices: int, gpus: int) -> float:
     if workers * devices > gpus:
         raise ConfigError(
             f"{workers} workers of {devices} devices each need {workers * devices} GPUs, and this machine has {gpus}. Use fewer "
-            f"--processes or --devices-per-worker, or --ray-address."
+            f"--processes or --devices, or --ray-address."
         )
     return float(devices)
 

@@ -27,7 +27,7 @@ from atoll.engines.masters import initial
 from atoll.errors import ConfigError
 from atoll.protocols import Algorithm
 from atoll.runs.build import loss_of, replica_of
-from atoll.runs.elastic.cards import Card
+from atoll.runs.elastic.cards import Cards
 from atoll.runs.elastic.desk import Desk, Finished
 from atoll.runs.elastic.ending import FINISHED, finish, hand_over, stay
 from atoll.runs.elastic.minutes import Minute, Minutes
@@ -36,6 +36,7 @@ from atoll.runs.elastic.sources import Sources
 from atoll.runs.execute import digest_without_size
 from atoll.runs.folder import RunFolder
 from atoll.runs.pack import pack
+from atoll.runs.place import refuse_too_many_devices
 from atoll.runs.run import device_of, dtype_of
 from atoll.runs.warm import Cache, WarmStart, load_data, warm_up
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
@@ -58,6 +59,7 @@ class Island:
         folder: of the run, where this machine has it.
         say: takes what a person may want to know.
         chaos: a script of faults, some of which are this island's own.
+        devices: that compute for it; none: as many as the run's place has it.
     """
 
     def __init__(
@@ -69,8 +71,11 @@ class Island:
         folder: Path | None,
         say: Callable[[str], object],
         chaos: Path | None = None,
+        devices: int | None = None,
     ) -> None:
         self._run, self._place, self._name, self._say = invitation.run.resolved, invitation.place, name, say
+        self._count = devices or self._place.devices
+        refuse_too_many_devices(self._run, self._count)
         self._folder = RunFolder(folder) if folder is not None else None
         self._doing = "coming"
         self._engine: ElasticEngine | None = None
@@ -117,7 +122,7 @@ class Island:
         workload = island_workload(run, data, warm.params)
         origin = {"run": digest_without_size(run), "data": fingerprint(workload)}
         number = _number(self._name)
-        device, loss = self._device(number), loss_of(run, workload)
+        (device, *beside), loss = self._devices(number), loss_of(run, workload)
         if self._folder is not None:
             evaluator = Evaluator(workload, device, dtype_of(run))
             self._desk = Desk(run, self._folder, plain, warm, evaluator, origin, cache, self._minutes, self._say)
@@ -136,7 +141,7 @@ class Island:
             meetings=Meetings(finds, limit, self._say, patience_s=self._place.limit_s),
             params=warm.params.to(device),
             batches=workload.batches,
-            make_replica=lambda: replica_of(run, workload, loss, number, device),
+            make_replica=lambda: replica_of(run, workload, loss, number, device, beside),
             islands=run.world.islands,
             steps=run.train.steps,
             most=self._place.refused_above,
@@ -151,14 +156,14 @@ class Island:
             busy=lambda: self._pier.busy,
         )
 
-    def _device(self, number: int) -> str:
+    def _devices(self, number: int) -> list[str]:
         device = device_of(self._run)
         if device != "cuda":
-            return device
+            return [device] * self._count
         cards = [str(torch.cuda.get_device_properties(card).uuid) for card in range(torch.cuda.device_count())]
-        self._card = Card(cards, number)  # as long as this process lives
-        torch.cuda.set_device(self._card.number)
-        return f"cuda:{self._card.number}"
+        self._cards = Cards(cards, number, self._count)  # as long as this process lives
+        torch.cuda.set_device(self._cards.numbers[0])
+        return [f"cuda:{card}" for card in self._cards.numbers]
 
     # --------------------------------------------------------------------------------------------------------------- the run
 

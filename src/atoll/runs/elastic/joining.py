@@ -23,7 +23,14 @@ _LOOK_S = 0.2
 
 
 def take_part(
-    address: str, name: str, *, folder: Path | None, say: Callable[[str], object], start_limit_s: float, chaos: Path | None = None
+    address: str,
+    name: str,
+    *,
+    folder: Path | None,
+    say: Callable[[str], object],
+    start_limit_s: float,
+    chaos: Path | None = None,
+    devices: int | None = None,
 ) -> None:
     """Be an island of the run at this address, until it is over.
 
@@ -34,6 +41,7 @@ def take_part(
         say: takes what a person may want to know.
         start_limit_s: how long the run is waited for.
         chaos: a script of faults, some of which are this island's own.
+        devices: of this island; none: as many as the others have.
     """
     invitation = invited(address, say, start_limit_s)
     host = _host_towards(address)
@@ -41,7 +49,7 @@ def take_part(
     say(f"{name} on {platform.node()} ({host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
     gc.freeze()  # with each change of company garbage is collected, while others wait: what was imported is none
     with ExitStack() as stack:
-        island = Island(invitation, address, host, name, folder, say, chaos)
+        island = Island(invitation, address, host, name, folder, say, chaos, devices)
         stack.push(lambda kind, error, trace: island.close(wait=kind is None))
         island.carry_out()
 

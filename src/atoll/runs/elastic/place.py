@@ -33,6 +33,7 @@ class Elastic:
         refused_above: a delta that is so many times longer than deltas were lately is refused.
         host: the address that the lighthouse and the islands here listen on. Others must be able to reach it.
         port: of the run; 0 takes one that is free.
+        devices: of each island. They share out each of its batches, and its steps are those of one device.
     """
 
     processes: int | None = None
@@ -42,11 +43,14 @@ class Elastic:
     refused_above: float = REFUSED
     host: str = "127.0.0.1"
     port: int = 0
+    devices: int = 1
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.processes is not None and self.processes < 1:
             raise ConfigError(f"processes={self.processes}: at least 1. Leave it out for as many as the cluster has.")
+        if self.devices < 1:
+            raise ConfigError(f"devices={self.devices}: an island has at least 1. Leave it out for one.")
         if self.pace is not None and not self.pace >= 0:
             raise ConfigError(f"pace={self.pace}: it is 0 or more. Leave it out so that computing takes what it takes.")
         if not self.limit_s > 0 or not self.gather_s >= 0:

@@ -19,7 +19,7 @@ from atoll.runs.elastic.place import Elastic, read_elastic, write_elastic
 from atoll.runs.elastic.supervise import Inside, Supervisor, as_it_is, island_name
 from atoll.runs.execute import Result, is_finished, refuse_impossible, resume
 from atoll.runs.folder import RunFolder, default_path
-from atoll.runs.place import placed
+from atoll.runs.place import placed, refuse_too_many_devices
 from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run
 from atoll.runs.warm import Cache, load_data, warm_up
@@ -35,6 +35,7 @@ def create_elastic(run: Run, place: Elastic, folder: Path, command: Sequence[str
     """A new folder for this run. What is impossible is refused before it is there."""
     mine = placed(run, place.processes or run.cluster.islands)
     refuse_inelastic(mine)
+    refuse_too_many_devices(mine, place.devices)
     refuse_impossible(mine.resolved, None, Cache())
     RunFolder.create(folder, to_json(mine), list(command))
     write_elastic(folder, place)
