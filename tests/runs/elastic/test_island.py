@@ -189,6 +189,15 @@ def test_with_nobody_missing_weights_losses_tokens_and_bytes_are_the_simulators(
         assert len(shore.events(kind)) == count, kind
 
 
+@pytest.mark.parametrize("how", ["damage", "damage late", "damage told"])
+def test_whatever_message_is_damaged_it_is_tried_again_and_weights_are_the_simulators(tmp_path, how):
+    run, spoil = toy(2, "algorithm.weighting=examples"), Spoil(island="island-0000", round=1, how=how)
+    shore = Shore(tmp_path / "elastic", run, Elastic(processes=2), spoil)
+    shore.finish(shore.start("island-0000", "island-0001"))
+    assert load_tree(shore.folder / "final.safetensors").equal(simulate(run, out=tmp_path / "sim").params)
+    assert {event.round: event.attempts for event in shore.events(Attended)}[2] > 1
+
+
 def test_every_commit_says_who_was_there_and_what_became_of_the_data(tmp_path):
     shore = Shore(tmp_path / "run", toy(2), Elastic(processes=2))
     shore.finish(shore.start("island-0000", "island-0001"))
