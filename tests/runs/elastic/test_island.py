@@ -650,9 +650,9 @@ def test_what_is_being_read_keeps_its_bits_and_what_is_not_is_used_again(tmp_pat
 def test_whoever_was_refused_begins_with_fresh_moments_and_its_steps_count_nowhere(tmp_path, monkeypatch):
     made = Counter()
 
-    def counted(run, workload, loss, number, device):
+    def counted(run, workload, loss, number, *devices):
         made[number] += 1
-        return replica_of(run, workload, loss, number, device)
+        return replica_of(run, workload, loss, number, *devices)
 
     monkeypatch.setattr(islands, "replica_of", counted)
     spoil = Spoil(island="island-0001", round=2, how="nan")
