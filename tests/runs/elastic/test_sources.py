@@ -13,6 +13,7 @@ from atoll.engines.elastic.membership import CutOff
 from atoll.engines.elastic.pier import Cargo, Pier
 from atoll.engines.elastic.reminding import reminding
 from atoll.engines.elastic.roll import SILENT_S
+from atoll.errors import CheckpointError
 from atoll.runs.elastic import sources as where
 from atoll.runs.elastic.sources import Sources
 from atoll.runs.pack import pack
@@ -87,6 +88,22 @@ def test_whoever_gave_the_state_and_is_gone_may_have_left_a_newer_checkpoint(sou
     engine = Engine()
     sources(Roll(), Desk(saved)).confirm(engine)
     assert engine.done == [done]
+
+
+@pytest.mark.parametrize("go_on", ["first", "catch_up", "confirm"])
+def test_over_a_checkpoint_that_cannot_be_read_nobody_loses_the_state_that_it_holds(sources, go_on):
+    def damaged():
+        raise CheckpointError("the checkpoint is damaged.")
+
+    engine, desk, said = Engine(), Desk([6, 0]), []
+    desk.checkpoints.newest = damaged
+    if go_on == "first":  # who holds nothing has nothing to go on with
+        with pytest.raises(CheckpointError, match="damaged"):
+            go(sources(Roll(), desk), go_on, engine)
+        return
+    go(sources(Roll(), desk, said.append), go_on, engine)
+    assert engine.done == ["begins anew"]
+    assert "the checkpoint is damaged. a does without it, since it holds round 5 itself" in said
 
 
 def test_an_island_is_alone_only_when_nobody_signs_any_more_though_nobody_answers(sources):

@@ -115,7 +115,7 @@ class Sources:
         Raises:
             CutOff: there is nobody any more to be given it by.
         """
-        healed = self._found(engine, max(ahead, engine.generation), failed)
+        healed = self._newer(engine, max(ahead, engine.generation), failed)
         if healed:
             self._say(f"{self._name} goes on with {healed}")
         else:
@@ -125,10 +125,18 @@ class Sources:
     def confirm(self, engine: ElasticEngine) -> None:
         """Those who gave this island its state are gone. Where they went on, they left a checkpoint; else this is the newest."""
         with reminding(self._say, "looking whether anybody has gone on from the state that this island was given"):
-            found = self._found(engine, Generation(engine.generation.round, engine.generation.epoch + 1))
+            found = self._newer(engine, Generation(engine.generation.round, engine.generation.epoch + 1))
         self._say(f"{self._name} finds nobody who gave it its state, and goes on with {found or 'it'}")
         if not found:
             engine.begin_anew()
+
+    def _newer(self, engine: ElasticEngine, at_least: Generation, failed: Callable[[], object] = bool) -> str:
+        """A newer state than the one that this island holds, which is not lost over a checkpoint that cannot be read."""
+        try:
+            return self._found(engine, at_least, failed)
+        except CheckpointError as error:
+            self._say(f"{error} {self._name} does without it, since it holds round {engine.generation.round} itself")
+            return ""
 
     def _found(
         self, engine: ElasticEngine, at_least: Generation, failed: Callable[[], object] = bool, quiet_s: float = math.inf
