@@ -85,6 +85,32 @@ def test_a_device_whose_share_has_no_tokens_brings_nothing():
     assert told.tokens == expected.tokens == 3 * 12
 
 
+class Drifting(Regression):
+    """Whose module computes with a buffer that each pass changes, and half of whose parameters are in double precision."""
+
+    def module(self):
+        module = super().module()
+        module[-1].to(torch.float64)
+        module.register_buffer("drift", torch.zeros(()))
+        return module
+
+    def loss(self, module: nn.Module, batch):
+        inputs, targets = batch
+        with torch.no_grad():
+            module.drift += 0.1
+        found = module[-1](module[:-1](inputs).double()).squeeze(1) + module.drift
+        return (found - targets).square().mean().float()
+
+
+def test_all_devices_compute_with_the_first_ones_buffers_and_mixed_precisions_add_up():
+    many, losses = trained(Drifting(hidden=6), 2)
+    assert [float(copy.module.drift) for copy in many._helpers.copies] == [float(many.weights.module.drift)]
+    assert float(many.weights.module.drift) == pytest.approx(1.2)
+    one, expected = trained(Drifting(hidden=6), 1)
+    assert losses.losses == pytest.approx(expected.losses, abs=1e-5)
+    assert float((many.params().flat - one.params().flat).abs().max()) < 1e-5
+
+
 def test_a_state_that_one_device_left_is_gone_on_with_by_several_and_they_hold_copies():
     workload = Regression(hidden=6)
     one, _ = trained(workload, 1)

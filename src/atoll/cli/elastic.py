@@ -19,6 +19,7 @@ from atoll.engines.elastic.harbour import Harbour
 from atoll.errors import CheckpointError, ConfigError
 from atoll.runs.elastic.joining import take_part
 from atoll.runs.elastic.place import Elastic, Invitation, check_address, read_elastic
+from atoll.runs.elastic.sources import NoState
 from atoll.runs.elastic.start import create_elastic, keep_going, place_again, refuse_strangers
 from atoll.runs.elastic.supervise import STATELESS
 from atoll.runs.execute import is_finished
@@ -114,8 +115,10 @@ def be_island(address: str, name: str, folder: Path | None, chaos: Path | None =
     try:
         limit_s = START_LIMIT_S if folder is None else 60.0
         take_part(address, name, folder=folder, say=_say, start_limit_s=limit_s, chaos=chaos, devices=devices)
-    except CheckpointError as error:  # others may have what this one could not read
+    except NoState as error:  # others may have what this one could not read
         leave_at_once(error, code=STATELESS)
+    except CheckpointError as error:  # in the middle of the run: a death like any other
+        leave_at_once(error, code=1)
     except BaseException as error:
         leave_at_once(error)
     sys.stdout.flush()

@@ -1,8 +1,9 @@
 """Further devices of one replica: each has a copy of the module, and takes a share of every batch.
 
 The gradient is that of the whole batch, added up on the replica's own device, which alone has an optimizer; before each pass the
-others take its weights. So a replica with several devices takes the steps that it would take with one, faster. This is one process:
-devices are driven by threads, and what computes on them does not wait for Python.
+others take its weights and buffers. So a replica with several devices takes the steps that it would take with one, faster. What a
+module notes in buffers while it trains (running means) is noted of the first device's share. This is one process: devices are
+driven by threads, and what computes on them does not wait for Python.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from atoll.engines.flat import Weights, weights_of
+from atoll.engines.flat import FlatModule, Weights, copy_buffers, weights_of
 from atoll.engines.masters import in_precision
 from atoll.protocols import Workload
 
@@ -49,6 +50,8 @@ class Helpers:
             in_turn: one after the other, because modules draw from one source of random numbers.
         """
         weights, threads = own.lent(), torch.get_num_threads()
+        for copy in self.copies:  # before anybody computes: a pass may change them
+            copy_buffers(copy.module, dict(own.module.named_buffers()))
 
         def help_with(copy: Weights, there: str, part: Part) -> Tensor | None:
             torch.set_num_threads(threads)
@@ -61,8 +64,7 @@ class Helpers:
         total = compute(own.module, device, parts[0])
         for number, copy in enumerate(self.copies):
             loss = jobs[number].result() if jobs else help_with(copy, self.devices[number], parts[number + 1])
-            for mine, theirs in zip(own.gradients(), copy.gradients(), strict=True):
-                mine.add_(theirs.to(mine.device, non_blocking=True))
+            _add(own, copy)
             if loss is not None:
                 total = loss.to(device) if total is None else total + loss.to(device)
         return total
@@ -74,3 +76,15 @@ class Helpers:
             "parameters": [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())],
             "gradients": [gradient for copy in self.copies for gradient in copy.gradients()],
         }
+
+
+def _add(own: Weights, copy: Weights) -> None:
+    """The gradients of a copy, to the replica's own."""
+    if isinstance(own, FlatModule):
+        for mine, theirs in zip(own.gradients(), copy.gradients(), strict=True):
+            mine.add_(theirs.to(mine.device, non_blocking=True))
+        return
+    for one, other in zip(own.module.parameters(), copy.module.parameters(), strict=True):
+        if other.grad is not None:  # a share without tokens has none
+            theirs = other.grad.to(one.device)
+            one.grad = theirs.clone() if one.grad is None else one.grad.add_(theirs)

@@ -114,12 +114,26 @@ def create_ray_folder(
         door.reachable(place.address)
     mine = on_workers(run, place.processes or run.cluster.devices)
     refuse_strangers(chaos, place, mine)
-    if workload is None:
-        refuse_too_many_devices(mine, place.devices)
+    _refuse_devices(mine, place, workload)
     refuse_impossible(mine.resolved, workload, Cache())
     folder = RunFolder.create(path.expanduser(), to_json(mine), list(command))
     write_ray(folder.path, place)
     return folder
+
+
+def _refuse_devices(run: Run, place: Ray, workload: Workload | None) -> None:
+    """Refuse more devices than a batch has examples, or this machine has GPUs."""
+    if workload is None:
+        refuse_too_many_devices(run, place.devices)
+    _gpus(run, place)
+
+
+def _gpus(run: Run, place: Ray) -> float:
+    """Of each worker: as many as it has devices, or on this machine alone a part of one, where there are fewer than workers."""
+    if device_of(run.resolved) != "cuda":
+        return 0.0
+    here = place.address is None
+    return gpus_each(places_of(run, place), place.devices, torch.cuda.device_count()) if here else float(place.devices)
 
 
 def resume_on_ray(
@@ -142,8 +156,7 @@ def resume_on_ray(
         if is_finished(folder):
             return Execution(from_json(folder.run_json), folder, workload, (), Cache()).resume()
         refuse_strangers(chaos, place or before, from_json(folder.run_json))
-        if workload is None:
-            refuse_too_many_devices(from_json(folder.run_json), (place or before).devices)
+        _refuse_devices(from_json(folder.run_json), place or before, workload)
         folder.resumed(list(command or sys.argv))
         write_ray(folder.path, place or before)
         return _Drive(folder, place or before, workload, sinks, say, chaos).carry_out()
@@ -257,20 +270,13 @@ class _Drive:
             worker=lambda number, life: self._worker_order(number, life, make),
             most=self._most,
             cpus=1.0 if self._place.address is None else float(run.cluster.threads_per_island * self._place.devices),
-            gpus=self._gpus(),
+            gpus=_gpus(run, self._place),
             evaluate=evaluator,
             sink=sink,
             steps=run.train.steps,
             limit_s=self._place.limit_s,
             say=self._say,
         )
-
-    def _gpus(self) -> float:
-        """Of each worker: as many as it has devices, or on this machine alone a part of one, where there are fewer than workers."""
-        devices = self._place.devices
-        if device_of(self._run) != "cuda":
-            return 0.0
-        return gpus_each(self._most, devices, torch.cuda.device_count()) if self._place.address is None else float(devices)
 
     def _hub_order(self, warm: WarmStart, workload: Workload, begin_bytes: int, lost: Lost) -> HubOrder:
         run, batches = self._run, workload.batches

@@ -176,8 +176,9 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "only root may make network namespaces"
     try:
-        with joined() as (one, _):
-            one.shape(1000.0)
+        with star(["one"]) as ends, entered(ends["one"][0]):  # all that is asked for anywhere
+            ends["one"][0].silence()
+            ends["one"][1].shape(1000.0)
     except ConfigError as error:
         return str(error)
     return None
@@ -230,7 +231,7 @@ def _ending_by_exception() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    fatal = [number for number in (signal.SIGTERM, signal.SIGHUP) if not callable(signal.getsignal(number))]
+    fatal = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     before = {number: signal.signal(number, end) for number in fatal}
     try:
         yield

@@ -141,6 +141,7 @@ def test_two_islands_agree_on_the_mean_by_weight():
     [
         (STATE, 0, 0),
         (STATE, 3, 51),  # the epoch that it would take
+        (STATE, 3, 57),  # the same, and no number of it has so many bits
         (STATE, 5, 62),  # 1 becomes infinity
         (BROUGHT, 0, 51),  # its weight
         (BROUGHT, 0, 62),
@@ -155,6 +156,11 @@ def test_two_islands_agree_on_the_mean_by_weight():
 def test_whatever_bit_of_what_is_told_is_damaged_nobody_commits(message, number, bit):
     for failed, _ in both(flips(64 * number + bit), message):
         assert isinstance(failed, Once)
+
+
+@pytest.mark.parametrize(("number", "bit"), [(1, 57), (3, 57), (3, 60), (3, 40), (0, 63)])
+def test_a_round_or_an_epoch_that_cannot_be_is_not_remembered_for_the_next_attempt(number, bit):
+    assert [blames for _, blames in both(flips(64 * number + bit), STATE)][1] == {"a"}
 
 
 @pytest.mark.parametrize("message", [STATE, BROUGHT, TEXT])

@@ -10,6 +10,7 @@ from atoll.engines.books import Books
 from atoll.engines.elastic.generation import NOTHING, Generation
 from atoll.events import Attended, Evaluated, RoundFinished, RunFinished, Saved, SaveFailed
 from atoll.runs.checkpoint import Checkpoints
+from atoll.runs.elastic import desk as desks
 from atoll.runs.elastic import ending
 from atoll.runs.elastic.desk import Desk
 from atoll.runs.elastic.minutes import Minute, Minutes
@@ -166,6 +167,25 @@ def test_when_the_log_is_taken_over_while_the_run_is_finished_that_is_tried_agai
     ending.finish(one.engine, one.desk, None, 60.0, one.said.append)
     assert one.desk.is_finished
     assert [text for text in one.said if text.startswith("not finished, and tried again: another island")]
+
+
+def test_what_another_writes_while_the_log_is_taken_over_is_read_once_more_and_neither_cut_off_nor_written_twice(
+    island, monkeypatch
+):
+    one, other, read = island(), island(), desks.agreed_part
+    one.commit(1, 1)
+
+    def reads(path, epochs):
+        found = read(path, epochs)
+        if len(one.commits) == 1:
+            one.commit(2, 2)
+        return found
+
+    monkeypatch.setattr(desks, "agreed_part", reads)
+    other.commit(2, 2)
+    other.commit(3, 3)
+    assert other.commits == [(1, 1), (2, 2), (3, 3)]
+    assert not [text for text in other.said if text.startswith("not written")]
 
 
 class Fetching(Sources):

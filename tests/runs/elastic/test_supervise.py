@@ -16,6 +16,7 @@ from atoll.engines.elastic.roll import listening
 from atoll.errors import CheckpointError, ConfigError, DataError
 from atoll.events import RunFinished, RunStarted, Saved
 from atoll.runs.elastic.place import Elastic, Invitation
+from atoll.runs.elastic.sources import NoState
 from atoll.runs.elastic.start import place_again
 from atoll.runs.elastic.supervise import REFUSED, STATELESS, Child, IslandFailed, Supervisor, Tail, island_name
 from atoll.runs.folder import RunFolder
@@ -69,7 +70,9 @@ def test_a_child_that_finds_no_state_is_started_again_as_long_as_somebody_may_ha
     one.let_go()
 
 
-@pytest.mark.parametrize(("error", "code"), [(CheckpointError, STATELESS), (ConfigError, REFUSED), (DataError, REFUSED)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(NoState, STATELESS), (CheckpointError, 1), (ConfigError, REFUSED), (DataError, REFUSED)]
+)
 def test_an_island_that_cannot_read_a_checkpoint_has_not_refused_to_start(monkeypatch, error, code):
     def fail(*given, **named):
         raise error("no")

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _EPOCHS = 32  # bits
+MOST = 1 << _EPOCHS
+"""Rounds and epochs are less."""
 
 
 class Generation(NamedTuple):
@@ -38,7 +40,7 @@ class Generation(NamedTuple):
 
     @staticmethod
     def of(number: int) -> Generation:
-        return Generation(number >> _EPOCHS, number & ((1 << _EPOCHS) - 1))
+        return Generation(number >> _EPOCHS, number & (MOST - 1))
 
 
 NOTHING = Generation(-1, 0)

@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from atoll.engines.dist.carrier import Group
 from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.wire import Wire
-from atoll.engines.elastic.generation import Generation, Held, epoch_of, sound
+from atoll.engines.elastic.generation import MOST, Generation, Held, epoch_of, sound
 from atoll.engines.elastic.membership import CutOff, Found, Member
 from atoll.engines.elastic.votes import call, double, who_leaves
 from atoll.engines.elastic.watch import Watch
@@ -210,9 +210,9 @@ class Meetings:
         told = wire.tell(
             generation.round, generation.epoch, not mine.opening, self._tried + 1, mine.digest, self.vouched, found.me.home
         )
-        damaged = [name for name, row in zip(found.names, told, strict=True) if not all(map(math.isfinite, row))]
+        damaged = [name for name, row in zip(found.names, told, strict=True) if not _is_a_state(row)]
         if damaged:
-            raise Disagreed(f"what {', '.join(damaged)} told of its state is no number: it was damaged on the way", damaged)
+            raise Disagreed(f"what {', '.join(damaged)} told of its state is none: it was damaged on the way", damaged)
         held = [Held(tuple(map(int, row[:3])), int(row[4]), bool(row[5]), bool(row[6])) for row in told]
         these, apart = sound(held)
         first = int(max(told[rank][3] for rank in (*these, *apart)))
@@ -301,3 +301,9 @@ def _check_names(found: Found) -> None:
         raise CutOff(f"another island is called {later.name} too, and was here before. Give this one a name of its own.")
     if later is not None:
         raise Absent(f"there are two islands called {later.name}. The later one leaves.")
+
+
+def _is_a_state(row: Sequence[float]) -> bool:
+    """Whether an island can hold what is told here: rounds and epochs have no more bits. Else one that was damaged would be later
+    than any other, and stay so; what is damaged less is found by the vote."""
+    return all(map(math.isfinite, row)) and all(0 <= number < MOST for number in (row[0], row[1], row[3]))

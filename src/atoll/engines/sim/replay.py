@@ -177,7 +177,8 @@ class _Replay:
         local = self._replicas[task.island]
         if self._micro_batches is None:
             self._micro_batches = local.micro_batches
-        # Several devices of a worker have cut its batches: one that cuts them as small comes to the same bits.
+        # Several devices of a worker have cut its batches. One that cuts them as small comes to the same bits, unless a device cut
+        # its share once more (they are added up in another order), or modules draw random numbers on GPUs (each has its own).
         local.micro_batches = self._micro_batches * task.devices
         replica = DistReplica(local)
         delta = visit(self._algorithm, replica, Task(self._versions[task.version], task.steps, work))

@@ -18,7 +18,7 @@ from atoll.errors import CheckpointError
 from atoll.events import Attended, Evaluated, RoundFinished, Saved, SaveFailed, WarmStartFinished
 from atoll.protocols import Workload
 from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
-from atoll.runs.elastic.log import TakenLog, agreed_part, last_commit, stamp
+from atoll.runs.elastic.log import Overtaken, TakenLog, agreed_part, last_commit, stamp
 from atoll.runs.elastic.minutes import Minutes
 from atoll.runs.execute import Execution, is_finished
 from atoll.runs.folder import RunFolder
@@ -176,6 +176,13 @@ class Desk:
 
     def _taken_over(self, engine: ElasticEngine) -> TakenLog:
         self._say(f"{engine.name} writes the log from round {engine.generation.round} on")
+        try:
+            return self._taken(engine)
+        except Overtaken as error:  # one that was frozen has written its last line, perhaps; what it left is read once more
+            self._say(str(error))
+            return self._taken(engine)
+
+    def _taken(self, engine: ElasticEngine) -> TakenLog:
         epochs, seen = self._minutes.epochs, stamp(self._folder.events)
         keep_bytes, self._written = agreed_part(self._folder.events, epochs)
         missing = range(max(self._written.round, 0) + 1, min(epochs, default=0))

@@ -21,6 +21,10 @@ _AT_FIRST = (RunStarted.__name__, WarmStartFinished.__name__, IslandJoined.__nam
 """What is written between two commits, and before the first. A commit's own events end with who attended."""
 
 
+class Overtaken(CheckpointError):
+    """Another island has written the log while this one took it over."""
+
+
 class TakenLog:
     """The log, from here on.
 
@@ -33,7 +37,7 @@ class TakenLog:
         seen: `stamp` of the log that this was found in; none: whatever is there.
 
     Raises:
-        CheckpointError: it cannot be written, or another has written it since it was seen. What was there is untouched.
+        CheckpointError: it cannot be written; Overtaken: another has written it since it was seen. What was there is untouched.
     """
 
     def __init__(self, path: Path, keep_bytes: int, seen: tuple[int, int] | None = None) -> None:
@@ -46,7 +50,7 @@ class TakenLog:
                 failing.callback(self.close)
                 self.sync()  # it takes a while; what is asked next must still be so when the copy takes its place
                 if seen is not None and stamp(path) != seen:
-                    raise CheckpointError(f"another island has written {path} while this one took it over.")
+                    raise Overtaken(f"another island has written {path} while this one took it over.")
                 self._inode = os.fstat(file.fileno()).st_ino
             failing.pop_all()
         self._sink.path = path

@@ -96,12 +96,16 @@ class Sources:
 
         Raises:
             CutOff: there is nobody any more to be given it by.
+            NoState: there is none, or none that can be read.
         """
         with reminding(self._say, "looking for an island that has the run's state, or fetching it"):
-            # They are only counted: one that is damaged harms nobody as long as another island has the state.
-            if self._desk is None or not self._desk.checkpoints.rounds():
-                return self._fetched(engine, at_least=NOTHING) or self._fresh(engine)
-            return self._found(engine, at_least=NOTHING, quiet_s=quiet_s) or self._fresh(engine)
+            try:
+                # They are only counted: one that is damaged harms nobody as long as another island has the state.
+                if self._desk is None or not self._desk.checkpoints.rounds():
+                    return self._fetched(engine, at_least=NOTHING) or self._fresh(engine)
+                return self._found(engine, at_least=NOTHING, quiet_s=quiet_s) or self._fresh(engine)
+            except CheckpointError as error:
+                raise NoState(str(error)) from error
 
     def catch_up(self, engine: ElasticEngine, ahead: Generation, failed: Callable[[], object] = bool) -> None:
         """The others hold what this island does not.

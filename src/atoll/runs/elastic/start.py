@@ -105,6 +105,7 @@ def keep_going(
     """
     opened = RunFolder.open(folder)
     run = from_json(opened.run_json)
+    refuse_too_many_devices(run, place.devices)
     with opened.lock(), Fanout(list(sinks)) as sink:
         # The work stays that of the islands that the run was planned for, whoever does it.
         place = replace(place, processes=place.processes or run.cluster.islands, port=place.port or free_port(place.host))
