@@ -11,10 +11,11 @@ import multiprocessing
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -127,8 +128,7 @@ def carry_out(
         curves: keep every evaluation.
         islands: keep where each island's time went.
         processes: how many cells run at a time. What comes out does not depend on it.
-        until_s: begin no further cell after this moment of the monotonic clock, with one process. Rows then have the seeds that are
-            there.
+        until_s: begin no further cell after this moment of the monotonic clock. Rows then have the seeds that are there.
     """
     of = seeds if isinstance(seeds, Mapping) else dict.fromkeys(rows, seeds)
     every = list(dict.fromkeys(seed for row in rows for seed in of[row]))
@@ -141,7 +141,7 @@ def carry_out(
     with Watch(title, len(missing), quiet=quiet) as watch:
         if len(missing) < len(runs):
             watch.say(f"{len(missing)} cells to run; the record has the others, or rows share them")
-        done = _here(work, missing, watch, until_s) if processes == 1 else _elsewhere(work, processes, watch)
+        done = _here(work, missing, watch, until_s) if processes == 1 else _elsewhere(work, processes, watch, until_s)
         for key, cell in done:
             row, seed = missing[key]
             kept = {name: value for name, value in cell.items() if {"curve": curves, "islands": islands}.get(name, True)}
@@ -162,14 +162,22 @@ def _here(
         yield key, _cell(run, shared, watch)
 
 
-def _elsewhere(work: Mapping[str, Run], processes: int, watch: Watch) -> Iterator[tuple[str, dict[str, Any]]]:
+def _elsewhere(
+    work: Mapping[str, Run], processes: int, watch: Watch, until_s: float | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Several cells at a time, each in a process of one thread, as they are done."""
     watch.begin(f"{processes} cells at a time")
+    waiting, begun = iter(work.items()), dict[Future[dict[str, Any]], str]()
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        keys = {pool.submit(_cell_apart, to_json(run)): key for key, run in work.items()}
         try:
-            for future in as_completed(keys):
-                yield keys[future], future.result()
+            while True:
+                late = until_s is not None and time.monotonic() > until_s
+                for key, run in islice(waiting, 0 if late else processes - len(begun)):
+                    begun[pool.submit(_cell_apart, to_json(run))] = key
+                if not begun:
+                    return
+                for future in wait(begun, return_when=FIRST_COMPLETED).done:
+                    yield begun.pop(future), future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

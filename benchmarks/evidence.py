@@ -131,7 +131,8 @@ class Evidence(Generic[P]):
             mine = options.seeds if label in headline else options.seeds[:1]
             seeds[row] = max(mine, seeds.get(row, []), key=len)
         until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-        found = carry_out(list(seeds), seeds, record, self.title, quiet=options.quiet, curves=True, until_s=until_s)
+        how = {"quiet": options.quiet, "processes": options.processes, "until_s": until_s}
+        found = carry_out(list(seeds), seeds, record, self.title, curves=True, **how)
         outcomes = {label: found[row] for label, row in rows.items() if found[row].summaries or found[row].errors}
         self._report(plan, chosen, outcomes, record, options.docs)
 
@@ -162,6 +163,7 @@ class Evidence(Generic[P]):
         parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the headline; other rows have the first")
         parser.add_argument("--only", action="append", choices=names, help="this table; may be given several times; None: all")
         parser.add_argument("--minutes", type=float, help="begin no further cell after so long")
+        parser.add_argument("--processes", type=int, default=1, help="cells at a time, which share the device: it waits less")
         parser.add_argument("--quick", action="store_true", help="in miniature on the CPU, to see whether everything works")
         parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every row")
         parser.add_argument("--record", type=Path, help=f"the record's folder; None: records/<today>_{self.name}")

@@ -32,7 +32,7 @@ class Plan(OnGpu):
     Attributes:
         lengths: of rounds, in inner steps.
         counts: of islands.
-        rates: of the inner rule, for the baselines.
+        rates: of the inner rule, for the headline's rows.
         outer: the outer rule of all rows that name no other.
         small: sizes of a smaller decoder.
         separate: islands of the text of several domains, of which it has at least as many.
@@ -40,7 +40,7 @@ class Plan(OnGpu):
 
     lengths: tuple[int, ...] = (50, 100, 500)
     counts: tuple[int, ...] = (1, 4, 8)
-    rates: tuple[float, ...] = (0.0005, 0.001, 0.002)
+    rates: tuple[float, ...] = (0.0005, 0.001, 0.002, 0.004)
     outer: str = "Nesterov(lr=0.7,momentum=0.9)"
     small: str = "layers=4,width=128,heads=2,head_size=64"
     separate: int = 6
@@ -137,12 +137,12 @@ def _rates(plan: Plan) -> Group:
     for rate in plan.rates:
         # The warm start is the same for all: its rate is that of the other rows.
         own = (f"optimizer.lr.lr={rate}", f"optimizer.lr.floor={rate / 10}", f"train.warm_start_lr={plan.lr}")
-        for name, settings in ((ONE, (*own, "cluster.islands=1")), (plan.batch, own)):
-            rows[f"{name}, lr {rate}"] = plan.row(f"{name}, lr {rate}", *settings, recipe=DDP)
+        for name, alone, recipe in ((ONE, ("cluster.islands=1",), DDP), (plan.batch, (), DDP), (DEFAULT, (), DILOCO)):
+            rows[f"{name}, lr {rate}"] = plan.row(f"{name}, lr {rate}", *own, *alone, recipe=recipe)
             against[f"{name}, lr {rate}"] = name
     return Group(
         name="rate",
-        title="The inner rate of the baselines",
+        title="The inner rate",
         note=f"All other rows have {plan.lr}.",
         rows=rows,
         against=against,
