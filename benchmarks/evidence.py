@@ -47,14 +47,14 @@ class OnGpu(Workload):
 
     text: str = ""
     domains: str | None = None
-    steps: int = 2000
+    steps: int = 1500
     warm_start: int = 1000
     inner_steps: int = 100
     islands: int = 8
     model: str = "layers=6,width=256,heads=4,head_size=64,tied=false"
     large: str = "layers=3,width=896,heads=16,head_size=64"
     data: str = "seq_len=256,eval_batches=64"
-    batch_size: int = 16
+    batch_size: int = 32
     warmup: int = 100
     lr: float = 0.001
     device: str = "cuda"
@@ -118,6 +118,8 @@ class Evidence(Generic[P]):
         options = self._parser().parse_args(arguments)
         domains = None if options.domains is None else str(options.domains)
         plan = replace(self.plan(options.quick), text=str(options.text), domains=domains, more=tuple(options.set))
+        if options.lr is not None:
+            plan = replace(plan, lr=options.lr)
         if options.quick:
             plan = replace(plan, device="cpu")
         chosen = [group for group in self.groups(plan) if not options.only or group.name in options.only]
@@ -165,6 +167,7 @@ class Evidence(Generic[P]):
         parser.add_argument("--minutes", type=float, help="begin no further cell after so long")
         parser.add_argument("--processes", type=int, default=1, help="cells at a time, which share the device: it waits less")
         parser.add_argument("--quick", action="store_true", help="in miniature on the CPU, to see whether everything works")
+        parser.add_argument("--lr", type=float, help="the inner rule's highest rate; None: the plan's")
         parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every row")
         parser.add_argument("--record", type=Path, help=f"the record's folder; None: records/<today>_{self.name}")
         parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables")

@@ -37,6 +37,7 @@ class Plan(OnGpu):
 
     steps: int = 1500
     warm_start: int = 0
+    batch_size: int = 16
     islands: int = 8
     evaluate_every: int = 250
     mbit_per_s: float = 1000

@@ -39,7 +39,7 @@ class Plan(OnGpu):
         window_s: how long the hub waits for others, with Dynamic Local Updates.
     """
 
-    steps: int = 1500
+    steps: int = 1000
     warm_start: int = 1000
     inner_steps: int = 50
     islands: int = 4

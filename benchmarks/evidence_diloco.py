@@ -32,7 +32,8 @@ class Plan(OnGpu):
     Attributes:
         lengths: of rounds, in inner steps.
         counts: of islands.
-        rates: of the inner rule, for the headline's rows.
+        rates: of the inner rule, as multiples of that of all other rows.
+        batches: sizes of other batches.
         outer: the outer rule of all rows that name no other.
         small: sizes of a smaller decoder.
         separate: islands of the text of several domains, of which it has at least as many.
@@ -40,7 +41,8 @@ class Plan(OnGpu):
 
     lengths: tuple[int, ...] = (50, 100, 500)
     counts: tuple[int, ...] = (1, 4, 8)
-    rates: tuple[float, ...] = (0.0005, 0.001, 0.002, 0.004)
+    rates: tuple[float, ...] = (0.5, 2.0)
+    batches: tuple[int, ...] = (8, 16, 64)
     outer: str = "Nesterov(lr=0.7,momentum=0.9)"
     small: str = "layers=4,width=128,heads=2,head_size=64"
     separate: int = 6
@@ -65,7 +67,8 @@ def plan(quick: bool) -> Plan:
         islands=4,
         lengths=(2, 4),
         counts=(1, 4),
-        rates=(0.001, 0.002),
+        rates=(2.0,),
+        batches=(4,),
         model="layers=1,width=16,heads=2,head_size=8",
         small="layers=1,width=8,heads=1,head_size=8",
         data="seq_len=16,eval_batches=2",
@@ -76,18 +79,19 @@ def plan(quick: bool) -> Plan:
 
 def groups(plan: Plan) -> list[Group]:
     """All tables."""
-    made = [
+    return [
         _headline(plan),
         _sizes(plan),
-        _rates(plan),
-        _outer(plan),
         _lengths(plan),
         _counts(plan),
         _drops(plan),
         pools(plan),
         pruning(plan),
+        *([_partitions(plan, plan.domains)] if plan.domains else []),
+        _outer(plan),
+        _rates(plan),
+        _batches(plan),
     ]
-    return [*made, _partitions(plan, plan.domains)] if plan.domains else made
 
 
 def _headline(plan: Plan) -> Group:
@@ -131,19 +135,43 @@ def _sizes(plan: Plan) -> Group:
     )
 
 
+def _three(plan: Plan, name: str, *settings: str) -> dict[str, Row]:
+    """One worker, the larger batch, and DiLoCo, with these settings and under this name."""
+    rows = {
+        f"{ONE}, {name}": plan.row(f"{ONE}, {name}", *settings, "cluster.islands=1", recipe=DDP),
+        f"{plan.batch}, {name}": plan.row(f"{plan.batch}, {name}", *settings, recipe=DDP),
+    }
+    return {**rows, f"DiLoCo, {name}": plan.row(f"DiLoCo, {name}", *settings)}
+
+
 def _rates(plan: Plan) -> Group:
     rows: dict[str, Row] = {}
-    against: dict[str, str] = {}
-    for rate in plan.rates:
+    for rate in (factor * plan.lr for factor in plan.rates):
         # The warm start is the same for all: its rate is that of the other rows.
-        own = (f"optimizer.lr.lr={rate}", f"optimizer.lr.floor={rate / 10}", f"train.warm_start_lr={plan.lr}")
-        for name, alone, recipe in ((ONE, ("cluster.islands=1",), DDP), (plan.batch, (), DDP), (DEFAULT, (), DILOCO)):
-            rows[f"{name}, lr {rate}"] = plan.row(f"{name}, lr {rate}", *own, *alone, recipe=recipe)
-            against[f"{name}, lr {rate}"] = name
+        own = (f"optimizer.lr.lr={rate:g}", f"optimizer.lr.floor={rate / 10:g}", f"train.warm_start_lr={plan.lr:g}")
+        rows |= _three(plan, f"lr {rate:g}", *own)
+    usual = {ONE: ONE, plan.batch: plan.batch, "DiLoCo": DEFAULT}
     return Group(
         name="rate",
         title="The inner rate",
-        note=f"All other rows have {plan.lr}.",
+        note=f"All other rows have {plan.lr:g}. Each is compared with its like.",
+        rows=rows,
+        against={label: usual[label.partition(",")[0]] for label in rows},
+    )
+
+
+def _batches(plan: Plan) -> Group:
+    rows: dict[str, Row] = {}
+    against: dict[str, str] = {}
+    for size in plan.batches:
+        three = _three(plan, f"batch {size}", f"train.batch_size={size}")
+        rows |= three
+        against |= dict.fromkeys(three, f"{plan.batch}, batch {size}")
+    return Group(
+        name="batch",
+        title="The batch of one island",
+        note=f"The same steps with other batches; all other rows have {plan.batch_size} sequences. A batch that is already large "
+        f"gains less from being {plan.islands} times larger, and the paper's has half a million tokens.",
         rows=rows,
         against=against,
     )

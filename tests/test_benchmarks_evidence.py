@@ -67,4 +67,4 @@ def test_settings_of_the_gpu_are_understood(scripts, text):
             for row in group.rows.values():
                 run = row.run(0)
                 assert run.train.together == "stacked"
-                assert run.train.compile
+                assert run.train.compile == (group.name != "line"), "a few updates are not worth compiling"

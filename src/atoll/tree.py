@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from typing import Any, cast
@@ -36,6 +36,8 @@ from atoll.errors import TreeGivenAway
 Scalar = float | int
 _CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 25
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""To compare bits, by bytes of an element: a GPU compares four bytes as fast as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,8 @@ class Tree(Mapping[str, Tensor]):
         """Whether both have the same layout and the same bits (a NaN is the same as itself)."""
         if self._layout != other._layout or self.flat.dtype != other.flat.dtype:
             return False
-        return self.flat is other.flat or torch.equal(self.flat.view(torch.uint8), other.flat.view(torch.uint8))
+        words = _WORDS[self.flat.element_size()]
+        return self.flat is other.flat or torch.equal(self.flat.view(words), other.flat.view(words))
 
     # ----------------------------------------------------------------------------------------------- handing buffers on
 
@@ -425,6 +428,15 @@ class Tree(Mapping[str, Tensor]):
             else:
                 pieces.append(piece)
         return Tree(Layout(tuple(pieces)), torch.cat([shard.flat for shard in shards]))
+
+
+def all_finite(trees: Iterable[Tree]) -> bool:
+    """Whether every value of every Tree is finite. On a GPU that is asked for once."""
+    trees = list(trees)
+    if any(tree.flat.device.type == "cpu" for tree in trees):
+        return all(tree.is_finite() for tree in trees)
+    sums = [tree.flat.sum(dtype=torch.float64) for tree in trees]
+    return not sums or bool(torch.isfinite(torch.stack(sums)).all())
 
 
 def products(trees: Sequence[Tree]) -> list[list[float]]:

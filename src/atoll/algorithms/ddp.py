@@ -11,6 +11,7 @@ from typing import Any
 
 from atoll.checks import check_types
 from atoll.errors import ConfigError
+from atoll.once import once
 from atoll.optim.adam import AdamW
 from atoll.optim.taking import advance
 from atoll.protocols import Gradient, Peers, Replica, Rule, Weigh, shared
@@ -93,7 +94,9 @@ def check_clip_norm(norm: float | None) -> None:
 
 def clip(gradient: Tree, norm: float | None) -> Tree:
     """The gradient, shortened to `norm` if it is longer."""
-    if norm is None:
-        return gradient
+    return gradient if norm is None else once(_clipped, gradient, norm)
+
+
+def _clipped(gradient: Tree, norm: float) -> Tree:
     length = gradient.norm()
     return gradient * (norm / (length + 1e-6)) if length > norm else gradient

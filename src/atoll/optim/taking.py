@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from atoll.chunks import CHUNK
+from atoll.once import once
 from atoll.protocols import Rule
 from atoll.tree import Tree, empty
 
@@ -41,7 +42,7 @@ def advance(rule: Rule, params: Tree, gradient: Tree, state: Any, *, taking: boo
     """A step of a rule, with the bits of `update`: in the buffers of `params` and `state`, if that is allowed and the rule can."""
     if taking and isinstance(rule, TakingExactly):
         return rule.update_taking(params.give(), gradient, state)
-    return rule.update(params, gradient, state)
+    return once(type(rule).update, rule, params, gradient, state)
 
 
 def take(tree: Tree) -> Tree:

@@ -9,6 +9,7 @@ evaluates, saves, and lets islands come and go.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
 from statistics import fmean
@@ -37,8 +38,9 @@ from atoll.engines.states import agree, given, on_device, shared_fields, waiting
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, RoundFailed, RunFinished, UpdateSkipped
 from atoll.leaves import recycle, tree_bytes, trees
+from atoll.once import sharing
 from atoll.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned, whole_steps
-from atoll.tree import Tree
+from atoll.tree import Tree, all_finite
 
 
 class SimEngine:
@@ -188,7 +190,8 @@ class SimEngine:
             if count and not island.devices:
                 count.watch(task, island.id, island.replica, state)
         try:
-            stuck = loop.run()
+            with nullcontext() if count else sharing():  # what each island needs is counted where each computes by itself
+                stuck = loop.run()
         except RoundVoid as void:
             self._abandon(present, void)
             return
@@ -260,7 +263,7 @@ class SimEngine:
 
     def _check_finite(self) -> None:
         slices = [fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()]
-        if not all(tree.is_finite() for tree in trees([self._agreed, slices])):
+        if not all_finite(trees([self._agreed, slices])):
             raise TrainingDiverged(
                 self.books.diverged
                 or f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; what "

@@ -19,7 +19,7 @@ from atoll.engines.sim.network import CONTROL_BYTES, Cost, Link, Topology
 from atoll.errors import ExchangeFailed
 from atoll.events import Compared, Exchanged, UpdateSkipped
 from atoll.protocols import Mean, Scattered, Sink
-from atoll.tree import Tree, products
+from atoll.tree import Tree, all_finite, products
 
 
 class RoundVoid(Exception):
@@ -198,7 +198,7 @@ class Room:
             weight = float(sum(a.weight for a in heard))
             value = weighted_mean(trees, [a.weight for a in heard]) if weight > 0 else arrivals[0].tree.zeros()
             self.results.append(value)
-            ranks, finite = {a.rank for a in heard}, all(tree.is_finite() for tree in trees)
+            ranks, finite = {a.rank for a in heard}, all_finite(trees)
             return {a.rank: Mean(value, weight, a.rank in ranks, finite) for a in arrivals}
         total = float(sum(a.weight for a in heard))
         if what == "total":
@@ -206,7 +206,7 @@ class Room:
         if what == "all_gather":
             whole = _joined(trees, self.results)
             return {a.rank: whole for a in arrivals}
-        finite = all(tree.is_finite() for tree in trees)
+        finite = all_finite(trees)
         whole = ordered_sum([_borrowed(tree).wide() if wide else tree for tree in trees], [1.0] * len(trees))
         self.results.append(whole)
         return {a.rank: Scattered(whole.shard(a.rank, len(arrivals)), total, finite) for a in arrivals}
