@@ -30,6 +30,7 @@ from atoll.runs.overrides import override
 from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run, candidates
 from atoll.telemetry.overlap import Overlap
+from gpu_device import tidy
 from progress import Watch
 from record import Record
 from spread import Sample
@@ -168,24 +169,32 @@ def _elsewhere(
     """Several cells at a time, each in a process of one thread, as they are done."""
     watch.begin(f"{processes} cells at a time")
     waiting, begun = iter(work.items()), dict[Future[dict[str, Any]], str]()
+    failure: BaseException | None = None  # those that were begun beside it are kept all the same
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             while True:
-                late = until_s is not None and time.monotonic() > until_s
-                for key, run in islice(waiting, 0 if late else processes - len(begun)):
+                over = failure is not None or (until_s is not None and time.monotonic() > until_s)
+                for key, run in islice(waiting, 0 if over else processes - len(begun)):
                     begun[pool.submit(_cell_apart, to_json(run))] = key
                 if not begun:
-                    return
+                    break
                 for future in wait(begun, return_when=FIRST_COMPLETED).done:
-                    yield begun.pop(future), future.result()
+                    key, failure = begun.pop(future), failure or future.exception()
+                    if future.exception() is None:
+                        yield key, future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    if failure is not None:
+        raise failure
 
 
 def _cell_apart(run: dict[str, Any]) -> dict[str, Any]:
+    given = from_json(run)
     with Watch("", 1, quiet=True) as watch:
-        return _cell(from_json(run), _own_cache(), watch)
+        cell = _cell(given, _own_cache(), watch)
+    tidy(given.train.device)  # which others share
+    return cell
 
 
 @cache

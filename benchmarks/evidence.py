@@ -39,6 +39,7 @@ class OnGpu(Workload):
         text: the folder of the prepared text.
         domains: the folder of prepared text from several domains; none leaves out rows that need it.
         lr: the inner rule's highest rate.
+        floor: to which share of it the rate falls.
         device: cuda, or cpu in miniature.
         latency_s: of every island's line.
         mbit_per_s: of every island's line.
@@ -56,7 +57,8 @@ class OnGpu(Workload):
     data: str = "seq_len=256,eval_batches=64"
     batch_size: int = 32
     warmup: int = 100
-    lr: float = 0.001
+    lr: float = 0.002
+    floor: float = 0.1
     device: str = "cuda"
     latency_s: float = 0.03
     mbit_per_s: float = 100
@@ -72,7 +74,8 @@ class OnGpu(Workload):
             f"model=GPT({self.model})",
             self.reading(self.text),
             f"algorithm={algorithm}",
-            f"optimizer=AdamW(lr=Cosine(lr={self.lr},warmup={self.warmup},floor={self.lr / 10}),betas=[0.9,0.95],weight_decay=0.1)",
+            f"optimizer=AdamW(lr=Cosine(lr={self.lr:g},warmup={self.warmup},floor={self.floor * self.lr:g}),betas=[0.9,0.95],"
+            "weight_decay=0.1)",
             f"train=Train(steps={self.steps},batch_size={self.batch_size},warm_start_steps={self.warm_start},{fast})",
             f"cluster=Cluster(islands={self.islands},step_time_s={step_time_s},"
             f"link=Link(latency_s={self.latency_s},bandwidth_mbit_per_s={self.mbit_per_s}))",

@@ -39,10 +39,13 @@ class Plan(OnGpu):
         separate: islands of the text of several domains, of which it has at least as many.
     """
 
+    steps: int = 3000
+    batch_size: int = 16
+    floor: float = 0.0
     lengths: tuple[int, ...] = (50, 100, 500)
     counts: tuple[int, ...] = (1, 4, 8)
     rates: tuple[float, ...] = (0.5, 2.0)
-    batches: tuple[int, ...] = (8, 16, 64)
+    batches: tuple[int, ...] = (8, 32)
     outer: str = "Nesterov(lr=0.7,momentum=0.9)"
     small: str = "layers=4,width=128,heads=2,head_size=64"
     separate: int = 6
@@ -148,7 +151,7 @@ def _rates(plan: Plan) -> Group:
     rows: dict[str, Row] = {}
     for rate in (factor * plan.lr for factor in plan.rates):
         # The warm start is the same for all: its rate is that of the other rows.
-        own = (f"optimizer.lr.lr={rate:g}", f"optimizer.lr.floor={rate / 10:g}", f"train.warm_start_lr={plan.lr:g}")
+        own = (f"optimizer.lr.lr={rate:g}", f"optimizer.lr.floor={plan.floor * rate:g}", f"train.warm_start_lr={plan.lr:g}")
         rows |= _three(plan, f"lr {rate:g}", *own)
     usual = {ONE: ONE, plan.batch: plan.batch, "DiLoCo": DEFAULT}
     return Group(

@@ -14,7 +14,7 @@ import atoll.events as events_module
 import atoll.testing.namespaces
 from atoll.engines.sim.network import Link, all_gather, reduce_scatter
 from atoll.engines.sim.world import Cluster
-from atoll.errors import ConfigError
+from atoll.errors import AtollError, ConfigError
 from atoll.models.gpt import GPT
 from atoll.protocols import Work
 from atoll.testing.simulate import simulate
@@ -457,6 +457,14 @@ def test_a_cell_comes_out_the_same_in_a_process_of_its_own(b, tmp_path):
     )
     assert (here.loss, here.islands) == (apart.loss, apart.islands)
     assert here.summaries[0]["digest"] == apart.summaries[0]["digest"]
+
+
+def test_a_cell_that_fails_in_its_process_costs_no_other_that_was_begun(b, tmp_path):
+    good, never = (b.cells.Row(recipe="demo-ddp", base=(*SMALL, f"train.steps={steps}")) for steps in (4, 2))
+    bad = b.cells.Row(recipe="demo-ddp", base=(*SMALL, "data.corpus=prepared:nowhere"))
+    with pytest.raises(AtollError, match="nowhere"):
+        b.cells.carry_out([bad, good, never], [0], b.record.Record(tmp_path), "", quiet=True, processes=2)
+    assert [cell["settings"] for cell in lines_of(tmp_path)] == [list(good.base)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- two levels

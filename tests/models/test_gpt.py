@@ -177,6 +177,7 @@ def test_rows_that_pad_the_vocabulary_are_never_drawn(tied: bool):
 
 
 def test_compiled_and_eager_agree():
+    """Within rounding: the loss has another form where it is compiled."""
     decoder, tokens = small(), some_tokens(2, 17)
     compiled = torch.compile(decoder.loss, backend="eager", fullgraph=True)
     loss = compiled(tokens)
@@ -185,8 +186,8 @@ def test_compiled_and_eager_agree():
     decoder.zero_grad()
     eager = decoder.loss(tokens)
     eager.backward()
-    assert torch.equal(loss, eager)
-    assert torch.equal(gradient, decoder.embedding.weight.grad)
+    torch.testing.assert_close(loss, eager, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, decoder.embedding.weight.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_parameters_may_live_in_one_flat_buffer():

@@ -178,6 +178,8 @@ class Decoder(nn.Module):
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean cross entropy, in nats, of predicting each of `tokens` (B, T+1) but the first from those before it."""
         logits = self(tokens[:, :-1]).float()  # (B, T, V); of a decoder in half precision too: a loss has more than two digits
+        if torch.compiler.is_compiling():
+            return _fused_cross_entropy(logits, tokens[:, 1:])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     @torch.no_grad()
@@ -297,6 +299,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Positions are angles, and a query and a key score by the angle between them: only their distance counts.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def _fused_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of logits (B, T, V), in a form of which a compiler leaves nothing but two passes over the logits.
+
+    The usual form looks targets up, and its gradient is scattered into zeros: under vmap a buffer of its own, in single precision
+    and as large as the logits. A comparison with each position is computed in passing."""
+    positions = torch.arange(logits.shape[-1], device=logits.device)
+    chosen = torch.where(positions == targets.unsqueeze(-1), logits, 0.0).sum(-1)
+    return (torch.logsumexp(logits, -1) - chosen).mean()
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

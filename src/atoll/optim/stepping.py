@@ -35,7 +35,8 @@ from atoll.protocols import Rule
 from atoll.tree import Tree, empty
 
 _CHUNK = 1 << 16  # smaller than for what is computed into buffers of its own: a slice of a model may be small
-_CHUNKS_ELSEWHERE = 32  # where each operation costs a launch, not a trip out of the cache
+_CHUNK_ELSEWHERE = 1 << 22  # where each operation costs a launch, not a trip out of the cache
+_CHUNKS_ELSEWHERE = 32  # of a large slice
 _NOTHING = Tree.of({})
 
 
@@ -121,7 +122,7 @@ def _chunks(
 ) -> Iterator[tuple[list[Tensor], Tree, Any]]:
     """For each chunk: where its outcome goes, its new weights and the rule's new state on it."""
     on_cpu = params.flat.device.type == "cpu"
-    dtype, size = params.flat.dtype, _CHUNK if on_cpu else max(_CHUNK, params.numel // _CHUNKS_ELSEWHERE)
+    dtype, size = params.flat.dtype, _CHUNK if on_cpu else max(_CHUNK_ELSEWHERE, params.numel // _CHUNKS_ELSEWHERE)
     # An island may hold a slice of nothing; its rule still counts the step.
     olds = zip(*(Tree(t.layout, t.flat).windows(size) or [t] for t in trees_in((params, gradient, state))), strict=True)
     for (weights, slope, *rest), *into in zip(olds, *(torch.split(place, size) for place in places), strict=True):

@@ -240,7 +240,8 @@ class SimEngine:
         if room.committed and peers.rank not in room.left_out:
             self._agreed = self._agreed or shared_fields(state)
             island.state = agree(f"island {island.id}", state, self._agreed)
-            recycle([state], [self._agreed, self._shared, *(other.state for other in self.islands.values())])
+            if any(mine is not theirs for mine, theirs in zip(trees(shared_fields(state)), trees(self._agreed), strict=True)):
+                recycle([state], [self._agreed, self._shared, *(other.state for other in self.islands.values())])
         elif not list(trees(fields_owned(state, Owner.OWN))):
             island.uncommitted_tokens = 0  # it was not heard and kept no weights of its own: that work is lost
 

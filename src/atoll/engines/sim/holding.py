@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+import torch
 
 from atoll.engines.local import LocalReplica
 from atoll.errors import ExchangeFailed
@@ -37,9 +39,18 @@ def check_held(algorithm: Any, members: Mapping[str, Member], round: int) -> Non
     if not isinstance(algorithm, HoldsWeights):
         return
     whole = held(algorithm, members.values())
-    for name, member in members.items():
-        if not member.replica.weights.holds(whole):
+    for name, differs in zip(members, _who_differs(whole, [member.replica for member in members.values()]), strict=True):
+        if differs:
             raise ExchangeFailed(
                 f"{name} holds other weights than all slices make up, after round {round}. An algorithm that has `held` must "
                 f"load what it gathered into the replica before a round ends."
             )
+
+
+def _who_differs(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
+    """Which replicas hold other weights than these. A GPU is asked once for all of them."""
+    lent = [replica.weights.lent() for replica in replicas if whole.flat.device.type != "cpu"]
+    if not lent or any(weights.layout != whole.layout for weights in lent):
+        return [not replica.weights.holds(whole) for replica in replicas]
+    found: list[bool] = torch.stack([(one.flat != whole.flat.to(one.flat.dtype)).any() for one in lent]).tolist()
+    return found
