@@ -16,6 +16,7 @@ FLOORS = [  # from the top down; rooms on one floor do not see each other
     {"engines", "telemetry", "models", "data"},
     {"algorithms"},
     {"optim"},
+    {"once"},
     {"protocols", "chunks", "leaves", "tensorfile", "extras"},
     {"tree", "events", "files", "checks"},
     {"errors"},

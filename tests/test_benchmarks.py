@@ -464,7 +464,7 @@ def test_a_cell_that_fails_in_its_process_costs_no_other_that_was_begun(b, tmp_p
     bad = b.cells.Row(recipe="demo-ddp", base=(*SMALL, "data.seq_len=100000"))
     with pytest.raises(AtollError, match="100001"):
         b.cells.carry_out([bad, good, never], [0], b.record.Record(tmp_path), "", quiet=True, processes=2)
-    assert [cell["settings"] for cell in lines_of(tmp_path)] == [list(good.base)]
+    assert [json.loads(line)["settings"] for line in lines_of(tmp_path)] == [list(good.base)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- two levels
