@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cells import Outcome
-from spread import Interval, contrast
+from spread import Interval, Scatter, contrast
 from wording import interval_text
 
 Terms = tuple[tuple[float, str], ...]
@@ -70,8 +70,9 @@ def alike(text: str, one: str, two: str, percent: float) -> Claim:
     return Claim(text=text, terms=((1.0, one), (-1.0, two)), above=-most, below=most)
 
 
-def judged(claim: Claim, outcomes: Mapping[str, Outcome]) -> str | None:
-    """One line about a claim, computed from the cells; None if a row of it was not run."""
+def judged(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> str | None:
+    """One line about a claim, computed from the cells; None if a row of it was not run. Rows of one seed have an interval if it is
+    known how much other rows scatter."""
     if any(label not in outcomes for _, label in claim.terms):
         return None
     terms = []
@@ -80,7 +81,9 @@ def judged(claim: Claim, outcomes: Mapping[str, Outcome]) -> str | None:
         if loss is None:
             return f"**diverged** ({label}): {claim.text}"
         terms.append((weight, loss))
-    found = contrast(terms)
+    found, borrowed = contrast(terms), ""
+    if found is None and scatter is not None:
+        found, borrowed = scatter.about([(weight, loss.values[0]) for weight, loss in terms]), " (one seed)"
     if found is None:
         value = math.fsum(weight * loss.values[0] for weight, loss in terms)
         return f"**one seed, no verdict**: {claim.text} Here {value:+.4f}, {100 * math.expm1(value):+.2f} % of perplexity."
@@ -88,15 +91,20 @@ def judged(claim: Claim, outcomes: Mapping[str, Outcome]) -> str | None:
         f"{'+' if weight > 0 else '-'} {'' if abs(weight) == 1 else f'{abs(weight):g} '}[{at}]" for weight, at in claim.terms
     )
     percent = f"{100 * math.expm1(found.value):+.2f} % of perplexity"
-    return f"**{claim.judge(found)}**: {claim.text} {summed.removeprefix('+ ')} = {interval_text(found)}, {percent}."
+    return f"**{claim.judge(found)}**{borrowed}: {claim.text} {summed.removeprefix('+ ')} = {interval_text(found)}, {percent}."
 
 
-def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome]) -> str:
+def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> str:
     """All claims that these rows can speak to."""
-    lines = [line for claim in claims if (line := judged(claim, outcomes)) is not None]
+    lines = [line for claim in claims if (line := judged(claim, outcomes, scatter)) is not None]
     note = (
         "In parentheses the paper's figures. A claim holds here if all of the 95 % interval is where it says, does not hold if "
         "none of it is, and else lies within the spread. Small models on short runs need not behave as the paper's."
     )
+    if scatter is not None:
+        note += (
+            f" Rows of one seed have an interval as wide as those of several seeds scatter once their row and their seed are "
+            f"accounted for: a standard deviation of {scatter.std:.4f}, known with {scatter.degrees} degrees of freedom."
+        )
     told = "\n".join(f"- {line}" for line in lines) or "None of them can be judged from these rows."
     return f"### The paper's claims, here\n\n{note}\n\n{told}"

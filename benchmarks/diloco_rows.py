@@ -5,6 +5,7 @@ One small workload on equal islands. Every row is `atoll run RECIPE` with the se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -143,15 +144,22 @@ def _drops(plan: Plan) -> Group:
     )
 
 
-def pools(plan: Rows) -> Group:
+def pools(plan: Rows, ramp: Sequence[int] | None = None) -> Group:
+    """`ramp` has the islands over equal parts of the run, where one part for each number of islands does not come out even."""
     shapes = {"1 all along": "[1]", "all along": "constant"}
     shapes |= {name.replace("_", " "): name for name in ("doubling", "halving", "ramp_up", "ramp_down")}
+    if ramp is not None:
+        shapes |= {"ramp up": _listed(ramp), "ramp down": _listed(ramp[::-1])}
     return Group(
         name="pool",
         title="Islands that come and go",
         note="Tokens follow the number of islands. Doubling and halving train on the same tokens, and so do both ramps.",
         rows={f"pool: {name}": plan.row(f"pool: {name}", f"cluster.pool={pool}") for name, pool in shapes.items()},
     )
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return f"[{','.join(map(str, counts))}]"
 
 
 def pruning(plan: Rows) -> Group:

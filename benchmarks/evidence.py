@@ -26,6 +26,7 @@ from claims import Claim, claims_section
 from groups import DEFAULT, Group, table
 from page import fill
 from record import Record, default_path
+from spread import scatter
 from workload import Workload
 
 P = TypeVar("P", bound="OnGpu")
@@ -94,7 +95,8 @@ class Evidence(Generic[P]):
         about: the script's docstring, whose first line `--help` shows.
         plan: makes the workload, in miniature if asked.
         groups: all tables.
-        standing: rows that are run whatever is chosen, by label; the default is among them.
+        standing: rows that are run whatever is chosen, by label; the default is among them, also under its own name.
+        called: the default's own name, with which rows are compared where nothing else is said.
         headline: labels of rows that are run with three seeds.
         introduction: what stands before the tables, from the plan and the default's outcome.
         claims: what the paper says.
@@ -109,6 +111,7 @@ class Evidence(Generic[P]):
     plan: Callable[[bool], P]
     groups: Callable[[P], list[Group]]
     standing: Callable[[P], dict[str, Row]]
+    called: str
     headline: Callable[[P], Sequence[str]]
     introduction: Callable[[P, Outcome], str]
     claims: Callable[[P], list[Claim]]
@@ -145,13 +148,15 @@ class Evidence(Generic[P]):
         if DEFAULT not in outcomes:
             print("the default's cell is not there yet; give the same command again to go on")
             return
-        shown = [present for group in chosen if (present := _present(group, outcomes)).rows]
+        shown = [present for group in chosen if (present := _present(group, outcomes, self.called)).rows]
         missing = sum(len(group.rows) for group in chosen) - sum(len(group.rows) for group in shown)
         sections = [f"## What was run\n\n{self.introduction(plan, outcomes[DEFAULT])}\n\n{wording.RULE}"]
         if missing:
             sections.append(f"**{missing} rows have not been run yet.**")
         sections += [table(group, outcomes, self.share).replace("### ", "## ", 1) for group in shown]
-        said = [claims_section(self.claims(plan), outcomes).replace("### ", "## ", 1), *self.verdicts(outcomes)]
+        several = [loss for label in self.headline(plan) if label in outcomes and (loss := outcomes[label].loss) and loss.std]
+        told = claims_section(self.claims(plan), outcomes, scatter(several)).replace("### ", "## ", 1)
+        said = [told, *self.verdicts(outcomes)]
         sections.append("\n- ".join(said))
         drawn = self.plot(plan, outcomes, record.plot)
         readme = record.write(self.title, sections if drawn is None else [*sections, f"![{drawn}]({record.plot.name})"])
@@ -178,19 +183,20 @@ class Evidence(Generic[P]):
         return parser
 
 
-def _present(group: Group, outcomes: Mapping[str, Outcome]) -> Group:
+def _present(group: Group, outcomes: Mapping[str, Outcome], default: str) -> Group:
     """The part of a group that has been run."""
-    against = {label: other for label, other in group.against.items() if other in outcomes}
-    if group.against and not against:
+    compared = group.against or dict.fromkeys(group.rows, default)
+    against = {label: other for label, other in compared.items() if other in outcomes}
+    if not against:
         against = {"": ""}  # none of them is compared with anything: not all with the default
     timed = {label: other for label, other in group.timed.items() if other in outcomes}
     rows = {label: row for label, row in group.rows.items() if label in outcomes}
     return replace(group, rows=rows, against=against, timed=timed)
 
 
-def plot_curves(named: Mapping[str, str], outcomes: Mapping[str, Outcome], path: Path) -> str | None:
-    """Draws loss against virtual time of the rows with these labels, under these names; None if there are fewer than two."""
-    drawn = {name: outcomes[label] for label, name in named.items() if label in outcomes and outcomes[label].curves}
+def plot_curves(labels: Sequence[str], outcomes: Mapping[str, Outcome], path: Path) -> str | None:
+    """Draws loss against virtual time of the rows with these labels; None if there are fewer than two."""
+    drawn = {label: outcomes[label] for label in labels if label in outcomes and outcomes[label].curves}
     if len(drawn) < 2:
         return None
     save_figure(curves_figure, drawn, path)

@@ -9,20 +9,15 @@ See `evidence.py` for the text and for going on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from atoll.telemetry.drawing import new_figure, save_figure
-from cells import Outcome, Row
-from claims import Claim, alike, costs, lower
+from cells import Row
 from diloco_rows import DDP, DILOCO, pools, pruning
 from evidence import Evidence, OnGpu
+from evidence_diloco_told import DILOCO_ROW, ONE, claims, introduction, plot
 from groups import DEFAULT, Group
 from record import script
-
-ONE = "one worker"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +31,7 @@ class Plan(OnGpu):
         batches: sizes of other batches.
         outer: the outer rule of all rows that name no other.
         small: sizes of a smaller decoder.
+        ramp: how many islands there are over equal parts of a run.
         separate: islands of the text of several domains, of which it has at least as many.
     """
 
@@ -48,6 +44,7 @@ class Plan(OnGpu):
     batches: tuple[int, ...] = (8, 32)
     outer: str = "Nesterov(lr=0.7,momentum=0.9)"
     small: str = "layers=4,width=128,heads=2,head_size=64"
+    ramp: tuple[int, ...] = (1, 2, 3, 4, 4, 5, 5, 6, 7, 8)
     separate: int = 6
 
     def row(self, name: str, *settings: str, recipe: str = DILOCO) -> Row:
@@ -71,7 +68,8 @@ def plan(quick: bool) -> Plan:
         lengths=(2, 4),
         counts=(1, 4),
         rates=(2.0,),
-        batches=(4,),
+        batches=(4, 6),
+        ramp=(1, 4),
         model="layers=1,width=16,heads=2,head_size=8",
         small="layers=1,width=8,heads=1,head_size=8",
         data="seq_len=16,eval_batches=2",
@@ -88,7 +86,7 @@ def groups(plan: Plan) -> list[Group]:
         _lengths(plan),
         _counts(plan),
         _drops(plan),
-        pools(plan),
+        pools(plan, plan.ramp),
         pruning(plan),
         *([_partitions(plan, plan.domains)] if plan.domains else []),
         _outer(plan),
@@ -101,13 +99,13 @@ def _headline(plan: Plan) -> Group:
     return Group(
         name="headline",
         title="The headline",
-        note=f"The default agrees every {plan.inner_steps} steps; the paper's abstract has 500. After the warm start one worker "
+        note=f"DiLoCo agrees every {plan.inner_steps} steps; the paper's abstract has 500. After the warm start one worker "
         f"has 1/{plan.islands} of the tokens. {plan.batch}: as many updates, with so many times the batch, spread over "
         f"{plan.islands} islands that talk at every step (DDP).",
         rows={
             ONE: plan.row(ONE, "cluster.islands=1", recipe=DDP),
             plan.batch: plan.row(plan.batch, recipe=DDP),
-            DEFAULT: plan.row(DEFAULT),
+            DILOCO_ROW: plan.row(DILOCO_ROW),
             _longest(plan): _length(plan, plan.lengths[-1]),
         },
     )
@@ -153,13 +151,12 @@ def _rates(plan: Plan) -> Group:
         # The warm start is the same for all: its rate is that of the other rows.
         own = (f"optimizer.lr.lr={rate:g}", f"optimizer.lr.floor={plan.floor * rate:g}", f"train.warm_start_lr={plan.lr:g}")
         rows |= _three(plan, f"lr {rate:g}", *own)
-    usual = {ONE: ONE, plan.batch: plan.batch, "DiLoCo": DEFAULT}
     return Group(
         name="rate",
         title="The inner rate",
         note=f"All other rows have {plan.lr:g}. Each is compared with its like.",
         rows=rows,
-        against={label: usual[label.partition(",")[0]] for label in rows},
+        against={label: label.partition(",")[0] for label in rows},
     )
 
 
@@ -246,76 +243,15 @@ def _partitions(plan: Plan, domains: str) -> Group:
     )
 
 
-def claims(plan: Plan) -> list[Claim]:
-    """What the paper says, with its figures."""
-    few, many = (f"k={count}" for count in (plan.counts[-2], plan.counts[-1]))
-    shortest, longest = f"H={plan.lengths[0]}", _longest(plan)
-    return [
-        lower("DiLoCo is better than one worker (the paper's first row: 16.23 to 15.02).", DEFAULT, ONE),
-        lower(f"DiLoCo that agrees every {plan.lengths[-1]} steps is, too.", longest, ONE),
-        lower(f"DiLoCo is as good as fully synchronous training: below {plan.batch} (1.8 %).", DEFAULT, plan.batch),
-        costs(f"DiLoCo is as good as fully synchronous training: at most 1 % above {plan.batch}.", DEFAULT, plan.batch, 1.0),
-        costs(f"The smaller decoder: at most 1 % above {plan.batch}.", "small, DiLoCo", f"small, {plan.batch}", 1.0),
-        costs("Agreeing ten times less often costs little (2.9 % from 50 to 1,000).", longest, shortest, 2.9),
-        lower("More islands end lower, at more tokens.", few, "k=1"),
-        lower("Still more islands end still lower.", many, few),
-        lower("An outer step helps a single island, without any network.", "k=1", ONE),
-        costs("Losing half of the deltas costs little (2.1 %).", "drop 0.5", "drop 0", 2.1),
-        alike("Doubling and halving the islands end alike (bound 1 %).", "pool: doubling", "pool: halving", 1.0),
-        alike("Ramping islands up and down end alike (bound 1 %).", "pool: ramp up", "pool: ramp down", 1.0),
-        costs("Pruning half of each delta costs little (0.39 %).", "pruned 0.5", "pruned 0", 0.39),
-        costs("Pruning three quarters costs little (1.66 %).", "pruned 0.75", "pruned 0", 1.66),
-        costs("Shards that differ cost nothing (-0.4 %; bound 0.5 %).", "domains, by domain", "domains, IID", 0.5),
-    ]
-
-
-def introduction(plan: Plan, default: Outcome) -> str:
-    params = default.mean("params")
-    size = f" of {params:,.0f} parameters" if params is not None else ""
-    rounds = plan.steps // plan.inner_steps
-    return (
-        f"A decoder{size} on {plan.islands} equal islands: {plan.warm_start} steps of warm start by one, then {plan.steps} of "
-        f"DiLoCo in {rounds} rounds of H={plan.inner_steps}. Rows of the headline have three seeds, all others one. This is "
-        f"the default, and a row adds the settings it shows:\n\n```\n{default.row.command}\n```\n\nTokens include the warm "
-        f"start's. Bytes sent are per island, on average."
-    )
-
-
-def plot(plan: Plan, outcomes: Mapping[str, Outcome], path: Path) -> str | None:
-    """Loss against bytes: one worker, every length of a round, and talking at every step."""
-    labels = [label for label in (*(f"H={n}" for n in plan.lengths), plan.batch) if label in outcomes and outcomes[label].loss]
-    if len(labels) < 2:
-        return None
-    save_figure(lambda found: _figure(labels, found), outcomes, path)
-    return "loss against bytes sent"
-
-
-def _figure(labels: Sequence[str], outcomes: Mapping[str, Outcome]) -> Any:
-    figure, (axes,) = new_figure(1)
-    for number, label in enumerate(labels):
-        loss, sent = outcomes[label].loss, outcomes[label].mean("sent_bytes_per_island")
-        if loss is not None and sent:
-            bars = [[loss.mean - loss.low], [loss.high - loss.mean]]
-            axes.errorbar(sent, loss.mean, yerr=bars, fmt="o", color=f"C{number}", capsize=3)
-            axes.annotate(label, (sent, loss.mean), textcoords="offset points", xytext=(6, 4), fontsize=11)
-    alone = outcomes[ONE].loss if ONE in outcomes else None
-    if alone is not None:
-        axes.axhline(alone.mean, color="grey", linestyle="--")
-        axes.annotate(ONE, (0.02, alone.mean), xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points")
-    axes.set(xscale="log", xlabel="bytes sent per island")
-    axes.set_ylabel("validation loss (bars: over seeds)")
-    axes.margins(x=0.2)
-    return figure
-
-
 EVIDENCE = Evidence(
     name="evidence_diloco",
     title="DiLoCo on one GPU and real text",
     about=__doc__ or "",
     plan=plan,
     groups=groups,
-    standing=lambda plan: {DEFAULT: plan.row(DEFAULT)},
-    headline=lambda plan: (DEFAULT, ONE, plan.batch, _longest(plan), *_sizes(plan).rows),
+    standing=lambda plan: {DEFAULT: plan.row(DILOCO_ROW), DILOCO_ROW: plan.row(DILOCO_ROW)},
+    called=DILOCO_ROW,
+    headline=lambda plan: (DILOCO_ROW, ONE, plan.batch, _longest(plan)),
     introduction=introduction,
     claims=claims,
     plot=plot,

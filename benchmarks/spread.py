@@ -80,6 +80,42 @@ def contrast(terms: Sequence[tuple[float, Sample]]) -> Interval | None:
     return Interval(sums.mean, sums.mean - half, sums.mean + half)
 
 
+@dataclass(frozen=True)
+class Scatter:
+    """How far figures lie from what their row and their seed lead to expect, by rows that have several seeds.
+
+    Attributes:
+        std: the standard deviation.
+        degrees: of freedom that it is known with.
+    """
+
+    std: float
+    degrees: int
+
+    def about(self, terms: Sequence[tuple[float, float]]) -> Interval:
+        """The weighted sum of figures of one seed, with an interval as wide as those rows scatter."""
+        value = math.fsum(weight * figure for weight, figure in terms)
+        half = t_quantile(self.degrees) * self.std * math.sqrt(math.fsum(weight**2 for weight, _ in terms))
+        return Interval(value, value - half, value + half)
+
+
+def scatter(samples: Sequence[Sample]) -> Scatter | None:
+    """Of rows that have the same seeds. None of a single row or seed: nothing is left to see.
+
+    >>> found = scatter([Sample((1.0, 2.0, 3.0)), Sample((2.0, 3.1, 3.9))])  # the rows differ by 1, but for 0.1 in two seeds
+    >>> round(found.std, 3), found.degrees
+    (0.071, 2)
+    """
+    seeds = min((len(sample.values) for sample in samples), default=0)
+    degrees = (len(samples) - 1) * (seeds - 1)
+    if degrees < 1:
+        return None
+    rows = [sample.values[:seeds] for sample in samples]
+    means, columns = [fmean(row) for row in rows], [fmean(column) for column in zip(*rows, strict=True)]
+    rest = [row[seed] - mean - columns[seed] + fmean(means) for row, mean in zip(rows, means, strict=True) for seed in range(seeds)]
+    return Scatter(math.sqrt(math.fsum(value**2 for value in rest) / degrees), degrees)
+
+
 def difference(one: Sample, two: Sample) -> Interval | None:
     """The first minus the second."""
     return contrast([(1.0, one), (-1.0, two)])

@@ -260,6 +260,9 @@ def test_claims_are_judged_by_the_cells(b):
     assert "within the spread" in b.claims.judged(claim, {"A": noisy, "B": high})
     assert "no verdict" in b.claims.judged(claim, {"A": outcome(b, 1.0), "B": outcome(b, 2.0)})
     assert b.claims.judged(claim, {"A": low}) is None
+    alone = {"A": outcome(b, 1.0), "B": outcome(b, 2.0)}
+    for std, verdict in ((0.1, "holds here"), (1.0, "within the spread")):
+        assert f"**{verdict}** (one seed): A ends below B." in b.claims.judged(claim, alone, b.spread.Scatter(std, 4))
 
 
 def test_other_tokens_are_told_in_the_verdict(b):

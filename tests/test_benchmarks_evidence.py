@@ -42,8 +42,9 @@ def test_rows_of_the_headline_have_all_seeds_and_others_the_first(scripts, text,
         ("demo-diloco", lost, 0),
     ]
     said = capsys.readouterr().out
-    assert "[default] - [one worker] = " in said
-    assert "one seed, no verdict**: Losing half of the deltas" in said
+    assert "[DiLoCo] - [one worker] = " in said
+    assert "(one seed): Losing half of the deltas" in said
+    assert "Rows of one seed have an interval as wide as" in said
     assert "rows have not been run yet" not in said
     assert (tmp_path / "record" / "plot.png").exists()
     scripts["diloco"].main([*common, "--only", "headline"])
@@ -66,5 +67,27 @@ def test_settings_of_the_gpu_are_understood(scripts, text):
         for group in script.groups(plan):
             for row in group.rows.values():
                 run = row.run(0)
-                assert run.train.together == "stacked"
-                assert run.train.compile == (group.name != "line"), "a few updates are not worth compiling"
+                on_gpu = group.name != "line"  # virtual time needs none
+                assert (run.train.device, run.train.compile) == (("cuda", True) if on_gpu else ("cpu", False))
+                assert run.train.together == ("stacked" if on_gpu else "auto")
+
+
+def test_ramps_train_on_the_same_tokens(scripts):
+    plan = scripts["diloco"].plan(False)
+    pools = next(group for group in scripts["diloco"].groups(plan) if group.name == "pool").rows
+    counts = {}
+    for label, row in pools.items():
+        run = row.run(0)
+        rounds = run.train.steps // run.algorithm.steps_per_round
+        counts[label] = sum(len(run.cluster.present(number, rounds)) for number in range(rounds))
+    assert counts["pool: doubling"] == counts["pool: halving"]
+    assert counts["pool: ramp up"] == counts["pool: ramp down"]
+
+
+def test_rows_with_one_seed_are_judged_by_what_the_headline_scatters(scripts):
+    spread = importlib.import_module("spread")
+    figures = [spread.Sample((1.0, 2.0, 3.0)), spread.Sample((2.0, 3.0, 4.0))]
+    assert spread.scatter(figures).std == pytest.approx(0.0), "rows that differ by the same in every seed do not scatter"
+    assert spread.scatter(figures[:1]) is None
+    found = spread.Scatter(0.1, 2).about([(1.0, 5.0), (-1.0, 4.0)])
+    assert (found.value, found.high) == (1.0, pytest.approx(1.0 + 4.303 * 0.1 * 2**0.5))

@@ -1,0 +1,107 @@
+"""What is told of DiLoCo's evidence: the paper's claims, what was run, and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from atoll.telemetry.drawing import new_figure, save_figure
+from cells import Outcome
+from claims import Claim, alike, costs, lower
+
+ONE, DILOCO_ROW = "one worker", "DiLoCo"
+
+
+class Told(Protocol):
+    """What must be known of the plan."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def warm_start(self) -> int: ...
+    @property
+    def inner_steps(self) -> int: ...
+    @property
+    def islands(self) -> int: ...
+    @property
+    def lengths(self) -> Sequence[int]: ...
+    @property
+    def counts(self) -> Sequence[int]: ...
+    @property
+    def batches(self) -> Sequence[int]: ...
+    @property
+    def batch(self) -> str: ...
+
+
+def claims(plan: Told) -> list[Claim]:
+    """What the paper says, with its figures."""
+    few, many = (f"k={count}" for count in (plan.counts[-2], plan.counts[-1]))
+    shortest, longest = f"H={plan.lengths[0]}", f"H={plan.lengths[-1]}"
+    return [
+        lower("DiLoCo is better than one worker (the paper's first row: 16.23 to 15.02).", DILOCO_ROW, ONE),
+        lower(f"DiLoCo that agrees every {plan.lengths[-1]} steps is, too.", longest, ONE),
+        lower(f"DiLoCo is as good as fully synchronous training: below {plan.batch} (1.8 %).", DILOCO_ROW, plan.batch),
+        costs(f"DiLoCo is as good as fully synchronous training: at most 1 % above {plan.batch}.", DILOCO_ROW, plan.batch, 1.0),
+        costs(f"The smaller decoder: at most 1 % above {plan.batch}.", "small, DiLoCo", f"small, {plan.batch}", 1.0),
+        costs("Agreeing ten times less often costs little (2.9 % from 50 to 1,000).", longest, shortest, 2.9),
+        lower("More islands end lower, at more tokens.", few, "k=1"),
+        lower("Still more islands end still lower.", many, few),
+        lower("An outer step helps a single island, without any network.", "k=1", ONE),
+        costs("Losing half of the deltas costs little (2.1 %).", "drop 0.5", "drop 0", 2.1),
+        alike("Doubling and halving the islands end alike (bound 1 %).", "pool: doubling", "pool: halving", 1.0),
+        alike("Ramping islands up and down end alike (bound 1 %).", "pool: ramp up", "pool: ramp down", 1.0),
+        costs("Pruning half of each delta costs little (0.39 %).", "pruned 0.5", "pruned 0", 0.39),
+        costs("Pruning three quarters costs little (1.66 %).", "pruned 0.75", "pruned 0", 1.66),
+        _gap_shrinks(plan),
+        costs("Shards that differ cost nothing (-0.4 %; bound 0.5 %).", "domains, by domain", "domains, IID", 0.5),
+    ]
+
+
+def _gap_shrinks(plan: Told) -> Claim:
+    """Not of the paper: why short runs with small batches flatter the larger batch."""
+    small, large = min(plan.batches), max(plan.batches)
+    gap = {size: ((1.0, f"{DILOCO_ROW}, batch {size}"), (-1.0, f"{plan.batch}, batch {size}")) for size in (small, large)}
+    text = (
+        f"Ours, not the paper's: DiLoCo comes closer to {plan.batch} where batches are large (of {large} sequences, not {small})."
+    )
+    return Claim(text=text, terms=(*gap[large], *((-weight, label) for weight, label in gap[small])), below=0.0)
+
+
+def introduction(plan: Told, default: Outcome) -> str:
+    params = default.mean("params")
+    size = f" of {params:,.0f} parameters" if params is not None else ""
+    rounds = plan.steps // plan.inner_steps
+    return (
+        f"A decoder{size} on {plan.islands} equal islands: {plan.warm_start} steps of warm start by one, then {plan.steps} of "
+        f"DiLoCo in {rounds} rounds of H={plan.inner_steps}. Rows of the headline have three seeds, all others one. This is "
+        f"the default, and a row adds the settings it shows:\n\n```\n{default.row.command}\n```\n\nTokens include the warm "
+        f"start's. Bytes sent are per island, on average."
+    )
+
+
+def plot(plan: Told, outcomes: Mapping[str, Outcome], path: Path) -> str | None:
+    """Loss against bytes: one worker, every length of a round, and talking at every step."""
+    labels = [label for label in (*(f"H={n}" for n in plan.lengths), plan.batch) if label in outcomes and outcomes[label].loss]
+    if len(labels) < 2:
+        return None
+    save_figure(lambda found: _figure(labels, found), outcomes, path)
+    return "loss against bytes sent"
+
+
+def _figure(labels: Sequence[str], outcomes: Mapping[str, Outcome]) -> Any:
+    figure, (axes,) = new_figure(1)
+    for number, label in enumerate(labels):
+        loss, sent = outcomes[label].loss, outcomes[label].mean("sent_bytes_per_island")
+        if loss is not None and sent:
+            bars = [[loss.mean - loss.low], [loss.high - loss.mean]]
+            axes.errorbar(sent, loss.mean, yerr=bars, fmt="o", color=f"C{number}", capsize=3)
+            axes.annotate(label, (sent, loss.mean), textcoords="offset points", xytext=(6, 4), fontsize=11)
+    alone = outcomes[ONE].loss if ONE in outcomes else None
+    if alone is not None:
+        axes.axhline(alone.mean, color="grey", linestyle="--")
+        axes.annotate(ONE, (0.02, alone.mean), xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points")
+    axes.set(xscale="log", xlabel="bytes sent per island")
+    axes.set_ylabel("validation loss (bars: over seeds)")
+    axes.margins(x=0.2)
+    return figure
