@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache
@@ -117,6 +117,7 @@ def carry_out(
     islands: bool = False,
     processes: int = 1,
     until_s: float | None = None,
+    can: Callable[[Run], bool] = lambda run: True,
 ) -> dict[Row, Outcome]:
     """Runs what the record does not hold yet. Every row is looked at before anything runs.
 
@@ -130,13 +131,14 @@ def carry_out(
         islands: keep where each island's time went.
         processes: how many cells run at a time. What comes out does not depend on it.
         until_s: begin no further cell after this moment of the monotonic clock. Rows then have the seeds that are there.
+        can: whether a Run can be carried out here; one that cannot is left to another machine.
     """
     of = seeds if isinstance(seeds, Mapping) else dict.fromkeys(rows, seeds)
     every = list(dict.fromkeys(seed for row in rows for seed in of[row]))
     runs = {(row, seed): row.run(seed) for seed in every for row in rows if seed in of[row]}
     missing: dict[str, tuple[Row, int]] = {}
     for at, run in runs.items():
-        if record.get(key_of(run)) is None:
+        if record.get(key_of(run)) is None and can(run):
             missing.setdefault(key_of(run), at)
     work = {key: runs[at] for key, at in missing.items()}
     with Watch(title, len(missing), quiet=quiet) as watch:

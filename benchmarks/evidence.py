@@ -6,7 +6,8 @@ The text is a folder that `atoll data prepare` wrote, for instance of a Wikipedi
     atoll data prepare files:DOMAINS --tokenizer prepared/wiki/tokenizer.json --out prepared/domains
 
 Rows of the headline have three seeds, and all others one, whose verdicts say so. With `--minutes` no further cell is begun after so
-long: give the same command with the same `--record` again to go on, on another day or another machine.
+long: give the same command with the same `--record` again to go on, on another day or another machine. Without a GPU, what needs one
+is left out.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import torch
+
 import wording
 from async_demo import curves_figure
+from atoll.runs.run import Run
 from atoll.telemetry.drawing import save_figure
 from cells import Outcome, Row, carry_out
 from claims import Claim, claims_section
@@ -139,7 +143,7 @@ class Evidence(Generic[P]):
             mine = options.seeds if label in headline else options.seeds[:1]
             seeds[row] = max(mine, seeds.get(row, []), key=len)
         until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-        how = {"quiet": options.quiet, "processes": options.processes, "until_s": until_s}
+        how = {"quiet": options.quiet, "processes": options.processes, "until_s": until_s, "can": _can_run_here}
         found = carry_out(list(seeds), seeds, record, self.title, curves=True, **how)
         outcomes = {label: found[row] for label, row in rows.items() if found[row].summaries or found[row].errors}
         self._report(plan, chosen, outcomes, record, options.docs)
@@ -181,6 +185,11 @@ class Evidence(Generic[P]):
         parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables")
         parser.add_argument("--quiet", action="store_true", help="no progress")
         return parser
+
+
+def _can_run_here(run: Run) -> bool:
+    """So that what needs no GPU can be made anywhere, and the tables of what is there."""
+    return run.train.device != "cuda" or torch.cuda.is_available()
 
 
 def _present(group: Group, outcomes: Mapping[str, Outcome], default: str) -> Group:
