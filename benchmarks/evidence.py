@@ -6,8 +6,8 @@ The text is a folder that `atoll data prepare` wrote, for instance of a Wikipedi
     atoll data prepare files:DOMAINS --tokenizer prepared/wiki/tokenizer.json --out prepared/domains
 
 Rows of the headline have three seeds, and all others one, whose verdicts say so. With `--minutes` no further cell is begun after so
-long: give the same command with the same `--record` again to go on, on another day or another machine. Without a GPU, what needs one
-is left out.
+long: give the same command with the same `--record` again to go on, on another day or another machine. What needs a GPU is left out
+where there is none.
 """
 
 from __future__ import annotations

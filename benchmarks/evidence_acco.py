@@ -106,14 +106,15 @@ def _lines(plan: Plan) -> Group:
     rows: dict[str, Row] = {}
     timed: dict[str, str] = {}
     for speed in plan.lines:
-        small = (f"train=Train(steps={plan.line_steps},batch_size=2)", "optimizer.lr.warmup=2")
+        train = f"train=Train(steps={plan.line_steps},batch_size=2)"
+        small = (train, "optimizer.lr.warmup=2", "data.seq_len=16", "data.eval_batches=1")
         settings = (f"cluster.link.bandwidth_mbit_per_s={speed}", *small)
         for method in RECIPES:
             more = ("algorithm.warmup=0",) if method == DPU else ()  # they would be most of so few
             rows[_on(method, speed)] = plan.row(method, _on(method, speed), *settings, *more)
             timed[_on(method, speed)] = _on(DDP, speed)
     note = (
-        f"{plan.line_steps} updates each of a small batch on a CPU, which is what virtual time needs; their losses mean nothing. A "
+        f"{plan.line_steps} updates each of few and short sequences on a CPU, which is what virtual time needs; their losses mean nothing. A "
         f"batch takes {plan.step_s:g} s to compute."
     )
     return Group(name="line", title="Virtual time over lines", note=note, rows=rows, against={"": ""}, timed=timed)
