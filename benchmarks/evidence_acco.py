@@ -114,8 +114,8 @@ def _lines(plan: Plan) -> Group:
             rows[_on(method, speed)] = plan.row(method, _on(method, speed), *settings, *more)
             timed[_on(method, speed)] = _on(DDP, speed)
     note = (
-        f"{plan.line_steps} updates each of few and short sequences on a CPU, which is what virtual time needs; their losses mean nothing. A "
-        f"batch takes {plan.step_s:g} s to compute."
+        f"{plan.line_steps} updates each of few and short sequences on a CPU, which is what virtual time needs; their losses mean "
+        f"nothing. A batch takes {plan.step_s:g} s to compute."
     )
     return Group(name="line", title="Virtual time over lines", note=note, rows=rows, against={"": ""}, timed=timed)
 
