@@ -30,6 +30,7 @@ from gpu_device import free_bytes, is_cuda, product_flops_per_s, tidy
 from gpu_loops import Bare, Subject, islands_measured
 from gpu_plan import FLOPS_FORMULA, PRESETS, Cell, Plan, Shape, plan_of, quick_plan, sizes_given
 from gpu_tables import MATRIX, Found, Measured, bare_key, figure, matrix_key, sections_of
+from page import fill
 from progress import Watch
 from record import Record, default_path, script
 
@@ -135,12 +136,16 @@ class Measuring:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     device, plan = options.device or ("cuda" if torch.cuda.is_available() else "cpu"), _plan(options)
-    if not options.quick and not (is_cuda(device) and torch.cuda.is_available()):
-        raise ConfigError(f"--device {device}: this measures a GPU, and torch sees none here. Use one, or --quick on a CPU.")
+    record = Record(options.record or default_path("gpu" + ("_quick" if options.quick else "")))
+    able = options.quick or (is_cuda(device) and torch.cuda.is_available())
+    if not able and record.get(matrix_key(plan.matrix)) is None:
+        raise ConfigError(
+            f"--device {device}: this measures a GPU, and torch sees none here. Use one, or --quick on a CPU, or give a --record "
+            f"whose tables are to be made again."
+        )
     # One everywhere: a loss that was compiled with so many threads around it is compiled anew for another number.
     torch.set_num_threads(1)
-    record = Record(options.record or default_path("gpu" + ("_quick" if options.quick else "")))
-    until_s = time.monotonic() + 60 * options.minutes
+    until_s = time.monotonic() + 60 * options.minutes if able else -math.inf
     with Watch("gpu", _missing(plan, record), quiet=options.quiet) as watch:
         measuring = Measuring(plan, record, device, watch, until_s)
         measuring.all()
@@ -148,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sections = sections_of(plan, found, record[matrix_key(plan.matrix)]["device"])
     save_figure(lambda both: figure(*both), (plan, found), record.plot)
     readme = record.write("Islands on one GPU", [*sections, f"![tokens per second]({record.plot.name})"])
+    fill(options.docs, "gpu", sections, record)
     print("\n\n".join(sections))
     print(f"\nrecord: {readme}")
     if measuring.failed:
@@ -195,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="None: cuda where there is one")
     parser.add_argument("--quick", action="store_true", help="in miniature, to see whether it works")
     parser.add_argument("--record", type=Path, help="the record's folder; None: records/<today>_gpu")
+    parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser
 

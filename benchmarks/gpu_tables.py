@@ -16,6 +16,7 @@ LEAST_SHARE, LEAST_GAIN = 0.97, 2.0
 """Of the bare loop's tokens per second that islands reach, and times that a stack is faster than one island after the other."""
 ASKED_ISLANDS = (4, 8)
 MATRIX, BARE = "matrix product", "bare loop"
+_WAYS = {"apart": COLOURS[0], "stacked": COLOURS[1]}
 
 
 @dataclass(frozen=True)
@@ -200,20 +201,25 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
 
 
 def figure(plan: Plan, found: Found) -> Any:
-    """Tokens per second: a panel for each model and batch, a bar for each number of islands and way, a line for the bare loop."""
-    shapes = {**plan.presets, **plan.small}
-    drawn, panels = new_figure(len(shapes))
-    drawn.set_size_inches(max(5.0, 2.9 * len(shapes)), 4)
-    for panel, (shape, cells) in zip(panels, shapes.items(), strict=True):
-        measured = [one for cell in cells if (one := found.measured(cell))]
-        colours = [COLOURS[0] if one.cell.way == "apart" else COLOURS[1] for one in measured]
+    """Tokens per second: a panel for each model and batch that was measured, a bar for each number of islands and way, and a
+    line for the bare loop."""
+    bars = {shape: [one for cell in cells if (one := found.measured(cell))] for shape, cells in (plan.presets | plan.small).items()}
+    shapes = [shape for shape, measured in bars.items() if measured]
+    drawn, panels = new_figure(max(1, len(shapes)))
+    drawn.set_size_inches(max(5.0, 2.4 * len(shapes)), 4)
+    for panel, shape in zip(panels, shapes, strict=False):
+        measured = bars[shape]
+        colours = [_WAYS[one.cell.way] for one in measured]
         panel.bar(range(len(measured)), [one.tokens_per_s / 1e3 for one in measured], color=colours)
-        labels = [f"{one.cell.islands}\n{one.cell.way}" for one in measured]
-        panel.set_xticks(range(len(measured)), labels, fontsize=8)
+        panel.set_xticks(range(len(measured)), [str(one.cell.islands) for one in measured])
         rate = found.bare_tokens_per_s(shape)
         if rate is not None:
             panel.axhline(rate / 1e3, color="#555555", linewidth=1.2, linestyle="--")
-        panel.set_title(shape.words, fontsize=10)
-        panel.set_xlabel("islands (dashed: bare loop)", fontsize=10)
+        panel.set_title(shape.words, fontsize=11)
+        panel.set_xlabel("islands", fontsize=11)
     panels[0].set_ylabel("thousand tokens per second")
+    for way, colour in _WAYS.items():
+        panels[0].bar(0, 0, color=colour, label=way)
+    panels[0].plot([], [], color="#555555", linewidth=1.2, linestyle="--", label="bare loop")
+    drawn.legend(loc="outside upper center", ncols=3, frameon=False)
     return drawn
