@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from atoll import recipes
-from atoll.events import Arrived, Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
+from atoll.events import Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
 from atoll.runs.export import load_exported
 from atoll.telemetry import JsonlSink, read_progress
+from atoll.testing.arrivals import arrived
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 from atoll.testing.small import SMALL as TINY
 
@@ -207,9 +208,8 @@ def at_a_hub(rounds):
             version=number, shard=0, start=0, schedule=0, virtual_time_s=now_s, begin_s=now_s + 0.5, sent_bytes=8, **who
         )
         yield Computed(start_s=now_s + 0.5, end_s=now_s + 2.5, batches=2, tokens=16, loss=3.0, **who)
-        end = {"virtual_time_s": now_s + 3.0, "sent_bytes": 8}
-        update = {"shard": 0, "version": number + 1, "staleness": 0, "applied": True, "norm": 1.0}
-        yield Arrived(window=number, pushed_s=now_s + 2.5, **update, **end, **who)
+        end = {"pushed_s": now_s + 2.5, "virtual_time_s": now_s + 3.0, "sent_bytes": 8}
+        yield arrived(window=number, version=number + 1, **end, **who)
         after = {"steps": 2 * number + 2, "tokens": 16, "local_updates": 2, "sent_bytes_per_island": 8.0}
         yield RoundFinished(round=number + 1, islands=1, virtual_time_s=now_s + 3.0, loss=3.0, **after)
         yield WindowClosed(window=number, islands=[0], opened_s=now_s + 3.0, virtual_time_s=now_s + 3.0, idle_s=[0.0])

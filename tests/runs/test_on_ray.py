@@ -7,7 +7,6 @@ import pytest
 
 from atoll import recipes
 from atoll.errors import CheckpointError, ConfigError, ExchangeFailed
-from atoll.events import Arrived
 from atoll.runs.folder import RunFolder
 from atoll.runs.on_ray import drive, resume_on_ray
 from atoll.runs.overrides import override
@@ -16,6 +15,7 @@ from atoll.runs.ray_parts import breaking, outlast_hub
 from atoll.runs.ray_place import Ray, on_workers, write_ray
 from atoll.runs.run import candidates
 from atoll.telemetry.jsonl import JsonlSink
+from atoll.testing.arrivals import arrived
 from atoll.testing.chaos import CHAOS_LOG, At, Kill, Script
 
 AT_ONCE = Ray(limit_s=1e-9)
@@ -27,23 +27,7 @@ def folder(tmp_path):
     run = override(recipes.toy_async(), ["data.examples=512", "data.eval_examples=128"], candidates)
     folder = RunFolder.create(tmp_path / "run", to_json(on_workers(run, 2)), ["a test"])
     with JsonlSink(folder.events) as log:
-        log.emit(
-            Arrived(
-                island=0,
-                round=0,
-                window=0,
-                shard=0,
-                steps=4,
-                pushed_s=1.0,
-                virtual_time_s=None,
-                wall_time_s=1.0,
-                version=1,
-                staleness=0,
-                applied=True,
-                norm=1.0,
-                sent_bytes=4,
-            )
-        )
+        log.emit(arrived())
     return folder
 
 

@@ -8,42 +8,25 @@ import pytest
 
 from atoll import recipes
 from atoll.engines.ray.keeping import Lost
-from atoll.events import Arrived, Saved
+from atoll.events import Saved
 from atoll.runs import ray_parts
 from atoll.runs.overrides import override
 from atoll.runs.ray_parts import FolderKeeper, Made, lost_after
 from atoll.runs.ray_place import on_workers
 from atoll.runs.run import candidates
 from atoll.telemetry.jsonl import JsonlSink
-
-
-def arrived(round, steps):
-    return Arrived(
-        island=0,
-        round=round,
-        window=0,
-        shard=0,
-        steps=steps,
-        pushed_s=1.0,
-        virtual_time_s=None,
-        wall_time_s=1.0,
-        version=round + 1,
-        staleness=0,
-        applied=True,
-        norm=1.0,
-        sent_bytes=4,
-    )
+from atoll.testing.arrivals import arrived
 
 
 def test_what_was_taken_after_a_checkpoint_is_counted_from_there_and_a_line_that_was_cut_short_does_not_count(tmp_path):
     log = tmp_path / "events.jsonl"
     assert lost_after(log, 0) == Lost(0, 0)
     with JsonlSink(log) as sink:
-        sink.emit(arrived(0, 4))
+        sink.emit(arrived(round=0, version=1, steps=4))
         after = sink.position()
         sink.emit(Saved(round=1, name="00000001"))
-        sink.emit(arrived(1, 2))
-        sink.emit(arrived(2, 3))
+        sink.emit(arrived(round=1, version=2, steps=2))
+        sink.emit(arrived(round=2, version=3, steps=3))
     whole = log.read_bytes()
     log.write_bytes(whole[:-10])
     assert lost_after(log, after) == Lost(1, 2)

@@ -20,6 +20,7 @@ from atoll.events import (
 )
 from atoll.telemetry import read_asynchrony
 from atoll.telemetry.asynchrony import Asynchrony, AsynchronySummary
+from atoll.testing import arrivals
 
 
 def sent_off(island: int, number: int, at_s: float, *, version: int = 0, shard: int = 0) -> Dispatched:
@@ -46,7 +47,7 @@ def arrived(
     island: int, number: int, at_s: float, *, window: int = 0, staleness: int = 0, shard: int = 0, applied: bool = True
 ) -> Arrived:
     """The update took a quarter of a second to reach the hub."""
-    return Arrived(
+    return arrivals.arrived(
         island=island,
         round=number,
         window=window,
@@ -54,10 +55,8 @@ def arrived(
         steps=4,
         pushed_s=at_s - 0.25,
         virtual_time_s=at_s,
-        version=1,
         staleness=staleness,
         applied=applied,
-        norm=1.0,
         sent_bytes=8,
     )
 

@@ -11,6 +11,7 @@ import pytest
 
 from atoll.events import Arrived, Computed, Dispatched, Evaluated, Event, IslandJoined, IslandLeft, Refused, Returned, WindowClosed
 from atoll.telemetry import JsonlSink, read_asynchrony, write_trace
+from atoll.testing.arrivals import arrived
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -77,9 +78,8 @@ def test_a_round_shows_its_shard_its_steps_and_how_late_it_was(tmp_path, async_s
 def test_the_network_row_has_pull_push_and_wait(tmp_path) -> None:
     numbers = {"island": 0, "round": 7, "steps": 4}
     computed = Computed(start_s=1.0, end_s=5.0, batches=4, tokens=8, loss=2.0, **numbers)
-    late = {"shard": 3, "version": 9, "staleness": 2, "applied": True, "norm": 1.0, "sent_bytes": 8}
-    arrived = Arrived(window=0, pushed_s=5.0, virtual_time_s=5.5, **late, **numbers)
-    found = rows(records(log(tmp_path, sent_off(7, 0.0), computed, arrived, sent_off(8, 7.0))))
+    late = arrived(pushed_s=5.0, virtual_time_s=5.5, shard=3, version=9, staleness=2, sent_bytes=8, **numbers)
+    found = rows(records(log(tmp_path, sent_off(7, 0.0), computed, late, sent_off(8, 7.0))))
     assert told(found["island 0", "network"]) == [("pull", 0.0, 1.0), ("push", 5.0, 0.5), ("wait", 5.5, 1.5), ("pull", 7.0, 0.0)]
     assert told(found["island 0", "computing"]) == [("round 7", 1.0, 4.0)]
 

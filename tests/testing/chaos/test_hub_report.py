@@ -5,8 +5,9 @@ import json
 import pytest
 
 from atoll.errors import ConfigError
-from atoll.events import Arrived, Dispatched, Evaluated, HubRestarted, IslandJoined, IslandLeft, Refused, Returned, SaveFailed
+from atoll.events import Dispatched, Evaluated, HubRestarted, IslandJoined, IslandLeft, Refused, Returned, SaveFailed
 from atoll.telemetry.jsonl import JsonlSink
+from atoll.testing.arrivals import arrived
 from atoll.testing.chaos import CHAOS_LOG, hub_in_words, hub_report_of
 from atoll.testing.chaos.hub_report import counted_once
 
@@ -23,8 +24,8 @@ def sent(round, start, *, island=0, shard=0):
 
 
 def came(round, version, *, island=0, shard=0, applied=True):
-    what = {"window": 0, "steps": STEPS, "pushed_s": 0.0, "staleness": 0, "norm": 1.0, "sent_bytes": 4}
-    return Arrived(island=island, round=round, shard=shard, version=version, applied=applied, **what, **on_the_wall(round))
+    what = {"island": island, "round": round, "shard": shard, "steps": STEPS, "version": version, "applied": applied}
+    return arrived(pushed_s=0.0, **what, **on_the_wall(round))
 
 
 def left(island, time_s):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import ConfigError
-from atoll.events import Arrived
+from atoll.testing.arrivals import arrived
 from atoll.testing.chaos import (
     CHAOS_LOG,
     HUB,
@@ -29,21 +29,7 @@ from atoll.testing.chaos import (
 )
 
 NODE = platform.node()
-FIRST = Arrived(
-    island=0,
-    round=0,
-    window=0,
-    shard=0,
-    steps=4,
-    pushed_s=1.0,
-    virtual_time_s=None,
-    wall_time_s=1.0,
-    version=1,
-    staleness=0,
-    applied=True,
-    norm=1.0,
-    sent_bytes=4,
-)
+FIRST = arrived()
 
 
 def title_of(process):
