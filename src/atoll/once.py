@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from atoll.chunks import trees_in
+from atoll.leaves import trees
 
 R = TypeVar("R")
 _Memo = dict[tuple[Any, ...], tuple[tuple[Any, ...], Any]]
@@ -30,14 +30,22 @@ def sharing() -> Iterator[None]:
         _MEMO.reset(before)
 
 
+def forget() -> None:
+    """Lets go of what was kept so far. Whoever asks for it again computes it again."""
+    memo = _MEMO.get()
+    if memo is not None:
+        memo.clear()
+
+
 def once(function: Callable[..., R], *arguments: Any) -> R:
     """`function(*arguments)`, or what it gave when it was last called with these very objects. It keeps its arguments, and its
     result is the same for everybody: Trees are immutable. A Tree that was given is read once, by one."""
     memo = _MEMO.get()
-    if memo is None or any(tree.spare for tree in trees_in(arguments)):
+    if memo is None or any(tree.spare for tree in trees(arguments)):
         return function(*arguments)
     key = (function, *map(id, arguments))
-    if key not in memo:
+    # What was made for somebody who holds other objects of the same bits is put back into circulation when that one leaves.
+    if key not in memo or any(tree.given for tree in trees(memo[key][1])):
         memo[key] = arguments, function(*arguments)  # with the arguments: an id is of use while its object lives
     result: R = memo[key][1]
     return result

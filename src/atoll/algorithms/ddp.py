@@ -66,7 +66,7 @@ class DDP:
         mean = await peers.mean(total.sum.give() / (total.weight or 1.0), weight)
         if not (mean.heard and mean.finite and mean.weight):
             return state
-        gradient = clip(mean.value.wide(), self.clip_norm)
+        gradient = clip(mean.value, self.clip_norm)
         params, optimizer = advance(self.rule, state.params, gradient, state.optimizer, taking=mean.last)
         return DDPState(params, optimizer)
 
@@ -93,10 +93,13 @@ def check_clip_norm(norm: float | None) -> None:
 
 
 def clip(gradient: Tree, norm: float | None) -> Tree:
-    """The gradient, shortened to `norm` if it is longer."""
-    return gradient if norm is None else once(_clipped, gradient, norm)
+    """The gradient in single precision at least, shortened to `norm` if it is longer."""
+    return once(_clipped, gradient, norm)
 
 
-def _clipped(gradient: Tree, norm: float) -> Tree:
+def _clipped(gradient: Tree, norm: float | None) -> Tree:
+    gradient = gradient.wide()
+    if norm is None:
+        return gradient
     length = gradient.norm()
     return gradient * (norm / (length + 1e-6)) if length > norm else gradient

@@ -42,7 +42,11 @@ def advance(rule: Rule, params: Tree, gradient: Tree, state: Any, *, taking: boo
     """A step of a rule, with the bits of `update`: in the buffers of `params` and `state`, if that is allowed and the rule can."""
     if taking and isinstance(rule, TakingExactly):
         return rule.update_taking(params.give(), gradient, state)
-    return once(type(rule).update, rule, params, gradient, state)
+    return once(_update, rule, params, gradient, state)
+
+
+def _update(rule: Rule, params: Tree, gradient: Tree, state: Any) -> tuple[Tree, Any]:
+    return rule.update(params, gradient, state)
 
 
 def take(tree: Tree) -> Tree:

@@ -1,5 +1,7 @@
 """Islands that share one device: stacked or apart, the numbers are the same within rounding."""
 
+import json
+
 import pytest
 import torch
 
@@ -113,6 +115,25 @@ def test_auto_takes_what_was_faster(one_s, all_s, how, pays_from, monkeypatch):
     assert together._pays_from == pays_from
     assert [news[0] for news in told] == [how]
     assert [len(trained.losses) for _, trained in answers] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("one_s", "all_s"), [(0.01, 0.025), (0.01, 0.04)])
+def test_who_goes_on_computes_as_was_settled_before_and_measures_nothing(one_s, all_s, monkeypatch):
+    workload, made = replicas(3)
+    times, told = iter([one_s, all_s]), []
+    monkeypatch.setattr("atoll.engines.sim.together._timed", lambda compute, device: next(times))
+    first, second = (Together("auto", 3, workload.loss, compiled=False, tell=lambda *news: told.append(news)) for _ in range(2))
+    unsettled = first.to_part()
+    first(trainings(made))
+    second.from_part(unsettled)
+    assert second.how == "auto", "nothing was settled yet"
+    second.from_part(json.loads(json.dumps(first.to_part())))
+    assert second.to_part() == first.to_part(), "also if it is saved again before anything was computed"
+    second(trainings(made))
+    second.report()
+    assert second.to_part() == first.to_part()
+    assert second.to_part()["all"] == (first.how == "stacked")
+    assert told == [], "the log says so already"
 
 
 def test_what_cannot_be_stacked_computes_apart_and_says_why():

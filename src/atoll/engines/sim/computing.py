@@ -76,13 +76,13 @@ class Computing:
             return 1  # one device computes for all: threads would only get into each other's way
         return max(1, (os.cpu_count() or 1) // self._threads)
 
-    def to_part(self) -> str | None:
+    def to_part(self) -> dict[str, Any] | None:
         """How islands share their device, as far as that is settled: for a checkpoint."""
-        return self.together.how if self.together is not None else None
+        return self.together.to_part() if self.together is not None else None
 
-    def from_part(self, how: Any) -> None:
-        if self.together is not None and how is not None:
-            self.together.how = how
+    def from_part(self, part: dict[str, Any] | None) -> None:
+        if self.together is not None and part is not None:
+            self.together.from_part(part)
 
     def begin(self, function: Callable[[], T]) -> Future[T]:
         """Start computing, or file it."""

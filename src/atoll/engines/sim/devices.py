@@ -25,6 +25,7 @@ from atoll.engines.sim.room import Room
 from atoll.engines.states import agree, given, on_device, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed
 from atoll.leaves import recycle
+from atoll.once import forget
 from atoll.protocols import Gradient, HoldsWeights, Owner, Weigh, Work, fields_owned
 from atoll.tree import Tree
 
@@ -159,6 +160,7 @@ class Devices:
             self._committed_tokens += 0 if skipped else device.uncommitted_tokens - waiting
             device.uncommitted_tokens = waiting
         recycle([*before, *after, *self._room.results], [device.state for device in self.members])
+        forget()  # a round between islands has many of these
         self._skipped_in_a_row = self._inside.books.skipped(skipped, self._skipped_in_a_row, self._inside.sink)
 
     def check(self) -> None:

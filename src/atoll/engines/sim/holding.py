@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from atoll.engines.flat import FlatModule
 from atoll.engines.local import LocalReplica
 from atoll.errors import ExchangeFailed
 from atoll.protocols import HoldsWeights
@@ -49,7 +50,8 @@ def check_held(algorithm: Any, members: Mapping[str, Member], round: int) -> Non
 
 def _who_differs(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
     """Which replicas hold other weights than these. A GPU is asked once for all of them."""
-    lent = [replica.weights.lent() for replica in replicas if whole.flat.device.type != "cpu"]
+    flat = all(isinstance(replica.weights, FlatModule) for replica in replicas)  # others would lend a copy
+    lent = [replica.weights.lent() for replica in replicas if flat and whole.flat.device.type != "cpu"]
     if not lent or any(weights.layout != whole.layout for weights in lent):
         return [not replica.weights.holds(whole) for replica in replicas]
     found: list[bool] = torch.stack([(one.flat != whole.flat.to(one.flat.dtype)).any() for one in lent]).tolist()

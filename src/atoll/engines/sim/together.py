@@ -37,8 +37,7 @@ class Together:
 
     def __init__(self, how: How, rows: int, loss: Loss, *, compiled: bool, tell: Callable[[str, str], object]) -> None:
         self.how = how
-        """Settled when several islands have first computed. Whoever goes on with a run goes on with what was settled then: the two
-        round differently."""
+        """Settled when islands have first computed."""
         self._why, self._tell, self._untold = "it was asked for", tell, False
         self._rows, self._loss, self._compiled = rows, loss, compiled
         self._settled = how == "apart"
@@ -47,6 +46,8 @@ class Together:
         self._all: Stack | None = None
         self._pays_from = 2
         """So many islands are faster together than one after the other."""
+        self._before: dict[str, Any] | None = None
+        """What was settled before a run was interrupted."""
 
     def __call__(self, jobs: Sequence[Job]) -> list[tuple[Any, Any]]:
         """What each of these comes to, in order."""
@@ -63,6 +64,15 @@ class Together:
             self._untold = False
             self._tell(self.how, self._why)
 
+    def to_part(self) -> dict[str, Any]:
+        """What is settled, for a checkpoint: whoever goes on computes in the same way, and rounds alike."""
+        stacks = {"one": self._one is not None, "all": self._all is not None}
+        return self._before or {"how": self.how, "settled": self._settled, "pays_from": self._pays_from, **stacks}
+
+    def from_part(self, part: dict[str, Any]) -> None:
+        if part["settled"]:
+            self.how, self._pays_from, self._before = part["how"], part["pays_from"], part
+
     def _compute(self, jobs: Sequence[Job]) -> Sequence[tuple[Any, Any]]:
         if not self._settled:
             self._settle(jobs)
@@ -75,11 +85,15 @@ class Together:
     # ------------------------------------------------------------------------------------------------------------ the choice
 
     def _settle(self, jobs: Sequence[Job]) -> None:
-        self._settled = self._untold = True
+        self._settled, self._untold = True, self._before is None  # else the log says so already
         refused = why_not(jobs[0].replica)
         if self.how == "stacked" and refused:
             raise ConfigError(f"train.together=stacked: {refused}. Use train.together=auto.")
-        if self.how == "stacked":
+        if self._before is not None:
+            self._one = self._stack(jobs[0].replica, 1) if self._before["one"] else None
+            self._all = self._stack(jobs[0].replica, self._rows) if self._before["all"] else None
+            self._before = None
+        elif self.how == "stacked":
             self._one = self._stack(jobs[0].replica, 1)
             self._all = self._stack(jobs[0].replica, self._rows)
         else:
