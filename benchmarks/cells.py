@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -118,6 +118,7 @@ def carry_out(
     processes: int = 1,
     until_s: float | None = None,
     can: Callable[[Run], bool] = lambda run: True,
+    warm: Path | None = None,
 ) -> dict[Row, Outcome]:
     """Runs what the record does not hold yet. Every row is looked at before anything runs.
 
@@ -132,6 +133,7 @@ def carry_out(
         processes: how many cells run at a time. What comes out does not depend on it.
         until_s: begin no further cell after this moment of the monotonic clock. Rows then have the seeds that are there.
         can: whether a Run can be carried out here; one that cannot is left to another machine.
+        warm: a folder for warm starts, which processes and later commands share. A GPU makes no two alike.
     """
     of = seeds if isinstance(seeds, Mapping) else dict.fromkeys(rows, seeds)
     every = list(dict.fromkeys(seed for row in rows for seed in of[row]))
@@ -144,7 +146,10 @@ def carry_out(
     with Watch(title, len(missing), quiet=quiet) as watch:
         if len(missing) < len(runs):
             watch.say(f"{len(missing)} cells to run; the record has the others, or rows share them")
-        done = _here(work, missing, watch, until_s) if processes == 1 else _elsewhere(work, processes, watch, until_s)
+        if processes == 1:
+            done = _here(work, missing, watch, until_s, Cache(warm))
+        else:
+            done = _elsewhere(work, processes, watch, until_s, warm)
         for key, cell in done:
             row, seed = missing[key]
             kept = {name: value for name, value in cell.items() if {"curve": curves, "islands": islands}.get(name, True)}
@@ -154,10 +159,9 @@ def carry_out(
 
 
 def _here(
-    work: Mapping[str, Run], named: Mapping[str, tuple[Row, int]], watch: Watch, until_s: float | None
+    work: Mapping[str, Run], named: Mapping[str, tuple[Row, int]], watch: Watch, until_s: float | None, shared: Cache
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """One cell after the other in this process."""
-    shared = Cache()
     for key, run in work.items():
         if until_s is not None and time.monotonic() > until_s:
             return
@@ -166,7 +170,7 @@ def _here(
 
 
 def _elsewhere(
-    work: Mapping[str, Run], processes: int, watch: Watch, until_s: float | None
+    work: Mapping[str, Run], processes: int, watch: Watch, until_s: float | None, warm: Path | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Several cells at a time, each in a process of one thread, as they are done."""
     watch.begin(f"{processes} cells at a time")
@@ -177,7 +181,7 @@ def _elsewhere(
             while True:
                 over = failure is not None or (until_s is not None and time.monotonic() > until_s)
                 for key, run in islice(waiting, 0 if over else processes - len(begun)):
-                    begun[pool.submit(_cell_apart, to_json(run))] = key
+                    begun[pool.submit(_cell_apart, to_json(run), warm)] = key
                 if not begun:
                     break
                 for future in wait(begun, return_when=FIRST_COMPLETED).done:
@@ -191,18 +195,18 @@ def _elsewhere(
         raise failure
 
 
-def _cell_apart(run: dict[str, Any]) -> dict[str, Any]:
+def _cell_apart(run: dict[str, Any], warm: Path | None) -> dict[str, Any]:
     given = from_json(run)
     with Watch("", 1, quiet=True) as watch:
-        cell = _cell(given, _own_cache(), watch)
+        cell = _cell(given, _own_cache(warm), watch)
     tidy(given.train.device)  # which others share
     return cell
 
 
 @cache
-def _own_cache() -> Cache:
+def _own_cache(warm: Path | None) -> Cache:
     """What the cells of one process share: text and warm starts."""
-    return Cache()
+    return Cache(warm)
 
 
 def _name(row: Row, seed: int) -> str:
@@ -226,7 +230,7 @@ def _cell(run: Run, shared: Cache, watch: Watch) -> dict[str, Any]:
 
 
 def _outcome(row: Row, cells: Sequence[dict[str, Any] | None]) -> Outcome:
-    found = [cell for cell in cells if cell is not None]
+    found = list(takewhile(lambda cell: cell is not None, cells))  # the first seeds: rows are compared seed by seed
     summaries = tuple(cell["summary"] for cell in found if "summary" in cell)
     curves = tuple(tuple((time_s, updates, loss) for time_s, updates, loss in cell["curve"]) for cell in found if "curve" in cell)
     islands = tuple(tuple(cell["islands"]) for cell in found if "islands" in cell)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cells import Outcome
 from spread import Interval, Scatter, contrast
@@ -27,12 +27,15 @@ class Claim:
         terms: weights and labels of rows, whose mean losses are summed.
         above: the sum is not less than this.
         below: the sum is not more than this.
+        borrows: whether, of a single seed, it may be judged by how much other rows scatter: not if its rows train another model, or
+            on other data.
     """
 
     text: str
     terms: Terms
     above: float = -math.inf
     below: float = math.inf
+    borrows: bool = True
 
     def judge(self, found: Interval) -> str:
         """Whether the sum lies where the claim says.
@@ -70,6 +73,11 @@ def alike(text: str, one: str, two: str, percent: float) -> Claim:
     return Claim(text=text, terms=((1.0, one), (-1.0, two)), above=-most, below=most)
 
 
+def unlike(claim: Claim) -> Claim:
+    """The same of rows that other rows say nothing about."""
+    return replace(claim, borrows=False)
+
+
 def judged(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> str | None:
     """One line about a claim, computed from the cells; None if a row of it was not run. Rows of one seed have an interval if it is
     known how much other rows scatter."""
@@ -82,7 +90,7 @@ def judged(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter | Non
             return f"**diverged** ({label}): {claim.text}"
         terms.append((weight, loss))
     found, borrowed = contrast(terms), ""
-    if found is None and scatter is not None:
+    if found is None and scatter is not None and claim.borrows:
         found, borrowed = scatter.about([(weight, loss.values[0]) for weight, loss in terms]), " (one seed)"
     if found is None:
         value = math.fsum(weight * loss.values[0] for weight, loss in terms)
@@ -103,8 +111,9 @@ def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], sca
     )
     if scatter is not None:
         note += (
-            f" Rows of one seed have an interval as wide as those of several seeds scatter once their row and their seed are "
-            f"accounted for: a standard deviation of {scatter.std:.4f}, known with {scatter.degrees} degrees of freedom."
+            f" Rows of one seed, where they are trained like the steady rows of the headline, have an interval as wide as those "
+            f"scatter once their row and their seed are accounted for: a standard deviation of {scatter.std:.4f}, known with "
+            f"{scatter.degrees} degrees of freedom, and the same for all of them."
         )
     told = "\n".join(f"- {line}" for line in lines) or "None of them can be judged from these rows."
     return f"### The paper's claims, here\n\n{note}\n\n{told}"

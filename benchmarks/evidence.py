@@ -25,7 +25,7 @@ import wording
 from async_demo import curves_figure
 from atoll.runs.run import Run
 from atoll.telemetry.drawing import save_figure
-from cells import Outcome, Row, carry_out
+from cells import Outcome, Row, carry_out, key_of
 from claims import Claim, claims_section
 from groups import DEFAULT, Group, table
 from page import fill
@@ -102,6 +102,7 @@ class Evidence(Generic[P]):
         standing: rows that are run whatever is chosen, by label; the default is among them, also under its own name.
         called: the default's own name, with which rows are compared where nothing else is said.
         headline: labels of rows that are run with three seeds.
+        steady: those of them by which rows of one seed are judged: whose figures scatter alike, and which are trained alike.
         introduction: what stands before the tables, from the plan and the default's outcome.
         claims: what the paper says.
         plot: draws what is worth it of these rows into a file, and says what it shows; None if there is nothing to draw.
@@ -117,6 +118,7 @@ class Evidence(Generic[P]):
     standing: Callable[[P], dict[str, Row]]
     called: str
     headline: Callable[[P], Sequence[str]]
+    steady: Callable[[P], Sequence[str]]
     introduction: Callable[[P, Outcome], str]
     claims: Callable[[P], list[Claim]]
     plot: Callable[[P, Mapping[str, Outcome], Path], str | None]
@@ -138,12 +140,17 @@ class Evidence(Generic[P]):
             rows |= group.rows
         record = Record(options.record or default_path(self.name + ("_quick" if options.quick else "")))
         headline = set(self.headline(plan))
-        seeds: dict[Row, Sequence[int]] = {}
-        for label, row in rows.items():
-            mine = options.seeds if label in headline else options.seeds[:1]
-            seeds[row] = max(mine, seeds.get(row, []), key=len)
+        runs = {label: key_of(row.run(options.seeds[0])) for label, row in rows.items()}
+        several = {runs[label] for label in rows if label in headline}  # by what they come to: rows of one Run share their cells
+        seeds = {row: options.seeds if runs[label] in several else options.seeds[:1] for label, row in rows.items()}
         until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-        how = {"quiet": options.quiet, "processes": options.processes, "until_s": until_s, "can": _can_run_here}
+        how = {
+            "quiet": options.quiet,
+            "processes": options.processes,
+            "until_s": until_s,
+            "can": _can_run_here,
+            "warm": record.path / "warm",
+        }
         found = carry_out(list(seeds), seeds, record, self.title, curves=True, **how)
         outcomes = {label: found[row] for label, row in rows.items() if found[row].summaries or found[row].errors}
         self._report(plan, chosen, outcomes, record, options.docs)
@@ -158,10 +165,9 @@ class Evidence(Generic[P]):
         if missing:
             sections.append(f"**{missing} rows have not been run yet.**")
         sections += [table(group, outcomes, self.share).replace("### ", "## ", 1) for group in shown]
-        several = [loss for label in self.headline(plan) if label in outcomes and (loss := outcomes[label].loss) and loss.std]
-        told = claims_section(self.claims(plan), outcomes, scatter(several)).replace("### ", "## ", 1)
-        said = [told, *self.verdicts(outcomes)]
-        sections.append("\n- ".join(said))
+        steady = {loss for label in self.steady(plan) if label in outcomes and (loss := outcomes[label].loss) and loss.std}
+        told = claims_section(self.claims(plan), outcomes, scatter(sorted(steady, key=lambda loss: loss.mean)))
+        sections.append("\n- ".join([told.replace("### ", "## ", 1), *self.verdicts(outcomes)]))
         drawn = self.plot(plan, outcomes, record.plot)
         readme = record.write(self.title, sections if drawn is None else [*sections, f"![{drawn}]({record.plot.name})"])
         fill(docs, self.name, sections, record)

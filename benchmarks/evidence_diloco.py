@@ -252,6 +252,7 @@ EVIDENCE = Evidence(
     standing=lambda plan: {DEFAULT: plan.row(DILOCO_ROW), DILOCO_ROW: plan.row(DILOCO_ROW)},
     called=DILOCO_ROW,
     headline=lambda plan: (DILOCO_ROW, ONE, plan.batch, _longest(plan)),
+    steady=lambda plan: (DILOCO_ROW, ONE, plan.batch, _longest(plan)),
     introduction=introduction,
     claims=claims,
     plot=plot,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from atoll.telemetry.drawing import new_figure, save_figure
 from cells import Outcome
-from claims import Claim, alike, costs, lower
+from claims import Claim, alike, costs, lower, unlike
 
 ONE, DILOCO_ROW = "one worker", "DiLoCo"
 
@@ -43,7 +43,7 @@ def claims(plan: Told) -> list[Claim]:
         lower(f"DiLoCo that agrees every {plan.lengths[-1]} steps is, too.", longest, ONE),
         lower(f"DiLoCo is as good as fully synchronous training: below {plan.batch} (1.8 %).", DILOCO_ROW, plan.batch),
         costs(f"DiLoCo is as good as fully synchronous training: at most 1 % above {plan.batch}.", DILOCO_ROW, plan.batch, 1.0),
-        costs(f"The smaller decoder: at most 1 % above {plan.batch}.", "small, DiLoCo", f"small, {plan.batch}", 1.0),
+        unlike(costs(f"The smaller decoder: at most 1 % above {plan.batch}.", "small, DiLoCo", f"small, {plan.batch}", 1.0)),
         costs("Agreeing ten times less often costs little (2.9 % from 50 to 1,000).", longest, shortest, 2.9),
         lower("More islands end lower, at more tokens.", few, "k=1"),
         lower("Still more islands end still lower.", many, few),
@@ -53,8 +53,8 @@ def claims(plan: Told) -> list[Claim]:
         alike("Ramping islands up and down end alike (bound 1 %).", "pool: ramp up", "pool: ramp down", 1.0),
         costs("Pruning half of each delta costs little (0.39 %).", "pruned 0.5", "pruned 0", 0.39),
         costs("Pruning three quarters costs little (1.66 %).", "pruned 0.75", "pruned 0", 1.66),
-        _gap_shrinks(plan),
-        costs("Shards that differ cost nothing (-0.4 %; bound 0.5 %).", "domains, by domain", "domains, IID", 0.5),
+        unlike(_gap_shrinks(plan)),
+        unlike(costs("Shards that differ cost nothing (-0.4 %; bound 0.5 %).", "domains, by domain", "domains, IID", 0.5)),
     ]
 
 

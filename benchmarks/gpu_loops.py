@@ -181,6 +181,7 @@ def islands_measured(cell: Cell, subject: Subject, bare: Bare) -> dict[str, Any]
         steps=(1 + cell.turns) * cell.inner_steps,
         evaluate_every=1 + cell.turns,
         together=together,
+        count_memory=False,  # rounds in which it is counted take longer, and the first are all of them
     )
     engine.run()
     return clock.found

@@ -44,6 +44,12 @@ class Measured:
         return median((self.cell.tokens / round_s) / (bare_tokens / other_s) for round_s, other_s in turns)
 
     @property
+    def bare_tokens_per_s(self) -> float:
+        """Of the bare loop, in turn with these rounds."""
+        bare_tokens = self.cell.shape.bare_steps * self.cell.shape.tokens
+        return median(bare_tokens / other_s for other_s in self.found["bare_s"])
+
+    @property
     def outer_share(self) -> float:
         """Of a round: what comes after the last inner step."""
         outer_s: list[float] = self.found["outer_s"]
@@ -105,8 +111,8 @@ def _share_lines(shape: Shape, cells: Sequence[Cell], found: Found) -> list[str]
     if not shares:
         return []
     told = " and ".join(f"{share:.3f} with k={islands}" for islands, share in shares.items())
-    holds = min(shares.values()) >= LEAST_SHARE
-    return [f"{_holds(holds)}: {shape.words}: DiLoCo trains {told} of the bare loop's tokens per second (asked: {LEAST_SHARE})."]
+    holds = _holds(min(shares.values()) >= LEAST_SHARE) + ("" if len(shares) == len(ASKED_ISLANDS) else " so far")
+    return [f"{holds}: {shape.words}: DiLoCo trains {told} of the bare loop's tokens per second (asked: {LEAST_SHARE})."]
 
 
 def _gain_lines(shape: Shape, cells: Sequence[Cell], found: Found) -> list[str]:
@@ -144,7 +150,17 @@ def _tera(flops_per_s: float) -> str:
 
 # -------------------------------------------------------------------------------------------------------------------- tables
 
-HEADINGS = ["", "H", "tokens/s", "of the bare loop", "FLOP utilisation", "after the inner steps", "memory", "before"]
+HEADINGS = [
+    "",
+    "H",
+    "tokens/s",
+    "bare loop's in turn",
+    "of the bare loop",
+    "FLOP utilisation",
+    "after the inner steps",
+    "memory",
+    "before",
+]
 
 
 def sections_of(plan: Plan, found: Found, device: str) -> list[str]:
@@ -172,14 +188,20 @@ def _group(shape: Shape, cells: Sequence[Cell], found: Found) -> str:
     rows, bare = [], found.bare(shape)
     if bare:
         rate = found.bare_tokens_per_s(shape)
-        rows.append([BARE, "-", _count(rate), "1", _percent(found.mfu(shape, rate)), "-", *_memory(bare)])
+        rows.append([BARE, "-", _count(rate), "-", "1", _percent(found.mfu(shape, rate)), "-", *_memory(bare)])
     for cell in cells:
         one = found.measured(cell)
         if one is None:
             rows.append([cell.label, str(cell.inner_steps), found.skipped(cell), *["-"] * (len(HEADINGS) - 3)])
             continue
         rate = one.tokens_per_s
-        figures = [_count(rate), f"{one.share:.3f}", _percent(found.mfu(shape, rate)), _percent(one.outer_share)]
+        figures = [
+            _count(rate),
+            _count(one.bare_tokens_per_s),
+            f"{one.share:.3f}",
+            _percent(found.mfu(shape, rate)),
+            _percent(one.outer_share),
+        ]
         rows.append([cell.label, str(cell.inner_steps), *figures, *_memory(one.found)])
     size = f"{human_count(shape.params)} parameters, {shape.flops_per_token / 1e6:.4g} MFLOPs a token"
     return f"### {shape.words}\n\n{size}.\n\n{markdown_table(HEADINGS, rows)}"

@@ -263,6 +263,16 @@ def test_claims_are_judged_by_the_cells(b):
     alone = {"A": outcome(b, 1.0), "B": outcome(b, 2.0)}
     for std, verdict in ((0.1, "holds here"), (1.0, "within the spread")):
         assert f"**{verdict}** (one seed): A ends below B." in b.claims.judged(claim, alone, b.spread.Scatter(std, 4))
+    assert "no verdict" in b.claims.judged(b.claims.unlike(claim), alone, b.spread.Scatter(0.1, 4)), "of other rows"
+
+
+def test_a_row_that_lacks_a_seed_has_those_before_it(b, tmp_path):
+    """Rows are compared seed by seed: a hole would shift the others."""
+    row, record = b.cells.Row(recipe="demo-ddp", base=tuple(SMALL)), b.record.Record(tmp_path)
+    for seed in (0, 2):
+        record.add(b.cells.key_of(row.run(seed)), {"summary": {"val_loss": float(seed)}})
+    found = b.cells.carry_out([row], [0, 1, 2], record, "", quiet=True, until_s=0.0)
+    assert found[row].loss.values == (0.0,)
 
 
 def test_other_tokens_are_told_in_the_verdict(b):

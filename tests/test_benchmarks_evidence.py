@@ -44,7 +44,7 @@ def test_rows_of_the_headline_have_all_seeds_and_others_the_first(scripts, text,
     said = capsys.readouterr().out
     assert "[DiLoCo] - [one worker] = " in said
     assert "(one seed): Losing half of the deltas" in said
-    assert "Rows of one seed have an interval as wide as" in said
+    assert "Rows of one seed, where they are trained like the steady rows" in said
     assert "rows have not been run yet" not in said
     assert (tmp_path / "record" / "plot.png").exists()
     scripts["diloco"].main([*common, "--only", "headline"])

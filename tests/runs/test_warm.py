@@ -84,3 +84,39 @@ def test_a_warm_start_in_the_folder_is_read_and_not_made_again(tmp_path):
     assert signs == len(sink.events) == 1
     assert read.params.equal(made.params)
     assert (read.tokens, read.loss) == (made.tokens, made.loss)
+
+
+def test_processes_that_share_a_folder_begin_with_the_bits_of_whoever_was_first(tmp_path, monkeypatch):
+    run = small()
+    plain = plain_workload(run, run.data.load())
+
+    def warm(name):
+        return warm_up(run, plain, file=tmp_path / name, cache=Cache(tmp_path / "common"), sink=Remembered())
+
+    first = warm("one")
+    assert warm("two").params.same_bits(first.params)
+    assert len(list((tmp_path / "common").iterdir())) == 1, "and nothing lies about"
+
+    (kept,) = (tmp_path / "common").iterdir()
+    contents = kept.read_bytes()
+    kept.unlink()
+
+    def made_while_another_is_done(*arguments):
+        kept.write_bytes(contents)
+        made = warm_start(*arguments)
+        return replace(made, params=made.params * 2)  # a GPU would make others, too
+
+    monkeypatch.setattr("atoll.runs.warm.warm_start", made_while_another_is_done)
+    assert warm("three").params.same_bits(first.params)
+    assert [path.name for path in (tmp_path / "common").iterdir()] == [kept.name]
+
+
+def test_a_warm_start_on_other_data_is_not_taken_from_the_common_folder(tmp_path):
+    run, other = small(), small("data.limit_bytes=30000")
+    common = Cache(tmp_path / "common")
+    plain = {each: plain_workload(each, each.data.load()) for each in (run, other)}
+    mine = warm_up(run, plain[run], file=tmp_path / "one", cache=common, sink=Remembered())
+    (kept,) = (tmp_path / "common").iterdir()
+    theirs = warm_up(run, plain[other], file=tmp_path / "two", cache=Cache(tmp_path / "common"), sink=Remembered())
+    assert not theirs.params.same_bits(mine.params), "the same settings, but the text has changed"
+    assert [path.name for path in (tmp_path / "common").iterdir()] == [kept.name]

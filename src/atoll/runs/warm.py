@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,16 +30,30 @@ _STRETCH = 10  # steps between two signs of life
 
 
 class Cache:
-    """What several runs on the same work need make only once: data and warm starts, by what they depend on."""
+    """What several runs on the same work need make only once: data and warm starts, by what they depend on.
 
-    def __init__(self) -> None:
+    Args:
+        folder: where warm starts are kept, for other processes and for later; none keeps them in memory alone.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
         self._made: dict[str, Any] = {}
 
     def get(self, depends_on: Sequence[Any], make: Callable[[], Any]) -> Any:
-        key = json.dumps([to_json(part) for part in depends_on], sort_keys=True)
+        key = _key(depends_on)
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def file(self, depends_on: Sequence[Any]) -> Path | None:
+        """Where what depends on this is kept."""
+        name = blake2b(_key(depends_on).encode(), digest_size=12).hexdigest()
+        return None if self._folder is None else self._folder / f"{name}.safetensors"
+
+
+def _key(depends_on: Sequence[Any]) -> str:
+    return json.dumps([to_json(part) for part in depends_on], sort_keys=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +91,29 @@ def warm_up(run: Run, plain: Workload, *, file: Path, cache: Cache | None, sink:
         return warm_start(run, plain, lambda done, total, loss: sink.emit(_warming(done, total, loss)))
 
     origin = str(fingerprint(plain))
-    if file.exists() and read_tensors(file)[1].get("data") == origin:
+    if _is_of(file, origin):
         return _read(file, device_of(run))
     if not run.train.warm_start_steps:
         return make()
-    warm: WarmStart = make() if cache is None else cache.get(_depends_on(run), make)
-    save_tree(file, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss), "data": origin})
+    warm: WarmStart = make() if cache is None else cache.get(_depends_on(run), lambda: _common(run, cache, origin, make))
+    _write(file, warm, origin)
     return warm
+
+
+def _common(run: Run, cache: Cache, origin: str, make: Callable[[], WarmStart]) -> WarmStart:
+    """The one that whoever was first has left in the cache's folder. On a GPU no two that are made have the same bits."""
+    file = cache.file(_depends_on(run))
+    if file is None:
+        return make()
+    if not _is_of(file, origin):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)  # of other data
+        mine = file.with_name(f"{file.stem}.{os.getpid()}")
+        _write(mine, make(), origin)
+        with suppress(FileExistsError):
+            os.link(mine, file)  # unlike a rename, it leaves what another has put there meanwhile
+        mine.unlink()
+    return _read(file, device_of(run))
 
 
 def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float], None]) -> WarmStart:
@@ -131,6 +164,15 @@ def _depends_on(run: Run) -> list[Any]:
 
 def _warming(done: int, total: int, loss: float) -> Progress:
     return Progress(phase="warm start", done=done, total=total, note=f"loss {loss:.3f}")
+
+
+def _is_of(file: Path, origin: str) -> bool:
+    """Whether there is a warm start on these data."""
+    return file.exists() and read_tensors(file)[1].get("data") == origin
+
+
+def _write(path: Path, warm: WarmStart, origin: str) -> None:
+    save_tree(path, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss), "data": origin})
 
 
 def _read(path: Path, device: str) -> WarmStart:

@@ -62,6 +62,7 @@ class SimEngine:
         save: writes a checkpoint of the engine it is given; none saves nothing.
         save_every: rounds between checkpoints; the last round is always saved.
         together: computes for several islands at a time, where one device serves them all.
+        count_memory: whether to count what each island holds, in a few rounds.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class SimEngine:
         save_every: int = 1,
         inside: Algorithm[Any] | None = None,
         together: Together | None = None,
+        count_memory: bool = True,
     ) -> None:
         cluster.check_synchronous()
         if cluster.topology == "star" and isinstance(algorithm, HoldsWeights):
@@ -110,6 +112,7 @@ class SimEngine:
         self._evaluate_every = evaluate_every
         self._save = save
         self._save_every = save_every
+        self._count_memory = count_memory
         self._computing = Computing(cluster, lambda: sink.emit(self._progress()), together)
         self._stretches = Stretches(cluster, seed, self._computing, self.books, sink)
         self._inside = self._make_inside(inside) if inside is not None else None
@@ -176,7 +179,7 @@ class SimEngine:
         self._let_come_and_go()
         present = list(self.islands.values())
         room = self._room(list(self.islands))
-        count = MemoryCount() if is_counted(self.round) else None
+        count = MemoryCount() if self._count_memory and is_counted(self.round) else None
         loop = Loop(count) if count else Loop()
         before, self._agreed = [island.state for island in present], None
         self._handed_out = dict.fromkeys(self.islands, 0)
