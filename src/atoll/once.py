@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from atoll.chunks import trees_in
 from atoll.leaves import trees
 
 R = TypeVar("R")
@@ -41,7 +42,7 @@ def once(function: Callable[..., R], *arguments: Any) -> R:
     """`function(*arguments)`, or what it gave when it was last called with these very objects. It keeps its arguments, and its
     result is the same for everybody: Trees are immutable. A Tree that was given is read once, by one."""
     memo = _MEMO.get()
-    if memo is None or any(tree.spare for tree in trees(arguments)):
+    if memo is None or any(tree.spare for tree in trees_in(arguments)):
         return function(*arguments)
     key = (function, *map(id, arguments))
     # What was made for somebody who holds other objects of the same bits is put back into circulation when that one leaves.

@@ -241,10 +241,12 @@ class SimEngine:
         island.uncommitted_tokens += island.devices.take_tokens() if island.devices else 0
         island.state = state = task.result
         if room.committed and peers.rank not in room.left_out:
-            self._agreed = self._agreed or shared_fields(state)
-            island.state = agree(f"island {island.id}", state, self._agreed)
-            if any(mine is not theirs for mine, theirs in zip(trees(shared_fields(state)), trees(self._agreed), strict=True)):
-                recycle([state], [self._agreed, self._shared, *(other.state for other in self.islands.values())])
+            mine = shared_fields(state)
+            self._agreed = self._agreed or mine
+            if any(value is not self._agreed[name] for name, value in mine.items()):
+                island.state = agree(f"island {island.id}", state, self._agreed)
+                if any(trees(mine)):
+                    recycle([state], [self._agreed, self._shared, *(other.state for other in self.islands.values())])
         elif not list(trees(fields_owned(state, Owner.OWN))):
             island.uncommitted_tokens = 0  # it was not heard and kept no weights of its own: that work is lost
 
