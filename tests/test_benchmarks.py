@@ -239,9 +239,10 @@ def test_an_ablation_alone_has_all_that_its_rows_are_compared_with(b, name):
         assert set(group.against) | set(group.against.values()) | set(group.timed) | set(group.timed.values()) <= there, group.name
 
 
-def test_pools_that_are_said_to_train_alike_have_as_many_islands_over_the_run(b):
-    rows = b.diloco_rows.groups(b.diloco_rows.Plan())
-    pools = next(group.rows for group in rows if group.name == "pool")
+@pytest.mark.parametrize("study", ["diloco_rows", "evidence_diloco"])
+def test_pools_that_are_said_to_train_alike_have_as_many_islands_over_the_run(b, study):
+    module = getattr(b, study)
+    pools = next(group.rows for group in module.groups(module.Plan()) if group.name == "pool")
     counts = {}
     for label, row in pools.items():
         run = row.run(0)

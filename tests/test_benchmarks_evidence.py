@@ -72,18 +72,6 @@ def test_settings_of_the_gpu_are_understood(scripts, text):
                 assert run.train.together == ("stacked" if on_gpu else "auto")
 
 
-def test_ramps_train_on_the_same_tokens(scripts):
-    plan = scripts["diloco"].plan(False)
-    pools = next(group for group in scripts["diloco"].groups(plan) if group.name == "pool").rows
-    counts = {}
-    for label, row in pools.items():
-        run = row.run(0)
-        rounds = run.train.steps // run.algorithm.steps_per_round
-        counts[label] = sum(len(run.cluster.present(number, rounds)) for number in range(rounds))
-    assert counts["pool: doubling"] == counts["pool: halving"]
-    assert counts["pool: ramp up"] == counts["pool: ramp down"]
-
-
 def test_rows_with_one_seed_are_judged_by_what_the_headline_scatters(scripts):
     spread = importlib.import_module("spread")
     figures = [spread.Sample((1.0, 2.0, 3.0)), spread.Sample((2.0, 3.0, 4.0))]
