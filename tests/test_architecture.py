@@ -19,6 +19,7 @@ FLOORS = [  # from the top down; rooms on one floor do not see each other
     {"once"},
     {"protocols", "chunks", "leaves", "tensorfile", "extras"},
     {"tree", "events", "files", "checks"},
+    {"layout"},
     {"errors"},
 ]
 PURE = {"algorithms", "optim"}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from atoll.errors import TreeGivenAway
-from atoll.tree import Layout, Tree, empty, products, shard_range, trainable
+from atoll.layout import Layout, shard_range
+from atoll.tree import Tree, empty, products, trainable
 
 torch.set_num_threads(1)
 

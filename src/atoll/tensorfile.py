@@ -22,7 +22,8 @@ from torch import Tensor
 
 from atoll.errors import CheckpointError
 from atoll.files import replacing
-from atoll.tree import Layout, Piece, Tree, empty
+from atoll.layout import Layout, Piece
+from atoll.tree import Tree, empty
 
 LAYOUT = "atoll.layout"
 """The metadata key under which `save_tree` writes the layout."""

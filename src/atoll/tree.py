@@ -24,128 +24,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from atoll.errors import TreeGivenAway
+from atoll.layout import Layout, Piece, difference, shard_range, viewed
 
 Scalar = float | int
 _CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 25
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """To compare bits, by bytes of an element: a GPU compares four bytes as fast as one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor, or `count` consecutive elements of it from `start` on.
-
-    `dtype` is the tensor's own. The buffer is as wide as the widest piece, which loses nothing.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    count: int
-
-    @property
-    def whole(self) -> bool:
-        return self.count == math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which pieces lie where in a buffer: one after the other, in this order."""
-
-    pieces: tuple[Piece, ...]
-
-    @staticmethod
-    def of(tensors: Mapping[str, Tensor]) -> Layout:
-        for name, tensor in tensors.items():
-            if not tensor.is_floating_point():
-                raise TypeError(f"{name} is {tensor.dtype}: a Tree holds floating-point tensors only. Leave it out.")
-        return Layout(tuple(Piece(n, tuple(t.shape), t.dtype, 0, t.numel()) for n, t in tensors.items()))
-
-    @cached_property
-    def numel(self) -> int:
-        return sum(piece.count for piece in self.pieces)
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        return reduce(torch.promote_types, (piece.dtype for piece in self.pieces)) if self.pieces else torch.float32
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        """Where each piece begins in the buffer."""
-        offsets, at = {}, 0
-        for piece in self.pieces:
-            offsets[piece.name] = at
-            at += piece.count
-        return offsets
-
-    @cached_property
-    def index(self) -> dict[str, Piece]:
-        return {piece.name: piece for piece in self.pieces}
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.pieces)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Layout) and self._hash == other._hash and self.pieces == other.pieces)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Layout, (self.pieces,)  # a hash is of no use in another process
-
-    def slice(self, start: int, stop: int) -> Layout:
-        """The layout of `buffer[start:stop]`."""
-        return _slice(self, start, stop)
-
-    def windows(self, size: int) -> tuple[Layout, ...]:
-        """The layouts of the buffer's consecutive windows of this size (the last may be shorter). Kept: rules ask every step."""
-        if size not in self._windows:
-            self._windows[size] = tuple(_slice(self, at, min(at + size, self.numel)) for at in range(0, self.numel, size))
-        return self._windows[size]
-
-    @cached_property
-    def _windows(self) -> dict[int, tuple[Layout, ...]]:
-        return {}
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Each piece as a view of the buffer: in its shape if it is whole, else flat."""
-        return {p.name: _view(p, flat[at : at + p.count]) for p, at in zip(self.pieces, self.offsets.values(), strict=True)}
-
-
-@lru_cache(maxsize=4096)
-def _slice(layout: Layout, start: int, stop: int) -> Layout:
-    pieces = []
-    for piece, at in zip(layout.pieces, layout.offsets.values(), strict=True):
-        first, last = max(start, at), min(stop, at + piece.count)
-        empty_here = piece.count == 0 and (start <= at < stop or at == stop == layout.numel)
-        if first < last or empty_here:
-            pieces.append(Piece(piece.name, piece.shape, piece.dtype, piece.start + first - at, last - first))
-    return Layout(tuple(pieces))
-
-
-def _view(piece: Piece, flat: Tensor) -> Tensor:
-    return flat.view(piece.shape) if piece.whole else flat
-
-
-def shard_range(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """Where rank's shard begins and ends. Shards differ by at most one element, and nothing is padded.
-
-    >>> [shard_range(10, rank, 4) for rank in range(4)]
-    [(0, 2), (2, 5), (5, 7), (7, 10)]
-    """
-    return numel * rank // size, numel * (rank + 1) // size
 
 
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -216,7 +107,7 @@ class Tree(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         flat, piece = self.flat, self._layout.index[name]
         at = self._layout.offsets[name]
-        return _view(piece, flat[at : at + piece.count])
+        return viewed(piece, flat[at : at + piece.count])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout.index)
@@ -293,7 +184,7 @@ class Tree(Mapping[str, Tensor]):
         if type(other) is not Tree:  # Tree is final, and a Mapping's isinstance is slow
             return cast(Scalar, other)
         if other._layout != self._layout:
-            raise ValueError(f"these Trees have different layouts: {_difference(self._layout, other._layout)}")
+            raise ValueError(f"these Trees have different layouts: {difference(self._layout, other._layout)}")
         return other.flat
 
     def __add__(self, other: Tree | Scalar) -> Tree:
@@ -459,14 +350,6 @@ def _tree(layout: Layout, flat: Tensor, *, spare: bool = False, window: bool = F
     tree = object.__new__(Tree)
     tree._layout, tree._flat, tree._spare, tree._window = layout, flat, spare, window
     return tree
-
-
-def _difference(one: Layout, two: Layout) -> str:
-    if one.index.keys() != two.index.keys():
-        only = sorted(one.index.keys() ^ two.index.keys())
-        return f"{only[:3]}{' and more' if len(only) > 3 else ''} are in one of them only"
-    unequal = [name for name in one.index if one.index[name] != two.index[name]]
-    return f"{unequal[0]} is {one.index[unequal[0]]} and {two.index[unequal[0]]}" if unequal else "their order differs"
 
 
 # ------------------------------------------------------------------------------------------------------- recycled buffers

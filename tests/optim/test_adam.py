@@ -4,9 +4,10 @@ from torch import Tensor
 
 from atoll.chunks import CHUNK
 from atoll.errors import ConfigError, TreeGivenAway
+from atoll.layout import Layout
 from atoll.optim.adam import Adam, AdamW, complement, matrices
 from atoll.optim.schedules import Cosine
-from atoll.tree import Layout, Tree
+from atoll.tree import Tree
 
 torch.set_num_threads(1)
 

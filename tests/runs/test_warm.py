@@ -116,7 +116,6 @@ def test_a_warm_start_on_other_data_is_not_taken_from_the_common_folder(tmp_path
     common = Cache(tmp_path / "common")
     plain = {each: plain_workload(each, each.data.load()) for each in (run, other)}
     mine = warm_up(run, plain[run], file=tmp_path / "one", cache=common, sink=Remembered())
-    (kept,) = (tmp_path / "common").iterdir()
     theirs = warm_up(run, plain[other], file=tmp_path / "two", cache=Cache(tmp_path / "common"), sink=Remembered())
     assert not theirs.params.same_bits(mine.params), "the same settings, but the text has changed"
-    assert [path.name for path in (tmp_path / "common").iterdir()] == [kept.name]
+    assert len(list((tmp_path / "common").iterdir())) == 2

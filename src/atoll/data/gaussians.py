@@ -27,7 +27,7 @@ from atoll.data.epochs import Epochs
 from atoll.data.examples import Indices
 from atoll.data.seeding import draws
 from atoll.errors import ConfigError
-from atoll.tree import shard_range
+from atoll.layout import shard_range
 
 LabelledBatch = tuple[Tensor, Tensor]
 """Inputs (batch_size, dimensions), float32, and labels (batch_size,), int64."""

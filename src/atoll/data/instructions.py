@@ -26,7 +26,7 @@ from atoll.data.records import Record, read_records
 from atoll.data.seeding import draws
 from atoll.data.split import VALIDATION, check_fraction, plan
 from atoll.errors import ConfigError, DataError
-from atoll.tree import shard_range
+from atoll.layout import shard_range
 
 PaddedBatch = dict[str, Tensor]
 """`input_ids`, `attention_mask` and `labels`, all (examples, longest), int64; see `Encoded.padded`."""

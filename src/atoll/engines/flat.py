@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import ConfigError
-from atoll.tree import Layout, Tree, empty, trainable
+from atoll.layout import Layout
+from atoll.tree import Tree, empty, trainable
 
 
 class Weights(Protocol):

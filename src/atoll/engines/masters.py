@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from atoll.chunks import trees_in, with_trees
 from atoll.engines.flat import FlatModule, Weights
+from atoll.layout import Layout
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.optim.stepping import step
 from atoll.protocols import Workload
-from atoll.tree import Layout, Tree
+from atoll.tree import Tree
 
 InnerRule = AdamW | Adam | SGD | Momentum | Nesterov
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from atoll.errors import ConfigError
-from atoll.tree import Layout, Piece, Tree, empty, trainable
+from atoll.layout import Layout, Piece
+from atoll.tree import Tree, empty, trainable
 
 
 class ModuleWeights:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from atoll.layout import shard_range
 from atoll.leaves import trees
-from atoll.tree import Tree, shard_range
+from atoll.tree import Tree
 
 
 def recut(slices: Sequence[Any], size: int) -> list[Any]:

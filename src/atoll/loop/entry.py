@@ -10,12 +10,13 @@ import torch
 from atoll.engines.dist.driving import Line
 from atoll.engines.modules import ModuleWeights
 from atoll.errors import CheckpointError, ConfigError
+from atoll.layout import Layout
 from atoll.loop.places import Place
 from atoll.loop.saving import Saved
 from atoll.loop.settings import Settings
 from atoll.loop.telling import warn
 from atoll.loop.weights import Weights
-from atoll.tree import Layout, Tree
+from atoll.tree import Tree
 
 
 class Entry:

@@ -11,7 +11,8 @@ from typing import Protocol
 from atoll.engines.dist.driving import Line
 from atoll.engines.dist.wire import Wire
 from atoll.engines.modules import ModuleWeights
-from atoll.tree import Layout, Tree, empty, shard_range
+from atoll.layout import Layout, shard_range
+from atoll.tree import Tree, empty
 
 
 class Weights(Protocol):

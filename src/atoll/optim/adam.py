@@ -19,11 +19,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from atoll.chunks import elementwise
 from atoll.errors import ConfigError
+from atoll.layout import Layout
 from atoll.optim.checks import at_least_zero, below_one
 from atoll.optim.fused import Moments, fused_adamw
 from atoll.optim.schedules import Schedule, at, check_lr
 from atoll.optim.taking import check_layouts, release_given, take
-from atoll.tree import Layout, Tree
+from atoll.tree import Tree
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Parts of a buffer as (start, stop), in order."""

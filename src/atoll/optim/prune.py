@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from atoll.tree import Layout, Tree, empty
+from atoll.layout import Layout
+from atoll.tree import Tree, empty
 
 
 def prune(delta: Tree, fraction: float, by: Literal["sign", "magnitude"] = "sign") -> Tree:

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from atoll.errors import CheckpointError
+from atoll.layout import Layout
 from atoll.runs.plain import find_type, full_name
 from atoll.tensorfile import layout_from_json, layout_to_json
-from atoll.tree import Layout, Tree
+from atoll.tree import Tree
 
 
 class Packed(NamedTuple):

@@ -102,12 +102,11 @@ def warm_up(run: Run, plain: Workload, *, file: Path, cache: Cache | None, sink:
 
 def _common(run: Run, cache: Cache, origin: str, make: Callable[[], WarmStart]) -> WarmStart:
     """The one that whoever was first has left in the cache's folder. On a GPU no two that are made have the same bits."""
-    file = cache.file(_depends_on(run))
+    file = cache.file([*_depends_on(run), origin])
     if file is None:
         return make()
-    if not _is_of(file, origin):
+    if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.unlink(missing_ok=True)  # of other data
         mine = file.with_name(f"{file.stem}.{os.getpid()}")
         _write(mine, make(), origin)
         with suppress(FileExistsError):

@@ -20,9 +20,10 @@ import torch
 
 from atoll.engines.local import LocalReplica
 from atoll.errors import ExchangeFailed
+from atoll.layout import Layout
 from atoll.optim.taking import take as taken
 from atoll.protocols import Gradient, Mean, Scattered, Weigh, Work
-from atoll.tree import Layout, Tree, empty
+from atoll.tree import Tree, empty
 
 S = TypeVar("S")
 T = TypeVar("T")

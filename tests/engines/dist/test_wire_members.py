@@ -10,7 +10,8 @@ import torch.distributed as dist
 from atoll.engines.dist.wire import CONTROL, Wire
 from atoll.engines.sim.room import ordered_sum
 from atoll.errors import ExchangeFailed
-from atoll.tree import Tree, shard_range
+from atoll.layout import shard_range
+from atoll.tree import Tree
 
 NUMEL = 13
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from atoll.engines.ray.wire import arrays_of, bits_of, dtype_name, own_tree, tensors_of, tree_over
-from atoll.tree import Layout, Piece, Tree
+from atoll.layout import Layout, Piece
+from atoll.tree import Tree
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

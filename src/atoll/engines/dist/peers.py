@@ -15,7 +15,8 @@ from atoll.engines.dist.diary import Likeness, Meeting
 from atoll.engines.dist.driving import Flight, Line, Request
 from atoll.errors import ExchangeFailed
 from atoll.protocols import Mean, Scattered, Work
-from atoll.tree import Layout, Tree, empty
+from atoll.layout import Layout
+from atoll.tree import Tree, empty
 
 S = TypeVar("S")
 T = TypeVar("T")

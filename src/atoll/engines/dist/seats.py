@@ -13,7 +13,8 @@ from atoll.engines.dist.wire import Wire
 from atoll.engines.local import LocalReplica
 from atoll.errors import ConfigError
 from atoll.protocols import Replica
-from atoll.tree import Layout, Tree, empty, shard_range
+from atoll.layout import Layout, shard_range
+from atoll.tree import Tree, empty
 
 
 @dataclass(frozen=True)

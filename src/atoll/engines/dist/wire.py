@@ -21,7 +21,7 @@ from torch import Tensor
 from atoll.engines.dist.blame import Blame
 from atoll.engines.dist.carrier import BatchCarrier, Group, Missed, carrier_of
 from atoll.errors import ExchangeFailed
-from atoll.tree import shard_range
+from atoll.layout import shard_range
 
 PIECE_BYTES = 1 << 20
 """gloo moves large messages one way at a time, and messages of this size both ways together."""

@@ -19,8 +19,9 @@ from atoll.engines.elastic.judging import Brought, Judge
 from atoll.engines.elastic.leases import Unit
 from atoll.engines.elastic.meetings import Disagreed, Meetings, Met
 from atoll.errors import ConfigError
+from atoll.layout import shard_range
 from atoll.protocols import Mean, Scattered, Work
-from atoll.tree import Tree, shard_range
+from atoll.tree import Tree
 
 S = TypeVar("S")
 T = TypeVar("T")

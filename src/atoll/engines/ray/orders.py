@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from atoll.engines.ray.keeping import Keeper, Lost
 from atoll.events import Evaluated, Event
+from atoll.layout import Layout
 from atoll.protocols import AsyncAlgorithm, Plan
-from atoll.tree import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.engines.dist.diary import Stretch
+from atoll.layout import Layout
 from atoll.protocols import Work
-from atoll.tree import Layout, Tree, empty
+from atoll.tree import Tree, empty
 
 Bits = NDArray[np.uint8]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from atoll.errors import ConfigError
-from atoll.tree import shard_range
+from atoll.layout import shard_range
 
 Topology = Literal["ring", "star"]
 CONTROL_BYTES = 8  # a weight or a count, to one peer
