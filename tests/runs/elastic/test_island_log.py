@@ -128,14 +128,22 @@ def test_a_desk_that_was_brought_up_to_date_writes_behind_what_others_have_writt
     island.close(wait=False)
 
 
-def test_what_islands_without_the_folder_commit_alone_is_written_by_whoever_has_it_next(shore_of, toy):
-    shore = shore_of(toy(1, "train.steps=28", "keep.save_every=1000"), Elastic(processes=1))
-    shore.waits = {("island-0000", 3): "zz-elsewhere begins with", ("zz-elsewhere", 9): "island-0000 begins with round 9"}
-    first, other = shore.start("island-0000", until=5), shore.start("zz-elsewhere", home=False)
+def away_and_back(shore, *, gone, back):
+    """The only island that has the folder leaves after round `gone`. One without it goes on, and sees it again in round `back`."""
+    shore.waits = {
+        ("island-0000", 3): "zz-elsewhere begins with",
+        ("zz-elsewhere", back): f"island-0000 begins with round {back}",
+    }
+    first, other = shore.start("island-0000", until=gone), shore.start("zz-elsewhere", home=False)
     for thread in first:
         thread.join(60.0)
-    shore.wait_until("committed round 9 ")
+    shore.wait_until(f"committed round {back} ")
     shore.finish([*shore.start("island-0000"), *other])
+
+
+def test_what_islands_without_the_folder_commit_alone_is_written_by_whoever_has_it_next(shore_of, toy):
+    shore = shore_of(toy(1, "train.steps=28", "keep.save_every=1000"), Elastic(processes=1))
+    away_and_back(shore, gone=5, back=9)
     rounds = [event.round for event in shore.events(Attended)]
     assert rounds == list(range(1, len(rounds) + 1))
     assert exactly_once(shore.events(Leased), units=14) == []
@@ -218,12 +226,7 @@ def test_though_the_first_who_could_write_rounds_otherwise_every_commit_is_writt
 
 def test_what_was_passed_while_nobody_wrote_is_judged_by_whoever_writes_next(shore_of, toy):
     shore = shore_of(toy(1, "train.steps=28", "keep.evaluate_every=10"), Elastic(processes=1))
-    shore.waits = {("island-0000", 3): "zz-elsewhere begins with", ("zz-elsewhere", 6): "island-0000 begins with round 6"}
-    first, other = shore.start("island-0000", until=4), shore.start("zz-elsewhere", home=False)
-    for thread in first:
-        thread.join(60.0)
-    shore.wait_until("committed round 6 ")
-    shore.finish([*shore.start("island-0000"), *other])
+    away_and_back(shore, gone=4, back=6)
     again = next(event.round for event in shore.events(IslandJoined) if event.island == 0 and event.round)
     assert again in [event.round for event in shore.events(Evaluated)], "the tenth step was passed before"
 
