@@ -60,7 +60,7 @@ class OnGpu(Workload):
     model: str = "layers=6,width=256,heads=4,head_size=64,tied=false"
     large: str = "layers=3,width=896,heads=16,head_size=64"
     data: str = "seq_len=256,eval_batches=64"
-    batch_size: int = 32
+    batch_size: int = 16
     warmup: int = 100
     lr: float = 0.002
     floor: float = 0.1

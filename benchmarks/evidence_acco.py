@@ -41,7 +41,6 @@ class Plan(OnGpu):
 
     steps: int = 1000
     warm_start: int = 0
-    batch_size: int = 16
     islands: int = 8
     evaluate_every: int = 200
     latency_s: float = 0.001
@@ -158,7 +157,7 @@ def plot(plan: Plan, outcomes: Mapping[str, Outcome], path: Path) -> str | None:
     times = {method: _times(plan, method, outcomes) for method in RECIPES}
     if len(methods) < 2 and not any(times.values()):
         return None
-    save_figure(lambda found: _figure(plan, methods, times, found), outcomes, path)
+    save_figure(lambda found: _figure(methods, times, found), outcomes, path)
     return "loss against virtual time, and seconds of an update over the speed of lines"
 
 
@@ -173,7 +172,7 @@ def _on(method: str, speed: int) -> str:
     return f"{method}, {speed} Mbit/s"
 
 
-def _figure(plan: Plan, methods: Sequence[str], times: Mapping[str, Mapping[int, float]], outcomes: Mapping[str, Outcome]) -> Any:
+def _figure(methods: Sequence[str], times: Mapping[str, Mapping[int, float]], outcomes: Mapping[str, Outcome]) -> Any:
     figure, (curves, lines) = new_figure(2)
     for method, colour in zip(RECIPES, COLOURS, strict=False):
         if method in methods:

@@ -40,8 +40,6 @@ class Plan(OnGpu):
         slow_mbit_per_s: of slower lines, which are tried besides.
     """
 
-    steps: int = 1500
-    batch_size: int = 16
     warm_start: int = 1000
     inner_steps: int = 50
     islands: int = 4

@@ -36,7 +36,6 @@ class Plan(OnGpu):
     """
 
     steps: int = 3000
-    batch_size: int = 16
     floor: float = 0.0
     lengths: tuple[int, ...] = (50, 100, 500)
     counts: tuple[int, ...] = (1, 4, 8)
