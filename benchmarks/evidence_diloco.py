@@ -40,7 +40,7 @@ class Plan(OnGpu):
     lengths: tuple[int, ...] = (50, 100, 500)
     counts: tuple[int, ...] = (1, 4, 8)
     rates: tuple[float, ...] = (0.5, 2.0)
-    batches: tuple[int, ...] = (8, 32)
+    batches: tuple[int, ...] = (4,)
     outer: str = "Nesterov(lr=0.7,momentum=0.9)"
     small: str = "layers=4,width=128,heads=2,head_size=64"
     ramp: tuple[int, ...] = (1, 2, 3, 4, 4, 5, 5, 6, 7, 8)

@@ -31,6 +31,8 @@ class Told(Protocol):
     @property
     def batches(self) -> Sequence[int]: ...
     @property
+    def batch_size(self) -> int: ...
+    @property
     def batch(self) -> str: ...
 
 
@@ -60,8 +62,9 @@ def claims(plan: Told) -> list[Claim]:
 
 def _gap_shrinks(plan: Told) -> Claim:
     """Not of the paper: why short runs with small batches flatter the larger batch."""
-    small, large = min(plan.batches), max(plan.batches)
-    gap = {size: ((1.0, f"{DILOCO_ROW}, batch {size}"), (-1.0, f"{plan.batch}, batch {size}")) for size in (small, large)}
+    small, large = min(*plan.batches, plan.batch_size), max(*plan.batches, plan.batch_size)
+    ending = {size: "" if size == plan.batch_size else f", batch {size}" for size in (small, large)}
+    gap = {size: ((1.0, f"{DILOCO_ROW}{end}"), (-1.0, f"{plan.batch}{end}")) for size, end in ending.items()}
     text = (
         f"Ours, not the paper's: DiLoCo comes closer to {plan.batch} where batches are large (of {large} sequences, not {small})."
     )

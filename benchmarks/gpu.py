@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS), help="in the order of measuring")
     parser.add_argument("--batches", nargs="+", default=[], metavar="NAME=N", help="other sequences in an island's batch")
     parser.add_argument("--islands", type=int, nargs="+", help="only with so many; None: 1, 4, 8 and 64")
-    parser.add_argument("--inner-steps", type=int, default=25, help="of a round; with 64 islands and large batches 5 at most")
+    parser.add_argument("--inner-steps", type=int, default=25, help="of a round; fewer with large batches, except of m150")
     parser.add_argument("--turns", type=int, default=3, help="measurements of each cell, after one that warms up")
     parser.add_argument("--only", action="append", choices=["presets", "small"], help="this part; None: both")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no cell after so long")

@@ -19,8 +19,11 @@ SMALL_BATCHES = (2, 8, 32)
 EXAMPLES = 1024
 """Different sequences on the device."""
 FEW, MANY, SMALL_MANY = (1, 4, 8), (1, 4, 8, 64), (4, 8, 64)
-SHORT_ROUND = 5
-"""Steps of a round of many islands with large batches, which is long all the same."""
+SHORTER = {"m20": 10, "m60": 10, "m400": 10}
+"""Steps of a round at most, by preset: the ratio to the bare loop is asked for of the one that is not here. What lies between two
+rounds weighs more in them."""
+SHORT_ROUND = 2
+"""The same of many islands with large batches, whose round is long all the same."""
 FLOPS_FORMULA = (
     "6 N + 12 layers heads head_size seq_len / 2 a token; N: parameters with the output head, without the table of inputs"
 )
@@ -137,22 +140,23 @@ def plan_of(
     Args:
         presets: names of models, in the order of measuring.
         batch_sizes: other than `BATCH_SIZES`, by name.
-        inner_steps: of a round.
+        inner_steps: of a round; `SHORTER` has less for some.
         turns: of each cell.
         islands: only with so many; none: with all.
     """
     sizes = {**BATCH_SIZES, **batch_sizes}
     large = {}
     for name in presets:
+        steps = min(inner_steps, SHORTER.get(name, inner_steps))
         shape = Shape(
             name=name,
             model=PRESETS[name],
             batch_size=sizes[name],
             seq_len=SEQ_LEN,
             vocab_size=VOCAB_SIZE,
-            bare_steps=inner_steps,
+            bare_steps=steps,
         )
-        large[shape] = cells_of(shape, MANY if name == "m20" else FEW, ["apart"], inner_steps, turns, islands, SHORT_ROUND)
+        large[shape] = cells_of(shape, MANY if name == "m20" else FEW, ["apart"], steps, turns, islands, SHORT_ROUND)
     small = {}
     for size in SMALL_BATCHES:
         # A step is so short that the bare loop takes more of them.
