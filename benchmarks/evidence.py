@@ -27,7 +27,7 @@ from atoll.runs.run import Run
 from atoll.telemetry.drawing import save_figure
 from cells import Outcome, Row, carry_out, key_of
 from claims import Claim, claims_section
-from groups import DEFAULT, Group, table
+from groups import DEFAULT, Group, brief_table, table
 from page import fill
 from record import Record, default_path
 from spread import scatter
@@ -104,6 +104,7 @@ class Evidence(Generic[P]):
         headline: labels of rows that are run with three seeds.
         steady: those of them by which rows of one seed are judged: whose figures scatter alike, and which are trained alike.
         introduction: what stands before the tables, from the plan and the default's outcome.
+        reading: how rows come from the default, whose command follows.
         claims: what the paper says.
         plot: draws what is worth it of these rows into a file, and says what it shows; None if there is nothing to draw.
         share: heads the column of shares of virtual time.
@@ -120,10 +121,11 @@ class Evidence(Generic[P]):
     headline: Callable[[P], Sequence[str]]
     steady: Callable[[P], Sequence[str]]
     introduction: Callable[[P, Outcome], str]
+    reading: str
     claims: Callable[[P], list[Claim]]
     plot: Callable[[P, Mapping[str, Outcome], Path], str | None]
     share: str = ""
-    verdicts: Callable[[Mapping[str, Outcome]], list[str]] = lambda outcomes: []
+    verdicts: Callable[[P, Mapping[str, Outcome]], list[str]] = lambda plan, outcomes: []
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Runs what is asked for on the command line."""
@@ -159,20 +161,26 @@ class Evidence(Generic[P]):
         if DEFAULT not in outcomes:
             print("the default's cell is not there yet; give the same command again to go on")
             return
-        shown = [present for group in chosen if (present := _present(group, outcomes, self.called)).rows]
-        missing = sum(len(group.rows) for group in chosen) - sum(len(group.rows) for group in shown)
-        sections = [f"## What was run\n\n{self.introduction(plan, outcomes[DEFAULT])}\n\n{wording.RULE}"]
-        if missing:
-            sections.append(f"**{missing} rows have not been run yet.**")
-        sections += [table(group, outcomes, self.share).replace("### ", "## ", 1) for group in shown]
-        steady = {loss for label in self.steady(plan) if label in outcomes and (loss := outcomes[label].loss) and loss.std}
-        told = claims_section(self.claims(plan), outcomes, scatter(sorted(steady, key=lambda loss: loss.mean)))
-        sections.append("\n- ".join([told.replace("### ", "## ", 1), *self.verdicts(outcomes)]))
+        shown = [present for group in chosen if len((present := _present(group, outcomes, self.called)).rows) > 1]
+        missing = sum(label not in outcomes for group in chosen for label in group.rows)
+        told = self.introduction(plan, outcomes[DEFAULT])
+        waiting = [f"**{missing} rows have not been run yet.**"] if missing else []
+        again = f"{self.reading}\n\n```\n{outcomes[DEFAULT].row.command}\n```\n\n{wording.RULE}"
+        claimed = self._claimed(plan, outcomes)
+        sections = [f"## What was run\n\n{told}\n\n{again}", *waiting]
+        sections += [*(_risen(table(group, outcomes, self.share)) for group in shown), claimed]
         drawn = self.plot(plan, outcomes, record.plot)
         readme = record.write(self.title, sections if drawn is None else [*sections, f"![{drawn}]({record.plot.name})"])
-        fill(docs, self.name, sections, record)
+        brief = [_risen(brief_table(group, outcomes, self.share)) for group in shown]
+        fill(docs, self.name, [f"{told}\n\n```sh\n{record.command}\n```", *waiting, claimed, *brief], record)
         print("\n\n".join(sections))
         print(f"\nrecord: {readme}")
+
+    def _claimed(self, plan: P, outcomes: Mapping[str, Outcome]) -> str:
+        """What the paper says, and whether it holds here."""
+        steady = {loss for label in self.steady(plan) if label in outcomes and (loss := outcomes[label].loss) and loss.std}
+        told = claims_section(self.claims(plan), outcomes, scatter(sorted(steady, key=lambda loss: loss.mean)))
+        return "\n- ".join([_risen(told), *self.verdicts(plan, outcomes)])
 
     def _parser(self) -> argparse.ArgumentParser:
         first = self.about.splitlines()[0]
@@ -191,6 +199,11 @@ class Evidence(Generic[P]):
         parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables")
         parser.add_argument("--quiet", action="store_true", help="no progress")
         return parser
+
+
+def _risen(section: str) -> str:
+    """A section of ablations, as one of a record."""
+    return section.replace("### ", "## ", 1)
 
 
 def _can_run_here(run: Run) -> bool:

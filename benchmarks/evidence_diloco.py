@@ -253,6 +253,7 @@ EVIDENCE = Evidence(
     headline=lambda plan: (DILOCO_ROW, ONE, plan.batch, _longest(plan)),
     steady=lambda plan: (DILOCO_ROW, ONE, plan.batch, _longest(plan)),
     introduction=introduction,
+    reading="This is the default, and a row adds the settings it shows:",
     claims=claims,
     plot=plot,
 )

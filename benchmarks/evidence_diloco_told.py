@@ -77,9 +77,8 @@ def introduction(plan: Told, default: Outcome) -> str:
     rounds = plan.steps // plan.inner_steps
     return (
         f"A decoder{size} on {plan.islands} equal islands: {plan.warm_start} steps of warm start by one, then {plan.steps} of "
-        f"DiLoCo in {rounds} rounds of H={plan.inner_steps}. Rows of the headline have three seeds, all others one. This is "
-        f"the default, and a row adds the settings it shows:\n\n```\n{default.row.command}\n```\n\nTokens include the warm "
-        f"start's. Bytes sent are per island, on average."
+        f"DiLoCo in {rounds} rounds of H={plan.inner_steps}. Rows of the headline have three seeds, all others one. Tokens "
+        f"include the warm start's. Bytes sent are per island, on average."
     )
 
 
@@ -99,12 +98,12 @@ def _figure(labels: Sequence[str], outcomes: Mapping[str, Outcome]) -> Any:
         if loss is not None and sent:
             bars = [[loss.mean - loss.low], [loss.high - loss.mean]]
             axes.errorbar(sent, loss.mean, yerr=bars, fmt="o", color=f"C{number}", capsize=3)
-            axes.annotate(label, (sent, loss.mean), textcoords="offset points", xytext=(6, 4), fontsize=11)
+            axes.annotate(label, (sent, loss.mean), textcoords="offset points", xytext=(0, -18), ha="center", fontsize=11)
     alone = outcomes[ONE].loss if ONE in outcomes else None
     if alone is not None:
         axes.axhline(alone.mean, color="grey", linestyle="--")
         axes.annotate(ONE, (0.02, alone.mean), xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points")
     axes.set(xscale="log", xlabel="bytes sent per island")
     axes.set_ylabel("validation loss (bars: over seeds)")
-    axes.margins(x=0.2)
+    axes.margins(x=0.2, y=0.15)
     return figure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import wording
@@ -27,6 +27,7 @@ class Group:
             with the default.
         timed: the label of the row of which each one's virtual time is told as a share; if empty, there is no such column.
         same_tokens: shares of tokens up to which a difference is not spoken of.
+        drawn: makes the table where losses, row by row, are not what it is about.
     """
 
     name: str
@@ -36,25 +37,49 @@ class Group:
     against: Mapping[str, str] = field(default_factory=dict)
     timed: Mapping[str, str] = field(default_factory=dict)
     same_tokens: float = wording.SAME_TOKENS
+    drawn: Callable[[Mapping[str, Outcome]], str] | None = None
 
 
 def table(group: Group, outcomes: Mapping[str, Outcome], share: str = "") -> str:
     """The group's section. `share` heads the column of shares of virtual time, where there is one."""
     headings = ["row", "settings", "val loss", "least to greatest", "compared with", "difference", "verdict"]
-    headings += ["tokens", "sent", "virtual time", *([share] if group.timed else [])]
+    headings += _cost_headings(group, share)
     rows = []
     for label in group.rows:
-        outcome = outcomes[label]
-        costs = [
-            wording.tokens_text(outcome, outcomes[DEFAULT], group.same_tokens),
-            wording.bytes_text(outcome),
-            wording.time_text(outcome),
-        ]
-        if group.timed:
-            costs.append(wording.time_ratio_text(outcome, outcomes[group.timed[label]]) if label in group.timed else "-")
-        shown = _settings(outcome, outcomes[DEFAULT].row.recipe)
-        rows.append([label, shown, *wording.loss_text(outcome), *compared(group, label, outcomes), *costs])
-    return f"### {group.title}\n\n{group.note}\n\n{markdown_table(headings, rows, left=2)}"
+        shown = _settings(outcomes[label], outcomes[DEFAULT].row.recipe)
+        told = [*wording.loss_text(outcomes[label]), *compared(group, label, outcomes)]
+        rows.append([label, shown, *told, *_costs(group, label, outcomes)])
+    return _section(group, group.drawn(outcomes) if group.drawn else markdown_table(headings, rows, left=2))
+
+
+def brief_table(group: Group, outcomes: Mapping[str, Outcome], share: str = "") -> str:
+    """The same for a page that links to the record: without settings and ranges, and each difference with its interval alone."""
+    found = {label: compared(group, label, outcomes) for label in group.rows}
+    others = {other for other, _, _ in found.values() if other != "-"}
+    heading = f"minus {others.pop()}" if len(others) == 1 else "difference"
+    rows = []
+    for label, (other, difference, _) in found.items():
+        told = difference if heading != "difference" or other == "-" else f"{difference} to {other}"
+        rows.append([label, wording.loss_text(outcomes[label])[0], told, *_costs(group, label, outcomes)])
+    usual = markdown_table(["row", "val loss", heading, *_cost_headings(group, share)], rows)
+    return _section(group, group.drawn(outcomes) if group.drawn else usual)
+
+
+def _section(group: Group, drawn: str) -> str:
+    return f"### {group.title}\n\n{group.note}\n\n{drawn}"
+
+
+def _cost_headings(group: Group, share: str) -> list[str]:
+    return ["tokens", "sent", "virtual time", *([share] if group.timed else [])]
+
+
+def _costs(group: Group, label: str, outcomes: Mapping[str, Outcome]) -> list[str]:
+    outcome = outcomes[label]
+    tokens = wording.tokens_text(outcome, outcomes[DEFAULT], group.same_tokens)
+    costs = [tokens, wording.bytes_text(outcome), wording.time_text(outcome)]
+    if group.timed:
+        costs.append(wording.time_ratio_text(outcome, outcomes[group.timed[label]]) if label in group.timed else "-")
+    return costs
 
 
 def _settings(outcome: Outcome, recipe: str) -> str:

@@ -19,12 +19,13 @@ RULE = (
 
 
 def loss_text(outcome: Outcome) -> tuple[str, str]:
-    """Mean and standard deviation, and the range."""
+    """Mean and standard deviation, and the range, of which a single seed has neither."""
     if outcome.loss is None:
         return f"diverged ({len(outcome.errors)} of {len(outcome.errors) + len(outcome.summaries)} seeds)", "-"
     loss = outcome.loss
-    spread = f" ± {loss.std:.4f}" if loss.std is not None else ""
-    return f"{loss.mean:.4f}{spread}", f"{loss.low:.4f} to {loss.high:.4f}"
+    if loss.std is None:
+        return f"{loss.mean:.4f}", "-"
+    return f"{loss.mean:.4f} ± {loss.std:.4f}", f"{loss.low:.4f} to {loss.high:.4f}"
 
 
 def difference_text(one: Sample | None, two: Sample | None) -> tuple[str, str]:
