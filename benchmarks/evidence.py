@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -137,25 +137,31 @@ class Evidence(Generic[P]):
         if options.quick:
             plan = replace(plan, device="cpu")
         chosen = [group for group in self.groups(plan) if not options.only or group.name in options.only]
+        record = Record(options.record or default_path(self.name + ("_quick" if options.quick else "")))
+        until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+        how = {"quiet": options.quiet, "processes": options.processes, "until_s": until_s, "can": _can_run_here}
+        outcomes = self.carried_out(plan, chosen, record, options.seeds, warm=record.path / "warm", **how)
+        self._report(plan, chosen, outcomes, record, options.docs)
+
+    def carried_out(self, plan: P, chosen: Sequence[Group], record: Record, seeds: Sequence[int], **how: Any) -> dict[str, Outcome]:
+        """What came of the rows of these groups and of the standing ones, by label; those that were not run are not there.
+
+        Args:
+            plan: the workload.
+            chosen: groups.
+            record: where cells are kept.
+            seeds: of the headline; other rows have the first.
+            how: as for `carry_out`.
+        """
         rows = dict(self.standing(plan))
         for group in chosen:
             rows |= group.rows
-        record = Record(options.record or default_path(self.name + ("_quick" if options.quick else "")))
         headline = set(self.headline(plan))
-        runs = {label: key_of(row.run(options.seeds[0])) for label, row in rows.items()}
+        runs = {label: key_of(row.run(seeds[0])) for label, row in rows.items()}
         several = {runs[label] for label in rows if label in headline}  # by what they come to: rows of one Run share their cells
-        seeds = {row: options.seeds if runs[label] in several else options.seeds[:1] for label, row in rows.items()}
-        until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-        how = {
-            "quiet": options.quiet,
-            "processes": options.processes,
-            "until_s": until_s,
-            "can": _can_run_here,
-            "warm": record.path / "warm",
-        }
-        found = carry_out(list(seeds), seeds, record, self.title, curves=True, **how)
-        outcomes = {label: found[row] for label, row in rows.items() if found[row].summaries or found[row].errors}
-        self._report(plan, chosen, outcomes, record, options.docs)
+        own = {row: seeds if runs[label] in several else seeds[:1] for label, row in rows.items()}
+        found = carry_out(list(own), own, record, self.title, curves=True, **how)
+        return {label: found[row] for label, row in rows.items() if found[row].summaries or found[row].errors}
 
     def _report(self, plan: P, chosen: Sequence[Group], outcomes: Mapping[str, Outcome], record: Record, docs: Path | None) -> None:
         if DEFAULT not in outcomes:

@@ -1,6 +1,6 @@
 """ACCO's claims on one GPU and real text: gradients travel while others are computed.
 
-    python benchmarks/evidence_acco.py --text prepared/wiki                    about 15 minutes of one H200
+    python benchmarks/evidence_acco.py --text prepared/wiki --processes 6      about 5 minutes of one H200
     python benchmarks/evidence_acco.py --text prepared/wiki --only line        virtual time over lines alone
     python benchmarks/evidence_acco.py --text prepared/small --quick           in miniature on the CPU
 

@@ -1,6 +1,6 @@
 """DiLoCo's claims on one GPU and real text: train apart for hundreds of steps, then agree.
 
-    python benchmarks/evidence_diloco.py --text prepared/wiki --domains prepared/domains     about 15 minutes of one H200
+    python benchmarks/evidence_diloco.py --text prepared/wiki --domains prepared/domains --processes 6  about 20 minutes of one H200
     python benchmarks/evidence_diloco.py --text prepared/wiki --only H --minutes 5           one table, or as far as it comes
     python benchmarks/evidence_diloco.py --text prepared/small --quick                       in miniature on the CPU
 
@@ -10,7 +10,7 @@ See `evidence.py` for the text and for going on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cells import Row
 from diloco_rows import DDP, DILOCO, pools, pruning
@@ -28,7 +28,7 @@ class Plan(OnGpu):
         lengths: of rounds, in inner steps.
         counts: of islands.
         rates: of the inner rule, as multiples of that of all other rows.
-        batches: sizes of other batches.
+        batches: sizes of other batches. Larger ones have a third of the steps, in rounds half as long.
         outer: the outer rule of all rows that name no other.
         small: sizes of a smaller decoder.
         ramp: how many islands there are over equal parts of a run.
@@ -40,7 +40,7 @@ class Plan(OnGpu):
     lengths: tuple[int, ...] = (50, 100, 500)
     counts: tuple[int, ...] = (1, 4, 8)
     rates: tuple[float, ...] = (0.5, 2.0)
-    batches: tuple[int, ...] = (4,)
+    batches: tuple[int, ...] = (4, 128)
     outer: str = "Nesterov(lr=0.7,momentum=0.9)"
     small: str = "layers=4,width=128,heads=2,head_size=64"
     ramp: tuple[int, ...] = (1, 2, 3, 4, 4, 5, 5, 6, 7, 8)
@@ -67,7 +67,7 @@ def plan(quick: bool) -> Plan:
         lengths=(2, 4),
         counts=(1, 4),
         rates=(2.0,),
-        batches=(4, 6),
+        batches=(1, 4),
         ramp=(1, 4),
         model="layers=1,width=16,heads=2,head_size=8",
         small="layers=1,width=8,heads=1,head_size=8",
@@ -163,17 +163,29 @@ def _batches(plan: Plan) -> Group:
     rows: dict[str, Row] = {}
     against: dict[str, str] = {}
     for size in plan.batches:
-        three = _three(plan, f"batch {size}", f"train.batch_size={size}")
+        three = _three(plan, f"batch {size}", *_batch_of(plan, size))
+        if size > plan.batch_size:
+            label = f"{DILOCO_ROW}, batch {size}"
+            three[label] = replace(
+                three[label], settings=(*three[label].settings, f"algorithm.inner_steps={plan.inner_steps // 2}")
+            )
         rows |= three
         against |= dict.fromkeys(three, f"{plan.batch}, batch {size}")
     return Group(
         name="batch",
         title="The batch of one island",
-        note=f"The same steps with other batches; all other rows have {plan.batch_size} sequences. A batch that is already large "
-        f"gains less from being {plan.islands} times larger, and the paper's has half a million tokens.",
+        note=f"All other rows have {plan.batch_size} sequences. A batch that is already large gains less from being {plan.islands} "
+        f"times larger, and so does a run that is further on: the paper's have half a million tokens, and 88,000 steps. Large ones "
+        f"have {plan.steps // 3} steps here, in rounds of {plan.inner_steps // 2}.",
         rows=rows,
         against=against,
     )
+
+
+def _batch_of(plan: Plan, size: int) -> tuple[str, ...]:
+    """Its settings: one island's large batch fills a device."""
+    small = (f"train.batch_size={size}",)
+    return small if size <= plan.batch_size else (*small, f"train.steps={plan.steps // 3}", "train.together=apart")
 
 
 def _outer(plan: Plan) -> Group:
@@ -183,12 +195,18 @@ def _outer(plan: Plan) -> Group:
         "Nesterov 0.9, 0.7": "Nesterov(lr=0.9,momentum=0.7)",
         "Nesterov 0.7, 0.9": "Nesterov(lr=0.7,momentum=0.9)",
     }
+    rows = {name: plan.row(name, f"algorithm.outer={rule}") for name, rule in rules.items()}
+    for name in list(rules)[:2]:  # a few long rounds, in which momentum hardly builds up
+        label = f"{_longest(plan)}, {name}"
+        rows[label] = plan.row(label, f"algorithm.inner_steps={plan.lengths[-1]}", f"algorithm.outer={rules[name]}")
+    rounds = plan.steps // plan.inner_steps
     return Group(
         name="outer",
         title="The outer rule",
-        note="Learning rate, then momentum. The paper takes Nesterov with 0.7 and 0.9 for its 128 rounds. A momentum of 0.9 looks "
-        "back on ten of them.",
-        rows={name: plan.row(name, f"algorithm.outer={rule}") for name, rule in rules.items()},
+        note=f"Learning rate, then momentum. The paper takes Nesterov with 0.7 and 0.9 for its 128 rounds; here are {rounds}, and "
+        f"{plan.steps // plan.lengths[-1]} where H is {plan.lengths[-1]}. A momentum of 0.9 looks back on ten.",
+        rows=rows,
+        against={label: _longest(plan) if label.startswith(_longest(plan)) else DILOCO_ROW for label in rows},
     )
 
 

@@ -2,7 +2,7 @@
 
     records/<date>_<name>/
         README.md     what was claimed and what came out, the command, the tables
-        source.txt    versions, commit, machine and command, with a block for each process that worked on it
+        source.txt    versions, commit, machine and command, with a block for each process that made cells
         cells.jsonl   one line per finished cell
         plot.png      where there is something to see
 
@@ -38,9 +38,10 @@ class Record:
     def __init__(self, path: Path, command: Sequence[str] | None = None) -> None:
         self.path = path
         self.command = shlex.join(command or _command())
+        self._started = datetime.now().astimezone().isoformat(timespec="seconds")
+        self._is_noted = False
         path.mkdir(parents=True, exist_ok=True)
         self._cells = _read(path / "cells.jsonl")
-        self._note_source()
 
     @property
     def plot(self) -> Path:
@@ -52,6 +53,7 @@ class Record:
 
     def add(self, key: str, cell: Mapping[str, Any]) -> dict[str, Any]:
         """Writes down a finished cell, so that it survives whatever happens next."""
+        self._note_source()
         line = json.dumps({"key": key, **cell}, allow_nan=False)
         with (self.path / "cells.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -72,7 +74,11 @@ class Record:
         return readme
 
     def _note_source(self) -> None:
-        lines = {"started": datetime.now().astimezone().isoformat(timespec="seconds"), "command": self.command, **source()}
+        """Once, with the first cell: who makes tables of what is there has measured nothing."""
+        if self._is_noted:
+            return
+        self._is_noted = True
+        lines = {"started": self._started, "command": self.command, **source()}
         with (self.path / "source.txt").open("a", encoding="utf-8") as file:
             file.write("".join(f"{name}: {value}\n" for name, value in lines.items()) + "\n")
 

@@ -1,12 +1,8 @@
 """The benchmark of islands on one GPU: on a CPU in miniature, and what it makes of figures."""
 
 import doctest
-import importlib
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,22 +14,7 @@ from atoll.models.gpt import GPT
 from atoll.protocols import Batches, ReadsAhead, Work
 from atoll.tree import trainable
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-NAMES = ["gpu", "gpu_plan", "gpu_device", "gpu_loops", "gpu_tables", "progress", "record"]
 QUICK = ["--quick", "--device", "cpu", "--quiet"]
-
-
-@pytest.fixture(scope="module")
-def b():
-    """The benchmark's modules, which lie in no package: their folder is the path while they are scripts."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in {path.stem for path in BENCHMARKS.glob("*.py")} & (set(sys.modules) - before):
-            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

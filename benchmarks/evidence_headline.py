@@ -1,0 +1,133 @@
+"""The headlines of the three papers' evidence as one table, for the README and the top of `docs/evidence.md`.
+
+    python benchmarks/evidence_headline.py --docs README.md docs/evidence.md
+
+Nothing is run: the figures are those of the newest record of each, whose text is named as it was when they were made.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import evidence_acco
+import evidence_async
+import evidence_diloco
+import evidence_diloco_told
+import wording
+from atoll.errors import ConfigError
+from cells import Outcome
+from evidence import Evidence
+from record import RECORDS, Record, has_marks, markdown_table, replace_between, script
+
+MARKER = "evidence_headline"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """One paper's part of the table.
+
+    Attributes:
+        evidence: its tables.
+        about: what stands above its rows, from the plan.
+        rows: labels, with what they are in words.
+    """
+
+    evidence: Evidence[Any]
+    about: str
+    rows: Mapping[str, str]
+
+
+def studies() -> list[Study]:
+    """In the order of the papers, with the figures of their plans."""
+    diloco, waiting, hidden = evidence_diloco.plan(False), evidence_async.plan(False), evidence_acco.plan(False)
+    return [
+        Study(
+            evidence=evidence_diloco.EVIDENCE,
+            about=f"DiLoCo: {diloco.islands} islands, {diloco.steps:,} steps of each, lines of {diloco.mbit_per_s:g} Mbit/s",
+            rows={
+                evidence_diloco_told.ONE: f"one worker, with 1/{diloco.islands} of the tokens",
+                f"H={diloco.lengths[-1]}": f"DiLoCo, agreeing every {diloco.lengths[-1]} steps",
+                evidence_diloco_told.DILOCO_ROW: f"DiLoCo, agreeing every {diloco.inner_steps} steps",
+                diloco.batch: f"{diloco.islands} times the batch: DDP, agreeing at every step",
+            },
+        ),
+        Study(
+            evidence=evidence_async.EVIDENCE,
+            about=f"Asynchronous: {waiting.islands} workers of very different speeds, {waiting.steps * waiting.islands:,} local "
+            f"updates, lines of {waiting.mbit_per_s:g} Mbit/s",
+            rows={
+                evidence_async.SYNC: "DiLoCo, where all wait for the slowest",
+                evidence_async.NAIVE: "naive: its outer step at every arrival",
+                evidence_async.DELAYED: "Delayed Nesterov with Dynamic Local Updates",
+            },
+        ),
+        Study(
+            evidence=evidence_acco.EVIDENCE,
+            about=f"ACCO: {hidden.islands} islands, {hidden.steps:,} updates, lines of {hidden.mbit_per_s:g} Mbit/s",
+            rows={
+                evidence_acco.DDP: "DDP",
+                evidence_acco.ACCO: "ACCO",
+                evidence_acco.DPU: "delayed parameter updates, with a warm-up",
+            },
+        ),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    for page in options.docs:
+        has_marks(page, MARKER)
+    table = headline_table([(study, _outcomes(study, options)) for study in studies()])
+    for page in options.docs:
+        if not replace_between(page, MARKER, table):
+            raise ConfigError(f"--docs {page}: there is no such file. Name pages with the marks of {MARKER}.")
+    print(table)
+
+
+def headline_table(found: Sequence[tuple[Study, Mapping[str, Outcome]]]) -> str:
+    """All studies under each other. A row that was not run is left out."""
+    rows = []
+    for study, outcomes in found:
+        rows.append([f"**{study.about}**", "", "", ""])
+        for label, words in study.rows.items():
+            if label in outcomes:
+                outcome = outcomes[label]
+                rows.append([words, _loss(outcome), wording.bytes_text(outcome), wording.time_text(outcome)])
+    return markdown_table(["", "validation loss", "sent per island", "virtual time"], rows)
+
+
+def _loss(outcome: Outcome) -> str:
+    """To as many digits as seeds tell apart."""
+    loss = outcome.loss
+    if loss is None:
+        return wording.loss_text(outcome)[0]
+    return f"{loss.mean:.3f}" + (f" ± {loss.std:.3f}" if loss.std is not None else "")
+
+
+def _outcomes(study: Study, options: argparse.Namespace) -> dict[str, Outcome]:
+    """What the newest record of the study holds."""
+    name = study.evidence.name
+    records = sorted(options.records.glob(f"*_{name}"))
+    if not records:
+        raise ConfigError(f"{options.records} has no record of {name}. Make it with: python benchmarks/{name}.py --text TEXT")
+    plan = replace(study.evidence.plan(False), text=options.text)
+    groups = study.evidence.groups(plan)[:1]  # the headline
+    return study.evidence.carried_out(plan, groups, Record(records[-1]), options.seeds, quiet=True, can=lambda run: False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    first = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--docs", type=Path, nargs="+", default=[], help=f"pages whose marks, {MARKER}, take the table")
+    parser.add_argument("--text", default="prepared/wiki", help="what the records' commands called it")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="those of the records' headlines")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="where records are; None: beside this script")
+    return parser
+
+
+if __name__ == "__main__":
+    script(main)

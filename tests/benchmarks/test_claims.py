@@ -1,0 +1,28 @@
+"""Claims and verdicts are judged by the cells."""
+
+
+def outcome(b, *losses, tokens=100):
+    summaries = [{"val_loss": loss, "tokens": tokens, "warm_start_tokens": 0} for loss in losses]
+    return b.cells.Outcome(b.cells.Row(recipe="demo-ddp"), tuple(summaries))
+
+
+def test_claims_are_judged_by_the_cells(b):
+    claim = b.claims.Claim(text="A ends below B.", terms=((1.0, "A"), (-1.0, "B")), below=0.0)
+    low, high = outcome(b, 1.0, 2.0, 3.0), outcome(b, 1.2, 2.3, 3.2)
+    said = [b.claims.judged(claim, {"A": one, "B": two}) for one, two in ((low, high), (high, low), (low, low))]
+    assert [line.split("**")[1] for line in said] == ["holds here", "does not hold here", "holds here"]
+    noisy = outcome(b, 3.0, 2.0, 1.0)
+    assert "within the spread" in b.claims.judged(claim, {"A": noisy, "B": high})
+    assert "no verdict" in b.claims.judged(claim, {"A": outcome(b, 1.0), "B": outcome(b, 2.0)})
+    assert b.claims.judged(claim, {"A": low}) is None
+    alone = {"A": outcome(b, 1.0), "B": outcome(b, 2.0)}
+    for std, verdict in ((0.1, "holds here"), (1.0, "within the spread")):
+        assert f"**{verdict}** (one seed): A ends below B." in b.claims.judged(claim, alone, b.spread.Scatter(std, 4))
+    assert "no verdict" in b.claims.judged(b.claims.unlike(claim), alone, b.spread.Scatter(0.1, 4)), "of other rows"
+
+
+def test_other_tokens_are_told_in_the_verdict(b):
+    group = b.groups.Group(name="x", title="x", note="x", rows={})
+    outcomes = {"default": outcome(b, 1.0, 1.1), "same": outcome(b, 2.0, 2.1), "more": outcome(b, 2.0, 2.1, tokens=200)}
+    told = {label: b.groups.compared(group, label, outcomes)[2] for label in outcomes}
+    assert told == {"default": "-", "same": "higher", "more": "higher, at ×2 tokens"}

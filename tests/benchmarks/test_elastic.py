@@ -1,0 +1,48 @@
+"""What elasticity costs, calm and when islands die: figures and verdicts."""
+
+import atoll.events as events_module
+
+
+def test_a_death_is_counted_from_the_end_of_the_survivors_own_steps(b, tmp_path):
+    moment = {"virtual_time_s": None}
+    who = {"known": 2, "alive": 2, "attempts": 1, "epoch": 1, "digest": "0"}
+    events = [
+        events_module.Computed(island=0, round=4, start_s=10.0, end_s=12.5, steps=2, batches=2.0, tokens=8, loss=3.0),
+        events_module.Leased(round=5, delivered=[[0, 0, 8, 2]], returned=[[1, 1, 8, 2]], wall_time_s=13.25, **moment),
+        events_module.Attended(round=5, participating=1, wall_time_s=13.25, **who, **moment),
+        events_module.Attended(round=6, participating=2, wall_time_s=20.25, **who, **moment),
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(event.to_json() + "\n" for event in events))
+    assert b.elastic_runs.deaths(tmp_path) == [
+        {"round": 5, "attempts": 1, "alive": 2, "steps_s": 2.5, "delay_s": 0.75, "back_s": 7.0}
+    ]
+
+
+def test_what_elasticity_costs_is_judged_pair_by_pair(b):
+    calm = {"exchange_s": 0.1, "digest": "d"}
+    cells = {"elastic 0": {"round_s": 1.02, **calm}, "plain 0": {"round_s": 1.0, **calm}}
+    cells |= {"heavy, elastic": {"round_s": 0.9, **calm}, "heavy, plain": {"round_s": 0.6, **calm}}
+    section = b.elastic_cost.calm_section(cells, b.elastic_cost.QUICK)
+    assert "costs +2.0% of a round" in section
+    assert "cost +0.300 s a commit: within 3% of rounds of 10 s and longer" in section
+    assert "it holds. The weights at the end are the same bits with both." in section
+    cells["elastic 0"]["round_s"] = 1.04
+    assert "**it does not hold**" in b.elastic_cost.calm_section(cells, b.elastic_cost.QUICK)
+
+
+def test_deaths_are_told_by_their_moment_and_judged_by_the_slowest(b):
+    def death(delay_s):
+        return {"round": 3, "attempts": 1, "alive": 2, "steps_s": 2.5, "delay_s": delay_s, "back_s": 8.0}
+
+    twins, sound = [{"round": 9, "tensors": 4, "bytes": 8, "equal": True}], {"data": [], "apart": []}
+    training = {"deaths": [death(0.5)], "into_round_s": [1.25], "twins": twins, **sound}
+    meeting = {"deaths": [death(1.5)], "into_round_s": [], "twins": twins, **sound}
+    early = {"deaths": [death(0.25)], "into_round_s": [1.5], "twins": twins, **sound}
+    cells = {"killed in training": training, "killed early": early, "killed in the exchange": meeting}
+    (section,) = b.elastic_cost.killed_sections(cells, b.elastic_cost.QUICK)
+    assert "at most 1.50 s after the end of its own steps (asked for: at most 2 s): it holds" in section
+    assert "| 1.2 s into the round | 2.50 | 0.50 | 1 | 8.0 |" in section
+    assert "| 1.5 s into the round, and back before its end | 2.50 | 0.25 | 1 | 8.0 |" in section
+    meeting["deaths"] = [death(2.5)]
+    (section,) = b.elastic_cost.killed_sections(cells, b.elastic_cost.QUICK)
+    assert "**it does not hold**" in section
