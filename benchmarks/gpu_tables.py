@@ -82,6 +82,10 @@ class Found:
         found = self._record.get(cell.key)
         return "not measured yet" if found is None else str(found["skipped"])
 
+    def has_any(self, shape: Shape, cells: Sequence[Cell]) -> bool:
+        """Whether anything of this shape was tried."""
+        return self.bare(shape) is not None or any(self._record.get(cell.key) is not None for cell in cells)
+
     def bare(self, shape: Shape) -> Mapping[str, Any] | None:
         return self._record.get(bare_key(shape, self._plan.turns))
 
@@ -167,8 +171,11 @@ def sections_of(plan: Plan, found: Found, device: str) -> list[str]:
     """Of a record."""
     lines = verdicts(plan, found)
     outcome = "\n".join(f"- {line}" for line in lines) or "Nothing that is asked about was measured yet."
-    groups = [_group(shape, cells, found) for shape, cells in (*plan.presets.items(), *plan.small.items())]
-    return [f"## Outcome\n\n{outcome}", f"## Figures\n\n{_note(plan, found, device)}", *groups]
+    shapes = {shape: found.has_any(shape, cells) for shape, cells in plan.groups.items()}
+    groups = [_group(shape, plan.groups[shape], found) for shape in (*plan.presets, *plan.small) if shapes[shape]]
+    waiting = [shape.words for shape, begun in shapes.items() if not begun]
+    left = [f"Not measured yet: {'; '.join(waiting)}."] if waiting else []
+    return [f"## Outcome\n\n{outcome}", f"## Figures\n\n{_note(plan, found, device)}", *left, *groups]
 
 
 def _note(plan: Plan, found: Found, device: str) -> str:

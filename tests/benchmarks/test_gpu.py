@@ -65,7 +65,7 @@ def test_a_part_is_measured_alone_and_the_whole_goes_on_from_it(b, tmp_path, cap
 def test_no_cell_begins_when_time_is_up_and_the_record_says_what_is_missing(b, tmp_path, capsys):
     b.gpu.main([*QUICK, "--record", str(tmp_path), "--minutes", "0"])
     assert [cell["key"] for cell in cells_in(tmp_path)] == ["matrix product 128"]
-    assert "not measured yet" in capsys.readouterr().out
+    assert "Not measured yet: m150, 4 x 16; m20, 2 x 16." in capsys.readouterr().out
 
 
 def test_without_a_gpu_only_the_miniature_is_measured(b, tmp_path):
