@@ -232,3 +232,29 @@ def test_a_perceptron_trains_all_in_bfloat16(straight, tmp_path):
     half = atoll.run(toy("train.precision=all-bf16"), out=tmp_path / "half")
     assert {p.dtype for p in half.module.parameters()} == {torch.bfloat16}
     assert half.val_loss == pytest.approx(straight.val_loss, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["text", "points"])
+def test_a_single_shard_is_read_on_where_the_warm_start_stopped(kind):
+    base = (
+        replace(TOY, cluster=replace(TOY.cluster, islands=1))
+        if kind == "points"
+        else override(recipes.recipe("demo-ddp"), [*SMALL, "cluster.islands=1"], candidates)
+    )
+    run = replace(base, train=replace(base.train, warm_start_steps=3)).resolved
+    loaded = run.data.load()
+    plain, mine = plain_workload(run, loaded), island_workload(run, loaded, Tree.of({}))
+    for position in range(4):
+        ours, theirs = mine.batches.batch(0, position), plain.batches.batch(0, 3 + position)
+        assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+    assert fingerprint(mine) != fingerprint(plain), "a checkpoint of one is not one of the other"
+    cold = replace(run, train=replace(run.train, warm_start_steps=0))
+    assert fingerprint(island_workload(cold, loaded, Tree.of({}))) == fingerprint(plain)
+
+
+def test_several_shards_are_read_from_their_beginning():
+    run = override(recipes.recipe("demo-ddp"), [*SMALL, "cluster.islands=2"], candidates).resolved
+    loaded = run.data.load()
+    warm = replace(run, train=replace(run.train, warm_start_steps=3))
+    one, two = (island_workload(which, loaded, Tree.of({})).batches for which in (run, warm))
+    assert all(torch.equal(one.batch(shard, 0), two.batch(shard, 0)) for shard in range(2))

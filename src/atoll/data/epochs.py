@@ -28,15 +28,18 @@ class Epochs:
         shards: the examples of each, by number.
         batch_size: examples per batch.
         seed: of the orders.
+        begin: batches of each shard that somebody has read before: the first one comes after them.
     """
 
-    def __init__(self, shards: Sequence[NDArray[Any]], *, batch_size: int, seed: int) -> None:
+    def __init__(self, shards: Sequence[NDArray[Any]], *, batch_size: int, seed: int, begin: int = 0) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
         self.names = [blake2b(shard.astype("<i8").tobytes(), digest_size=16).hexdigest() for shard in shards]
         """Of each shard, by what is in it."""
+        self.origin = f"after {begin}" if begin else ""
+        """Where reading begins, if that is not the beginning."""
         self._shards = list(shards)
-        self._batch_size, self._seed = batch_size, seed
+        self._batch_size, self._seed, self._begin = batch_size, seed, begin
         self._orders: list[dict[int, NDArray[Any]]] = [{} for _ in shards]
         self._lock = Lock()
 
@@ -55,7 +58,7 @@ class Epochs:
         size = self.examples(shard)
         if position < 0:
             raise ConfigError(f"position={position}: positions are counted from 0.")
-        epoch, at = divmod(position * self._batch_size, size)
+        epoch, at = divmod((self._begin + position) * self._batch_size, size)
         chosen = self._order(shard, epoch)[at : at + self._batch_size]
         while len(chosen) < self._batch_size:  # the batch goes on into the next epoch, or several if the shard is that small
             epoch += 1

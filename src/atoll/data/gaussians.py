@@ -130,8 +130,8 @@ class LoadedGaussians:
     inputs: Tensor
     labels: Tensor
 
-    def open(self, num_shards: int, batch_size: int, seed: int) -> GaussianData:
-        """See `Gaussians.open`."""
+    def open(self, num_shards: int, batch_size: int, seed: int, begin: int = 0) -> GaussianData:
+        """See `Gaussians.open`. `begin`: batches of each shard that were read before."""
         spec, count = self.gaussians, len(self.labels)
         if not 1 <= num_shards <= count:
             raise ConfigError(
@@ -145,7 +145,7 @@ class LoadedGaussians:
             chosen = draws("evaluation", spec.seed).permutation(count)[: spec.eval_examples]
         judged = torch.from_numpy(chosen)
         return GaussianData(
-            train=GaussianBatches(self.inputs, self.labels, shards, batch_size=batch_size, seed=seed),
+            train=GaussianBatches(self.inputs, self.labels, shards, batch_size=batch_size, seed=seed, begin=begin),
             evaluation=(self.inputs[judged], self.labels[judged]),
             dimensions=spec.dimensions,
             classes=spec.classes,
@@ -169,10 +169,14 @@ class GaussianBatches:
     these are and on the epoch. Batch p is the points from p * `batch_size` on.
     """
 
-    def __init__(self, inputs: Tensor, labels: Tensor, shards: Sequence[Indices], *, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, inputs: Tensor, labels: Tensor, shards: Sequence[Indices], *, batch_size: int, seed: int, begin: int = 0
+    ) -> None:
         self.batch_size = batch_size
         self._inputs, self._labels, self._seed = inputs, labels, seed
-        self._epochs = Epochs([np.asarray(shard, dtype=np.int64) for shard in shards], batch_size=batch_size, seed=seed)
+        self._epochs = Epochs(
+            [np.asarray(shard, dtype=np.int64) for shard in shards], batch_size=batch_size, seed=seed, begin=begin
+        )
 
     @property
     def num_shards(self) -> int:
@@ -186,7 +190,12 @@ class GaussianBatches:
         """Of the points, by sample, of which each shard holds, and of their order: whether two readers read the same."""
         sample = self._inputs[:: max(1, len(self._inputs) // _SAMPLE_ROWS)].contiguous()
         what = f"{tuple(self._inputs.shape)}/{self.batch_size}/{self._seed}"
-        parts = [what.encode(), sample.numpy().tobytes(), self._labels.numpy().tobytes(), *map(str.encode, self._epochs.names)]
+        parts = [
+            what.encode(),
+            sample.numpy().tobytes(),
+            self._labels.numpy().tobytes(),
+            *map(str.encode, [*self._epochs.names, self._epochs.origin]),
+        ]
         return blake2b(b"".join(parts), digest_size=16).hexdigest()
 
     def batch(self, shard: int, position: int) -> LabelledBatch:

@@ -134,8 +134,8 @@ class LoadedInstructions:
     validation: Encoded
     tokenizer: Any
 
-    def open(self, num_shards: int, batch_size: int, seed: int) -> InstructionData:
-        """See `Instructions.open`."""
+    def open(self, num_shards: int, batch_size: int, seed: int, begin: int = 0) -> InstructionData:
+        """See `Instructions.open`. `begin`: batches of each shard that were read before."""
         count = len(self.train)
         if not 1 <= num_shards <= count:
             raise ConfigError(
@@ -148,7 +148,7 @@ class LoadedInstructions:
         judged = min(self.instructions.eval_examples, len(useful))
         chosen = useful[np.arange(judged) * len(useful) // judged]  # spread over all of them
         return InstructionData(
-            train=PaddedBatches(self.train, shards, batch_size=batch_size, seed=seed),
+            train=PaddedBatches(self.train, shards, batch_size=batch_size, seed=seed, begin=begin),
             validation=[self.validation.padded(chosen[at : at + batch_size]) for at in range(0, judged, batch_size)],
             tokenizer=self.tokenizer,
             longest=int(max(self.train.lengths.max(), self.validation.lengths.max())),
@@ -182,10 +182,12 @@ class PaddedBatches:
     these are and on the epoch. Batch p is the examples from p * `batch_size` on.
     """
 
-    def __init__(self, examples: Encoded, shards: Iterable[Indices], *, batch_size: int, seed: int) -> None:
+    def __init__(self, examples: Encoded, shards: Iterable[Indices], *, batch_size: int, seed: int, begin: int = 0) -> None:
         self.batch_size = batch_size
         self._examples, self._seed = examples, seed
-        self._epochs = Epochs([np.asarray(shard, dtype=np.int64) for shard in shards], batch_size=batch_size, seed=seed)
+        self._epochs = Epochs(
+            [np.asarray(shard, dtype=np.int64) for shard in shards], batch_size=batch_size, seed=seed, begin=begin
+        )
 
     @property
     def num_shards(self) -> int:
@@ -197,7 +199,11 @@ class PaddedBatches:
 
     def fingerprint(self) -> str:
         """Of the examples, of which each shard holds, and of their order: whether two readers read the same."""
-        parts = [f"{self.batch_size}/{self._seed}".encode(), self._examples.digest(), *map(str.encode, self._epochs.names)]
+        parts = [
+            f"{self.batch_size}/{self._seed}".encode(),
+            self._examples.digest(),
+            *map(str.encode, [*self._epochs.names, self._epochs.origin]),
+        ]
         return blake2b(b"".join(parts), digest_size=16).hexdigest()
 
     def batch(self, shard: int, position: int) -> PaddedBatch:

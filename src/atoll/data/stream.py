@@ -32,14 +32,15 @@ class TokenBatches:
         shards: for each shard its examples.
         batch_size: examples per batch.
         seed: of the order.
+        begin: batches of each shard that were read before.
     """
 
-    def __init__(self, examples: Examples, shards: Sequence[Indices], *, batch_size: int, seed: int) -> None:
+    def __init__(self, examples: Examples, shards: Sequence[Indices], *, batch_size: int, seed: int, begin: int = 0) -> None:
         self.batch_size, self.seq_len = batch_size, examples.seq_len
         self._examples, self._seed = examples, seed
         # Half the memory, where that is enough; sorted, so that the order does not depend on how the partition listed them.
         dtype = np.uint32 if examples.count <= 1 << 32 else np.int64
-        self._epochs = Epochs([np.sort(shard).astype(dtype) for shard in shards], batch_size=batch_size, seed=seed)
+        self._epochs = Epochs([np.sort(shard).astype(dtype) for shard in shards], batch_size=batch_size, seed=seed, begin=begin)
         self._uploaded: dict[str, Uploaded] = {}
         self._uploading = Lock()
 
@@ -58,7 +59,7 @@ class TokenBatches:
         parts = [
             f"{len(ids)}/{self.seq_len}/{self.batch_size}/{self._seed}".encode(),
             sample.tobytes(),
-            *map(str.encode, self._epochs.names),
+            *map(str.encode, [*self._epochs.names, self._epochs.origin]),
         ]
         return blake2b(b"".join(parts), digest_size=16).hexdigest()
 

@@ -147,16 +147,23 @@ class LoadedText:
     tokenizer: Tokenizer
 
     def open(
-        self, num_shards: int, batch_size: int, seed: int, features: Features | None = None, partition: Partition | None = None
+        self,
+        num_shards: int,
+        batch_size: int,
+        seed: int,
+        features: Features | None = None,
+        partition: Partition | None = None,
+        begin: int = 0,
     ) -> TextData:
-        """See `Text.open`. `partition` stands in for the text's own, as for a warm start of one island."""
+        """See `Text.open`. `partition` stands in for the text's own, as for a warm start of one island; `begin`: batches of each
+        shard that were read before."""
         text = self.text
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
         examples = Examples(self.train, text.seq_len)
         shards = (partition or text.partition).shards(examples, num_shards, seed, features)
         return TextData(
-            train=TokenBatches(examples, shards, batch_size=batch_size, seed=seed),
+            train=TokenBatches(examples, shards, batch_size=batch_size, seed=seed, begin=begin),
             validation=validation_batches(self.validation, seq_len=text.seq_len, batch_size=batch_size, count=text.eval_batches),
             tokenizer=self.tokenizer,
             vocab_size=self.tokenizer.vocab_size,

@@ -122,21 +122,23 @@ def plain_workload(run: Run, loaded: Loaded) -> BuiltWorkload:
 
 
 def island_workload(run: Run, loaded: Loaded, params: Tree) -> BuiltWorkload:
-    """The run's data in its shards. `params` are the weights whose features k-means looks at."""
-    return _opened(run, loaded, num_shards=run.shards, features=_features(run, loaded, params))
+    """The run's data in its shards. `params` are the weights whose features k-means looks at. A single shard is what the warm start
+    has read, in the same order: who trains on it goes on from there."""
+    begin = run.train.warm_start_steps if run.shards == 1 else 0
+    return _opened(run, loaded, num_shards=run.shards, features=_features(run, loaded, params), begin=begin)
 
 
 def _opened(
-    run: Run, loaded: Loaded, *, num_shards: int, partition: IID | None = None, features: Features | None = None
+    run: Run, loaded: Loaded, *, num_shards: int, partition: IID | None = None, features: Features | None = None, begin: int = 0
 ) -> BuiltWorkload:
     if isinstance(loaded, LoadedGaussians):
         assert isinstance(run.model, MLP)
-        return ToyWorkload(run.model, loaded.open(num_shards, run.train.batch_size, run.seed), run.seed)
+        return ToyWorkload(run.model, loaded.open(num_shards, run.train.batch_size, run.seed, begin), run.seed)
     if isinstance(loaded, LoadedInstructions):
         assert isinstance(run.model, Pretrained)
-        return FinetuningWorkload(run.model, loaded.open(num_shards, run.train.batch_size, run.seed))
+        return FinetuningWorkload(run.model, loaded.open(num_shards, run.train.batch_size, run.seed, begin))
     assert isinstance(run.model, GPT)
-    text = loaded.open(num_shards, run.train.batch_size, run.seed, features, partition)
+    text = loaded.open(num_shards, run.train.batch_size, run.seed, features, partition, begin)
     return TextWorkload(run.model, text, run.seed)
 
 
