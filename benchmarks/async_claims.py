@@ -86,7 +86,7 @@ def pairs() -> list[Claim]:
     adam, adam_async = pair("AdamW", "Adam")
     others = {"SGD": sgd_async, "momentum": pair("AdamW", "Momentum")[1]}
     return [
-        lower("With SGD outside, asynchronous is not worse than synchronous (it is better).", sgd_async, sgd),
+        lower("With SGD outside, asynchronous is better than synchronous.", sgd_async, sgd),
         higher("With Nesterov outside, asynchronous is worse than synchronous.", nesterov_async, nesterov),
         lower("Adam outside is poor: Nesterov is better, synchronously.", nesterov, adam),
         lower("Adam outside is poor: Nesterov is better, at every arrival.", nesterov_async, adam_async),

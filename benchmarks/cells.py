@@ -154,7 +154,9 @@ def carry_out(
             row, seed = missing[key]
             kept = {name: value for name, value in cell.items() if {"curve": curves, "islands": islands}.get(name, True)}
             record.add(key, {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **kept})
-            watch.end(f"{_name(row, seed)}: {_in_words(cell)}")
+            told = f"{_name(row, seed)}: {_in_words(cell)}"
+            record.say(told)
+            watch.end(told)
     return {row: _outcome(row, [record.get(key_of(runs[row, seed])) for seed in of[row]]) for row in rows}
 
 

@@ -111,9 +111,10 @@ def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], sca
     )
     if scatter is not None:
         note += (
-            f" Rows of one seed, where they are trained like the steady rows of the headline, have an interval as wide as those "
-            f"scatter once their row and their seed are accounted for: a standard deviation of {scatter.std:.4f}, known with "
-            f"{scatter.degrees} degrees of freedom, and the same for all of them."
+            f" Rows of one seed, where they train the same model on the same text, have an interval as wide as the rows of the "
+            f"headline scatter once their row and their seed are accounted for: a standard deviation of {scatter.std:.4f}, known "
+            f"with {scatter.degrees} degrees of freedom. Two such rows are told apart from {scatter.resolution:.3f} on, so that "
+            f"no claim that is stricter can hold by them."
         )
     told = "\n".join(f"- {line}" for line in lines) or "None of them can be judged from these rows."
     return f"### The paper's claims, here\n\n{note}\n\n{told}"

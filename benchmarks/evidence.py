@@ -31,6 +31,7 @@ from groups import DEFAULT, Group, brief_table, table
 from page import fill
 from record import Record, default_path
 from spread import scatter
+from texts import same_texts
 from workload import Workload
 
 P = TypeVar("P", bound="OnGpu")
@@ -43,6 +44,8 @@ class OnGpu(Workload):
     Attributes:
         text: the folder of the prepared text.
         domains: the folder of prepared text from several domains; none leaves out rows that need it.
+        seq_len: tokens of a sequence.
+        eval_batches: to judge on.
         lr: the inner rule's highest rate.
         floor: to which share of it the rate falls.
         device: cuda, or cpu in miniature.
@@ -59,7 +62,8 @@ class OnGpu(Workload):
     islands: int = 8
     model: str = "layers=6,width=256,heads=4,head_size=64,tied=false"
     large: str = "layers=3,width=896,heads=16,head_size=64"
-    data: str = "seq_len=256,eval_batches=64"
+    seq_len: int = 256
+    eval_batches: int = 64
     batch_size: int = 16
     warmup: int = 100
     lr: float = 0.002
@@ -71,7 +75,7 @@ class OnGpu(Workload):
 
     def reading(self, folder: str) -> str:
         """The setting that reads a prepared text."""
-        return f"data=Text(corpus='prepared:{folder}',{self.data})"
+        return f"data=Text(corpus='prepared:{folder}',seq_len={self.seq_len},eval_batches={self.eval_batches})"
 
     def settings(self, algorithm: str, step_time_s: str) -> tuple[str, ...]:
         fast = "device=cuda,precision=bf16,compile=true,together=stacked" if self.device == "cuda" else "device=cpu"
@@ -98,11 +102,10 @@ class Evidence(Generic[P]):
         title: of the record's page.
         about: the script's docstring, whose first line `--help` shows.
         plan: makes the workload, in miniature if asked.
-        groups: all tables.
+        groups: all tables; the first is the headline, by whose rows those of one seed are judged.
         standing: rows that are run whatever is chosen, by label; the default is among them, also under its own name.
         called: the default's own name, with which rows are compared where nothing else is said.
         headline: labels of rows that are run with three seeds.
-        steady: those of them by which rows of one seed are judged: whose figures scatter alike, and which are trained alike.
         introduction: what stands before the tables, from the plan and the default's outcome.
         reading: how rows come from the default, whose command follows.
         claims: what the paper says.
@@ -119,7 +122,6 @@ class Evidence(Generic[P]):
     standing: Callable[[P], dict[str, Row]]
     called: str
     headline: Callable[[P], Sequence[str]]
-    steady: Callable[[P], Sequence[str]]
     introduction: Callable[[P, Outcome], str]
     reading: str
     claims: Callable[[P], list[Claim]]
@@ -140,8 +142,12 @@ class Evidence(Generic[P]):
         record = Record(options.record or default_path(self.name + ("_quick" if options.quick else "")))
         until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
         how = {"quiet": options.quiet, "processes": options.processes, "until_s": until_s, "can": _can_run_here}
-        outcomes = self.carried_out(plan, chosen, record, options.seeds, warm=record.path / "warm", **how)
-        self._report(plan, chosen, outcomes, record, options.docs)
+        texts = {name: folder for name, folder in (("text", options.text), ("domains", options.domains)) if folder is not None}
+        same_texts(record, texts)
+        self.carried_out(plan, chosen, record, options.seeds, warm=record.path / "warm", **how)
+        # Whatever was chosen to be run, all that is there is told.
+        outcomes = self.carried_out(plan, self.groups(plan), record, options.seeds, quiet=True, can=lambda run: False)
+        self._report(plan, outcomes, record, options.docs)
 
     def carried_out(self, plan: P, chosen: Sequence[Group], record: Record, seeds: Sequence[int], **how: Any) -> dict[str, Outcome]:
         """What came of the rows of these groups and of the standing ones, by label; those that were not run are not there.
@@ -163,12 +169,13 @@ class Evidence(Generic[P]):
         found = carry_out(list(own), own, record, self.title, curves=True, **how)
         return {label: found[row] for label, row in rows.items() if found[row].summaries or found[row].errors}
 
-    def _report(self, plan: P, chosen: Sequence[Group], outcomes: Mapping[str, Outcome], record: Record, docs: Path | None) -> None:
+    def _report(self, plan: P, outcomes: Mapping[str, Outcome], record: Record, docs: Path | None) -> None:
         if DEFAULT not in outcomes:
             print("the default's cell is not there yet; give the same command again to go on")
             return
-        shown = [present for group in chosen if len((present := _present(group, outcomes, self.called)).rows) > 1]
-        missing = sum(label not in outcomes for group in chosen for label in group.rows)
+        groups = self.groups(plan)
+        shown = [present for group in groups if len((present := _present(group, outcomes, self.called)).rows) > 1]
+        missing = sum(label not in outcomes for group in groups for label in group.rows)
         told = self.introduction(plan, outcomes[DEFAULT])
         waiting = [f"**{missing} rows have not been run yet.**"] if missing else []
         again = f"{self.reading}\n\n```\n{outcomes[DEFAULT].row.command}\n```\n\n{wording.RULE}"
@@ -184,8 +191,9 @@ class Evidence(Generic[P]):
 
     def _claimed(self, plan: P, outcomes: Mapping[str, Outcome]) -> str:
         """What the paper says, and whether it holds here."""
-        steady = {loss for label in self.steady(plan) if label in outcomes and (loss := outcomes[label].loss) and loss.std}
-        told = claims_section(self.claims(plan), outcomes, scatter(sorted(steady, key=lambda loss: loss.mean)))
+        rows = self.groups(plan)[0].rows
+        several = {loss for label in rows if label in outcomes and (loss := outcomes[label].loss) and loss.std}
+        told = claims_section(self.claims(plan), outcomes, scatter(sorted(several, key=lambda loss: loss.mean)))
         return "\n- ".join([_risen(told), *self.verdicts(plan, outcomes)])
 
     def _parser(self) -> argparse.ArgumentParser:
@@ -195,7 +203,7 @@ class Evidence(Generic[P]):
         parser.add_argument("--text", type=Path, required=True, help="a folder that `atoll data prepare` wrote")
         parser.add_argument("--domains", type=Path, help="such a folder of several domains, for shards that differ")
         parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the headline; other rows have the first")
-        parser.add_argument("--only", action="append", choices=names, help="this table; may be given several times; None: all")
+        parser.add_argument("--only", action="append", choices=names, help="run this table; may be given several times; None: all")
         parser.add_argument("--minutes", type=float, help="begin no further cell after so long")
         parser.add_argument("--processes", type=int, default=1, help="cells at a time, which share the device: it waits less")
         parser.add_argument("--quick", action="store_true", help="in miniature on the CPU, to see whether everything works")

@@ -39,6 +39,7 @@ class Plan(OnGpu):
         line_steps: updates that are simulated on each.
         far_s: the latency of lines that are tried besides, at the speed of all other rows.
         step_s: a batch's computing.
+        low_lr: of the rows with a lower rate.
     """
 
     steps: int = 1000
@@ -52,6 +53,7 @@ class Plan(OnGpu):
     line_steps: int = 36
     far_s: float = 0.03
     step_s: float = 1.0
+    low_lr: float = 0.0005
 
     def row(self, method: str, name: str, *settings: str) -> Row:
         algorithm = {
@@ -75,7 +77,8 @@ def plan(quick: bool) -> Plan:
         lines=(1, 100),
         line_steps=3,
         model="layers=1,width=16,heads=2,head_size=8",
-        data="seq_len=16,eval_batches=2",
+        seq_len=16,
+        eval_batches=2,
         batch_size=2,
         warmup=2,
     )
@@ -100,8 +103,15 @@ def _methods(plan: Plan) -> Group:
         ZERO1: plan.row(ZERO1, ZERO1),
         WP: plan.row(WP, WP),
     }
-    note = "Every row commits the same samples in as many updates. Virtual time as a share of DDP's."
-    against = dict.fromkeys(rows, DDP)
+    lower = {f"{method}, lr {plan.low_lr:g}": method for method in (DDP, ACCO, DPU)}
+    settings = (f"optimizer.lr.lr={plan.low_lr:g}", f"optimizer.lr.floor={plan.floor * plan.low_lr:g}")
+    rows |= {label: plan.row(method, label, *settings) for label, method in lower.items()}
+    note = (
+        f"Every row commits the same samples in as many updates. Virtual time as a share of DDP's, whose exchange does not overlap "
+        f"with the computing of the same batch. The last rows have a lower rate than the {plan.lr:g} of all others, since late "
+        f"gradients may need one."
+    )
+    against = dict.fromkeys(rows, DDP) | dict.fromkeys(lower, f"{DDP}, lr {plan.low_lr:g}")
     return Group(name="methods", title="Loss at equal samples", note=note, rows=rows, against=against, timed=against)
 
 
@@ -129,12 +139,12 @@ def _lines(plan: Plan) -> Group:
 def _tried(plan: Plan) -> dict[str, tuple[str, ...]]:
     """Lines, with their settings."""
     lines = {_speed(speed): (f"cluster.link.bandwidth_mbit_per_s={speed}",) for speed in plan.lines}
-    lines[f"{1000 * plan.far_s:g} ms"] = (f"cluster.link.latency_s={plan.far_s:g}",)
+    lines[f"{_speed(plan.mbit_per_s)}, {1000 * plan.far_s:g} ms"] = (f"cluster.link.latency_s={plan.far_s:g}",)
     return lines
 
 
-def _speed(mbit_per_s: int) -> str:
-    return f"{mbit_per_s} Mbit/s"
+def _speed(mbit_per_s: float) -> str:
+    return f"{mbit_per_s:g} Mbit/s"
 
 
 def _on(method: str, line: str) -> str:
@@ -167,16 +177,16 @@ def claims(plan: Plan) -> list[Claim]:
     """What is asked of ACCO, and what the paper says of the others."""
     return [
         Claim(
-            text=f"ACCO ends within {CLOSE} of DDP (the paper: the curves are one).",
+            text=f"ACCO ends within {CLOSE} of DDP (the paper: one curve on TinyStories, +3.7 % on OpenWebText).",
             terms=((1.0, ACCO), (-1.0, DDP)),
             above=-CLOSE,
             below=CLOSE,
         ),
-        Claim(text="ZeRO-1 is DDP.", terms=((1.0, ZERO1), (-1.0, DDP)), above=-0.005, below=0.005),
         higher("DPU ends above DDP also with ZeRO-Offload's warm-up (the paper: it is not enough).", DPU, DDP),
         higher("DPU ends above DDP without a warm-up (the paper: clearly).", "DPU, no warm-up", DDP),
         higher("WP ends above DDP (the paper: it is worse early on).", WP, DDP),
         higher("DPU ends above ACCO.", DPU, ACCO),
+        higher("DPU ends above DDP at a lower rate, too.", f"{DPU}, lr {plan.low_lr:g}", f"{DDP}, lr {plan.low_lr:g}"),
     ]
 
 
@@ -208,9 +218,9 @@ def timed(plan: Plan, outcomes: Mapping[str, Outcome]) -> list[str]:
     if not less:
         return ["**does not hold here**: ACCO takes less virtual time than DDP."]
     best = min(less, key=lambda line: found[line])
-    told = f"ACCO takes less virtual time than DDP over {', '.join(less)}; the least over {best}, {found[best]:.3f} of it."
+    told = f"ACCO takes less virtual time than DDP over {'; '.join(less)}. It is least over {best}: {found[best]:.3f} of DDP's."
     more = [line for line in found if line not in less]
-    return [f"**holds here**: {told}" + (f" Over {', '.join(more)} it takes more: it exchanges twice an update." if more else "")]
+    return [f"**holds here**: {told}" + (f" Over {'; '.join(more)} it takes more: it exchanges twice an update." if more else "")]
 
 
 def _times(plan: Plan, method: str, outcomes: Mapping[str, Outcome]) -> dict[int, float]:
@@ -243,7 +253,6 @@ EVIDENCE = Evidence(
     standing=standing,
     called=ACCO,
     headline=lambda plan: (ACCO, DDP, DPU),
-    steady=lambda plan: (ACCO, DDP),
     introduction=introduction,
     reading="This is ACCO, and a row adds the settings it shows, or has another algorithm:",
     claims=claims,

@@ -40,7 +40,7 @@ class Plan(OnGpu):
     lengths: tuple[int, ...] = (50, 100, 500)
     counts: tuple[int, ...] = (1, 4, 8)
     rates: tuple[float, ...] = (0.5, 2.0)
-    batches: tuple[int, ...] = (4, 128)
+    batches: tuple[int, ...] = (4, 64)
     outer: str = "Nesterov(lr=0.7,momentum=0.9)"
     small: str = "layers=4,width=128,heads=2,head_size=64"
     ramp: tuple[int, ...] = (1, 2, 3, 4, 4, 5, 5, 6, 7, 8)
@@ -54,6 +54,11 @@ class Plan(OnGpu):
     def batch(self) -> str:
         """The label of the baseline."""
         return f"{self.islands}x batch"
+
+    @property
+    def updates(self) -> str:
+        """The label of one worker that trains for longer."""
+        return f"{self.islands}x updates"
 
 
 def plan(quick: bool) -> Plan:
@@ -71,7 +76,8 @@ def plan(quick: bool) -> Plan:
         ramp=(1, 4),
         model="layers=1,width=16,heads=2,head_size=8",
         small="layers=1,width=8,heads=1,head_size=8",
-        data="seq_len=16,eval_batches=2",
+        seq_len=16,
+        eval_batches=2,
         batch_size=2,
         warmup=2,
     )
@@ -100,12 +106,13 @@ def _headline(plan: Plan) -> Group:
         title="The headline",
         note=f"DiLoCo agrees every {plan.inner_steps} steps; the paper's abstract has 500. After the warm start one worker "
         f"has 1/{plan.islands} of the tokens. {plan.batch}: as many updates, with so many times the batch, spread over "
-        f"{plan.islands} islands that talk at every step (DDP).",
+        f"{plan.islands} islands that talk at every step (DDP). {plan.updates}: one worker, on as many tokens as all islands.",
         rows={
             ONE: plan.row(ONE, "cluster.islands=1", recipe=DDP),
             plan.batch: plan.row(plan.batch, recipe=DDP),
             DILOCO_ROW: plan.row(DILOCO_ROW),
             _longest(plan): _length(plan, plan.lengths[-1]),
+            plan.updates: plan.row(plan.updates, "cluster.islands=1", f"train.steps={plan.islands * plan.steps}", recipe=DDP),
         },
     )
 
@@ -175,16 +182,18 @@ def _batches(plan: Plan) -> Group:
         name="batch",
         title="The batch of one island",
         note=f"All other rows have {plan.batch_size} sequences. A batch that is already large gains less from being {plan.islands} "
-        f"times larger, and so does a run that is further on: the paper's have half a million tokens, and 88,000 steps. Large ones "
-        f"have {plan.steps // 3} steps here, in rounds of {plan.inner_steps // 2}.",
+        f"times larger, and so does a run that is further on: the paper's have half a million tokens, and 88,000 steps. The warm "
+        f"start has the same batch. Large ones have {plan.steps // 3} steps here, in rounds of {plan.inner_steps // 2}, and read "
+        f"the text more often.",
         rows=rows,
         against=against,
     )
 
 
 def _batch_of(plan: Plan, size: int) -> tuple[str, ...]:
-    """Its settings: one island's large batch fills a device."""
-    small = (f"train.batch_size={size}",)
+    """Its settings: judged on the same windows as all others; one island's large batch fills a device."""
+    batches = max(1, plan.eval_batches * plan.batch_size // size)
+    small = (f"train.batch_size={size}", f"data.eval_batches={batches}")
     return small if size <= plan.batch_size else (*small, f"train.steps={plan.steps // 3}", "train.together=apart")
 
 
@@ -241,6 +250,11 @@ def _drops(plan: Plan) -> Group:
     )
 
 
+def _partitioned(plan: Plan) -> list[str]:
+    """Labels of rows on several domains."""
+    return list(_partitions(plan, plan.domains).rows) if plan.domains else []
+
+
 def _partitions(plan: Plan, domains: str) -> Group:
     text = (plan.reading(domains), f"cluster.islands={plan.separate}")
     shards = {"IID": "IID()", "by domain": "ByDomain()"}
@@ -268,8 +282,7 @@ EVIDENCE = Evidence(
     groups=groups,
     standing=lambda plan: {DEFAULT: plan.row(DILOCO_ROW), DILOCO_ROW: plan.row(DILOCO_ROW)},
     called=DILOCO_ROW,
-    headline=lambda plan: (DILOCO_ROW, ONE, plan.batch, _longest(plan)),
-    steady=lambda plan: (DILOCO_ROW, ONE, plan.batch, _longest(plan)),
+    headline=lambda plan: (DILOCO_ROW, ONE, plan.batch, *(f"H={steps}" for steps in plan.lengths), *_partitioned(plan)),
     introduction=introduction,
     reading="This is the default, and a row adds the settings it shows:",
     claims=claims,

@@ -16,11 +16,12 @@ from typing import Any
 import evidence_acco
 import evidence_async
 import evidence_diloco
-import evidence_diloco_told
 import wording
+from async_rows import DELAYED, NAIVE, SYNC
 from atoll.errors import ConfigError
 from cells import Outcome
 from evidence import Evidence
+from evidence_diloco_told import DILOCO_ROW, ONE
 from record import RECORDS, Record, has_marks, markdown_table, replace_between, script
 
 MARKER = "evidence_headline"
@@ -49,9 +50,9 @@ def studies() -> list[Study]:
             evidence=evidence_diloco.EVIDENCE,
             about=f"DiLoCo: {diloco.islands} islands, {diloco.steps:,} steps of each, lines of {diloco.mbit_per_s:g} Mbit/s",
             rows={
-                evidence_diloco_told.ONE: f"one worker, with 1/{diloco.islands} of the tokens",
+                ONE: f"one worker, with 1/{diloco.islands} of the tokens",
                 f"H={diloco.lengths[-1]}": f"DiLoCo, agreeing every {diloco.lengths[-1]} steps",
-                evidence_diloco_told.DILOCO_ROW: f"DiLoCo, agreeing every {diloco.inner_steps} steps",
+                DILOCO_ROW: f"DiLoCo, agreeing every {diloco.inner_steps} steps",
                 diloco.batch: f"{diloco.islands} times the batch: DDP, agreeing at every step",
             },
         ),
@@ -60,9 +61,9 @@ def studies() -> list[Study]:
             about=f"Asynchronous: {waiting.islands} workers of very different speeds, {waiting.steps * waiting.islands:,} local "
             f"updates, lines of {waiting.mbit_per_s:g} Mbit/s",
             rows={
-                evidence_async.SYNC: "DiLoCo, where all wait for the slowest",
-                evidence_async.NAIVE: "naive: its outer step at every arrival",
-                evidence_async.DELAYED: "Delayed Nesterov with Dynamic Local Updates",
+                SYNC: "DiLoCo, where all wait for the slowest",
+                NAIVE: "naive: its outer step at every arrival",
+                DELAYED: "Delayed Nesterov with Dynamic Local Updates",
             },
         ),
         Study(

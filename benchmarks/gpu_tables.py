@@ -129,8 +129,8 @@ def _gain_lines(shape: Shape, cells: Sequence[Cell], found: Found) -> list[str]:
 
 
 def gains_of(cells: Sequence[Cell], found: Found) -> dict[int, float]:
-    """How many times as fast a stack is, by the number of islands: both in turn with the same bare loop."""
-    each = {(cell.islands, cell.way): one.share for cell in cells if (one := found.measured(cell))}
+    """How many times as fast a stack is, by the number of islands."""
+    each = {(cell.islands, cell.way): one.tokens_per_s for cell in cells if (one := found.measured(cell))}
     return {k: each[k, "stacked"] / each[k, "apart"] for k, way in each if way == "stacked" and (k, "apart") in each}
 
 

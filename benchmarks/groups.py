@@ -12,6 +12,8 @@ from record import markdown_table
 
 DEFAULT = "default"
 """The label of the row that others are compared with."""
+ONE_SEED = " †"
+"""Marks a row of a brief table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,8 @@ def brief_table(group: Group, outcomes: Mapping[str, Outcome], share: str = "") 
     rows = []
     for label, (other, difference, _) in found.items():
         told = difference if heading != "difference" or other == "-" else f"{difference} to {other}"
-        rows.append([label, wording.loss_text(outcomes[label])[0], told, *_costs(group, label, outcomes)])
+        alone = ONE_SEED if len(outcomes[label].summaries) == 1 else ""
+        rows.append([label, wording.loss_text(outcomes[label])[0] + alone, told, *_costs(group, label, outcomes)])
     usual = markdown_table(["row", "val loss", heading, *_cost_headings(group, share)], rows)
     return _section(group, group.drawn(outcomes) if group.drawn else usual)
 

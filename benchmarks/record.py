@@ -4,6 +4,7 @@
         README.md     what was claimed and what came out, the command, the tables
         source.txt    versions, commit, machine and command, with a block for each process that made cells
         cells.jsonl   one line per finished cell
+        log.txt       what was said of each, where cells are runs
         plot.png      where there is something to see
 
 A cell is one measurement that takes a while. A cell whose line is there is not made again, so that a benchmark which was stopped
@@ -61,6 +62,11 @@ class Record:
             os.fsync(file.fileno())
         self._cells[key] = json.loads(line)
         return self._cells[key]
+
+    def say(self, line: str) -> None:
+        """Writes a line into the log."""
+        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def __getitem__(self, key: str) -> dict[str, Any]:
         """The cell of this key, which is finished."""

@@ -92,6 +92,11 @@ class Scatter:
     std: float
     degrees: int
 
+    @property
+    def resolution(self) -> float:
+        """The least difference between two figures that is told from none."""
+        return self.about([(1.0, 0.0), (-1.0, 0.0)]).high
+
     def about(self, terms: Sequence[tuple[float, float]]) -> Interval:
         """The weighted sum of figures of one seed, with an interval as wide as those rows scatter."""
         value = math.fsum(weight * figure for weight, figure in terms)

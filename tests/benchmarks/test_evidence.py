@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,20 +35,24 @@ def test_rows_of_the_headline_have_all_seeds_and_others_the_first(scripts, text,
     found = cells(tmp_path / "record")
     seeds = sorted((cell["recipe"], tuple(cell["settings"][7:]), cell["seed"]) for cell in found)
     alone, lost = ("cluster.islands=1",), ("cluster.drop_probability=0.5",)
+    longer = (*alone, "train.steps=32")
     assert seeds == [
         *(("demo-ddp", (), seed) for seed in (0, 1)),
         *(("demo-ddp", alone, seed) for seed in (0, 1)),
+        ("demo-ddp", longer, 0),
         *(("demo-diloco", (), seed) for seed in (0, 1)),
         ("demo-diloco", lost, 0),
     ]
     said = capsys.readouterr().out
     assert "[DiLoCo] - [one worker] = " in said
     assert "(one seed): Losing half of the deltas" in said
-    assert "Rows of one seed, where they are trained like the steady rows" in said
-    assert "rows have not been run yet" not in said
+    assert "Rows of one seed, where they train the same model on the same text" in said
+    assert "rows have not been run yet" in said
     assert (tmp_path / "record" / "plot.png").exists()
+    assert sum(line.endswith(" s") for line in (tmp_path / "record" / "log.txt").read_text().splitlines()) == len(found)
     scripts["diloco"].main([*common, "--only", "headline"])
     assert len(cells(tmp_path / "record")) == len(found), "what is there is not made again"
+    assert "## Deltas that get lost" in (tmp_path / "record" / "README.md").read_text(), "and is told whatever is chosen"
 
 
 def test_when_time_is_up_no_cell_begins_and_the_next_call_goes_on(scripts, text, tmp_path, capsys):
@@ -56,7 +61,7 @@ def test_when_time_is_up_no_cell_begins_and_the_next_call_goes_on(scripts, text,
     assert not (tmp_path / "record" / "cells.jsonl").exists()
     assert "give the same command again" in capsys.readouterr().out
     scripts["acco"].main(common)
-    assert len(cells(tmp_path / "record")) == 6
+    assert len(cells(tmp_path / "record")) == 9
     assert "ACCO ends within 0.02 of DDP" in capsys.readouterr().out
 
 
@@ -79,6 +84,22 @@ def test_rows_with_one_seed_are_judged_by_what_the_headline_scatters(b):
     assert spread.scatter(figures[:1]) is None
     found = spread.Scatter(0.1, 2).about([(1.0, 5.0), (-1.0, 4.0)])
     assert (found.value, found.high) == (1.0, pytest.approx(1.0 + 4.303 * 0.1 * 2**0.5))
+    assert spread.Scatter(0.1, 2).resolution == pytest.approx(4.303 * 0.1 * 2**0.5)
+
+
+def test_a_record_goes_on_with_its_own_text_alone(scripts, text, tmp_path):
+    common = ["--quick", "--quiet", "--minutes", "0", "--record", str(tmp_path / "record")]
+    nothing = tmp_path / "nothing"
+    with pytest.raises(ConfigError, match=r"--text .*nothing: this is no prepared text"):
+        scripts["acco"].main(["--text", str(nothing), *common])
+    scripts["acco"].main(["--text", str(text), *common])
+    known = json.loads((tmp_path / "record" / "text.json").read_text())
+    assert known["text"]["train"]["tokens"] > 0
+    assert "corpus" not in known["text"], "where the text lay is nobody's concern"
+    scripts["acco"].main(["--text", str(nothing), *common])  # tables can be made without the text
+    prepare("stdlib", "bytes", tmp_path / "other", limit_bytes=90_000)
+    with pytest.raises(ConfigError, match="holds another text than the record"):
+        scripts["acco"].main(["--text", str(tmp_path / "other"), *common])
 
 
 def outcome(b, loss, time_s=1.0, seeds=3):
@@ -102,9 +123,9 @@ def test_a_page_names_what_each_row_is_compared_with_where_that_differs(b):
     rows = {name: outcomes[name].row for name in "abc"}
     group = b.groups.Group(name="x", title="X", note="", rows=rows, against={"b": "a", "c": "b"})
     brief = b.groups.brief_table(group, outcomes)
-    assert "| a | 1.0000 | - |" in brief
-    assert "| b | 2.0000 | +1.0000 to a |" in brief
-    assert "| c | 4.0000 | +2.0000 to b |" in brief
+    assert "| a | 1.0000 † | - |" in brief
+    assert "| b | 2.0000 † | +1.0000 to a |" in brief
+    assert "| c | 4.0000 † | +2.0000 to b |" in brief
     assert "1.0000 | - | - |" in b.groups.table(group, outcomes), "a single seed has no range"
 
 
@@ -120,7 +141,7 @@ def test_lines_are_told_in_seconds_an_update_and_where_hiding_pays(b):
     assert "| 100 Mbit/s | 2.000 | - | 1.000 | - | - | 0.500 |" in table
     (told,) = acco.timed(plan, outcomes)
     assert told.startswith(
-        "**holds here**: ACCO takes less virtual time than DDP over 100 Mbit/s; the least over 100 Mbit/s, 0.500"
+        "**holds here**: ACCO takes less virtual time than DDP over 100 Mbit/s. It is least over 100 Mbit/s: 0.5"
     )
     assert told.endswith("Over 1 Mbit/s it takes more: it exchanges twice an update.")
     slower = {label: one for label, one in outcomes.items() if label.endswith(" 1 Mbit/s")}
@@ -143,6 +164,7 @@ def published(b, tmp_path_factory):
             row = b.cells.Row(recipe=cell["recipe"], settings=tuple(cell["settings"]))
             with (folder / newest.name / "cells.jsonl").open("a") as file:
                 file.write(json.dumps({**cell, "key": b.cells.key_of(row.run(cell["seed"]))}) + "\n")
+        shutil.copy(newest / "text.json", folder / newest.name)
     return folder
 
 
