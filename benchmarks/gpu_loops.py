@@ -168,8 +168,9 @@ def islands_measured(cell: Cell, subject: Subject, bare: Bare) -> dict[str, Any]
     between them, and memory while islands train and before."""
     clock = Turns(subject.device, cell.turns, bare.turn)
     together = None
-    if cell.way == "stacked":
-        together = Together("stacked", cell.islands, subject.loss, compiled=is_cuda(subject.device), tell=lambda how, why: None)
+    if cell.way != "apart":
+        rows = cell.islands if cell.way == "stacked" else 1
+        together = Together("stacked", rows, subject.loss, compiled=is_cuda(subject.device), tell=lambda how, why: None)
     engine = SimEngine(
         algorithm=DiLoCo(inner_steps=cell.inner_steps),
         cluster=Cluster(islands=cell.islands, threads_per_island=1),

@@ -9,7 +9,9 @@ from typing import Literal
 from atoll.errors import ConfigError
 from atoll.models.gpt import GPT
 
-Way = Literal["apart", "stacked"]
+Way = Literal["apart", "recorded", "stacked"]
+"""Islands one after the other as a bare loop computes; one after the other, each pass recorded and replayed; all in one pass, which
+is recorded too."""
 PRESETS = {"m150": GPT.m150(), "m20": GPT.m20(), "m60": GPT.m60(), "m400": GPT.m400()}
 """In the order in which they are measured: what is asked for most comes first."""
 BATCH_SIZES = {"m150": 32, "m20": 64, "m60": 64, "m400": 16}
@@ -18,6 +20,7 @@ VOCAB_SIZE, SEQ_LEN, SMALL_SEQ_LEN = 32_000, 1024, 256
 SMALL_BATCHES = (2, 8, 32)
 EXAMPLES = 1024
 """Different sequences on the device."""
+WAYS: Sequence[Way] = ("apart", "recorded", "stacked")
 FEW, MANY, SMALL_MANY = (1, 4, 8), (1, 4, 8, 64), (4, 8, 64)
 SHORTER = {"m20": 10, "m60": 10, "m400": 10}
 """Steps of a round at most, by preset: the ratio to the bare loop is asked for of the one that is not here. What lies between two
@@ -168,7 +171,7 @@ def plan_of(
             vocab_size=VOCAB_SIZE,
             bare_steps=8 * inner_steps,
         )
-        small[shape] = cells_of(shape, SMALL_MANY, ["apart", "stacked"], inner_steps, turns, islands, inner_steps)
+        small[shape] = cells_of(shape, SMALL_MANY, WAYS, inner_steps, turns, islands, inner_steps)
     return Plan(presets=large, small=small, matrix=8192, turns=turns)
 
 
@@ -181,7 +184,7 @@ def quick_plan(islands: Sequence[int] | None = None) -> Plan:
     ]
     return Plan(
         presets={shapes[0]: cells_of(shapes[0], (1, 4, 8), ["apart"], 2, 3, islands, 2)},
-        small={shapes[1]: cells_of(shapes[1], (4,), ["apart", "stacked"], 2, 3, islands, 2)},
+        small={shapes[1]: cells_of(shapes[1], (4,), WAYS, 2, 3, islands, 2)},
         matrix=128,
         turns=3,
     )

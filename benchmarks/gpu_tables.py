@@ -9,14 +9,14 @@ from typing import Any
 
 from atoll.telemetry.drawing import COLOURS, new_figure
 from atoll.telemetry.units import human_bytes, human_count, human_percent
-from gpu_plan import FLOPS_FORMULA, Cell, Plan, Shape
+from gpu_plan import FLOPS_FORMULA, WAYS, Cell, Plan, Shape, Way
 from record import Record, markdown_table
 
 LEAST_SHARE, LEAST_GAIN = 0.97, 2.0
 """Of the bare loop's tokens per second that islands reach, and times that a stack is faster than one island after the other."""
 ASKED_ISLANDS = (4, 8)
 MATRIX, BARE = "matrix product", "bare loop"
-_WAYS = {"apart": COLOURS[0], "stacked": COLOURS[1]}
+_WAYS = dict(zip(WAYS, COLOURS, strict=False))
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,11 @@ class Found:
 
     def skipped(self, cell: Cell) -> str:
         """Why it was."""
-        found = self._record.get(cell.key)
-        return "not measured yet" if found is None else str(found["skipped"])
+        return str(self._record[cell.key]["skipped"])
 
-    def has_any(self, shape: Shape, cells: Sequence[Cell]) -> bool:
-        """Whether anything of this shape was tried."""
-        return self.bare(shape) is not None or any(self._record.get(cell.key) is not None for cell in cells)
+    def was_tried(self, cell: Cell) -> bool:
+        """Whether there is a line about it."""
+        return self._record.get(cell.key) is not None
 
     def bare(self, shape: Shape) -> Mapping[str, Any] | None:
         return self._record.get(bare_key(shape, self._plan.turns))
@@ -125,13 +124,15 @@ def _gain_lines(shape: Shape, cells: Sequence[Cell], found: Found) -> list[str]:
         return []
     told = ", ".join(f"{gain:.2f} with k={islands}" for islands, gain in gains.items())
     line = f"{shape.words}: stacked is so many times as fast as one island after the other: {told} (asked: {LEAST_GAIN:g})."
-    return [f"{_holds(min(gains.values()) >= LEAST_GAIN)}: {line}"]
+    recorded = ", ".join(f"{gain:.2f} with k={islands}" for islands, gain in gains_of(cells, found, "recorded").items())
+    more = f" Where one island's passes are recorded, too: {recorded}." if recorded else ""
+    return [f"{_holds(min(gains.values()) >= LEAST_GAIN)}: {line}{more}"]
 
 
-def gains_of(cells: Sequence[Cell], found: Found) -> dict[int, float]:
-    """How many times as fast a stack is, by the number of islands."""
+def gains_of(cells: Sequence[Cell], found: Found, over: Way = "apart") -> dict[int, float]:
+    """How many times as fast a stack is as another way, by the number of islands."""
     each = {(cell.islands, cell.way): one.tokens_per_s for cell in cells if (one := found.measured(cell))}
-    return {k: each[k, "stacked"] / each[k, "apart"] for k, way in each if way == "stacked" and (k, "apart") in each}
+    return {k: each[k, "stacked"] / each[k, over] for k, way in each if way == "stacked" and (k, over) in each}
 
 
 def _mfu_lines(shape: Shape, cells: Sequence[Cell], found: Found) -> list[str]:
@@ -171,11 +172,19 @@ def sections_of(plan: Plan, found: Found, device: str) -> list[str]:
     """Of a record."""
     lines = verdicts(plan, found)
     outcome = "\n".join(f"- {line}" for line in lines) or "Nothing that is asked about was measured yet."
-    shapes = {shape: found.has_any(shape, cells) for shape, cells in plan.groups.items()}
-    groups = [_group(shape, plan.groups[shape], found) for shape in (*plan.presets, *plan.small) if shapes[shape]]
-    waiting = [shape.words for shape, begun in shapes.items() if not begun]
+    tried = {shape: [cell for cell in cells if found.was_tried(cell)] for shape, cells in plan.groups.items()}
+    groups = [_group(shape, tried[shape], found) for shape in (*plan.presets, *plan.small) if tried[shape] or found.bare(shape)]
+    waiting = [line for shape, cells in plan.groups.items() for line in _waiting(shape, cells, tried[shape])]
     left = [f"Not measured yet: {'; '.join(waiting)}."] if waiting else []
     return [f"## Outcome\n\n{outcome}", f"## Figures\n\n{_note(plan, found, device)}", *left, *groups]
+
+
+def _waiting(shape: Shape, cells: Sequence[Cell], tried: Sequence[Cell]) -> list[str]:
+    """What is still to be measured of a shape, in words."""
+    labels = [cell.label for cell in cells if cell not in tried]
+    if len(labels) == len(cells):
+        return [shape.words]
+    return [f"{shape.words} with {' and '.join(labels)}"] if labels else []
 
 
 def _note(plan: Plan, found: Found, device: str) -> str:
@@ -184,7 +193,8 @@ def _note(plan: Plan, found: Found, device: str) -> str:
     return (
         f"On {device}, in one process. The bare loop and rounds of DiLoCo (H inner steps of every island, and the outer step) take "
         f"turns; medians of {plan.turns} after one that warms up, ratios turn by turn. Both have fused AdamW and clipping and, on "
-        f"a GPU, one and the same compiled loss with forward passes in bfloat16. FLOP utilisation is against {product}: "
+        f"a GPU, a compiled loss with forward passes in bfloat16: one and the same where islands are apart. Recorded passes are "
+        f"compiled by themselves and replayed at one go, of one island or stacked, of all. FLOP utilisation is against {product}: "
         f"{_tera(peak) if peak else 'not measured yet'}. FLOPs: {FLOPS_FORMULA}. After the inner steps: the share of a round that "
         f"the exchange, the outer step and the simulator's checks take. Memory: the most that was allocated while it trained; "
         f"before: until the end of the first round, compiling included. What a stack's recorded pass works in counts there alone."

@@ -41,7 +41,7 @@ def test_everything_is_measured_in_miniature_and_not_twice(b, tmp_path, capsys):
     b.gpu.main([*QUICK, "--record", str(tmp_path)])
     assert cells_in(tmp_path) == cells
     assert capsys.readouterr().out == said
-    assert len({cell["key"] for cell in cells}) == len(cells) == 1 + 2 + 3 + 2  # the product, bare loops, and islands of each shape
+    assert len({cell["key"] for cell in cells}) == len(cells) == 1 + 2 + 3 + 3  # the product, bare loops, and islands of each shape
     for cell in cells[1:]:
         assert all(len(cell[kind]) == 3 for kind in ("bare_s", "round_s", "outer_s") if kind in cell)
     assert all(
@@ -56,10 +56,10 @@ def test_everything_is_measured_in_miniature_and_not_twice(b, tmp_path, capsys):
 def test_a_part_is_measured_alone_and_the_whole_goes_on_from_it(b, tmp_path, capsys):
     b.gpu.main([*QUICK, "--record", str(tmp_path), "--only", "small", "--islands", "4"])
     part = cells_in(tmp_path)
-    assert [cell["key"].split(" H=")[0].split(") ")[-1] for cell in part[2:]] == ["k=4 apart", "k=4 stacked"]
+    assert [cell["key"].split(" H=")[0].split(") ")[-1] for cell in part[2:]] == ["k=4 apart", "k=4 recorded", "k=4 stacked"]
     b.gpu.main([*QUICK, "--record", str(tmp_path)])
     assert cells_in(tmp_path)[: len(part)] == part
-    assert len(cells_in(tmp_path)) == 8
+    assert len(cells_in(tmp_path)) == 9
 
 
 def test_no_cell_begins_when_time_is_up_and_the_record_says_what_is_missing(b, tmp_path, capsys):
@@ -93,7 +93,7 @@ def small_plan(b):
 
 def test_a_cell_that_fails_leaves_the_others_and_no_line(b, tmp_path, capsys):
     plan = small_plan(b)
-    ((shape, (apart, stacked)),) = plan.small.items()
+    ((shape, (apart, _, stacked)),) = plan.small.items()
     broken = replace(apart, inner_steps=0)
     failed, lines = measure(b, tmp_path, replace(plan, small={shape: [broken, stacked]}))
     assert [line.partition(" (")[0] for line in failed] == ["m20, 2 x 16, k=4, apart"]
@@ -106,9 +106,9 @@ def test_a_cell_that_would_not_fit_is_skipped_with_a_line(b, tmp_path):
     plan = small_plan(b)
     failed, lines = measure(b, tmp_path, plan, room=lambda device: 1_000)
     assert not failed
-    assert [line["skipped"].split(", and ")[1] for line in lines[2:]] == ["1.00 kB are free"] * 2
+    assert [line["skipped"].split(", and ")[1] for line in lines[2:]] == ["1.00 kB are free"] * 3
     told = "\n".join(b.gpu_tables.sections_of(plan, b.gpu_tables.Found(plan, b.record.Record(tmp_path)), "a CPU"))
-    assert told.count("would take about") == 2
+    assert told.count("would take about") == 3
 
 
 # -------------------------------------------------------------------------------------------------------------- both loops
@@ -190,10 +190,10 @@ def test_the_plan_has_all_presets_and_islands_that_are_published(b):
         "m400": (16, [1, 4, 8]),
     }
     assert {(shape.batch_size, cell.islands, cell.way) for shape, cells in plan.small.items() for cell in cells} == {
-        (size, islands, way) for size in (2, 8, 32) for islands in (4, 8, 64) for way in ("apart", "stacked")
+        (size, islands, way) for size in (2, 8, 32) for islands in (4, 8, 64) for way in ("apart", "recorded", "stacked")
     }
     keys = [cell.key for cells in plan.groups.values() for cell in cells]
-    assert len(set(keys)) == len(keys) == 13 + 18
+    assert len(set(keys)) == len(keys) == 13 + 27
 
 
 def test_estimates_grow_with_islands_and_hold_what_each_must(b):

@@ -3,8 +3,7 @@ import torch
 
 from atoll.engines.jobs import Asking, Training
 from atoll.engines.local import LocalReplica
-from atoll.engines.stack import Stack, why_not
-from atoll.errors import ConfigError
+from atoll.engines.stack import Ragged, Stack, why_not
 from atoll.models.gpt import GPT
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Cosine
@@ -125,14 +124,39 @@ def test_gradients_are_those_of_each_island_added_onto_what_there_was(pieces):
     assert together[0].params().equal(at)
 
 
-def test_batches_that_differ_in_shape_are_refused():
-    class Ragged(Positions):
-        def batch(self, shard: int, position: int) -> torch.Tensor:
-            return super().batch(shard, position)[: 1 + position % 2]
+class Shorter(Positions):
+    """Fewer tokens from the third batch on, and in shard 1 also in the second."""
 
-    two = [LocalReplica(workload(Ragged), optimizer=RULES[0]) for _ in range(2)]
-    with pytest.raises(ConfigError, match=r"cannot be stacked.*train\.together=apart"):
-        stack(two[0], 2).train([Training(replica, 1, work(0, number)) for number, replica in enumerate(two)])
+    def batch(self, shard: int, position: int) -> torch.Tensor:
+        return super().batch(shard, position)[:, : 7 if position + shard > 2 else 9]
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_where_batches_differ_in_shape_islands_have_taken_the_steps_before(shard):
+    """Whether the batches of two islands differ, or those of two steps."""
+    alone, together = (
+        [LocalReplica(workload(Shorter), optimizer=RULES[0], fresh_optimizer=True, peak_first=True) for _ in range(2)]
+        for _ in range(2)
+    )
+    asked = [(replica, work(number * shard)) for number, replica in enumerate(together)]
+    with pytest.raises(Ragged, match=r"shapes .*\(2, 7\).*\(2, 9\)") as seen:
+        stack(together[0], 2).train([Training(replica, 5, what) for replica, what in asked])
+    rest = [replica.train(5, what, after=len(taken.losses)) for (replica, what), taken in zip(asked, seen.value.taken, strict=True)]
+    for number, replica in enumerate(alone):
+        whole, taken = replica.train(5, work(number * shard)), seen.value.taken[number]
+        assert len(taken.losses) == 3 - shard
+        assert [*taken.losses, *rest[number].losses] == pytest.approx(whole.losses, rel=1e-5)
+        assert taken.tokens + rest[number].tokens == whole.tokens
+        assert close(replica.params(), together[number].params())
+        assert replica.steps_taken == together[number].steps_taken == 5
+
+
+def test_gradients_of_batches_that_differ_in_shape_are_refused_before_anything_is_counted():
+    two = [LocalReplica(workload(Shorter), optimizer=RULES[0]) for _ in range(2)]
+    asks = [Asking(replica, work(number, 2), None, None, "batches", False) for number, replica in enumerate(two)]
+    with pytest.raises(Ragged):
+        stack(two[0], 2).gradients(asks)
+    assert [replica.steps_taken for replica in two] == [0, 0]
 
 
 class Dropping(SmallBatches):
@@ -148,3 +172,53 @@ def test_what_cannot_be_stacked_is_told():
     assert "masters" in why_not(LocalReplica(workload(), optimizer=RULES[0], dtype=torch.bfloat16))
     drops = Dropping(MODEL, Positions(torch.zeros(2, 9, dtype=torch.int64)), 31)
     assert "random" in why_not(LocalReplica(drops, optimizer=RULES[0]))
+
+
+class Besides(torch.nn.Module):
+    """A decoder with something besides: a parameter that nobody uses, and buffers."""
+
+    def __init__(self, decoder: torch.nn.Module, counts: bool, persistent: bool) -> None:
+        super().__init__()
+        self.decoder, self.unused = decoder, torch.nn.Parameter(torch.ones(3, 3))
+        self.register_buffer("seen", torch.zeros(()), persistent=persistent)
+        self._counts = counts
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        if self._counts:
+            self.seen += 1
+        return self.decoder.loss(batch)
+
+
+class BesidesBatches(SmallBatches):
+    counts, persistent = False, True
+
+    def module(self) -> Besides:
+        return Besides(super().module(), self.counts, self.persistent)
+
+    def loss(self, module: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return module.loss(batch)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_that_stay_are_stacked_and_buffers_that_change_are_not(persistent):
+    class Stays(BesidesBatches):
+        pass
+
+    class Counts(BesidesBatches):
+        counts = True
+
+    Stays.persistent = Counts.persistent = persistent
+    batches = Positions(torch.zeros(2, 9, dtype=torch.int64))
+    assert why_not(LocalReplica(Stays(MODEL, batches, 31), optimizer=RULES[0])) == ""
+    counting = LocalReplica(Counts(MODEL, batches, 31), optimizer=RULES[0])
+    assert "buffers that change" in why_not(counting)
+    assert float(counting.weights.module.seen) == 0, "finding out leaves no trace"
+
+
+def test_a_parameter_that_the_loss_does_not_use_is_stepped_as_by_an_island_alone():
+    batches = Positions(torch.zeros(2, 9, dtype=torch.int64))
+    one, two = (LocalReplica(BesidesBatches(MODEL, batches, 31), optimizer=RULES[0]) for _ in range(2))
+    one.train(2, work(0))
+    Stack(two, 2, BesidesBatches(MODEL, batches, 31).loss, compiled=False).train([Training(two, 2, work(0))])
+    assert close(one.params(), two.params())
+    assert not torch.equal(two.params()["unused"], torch.ones(3, 3)), "it decays"

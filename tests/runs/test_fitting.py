@@ -110,6 +110,14 @@ def test_habits_of_islands_that_train_alone_are_refused_where_all_have_one_optim
     assert demo(DiLoCo(inner_steps=20), **{habit: True})
 
 
+@pytest.mark.parametrize("what", ["micro_batches=2", "precision=all-bf16"])
+def test_a_stack_of_what_cannot_be_stacked_is_refused_before_anything_is_trained(what):
+    settings = [f"train.{what}", "train.together=stacked"]
+    with pytest.raises(ConfigError, match=rf"train\.together=stacked and train\.{what}: .*Use train\.together=auto"):
+        override(recipes.demo_diloco(), settings, candidates)
+    assert override(recipes.demo_diloco(), [f"train.{what}"], candidates)
+
+
 # ------------------------------------------------------------------------------------------------------- inside of islands
 
 SLOW, FAST = Link(latency_s=0.1, bandwidth_mbit_per_s=1.0), Link(latency_s=1e-6, bandwidth_mbit_per_s=1e6)

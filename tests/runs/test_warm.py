@@ -59,6 +59,7 @@ def test_a_warm_start_has_no_rounds_and_so_nothing_that_begins_with_each_of_them
         ("data.shards=2", False),
         ("data.partition=ByDomain", False),
         ("train.fresh_optimizer=true", False),
+        ("train.together=stacked", False),
         ("optimizer.lr.warmup=1", True),
         ("train.warm_start_steps=5", True),
         ("train.batch_size=3", True),

@@ -51,6 +51,14 @@ class Trained(NamedTuple):
     moved: bool = True
 
 
+class Habits(NamedTuple):
+    """What a step does besides: draw from torch's global generators, as dropout does; change something in the module that is no
+    parameter, as BatchNorm does."""
+
+    draws_randomness: bool
+    changes_buffers: bool
+
+
 class LocalReplica:
     """One island's model and inner optimizer.
 
@@ -124,12 +132,18 @@ class LocalReplica:
         """The present weights without a copy where that is possible, to be read before anything is computed again."""
         return self.weights.lent() if self._masters is None and self._full is None else self.params()
 
-    def train(self, steps: int, work: Work) -> Trained:
-        """Take `steps` optimizer steps on consecutive batches."""
+    def train(self, steps: int, work: Work, after: int = 0) -> Trained:
+        """Take `steps` optimizer steps on consecutive batches.
+
+        Args:
+            steps: of the round.
+            work: what to read.
+            after: how many of them were taken before, in another way.
+        """
         losses, tokens = [], 0
-        masters = self.begin_round()
+        masters = self._masters if after else self.begin_round()
         with self._own_randomness():
-            for step, batch in enumerate(self.read(steps, work)):
+            for step, batch in enumerate(self.read(steps - after, replace(work, start=work.start + after)), after):
                 if self.stopped():
                     raise CancelledError("nobody waits for these steps any more")
                 tokens += self.batches.tokens(batch)
@@ -272,18 +286,24 @@ class LocalReplica:
     def precision(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext()
 
-    @cached_property
+    @property
     def draws_randomness(self) -> bool:
-        """Whether a step draws from torch's global generators, as dropout does. Found out by taking one and leaving no trace."""
+        return self.habits.draws_randomness
+
+    @cached_property
+    def habits(self) -> Habits:
+        """Found out by taking a step and leaving no trace. Replicas of one kind have the same."""
         on_cuda = self.device.startswith("cuda")
         buffers = {name: buffer.clone() for name, buffer in self.weights.module.named_buffers()}
         with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
             before = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
             self.pass_over(self.batches.batch(0, 0), self._plain_loss)  # what a compiler makes of it draws as often
             after = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
+        changed = False
         for name, buffer in self.weights.module.named_buffers():
+            changed = changed or not torch.equal(buffer, buffers[name])
             buffer.copy_(buffers[name])
-        return not all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+        return Habits(not all(torch.equal(one, two) for one, two in zip(before, after, strict=True)), changed)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:

@@ -26,7 +26,6 @@ from atoll.engines.jobs import Asking, Training
 from atoll.engines.local import InnerRule, LocalReplica, Loss, Trained, torch_optimizer
 from atoll.engines.pieces import to_device
 from atoll.engines.replayed import Replayed
-from atoll.errors import ConfigError
 from atoll.protocols import Gradient
 from atoll.tree import Tree
 
@@ -41,7 +40,7 @@ def why_not(replica: LocalReplica) -> str:
         return "batches are cut into pieces, so that they fill the device"
     if replica.draws_randomness:
         return "the module draws random numbers, and each island has its own"
-    if replica.buffers():
+    if replica.habits.changes_buffers:
         return "the module has buffers that change, and each island has its own"
     return ""
 
@@ -49,6 +48,18 @@ def why_not(replica: LocalReplica) -> str:
 def replayable(replica: LocalReplica, compiled: bool) -> bool:
     """Whether a pass of one row is worth while too: it is recorded."""
     return compiled and replica.device.startswith("cuda")
+
+
+class Ragged(Exception):
+    """Batches have different shapes, and cannot be stacked.
+
+    Attributes:
+        taken: what each of the islands had trained before that was seen. Their weights and moments are those after it.
+    """
+
+    def __init__(self, why: str, taken: Sequence[Trained] = ()) -> None:
+        super().__init__(why)
+        self.taken = taken
 
 
 class Stack:
@@ -94,19 +105,34 @@ class Stack:
 
     # -------------------------------------------------------------------------------------------------------------- what it does
 
+    def close(self) -> None:
+        """Gives back what passes were recorded in; nothing is computed any more."""
+        self._pass = _closed
+
     def train(self, trainings: Sequence[Training]) -> list[Trained]:
-        """What each replica would do by itself. Those that have fewer steps to take are through earlier."""
+        """What each replica would do by itself. Those that have fewer steps to take are through earlier.
+
+        Raises:
+            Ragged: batches differ in shape.
+        """
         rows = self._rows[: len(trainings)]
         for row, training in zip(rows, trainings, strict=True):
             row.enter(training.replica)
         readers = [training.replica.read(training.steps, training.work) for training in trainings]
         tokens, losses = [0] * len(trainings), list[Tensor]()
-        stepping = _Stepping(self._like.rule)
+        stepping, shapes = _Stepping(self._like.rule), None
         for step in range(max(training.steps for training in trainings)):
             if any(training.replica.stopped() for training in trainings):
                 raise CancelledError("nobody waits for these steps any more")
             active = [number for number, training in enumerate(trainings) if step < training.steps]
             batches = {number: next(readers[number]) for number in active}
+            found = {_shapes(batch) for batch in batches.values()}
+            shapes = shapes or next(iter(found))
+            if found != {shapes}:
+                self._leave(trainings)
+                raise Ragged(
+                    f"batches have the shapes {sorted({str(shapes), *map(str, found)})}", _taken(trainings, losses, tokens)
+                )
             losses.append(self._backward(batches))
             self._clip()
             rates = {number: trainings[number].replica.rate(step, trainings[number].work) for number in active}
@@ -114,21 +140,26 @@ class Stack:
             for number in active:
                 trainings[number].replica.steps_taken += 1
                 tokens[number] += self._like.batches.tokens(batches[number])
-        for row, training in zip(rows, trainings, strict=True):
+        self._leave(trainings)
+        return _taken(trainings, losses, tokens)
+
+    def _leave(self, trainings: Sequence[Training]) -> None:
+        for row, training in zip(self._rows, trainings, strict=False):
             row.leave(training.replica)
-        table = torch.stack(losses).tolist()  # one wait for the device, at the end
-        return [
-            Trained([float(table[step][number]) for step in range(training.steps)], tokens[number])
-            for number, training in enumerate(trainings)
-        ]
 
     def gradients(self, asked: Sequence[Asking]) -> list[tuple[Gradient, Trained]]:
-        """What each replica would do by itself."""
+        """What each replica would do by itself.
+
+        Raises:
+            Ragged: batches differ in shape.
+        """
         read = [ask.replica.read_piece(ask.work, ask.weigh, ask.at) for ask in asked]
         rows = self._rows[: len(asked)]
         for row, ask in zip(rows, asked, strict=True):
             row.load(ask.replica)
         batches = {number: batch for number, (batch, _, _) in enumerate(read)}
+        if len(found := {_shapes(batch) for batch in batches.values()}) > 1:
+            raise Ragged(f"batches have the shapes {sorted(map(str, found))}")
         losses = self._backward(batches, [weight for _, _, weight in read]).tolist()
         answers = []
         for row, ask, (_, tokens, weight), loss in zip(rows, asked, read, losses, strict=False):
@@ -158,24 +189,35 @@ class Stack:
     def _once(self, batches: Any) -> Tensor:
         with self._like.precision(), _attention_that_stacks(self._like.device):
             losses = self._losses(self._leaves, batches)
-        gradients = torch.autograd.grad((losses * self._weights).sum(), list(self._leaves.values()))
+        total = (losses * self._weights).sum()
+        # Of a parameter that the loss does not use it is zero, as it is for an island by itself.
+        gradients = torch.autograd.grad(total, list(self._leaves.values()), materialize_grads=True)
         torch._foreach_copy_(self._into, gradients)
         return losses.detach()
 
     def _stacked(self, batches: dict[int, Any]) -> Any:
         idle = next(iter(batches.values()))
         each = [batches.get(number, idle) for number in range(len(self))]
-        try:
-            return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"batches of different islands cannot be stacked: {str(error).splitlines()[0]}. Use train.together=apart."
-            ) from error
+        return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
 
     def _clip(self) -> None:
         if self._like.clip_norm is not None:
             norms = torch.linalg.vector_norm(self._grads, dim=1, keepdim=True)
             self._grads.mul_(torch.clamp(self._like.clip_norm / (norms + 1e-6), max=1.0))
+
+
+def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(part.shape) for part in pytree.tree_leaves(batch))
+
+
+def _taken(trainings: Sequence[Training], losses: Sequence[Tensor], tokens: Sequence[int]) -> list[Trained]:
+    """What came of the steps that were taken; the device is waited for once."""
+    table: list[list[float]] = torch.stack(list(losses)).tolist() if losses else []
+    return [Trained([row[number] for row in table[: training.steps]], tokens[number]) for number, training in enumerate(trainings)]
+
+
+def _closed(batches: Any) -> Tensor:
+    raise AssertionError("this stack is closed")
 
 
 class _Lossy(nn.Module):

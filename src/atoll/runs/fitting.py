@@ -70,6 +70,22 @@ def check_habits(algorithm: Any, inside: Any, train: Train) -> None:
             )
 
 
+def check_stacked(train: Train) -> None:
+    """Refuses a stack of what cannot be stacked, as far as settings tell."""
+    if train.together != "stacked":
+        return
+    if train.micro_batches > 1:
+        raise ConfigError(
+            f"train.together=stacked and train.micro_batches={train.micro_batches}: batches are cut where one fills the device, "
+            f"and islands are stacked where it does not. Use train.together=auto, or train.micro_batches=1."
+        )
+    if train.precision == "all-bf16":
+        raise ConfigError(
+            "train.together=stacked and train.precision=all-bf16: each island has masters of its own then. Use "
+            "train.together=auto, or train.precision=bf16."
+        )
+
+
 def check_lines(cluster: Cluster, inside: Any) -> None:
     """Refuses what is said about the inside of islands and would change nothing, or would be wrong."""
     several = cluster.devices_per_island > 1

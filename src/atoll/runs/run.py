@@ -35,7 +35,7 @@ from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.optim.stale import DelayCompensation, Polynomial
 from atoll.protocols import Algorithm, AsyncAlgorithm, Correction, Rebases, Rule
-from atoll.runs.fitting import check_habits, check_lines, check_pieces, check_warmup
+from atoll.runs.fitting import check_habits, check_lines, check_pieces, check_stacked, check_warmup
 
 S = TypeVar("S")
 
@@ -196,6 +196,7 @@ class Run:
         if self.inside is not None:
             check_inside(self.algorithm, self.inside)
         check_habits(self.algorithm, self.inside, self.train)
+        check_stacked(self.train)
         check_lines(self.cluster, self.inside)
         for at, algorithm in (("algorithm", self.algorithm), ("inside", self.inside)):
             check_pieces(algorithm, at, self.train)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -109,9 +108,13 @@ def _common(run: Run, cache: Cache, origin: str, make: Callable[[], WarmStart]) 
         file.parent.mkdir(parents=True, exist_ok=True)
         mine = file.with_name(f"{file.stem}.{os.getpid()}")
         _write(mine, make(), origin)
-        with suppress(FileExistsError):
+        try:
             os.link(mine, file)  # unlike a rename, it leaves what another has put there meanwhile
-        mine.unlink()
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            os.replace(mine, file)
+        mine.unlink(missing_ok=True)
     return _read(file, device_of(run))
 
 
@@ -157,7 +160,7 @@ def _plain(run: Run) -> Run:
 def _depends_on(run: Run) -> list[Any]:
     """All that decides a warm start. The number of steps of what comes after it does not."""
     plain = _plain(run)
-    train = replace(plain.train, steps=1)
+    train = replace(plain.train, steps=1, together="auto")  # one replica computes by itself
     return [run.model, whole(run.data), plain.optimizer, train, run.cluster.threads_per_island, run.seed]
 
 

@@ -1,12 +1,15 @@
 """Islands that share one device: stacked or apart, the numbers are the same within rounding."""
 
+import gc
 import json
+import shutil
+import weakref
 
 import pytest
 import torch
 
 from atoll import recipes
-from atoll.engines.jobs import Training
+from atoll.engines.jobs import Asking, Training
 from atoll.engines.local import LocalReplica
 from atoll.engines.sim.together import Together
 from atoll.errors import ConfigError
@@ -18,7 +21,7 @@ from atoll.runs import execute
 from atoll.runs.overrides import override
 from atoll.runs.run import candidates
 from atoll.telemetry.jsonl import read_events
-from atoll.testing.alone import SmallBatches
+from atoll.testing.alone import OneBatch, SmallBatches
 from atoll.testing.small import SMALL
 
 torch.set_num_threads(1)
@@ -68,6 +71,34 @@ def test_a_stacked_run_that_is_stopped_and_goes_on_has_the_bits_of_one_that_is_n
         remove(late)
     resumed = execute.resume(again.folder)
     assert (straight.folder / "final.safetensors").read_bytes() == (resumed.folder / "final.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("more", [[], ["cluster.drop_probability=0.2", "cluster.step_time_jitter=0.3"]])
+def test_a_stacked_run_without_windows_has_the_same_bits_wherever_it_was_cut(more, tmp_path):
+    """Who is computed together with whom depends on where it was."""
+    settings = [
+        *SHORT,
+        "algorithm.inner_steps=3",
+        "algorithm.grace_s=0",
+        "cluster.step_time_s=[1,1,2,3]",
+        "keep.save_every=1",
+        *more,
+    ]
+    settings += ["keep.checkpoints=50", "train.together=stacked"]
+    straight = execute.run(override(recipes.demo_async(), settings, candidates), out=tmp_path / "straight")
+    final = (straight.folder / "final.safetensors").read_bytes()
+    names = sorted(path.name for path in (straight.folder / "checkpoints").iterdir())
+    assert len(names) > 5
+    for cut in range(1, len(names) - 1, 2):
+        again = tmp_path / f"cut{cut}"
+        shutil.copytree(straight.folder, again)
+        for late in (
+            *(again / "checkpoints" / name for name in names[cut + 1 :]),
+            again / "final.safetensors",
+            again / "result.json",
+        ):
+            remove(late)
+        assert (execute.resume(again).folder / "final.safetensors").read_bytes() == final
 
 
 def remove(path):
@@ -145,6 +176,61 @@ def test_what_cannot_be_stacked_computes_apart_and_says_why():
     assert told == [("apart", "batches are cut into pieces, so that they fill the device")]
     with pytest.raises(ConfigError, match=r"train\.together=stacked: batches are cut"):
         Together("stacked", 2, workload.loss, compiled=False, tell=print)(trainings(made))
+
+
+class Shorter(OneBatch):
+    """Fewer tokens in shard 1 from the second batch on."""
+
+    def batch(self, shard, position):
+        generator = torch.Generator().manual_seed(position)
+        return torch.randint(13, (2, 5 if shard and position else 9), generator=generator)
+
+
+def test_where_batches_differ_in_shape_auto_goes_on_apart_and_says_why(monkeypatch):
+    monkeypatch.setattr("atoll.engines.sim.together._timed", lambda compute, device: next(times))
+    workload = SmallBatches(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
+    alone, stacked = ([LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)] for _ in range(2))
+    jobs = [Training(replica, 3, Work(shard=number, start=0, schedule=0, examples=1)) for number, replica in enumerate(stacked)]
+    times, told = iter([0.01, 0.012]), []
+    together = Together("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    answers = together(jobs)
+    together.report()
+    for number, replica in enumerate(alone):
+        whole = replica.train(3, jobs[number].work)
+        assert answers[number][1].losses == pytest.approx(whole.losses, rel=1e-5)
+        assert answers[number][1].tokens == whole.tokens
+        assert torch.allclose(replica.params().flat, stacked[number].params().flat, atol=1e-6)
+    ((how, why),) = told
+    assert how == "apart"
+    assert "(2, 5)" in why
+    asks = [
+        Asking(replica, Work(shard=number, start=1, schedule=0, examples=1), None, None, "batches", False)
+        for number, replica in enumerate(stacked)
+    ]
+    assert [gradient.tokens for gradient, _ in together(asks)] == [16, 8]
+    times = iter([0.01, 0.012])
+    fresh = Together("auto", 2, workload.loss, compiled=False, tell=print)
+    assert [gradient.tokens for gradient, _ in fresh(asks)] == [16, 8]
+    assert fresh.how == "apart"
+    with pytest.raises(ConfigError, match=r"train\.together=stacked: batches have the shapes .* Use train\.together=auto"):
+        Together("stacked", 2, workload.loss, compiled=False, tell=print)(jobs)
+
+
+def test_a_stack_is_gone_when_it_is_closed_and_made_again_when_it_is_needed():
+    workload, made = replicas(2)
+    together = Together("stacked", 2, workload.loss, compiled=False, tell=print)
+    together(trainings(made))
+    gone = weakref.ref(together._all)
+    gc.disable()
+    try:
+        settled = together.to_part()
+        together.close()
+        assert gone() is None, "without waiting for a collector, which knows nothing of a device's memory"
+    finally:
+        gc.enable()
+    assert together.to_part() == settled
+    together(trainings(made))
+    assert together._all is not None
 
 
 def test_a_module_that_fails_stacked_computes_apart():

@@ -62,6 +62,8 @@ class Computing:
         finally:
             self._pool = None
             self._filed.clear()
+            if self.together is not None:
+                self.together.close()
             forget_spare_buffers()
 
     def closing(self) -> bool:

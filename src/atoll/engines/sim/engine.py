@@ -419,7 +419,7 @@ class SimEngine:
         replica = self._make_replica(number)
         replica.stopped = self._computing.closing
         if self.islands:  # all are of one kind: find out once
-            replica.draws_randomness = next(iter(self.islands.values())).replica.draws_randomness
+            replica.habits = next(iter(self.islands.values())).replica.habits
         return replica
 
     def _make_inside(self, algorithm: Algorithm[Any]) -> Inside:

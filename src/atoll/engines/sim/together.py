@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from atoll.engines.jobs import Asking, Job, Training
-from atoll.engines.local import LocalReplica, Loss
-from atoll.engines.stack import Stack, replayable, why_not
+from atoll.engines.local import LocalReplica, Loss, Trained
+from atoll.engines.stack import Ragged, Stack, replayable, why_not
 from atoll.errors import ConfigError
 
 How = Literal["auto", "stacked", "apart"]
@@ -38,6 +38,7 @@ class Together:
     def __init__(self, how: How, rows: int, loss: Loss, *, compiled: bool, tell: Callable[[str, str], object]) -> None:
         self.how = how
         """Settled when islands have first computed."""
+        self._asked = how
         self._why, self._tell, self._untold = "it was asked for", tell, False
         self._rows, self._loss, self._compiled = rows, loss, compiled
         self._settled = how == "apart"
@@ -64,6 +65,15 @@ class Together:
             self._untold = False
             self._tell(self.how, self._why)
 
+    def close(self) -> None:
+        """Gives back what stacks hold. Who computes again begins as was settled."""
+        if self._settled and self._asked != "apart":
+            self._before, self._settled = self.to_part(), False
+        for stack in (self._one, self._all):
+            if stack is not None:
+                stack.close()
+        self._one = self._all = None
+
     def to_part(self) -> dict[str, Any]:
         """What is settled, for a checkpoint: whoever goes on computes in the same way, and rounds alike."""
         stacks = {"one": self._one is not None, "all": self._all is not None}
@@ -77,10 +87,24 @@ class Together:
         if not self._settled:
             self._settle(jobs)
         if self._all is not None and len(jobs) >= self._pays_from:
-            return _in(self._all, jobs)
-        if self._one is not None:
-            return [answer for job in jobs for answer in _in(self._one, [job])]
-        return [job() for job in jobs]
+            return self._in(self._all, jobs)
+        return [answer for job in jobs for answer in ([job()] if self._one is None else self._in(self._one, [job]))]
+
+    def _in(self, stack: Stack, jobs: Sequence[Job]) -> Sequence[tuple[Any, Any]]:
+        """What a stack makes of jobs of one kind. If it cannot, each goes on by itself, and so do all to come."""
+        trainings = [job for job in jobs if isinstance(job, Training)]
+        try:
+            if trainings:
+                return [(None, trained) for trained in stack.train(trainings)]
+            return stack.gradients([job for job in jobs if isinstance(job, Asking)])
+        except Ragged as ragged:
+            if self._asked == "stacked":
+                raise ConfigError(f"train.together=stacked: {ragged}. Use train.together=auto.") from ragged
+            self._one = self._all = None
+            self.how, self._why, self._untold = "apart", str(ragged), True
+            if not trainings:
+                return [job() for job in jobs]
+            return [(None, _rest(job, taken)) for job, taken in zip(trainings, ragged.taken, strict=True)]
 
     # ------------------------------------------------------------------------------------------------------------ the choice
 
@@ -95,7 +119,9 @@ class Together:
             self._before = None
         elif self.how == "stacked":
             self._one = self._stack(jobs[0].replica, 1)
-            self._all = self._stack(jobs[0].replica, self._rows)
+            self._all = self._stack(jobs[0].replica, self._rows) if self._rows > 1 else None
+            if not jobs[0].replica.device.startswith("cuda"):
+                self._pays_from = 1  # who computes at the same time, which depends on where a run was cut, changes no bits then
         else:
             self.how, self._why = "apart", refused
             if not refused:
@@ -116,8 +142,10 @@ class Together:
         self._one, one_s = self._tried(replica, batch, 1, apart_s)
         self._all, all_s = self._tried(replica, batch, self._rows, self._rows * one_s) if self._rows > 1 else (None, 0.0)
         self._pays_from = max(2, int(all_s / one_s) + 1)
-        if self._one is not None or self._all is not None:
+        if self._all is not None:
             self.how, self._why = "stacked", "it was measured to be faster"
+        elif self._one is not None:
+            self._why = "one after the other was measured to be faster, with passes that are recorded"
 
     def _tried(self, replica: LocalReplica, batch: Any, rows: int, otherwise_s: float) -> tuple[Stack | None, float]:
         """A stack and the seconds of a pass, if that is faster than what would be done otherwise."""
@@ -133,16 +161,17 @@ class Together:
         return (stack, stack_s) if stack_s < otherwise_s else (None, otherwise_s)
 
 
-def _in(stack: Stack, jobs: Sequence[Job]) -> Sequence[tuple[Any, Any]]:
-    """What a stack makes of jobs of one kind."""
-    trainings = [job for job in jobs if isinstance(job, Training)]
-    if trainings:
-        return [(None, trained) for trained in stack.train(trainings)]
-    return stack.gradients([job for job in jobs if isinstance(job, Asking)])
+def _rest(job: Training, taken: Trained) -> Trained:
+    """The steps of a replica that are left after those."""
+    after = len(taken.losses)
+    if after == job.steps:
+        return taken
+    rest = job.replica.train(job.steps, job.work, after)
+    return Trained([*taken.losses, *rest.losses], taken.tokens + rest.tokens)
 
 
 def _alike(jobs: Sequence[Job]) -> list[list[int]]:
-    """Numbers of jobs that can be computed together. A gradient of nothing has no loss."""
+    """Numbers of jobs that can be computed together."""
     groups: dict[Any, list[int]] = {}
     for number, job in enumerate(jobs):
         kind = "training" if isinstance(job, Training) else f"gradient of 1/{job.work.pieces}"

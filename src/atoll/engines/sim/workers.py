@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from atoll.algorithms.scheduler import Dispatch
 from atoll.engines.books import Books
-from atoll.engines.local import LocalReplica, Trained
+from atoll.engines.local import Habits, LocalReplica, Trained
 from atoll.engines.sim.clock import Task, Wait
 from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.world import Cluster
@@ -101,7 +101,7 @@ class Crew:
         self.workers: dict[int, SimWorker] = {}
         self._cluster, self._seed, self._books, self._computing = cluster, seed, books, computing
         self._make_replica = make_replica
-        self._draws_randomness: bool | None = None
+        self._habits: Habits | None = None
 
     def admit(self, island: int, now_s: float) -> None:
         self.workers[island] = SimWorker(island, self.replica(island), now_s)
@@ -110,9 +110,9 @@ class Crew:
         """A new one. It is made aside from others that train: making a module may draw from the generators that they draw from."""
         replica = self._computing.aside(lambda: self._make_replica(island))
         replica.stopped = self._computing.closing
-        if self._draws_randomness is None:  # all are of one kind: find out once
-            self._draws_randomness = replica.draws_randomness
-        replica.draws_randomness = self._draws_randomness
+        if self._habits is None:  # all are of one kind: find out once
+            self._habits = replica.habits
+        replica.habits = self._habits
         return replica
 
     # ------------------------------------------------------------------------------------------------- what can be foreseen
