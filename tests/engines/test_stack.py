@@ -1,3 +1,7 @@
+"""A stack computes for each island what it would compute by itself, within rounding."""
+
+from collections import UserDict
+
 import pytest
 import torch
 
@@ -222,3 +226,29 @@ def test_a_parameter_that_the_loss_does_not_use_is_stepped_as_by_an_island_alone
     Stack(two, 2, BesidesBatches(MODEL, batches, 31).loss, compiled=False).train([Training(two, 2, work(0))])
     assert close(one.params(), two.params())
     assert not torch.equal(two.params()["unused"], torch.ones(3, 3)), "it decays"
+
+
+class Wrapped(SmallBatches):
+    """Batches as the transformers library has them: something like a dict, and no dict."""
+
+    def loss(self, module: torch.nn.Module, batch: UserDict) -> torch.Tensor:
+        return super().loss(module, batch["ids"])
+
+
+class WrappedPositions(Positions):
+    def batch(self, shard: int, position: int) -> UserDict:
+        return UserDict(ids=super().batch(shard, position))
+
+    def tokens(self, batch: UserDict) -> int:
+        return super().tokens(batch["ids"])
+
+
+def test_batches_may_be_any_mapping():
+    alone, together = replicas(2), replicas(2)
+    wrapped = Wrapped(MODEL, WrappedPositions(torch.zeros(2, 9, dtype=torch.int64)), 31)
+    for replica in together:
+        replica.batches = wrapped.batches
+    Stack(together[0], 2, wrapped.loss, compiled=False).train([Training(replica, 2, work(0)) for replica in together])
+    for one, two in zip(alone, together, strict=True):
+        one.train(2, work(0))
+        assert close(one.params(), two.params())

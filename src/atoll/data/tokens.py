@@ -65,6 +65,10 @@ class Tokens:
             self._uploaded[device] = torch.from_numpy(np.asarray(self.ids).astype(np.int32)).to(device)
         return self._uploaded[device]
 
+    def is_on(self, device: str) -> bool:
+        """Whether they are there already."""
+        return device in self._uploaded
+
     @cached_property
     def _uploaded(self) -> dict[str, torch.Tensor]:
         return {}

@@ -36,9 +36,10 @@ class Uploaded:
         self._rows = self._upload() if self._fits() else None
 
     def _fits(self) -> bool:
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or self._examples.tokens.is_on(str(self._device)):
             return True
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        free_bytes += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)  # torch's own reserve
         return len(self._examples.tokens) * 4 <= free_bytes // _SHARE
 
     def _upload(self) -> Tensor:

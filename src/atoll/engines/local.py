@@ -103,6 +103,8 @@ class LocalReplica:
         self.batches = workload.batches
         self._loss, self._plain_loss = loss or workload.loss, workload.loss
         self.optimizer = torch_optimizer(optimizer, *self.weights.groups())
+        self.row: tuple[int, int] | None = None
+        """Where its gradients lie, and how many bytes they are, if it trains in a stack."""
         self._masters: Masters | None = None
         """Made when a module in half precision is first trained: whoever asks for gradients alone keeps masters of its own."""
         self._full: Tree | None = None

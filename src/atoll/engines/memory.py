@@ -80,6 +80,9 @@ def hold_replica(holding: Holding, replica: LocalReplica) -> None:
     """Add what a replica holds. Not while it computes."""
     for kind, tensors in replica.tensors().items():
         hold(holding, tensors, kind)
+    if replica.row is not None:  # a part of a storage, which is all islands' together
+        address, num_bytes = replica.row
+        holding.setdefault(address, ("gradients", num_bytes))
 
 
 def total_bytes(holding: Holding) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,10 +30,23 @@ def length(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: str) -> Any:
-    if device == "cpu":
-        return batch
+    return batch if device == "cpu" else mapped(lambda part: part.to(device, non_blocking=True), batch)
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """All that a batch holds, in order."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {name: to_device(item, device) for name, item in batch.items()}
-    return type(batch)(to_device(item, device) for item in batch)
+        yield batch
+    else:
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_of(item)
+
+
+def mapped(function: Callable[..., Tensor], *batches: Any) -> Any:
+    """A batch of what the function makes of each tensor, or of the tensors at the same place in several batches."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return function(*batches)
+    if isinstance(first, Mapping):
+        return {name: mapped(function, *(batch[name] for batch in batches)) for name in first}
+    return type(first)(mapped(function, *items) for items in zip(*batches, strict=True))

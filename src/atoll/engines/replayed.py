@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from atoll.engines.pieces import mapped, tensors_of
 
 _WARM = 2
 _MOST = 4
@@ -31,7 +32,7 @@ class Replayed:
 
     def __call__(self, batch: Any) -> Tensor:
         """What the function returns."""
-        shapes = tuple((part.shape, part.dtype) for part in pytree.tree_leaves(batch))
+        shapes = tuple((part.shape, part.dtype) for part in tensors_of(batch))
         if shapes not in self._recorded:
             if len(self._recorded) >= _MOST:
                 return self._compute(batch)
@@ -41,7 +42,7 @@ class Replayed:
 
 class _Recording:
     def __init__(self, compute: Callable[[Any], Tensor], batch: Any) -> None:
-        self._batch = pytree.tree_map(torch.clone, batch)
+        self._batch = mapped(torch.clone, batch)
         before, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(before)
         with torch.cuda.stream(aside):
@@ -53,6 +54,6 @@ class _Recording:
             self._result = compute(self._batch)
 
     def replay(self, batch: Any) -> Tensor:
-        pytree.tree_map(lambda mine, theirs: mine.copy_(theirs, non_blocking=True), self._batch, batch)
+        mapped(lambda mine, theirs: mine.copy_(theirs, non_blocking=True), self._batch, batch)
         self._graph.replay()
         return self._result.clone()

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
 from atoll.engines.flat import FlatModule
 from atoll.engines.jobs import Asking, Training
 from atoll.engines.local import InnerRule, LocalReplica, Loss, Trained, torch_optimizer
-from atoll.engines.pieces import to_device
+from atoll.engines.pieces import mapped, tensors_of, to_device
 from atoll.engines.replayed import Replayed
 from atoll.protocols import Gradient
 from atoll.tree import Tree
@@ -198,7 +197,7 @@ class Stack:
     def _stacked(self, batches: dict[int, Any]) -> Any:
         idle = next(iter(batches.values()))
         each = [batches.get(number, idle) for number in range(len(self))]
-        return pytree.tree_map(lambda *parts: torch.stack(parts), *each)
+        return mapped(lambda *parts: torch.stack(parts), *each)
 
     def _clip(self) -> None:
         if self._like.clip_norm is not None:
@@ -207,7 +206,7 @@ class Stack:
 
 
 def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(part.shape) for part in pytree.tree_leaves(batch))
+    return tuple(tuple(part.shape) for part in tensors_of(batch))
 
 
 def _taken(trainings: Sequence[Training], losses: Sequence[Tensor], tokens: Sequence[int]) -> list[Trained]:
@@ -245,6 +244,7 @@ class _Row:
     def enter(self, replica: LocalReplica) -> None:
         """From now on this island trains here."""
         replica.begin_round()
+        replica.row = (self.grads.data_ptr(), self.grads.nbytes)
         self.load(replica)
         # The very same dicts: what an optimizer puts into them is found there when the island is stepped by itself.
         self.moments = [replica.optimizer.state[group[0]] if group else {} for group in replica.weights.groups()]

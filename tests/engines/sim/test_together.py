@@ -13,7 +13,7 @@ from atoll.engines.jobs import Asking, Training
 from atoll.engines.local import LocalReplica
 from atoll.engines.sim.together import Together
 from atoll.errors import ConfigError
-from atoll.events import Arranged, Computed, Evaluated
+from atoll.events import Arranged, Computed, Evaluated, MemoryCounted
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.protocols import Work
@@ -57,6 +57,11 @@ def test_a_run_whose_islands_are_stacked_has_the_numbers_of_one_whose_islands_ar
     assert [(e.island, e.start_s, e.end_s, e.steps) for e in computed[0]] == [
         (e.island, e.start_s, e.end_s, e.steps) for e in computed[1]
     ]
+    held = [
+        [event.gradients_bytes for event in read_events(run.folder / "events.jsonl", [MemoryCounted])] for run in (apart, stacked)
+    ]
+    assert bool(held[0]) == (name != "async"), "of a hub's workers it is not counted"
+    assert held[0] == held[1], "what an island holds does not depend on how it is computed"
     assert [e.how for e in read_events(stacked.folder / "events.jsonl", [Arranged])] == ["stacked"]
     assert not list(read_events(apart.folder / "events.jsonl", [Arranged]))
 
