@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import workload
 from async_claims import pairs, remedies
 from async_rows import DELAYED, NAIVE, SYNC
 from cells import Outcome
@@ -15,23 +16,13 @@ CLOSE, SHARE = 0.02, 1 / 3
 """How close to synchronous training Delayed Nesterov with Dynamic Local Updates is to end, and in what share of its time."""
 
 
-class Told(Protocol):
+class Told(workload.Told, Protocol):
     """What must be known of the plan."""
 
-    @property
-    def steps(self) -> int: ...
-    @property
-    def warm_start(self) -> int: ...
-    @property
-    def inner_steps(self) -> int: ...
-    @property
-    def islands(self) -> int: ...
     @property
     def levels(self) -> Sequence[str]: ...
     @property
     def window_s(self) -> float: ...
-    @property
-    def batch(self) -> str: ...
     @property
     def as_often(self) -> str: ...
     @property

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import workload
 from atoll.telemetry.drawing import new_figure, save_figure
 from cells import Outcome
 from claims import Claim, alike, costs, lower, unlike
@@ -13,17 +14,9 @@ from claims import Claim, alike, costs, lower, unlike
 ONE, DILOCO_ROW = "one worker", "DiLoCo"
 
 
-class Told(Protocol):
+class Told(workload.Told, Protocol):
     """What must be known of the plan."""
 
-    @property
-    def steps(self) -> int: ...
-    @property
-    def warm_start(self) -> int: ...
-    @property
-    def inner_steps(self) -> int: ...
-    @property
-    def islands(self) -> int: ...
     @property
     def lengths(self) -> Sequence[int]: ...
     @property
@@ -32,8 +25,6 @@ class Told(Protocol):
     def batches(self) -> Sequence[int]: ...
     @property
     def batch_size(self) -> int: ...
-    @property
-    def batch(self) -> str: ...
 
 
 def claims(plan: Told) -> list[Claim]:

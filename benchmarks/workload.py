@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 LINE = "link=Link(latency_s=0.03,bandwidth_mbit_per_s=100)"
 """Every island's line."""
@@ -48,3 +49,19 @@ class Workload:
             "keep=Keep(evaluate_every=1000000,save_every=1000000)",
             *self.more,
         )
+
+
+class Told(Protocol):
+    """What a study tells of its workload, whichever else it has."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def warm_start(self) -> int: ...
+    @property
+    def inner_steps(self) -> int: ...
+    @property
+    def islands(self) -> int: ...
+    @property
+    def batch(self) -> str:
+        """The label of the larger batch."""
