@@ -145,7 +145,7 @@ class Together:
         if self._all is not None:
             self.how, self._why = "stacked", "it was measured to be faster"
         elif self._one is not None:
-            self._why = "one after the other was measured to be faster, with passes that are recorded"
+            self._why += "; passes of one island are recorded"
 
     def _tried(self, replica: LocalReplica, batch: Any, rows: int, otherwise_s: float) -> tuple[Stack | None, float]:
         """A stack and the seconds of a pass, if that is faster than what would be done otherwise."""
@@ -158,7 +158,10 @@ class Together:
             self._why = f"stacked it fails: {type(error).__name__} {str(error).partition(chr(10))[0]}"
             return None, otherwise_s
         self._why = "it was measured to be faster"
-        return (stack, stack_s) if stack_s < otherwise_s else (None, otherwise_s)
+        if stack_s < otherwise_s:
+            return stack, stack_s
+        stack.close()
+        return None, otherwise_s
 
 
 def _rest(job: Training, taken: Trained) -> Trained:
