@@ -14,11 +14,10 @@ from groups import Group
 
 
 def introduction(plan: Plan, seeds: Sequence[int], default: Outcome) -> str:
-    params = default.mean("params")
-    size = f" of {params:,.0f} parameters" if params is not None else ""
     diloco = next(setting for setting in plan.base(DILOCO) if setting.startswith("algorithm="))
     return (
-        f"A decoder{size} on {plan.islands} workers of very different speeds: {plan.warm_start} steps of warm start, then "
+        f"{wording.decoder_text(default)} on "
+        f"{plan.islands} workers of very different speeds: {plan.warm_start} steps of warm start, then "
         f"{plan.steps} per worker, {plan.steps * plan.islands} local updates in all; seeds {', '.join(map(str, seeds))}. This is "
         f"{DELAYED}, Delayed Nesterov with Dynamic Local Updates, and a row adds the settings it shows (a row of recipe {DILOCO} "
         f"has `{diloco}` instead, and one of recipe {DDP} has `algorithm=DDP()`):\n\n```\n{default.row.command}\n```\n\n"

@@ -13,10 +13,9 @@ from groups import Group
 
 
 def introduction(plan: Plan, seeds: Sequence[int], default: Outcome) -> str:
-    params = default.mean("params")
-    size = f" of {params:,.0f} parameters" if params is not None else ""
     return (
-        f"A decoder{size} on {plan.islands} equal islands: {plan.warm_start} steps of warm start, then {plan.steps} of DiLoCo with "
+        f"{wording.decoder_text(default)} on "
+        f"{plan.islands} equal islands: {plan.warm_start} steps of warm start, then {plan.steps} of DiLoCo with "
         f"H={plan.inner_steps}; seeds {', '.join(map(str, seeds))}. This is the default, and a row adds the settings it shows "
         f"(a row of recipe {DDP} has `algorithm=DDP()` instead):\n\n```\n{default.row.command}\n```\n\n{wording.RULE}\n\n"
         f"Tokens include the warm start's. Where a row has other tokens than the one it is compared with, the verdict says how "

@@ -21,7 +21,7 @@ from claims import Claim, higher
 from evidence import Evidence, OnGpu
 from groups import DEFAULT, Group
 from record import markdown_table, script
-from wording import time_ratio
+from wording import decoder_text, time_ratio
 
 DDP, ZERO1, ACCO, DPU, WP = "DDP", "ZeRO-1", "ACCO", "DPU", "WP"
 RECIPES = {DDP: "demo-ddp", ZERO1: "demo-zero1", ACCO: "demo-acco", DPU: "demo-dpu", WP: "demo-wp"}
@@ -191,10 +191,9 @@ def claims(plan: Plan) -> list[Claim]:
 
 
 def introduction(plan: Plan, default: Outcome) -> str:
-    params = default.mean("params")
-    size = f" of {params:,.0f} parameters" if params is not None else ""
     return (
-        f"A decoder{size} on {plan.islands} equal islands that exchange at every update, {plan.steps} of them, over lines of "
+        f"{decoder_text(default)} on "
+        f"{plan.islands} equal islands that exchange at every update, {plan.steps} of them, over lines of "
         f"{plan.mbit_per_s:g} Mbit/s; no warm start. DDP, ACCO and DPU have three seeds, all others one."
     )
 

@@ -10,7 +10,7 @@ from async_claims import pairs, remedies
 from async_rows import DELAYED, NAIVE, SYNC
 from cells import Outcome
 from claims import Claim, alike, higher, lower, unlike
-from wording import time_ratio
+from wording import decoder_text, time_ratio
 
 CLOSE, SHARE = 0.02, 1 / 3
 """How close to synchronous training Delayed Nesterov with Dynamic Local Updates is to end, and in what share of its time."""
@@ -71,10 +71,9 @@ def _larger(size: str, within: str) -> list[Claim]:
 
 
 def introduction(plan: Told, default: Outcome) -> str:
-    params = default.mean("params")
-    size = f" of {params:,.0f} parameters" if params is not None else ""
     return (
-        f"A decoder{size} on {plan.islands} workers of very different speeds: {plan.warm_start} steps of warm start by one, then "
+        f"{decoder_text(default)} on "
+        f"{plan.islands} workers of very different speeds: {plan.warm_start} steps of warm start by one, then "
         f"{plan.steps} per worker on average, {plan.steps * plan.islands} local updates in all, in rounds of {plan.inner_steps} of "
         f"the fastest. With Dynamic Local Updates the hub waits {plan.window_s:g} s for others that are about to come. Rows of the "
         f"headline have three seeds, all others one. Bytes sent are what workers push; they pull as many. The last column is the "

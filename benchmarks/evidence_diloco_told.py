@@ -10,6 +10,7 @@ import workload
 from atoll.telemetry.drawing import new_figure, save_figure
 from cells import Outcome
 from claims import Claim, alike, costs, lower, unlike
+from wording import decoder_text
 
 ONE, DILOCO_ROW = "one worker", "DiLoCo"
 
@@ -63,11 +64,10 @@ def _gap_shrinks(plan: Told) -> Claim:
 
 
 def introduction(plan: Told, default: Outcome) -> str:
-    params = default.mean("params")
-    size = f" of {params:,.0f} parameters" if params is not None else ""
     rounds = plan.steps // plan.inner_steps
     return (
-        f"A decoder{size} on {plan.islands} equal islands: {plan.warm_start} steps of warm start by one, then {plan.steps} of "
+        f"{decoder_text(default)} on "
+        f"{plan.islands} equal islands: {plan.warm_start} steps of warm start by one, then {plan.steps} of "
         f"DiLoCo in {rounds} rounds of H={plan.inner_steps}. Rows of the headline, of H and of domains have three seeds, all "
         f"others one. Tokens include the warm start's. Bytes sent are per island, on average."
     )

@@ -44,6 +44,12 @@ def interval_text(found: Interval) -> str:
     return f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
 
 
+def decoder_text(outcome: Outcome) -> str:
+    """What is trained, with its size if that is known."""
+    params = outcome.mean("params")
+    return "A decoder" + (f" of {params:,.0f} parameters" if params is not None else "")
+
+
 def tokens_text(outcome: Outcome, reference: Outcome, same: float = SAME_TOKENS) -> str:
     """Tokens with the warm start's, and by how many times they are more or fewer than the reference's, if they are."""
     if outcome.tokens is None:

@@ -34,10 +34,8 @@ class Epochs:
     def __init__(self, shards: Sequence[NDArray[Any]], *, batch_size: int, seed: int, begin: int = 0) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
-        self.names = [blake2b(shard.astype("<i8").tobytes(), digest_size=16).hexdigest() for shard in shards]
+        self._names = [blake2b(shard.astype("<i8").tobytes(), digest_size=16).hexdigest() for shard in shards]
         """Of each shard, by what is in it."""
-        self.origin = f"after {begin}" if begin else ""
-        """Where reading begins, if that is not the beginning."""
         self._shards = list(shards)
         self._batch_size, self._seed, self._begin = batch_size, seed, begin
         self._orders: list[dict[int, NDArray[Any]]] = [{} for _ in shards]
@@ -46,6 +44,11 @@ class Epochs:
     @property
     def num_shards(self) -> int:
         return len(self._shards)
+
+    @property
+    def identity(self) -> bytes:
+        """Of what is in each shard, and where reading begins if that is not the beginning: for fingerprints."""
+        return "".join([*self._names, f"after {self._begin}" if self._begin else ""]).encode()
 
     def examples(self, shard: int) -> int:
         """How many the shard holds."""
@@ -73,7 +76,7 @@ class Epochs:
         if order is None:
             # Outside the lock: other readers go on, and two that compute the same order get the same.
             mine = self._shards[shard]
-            order = mine[draws("order", self._seed, self.names[shard], epoch).permutation(len(mine))]
+            order = mine[draws("order", self._seed, self._names[shard], epoch).permutation(len(mine))]
             with self._lock:
                 kept[epoch] = order
                 while len(kept) > _EPOCHS_KEPT:

@@ -194,7 +194,7 @@ class GaussianBatches:
             what.encode(),
             sample.numpy().tobytes(),
             self._labels.numpy().tobytes(),
-            *map(str.encode, [*self._epochs.names, self._epochs.origin]),
+            self._epochs.identity,
         ]
         return blake2b(b"".join(parts), digest_size=16).hexdigest()
 

@@ -59,7 +59,7 @@ class TokenBatches:
         parts = [
             f"{len(ids)}/{self.seq_len}/{self.batch_size}/{self._seed}".encode(),
             sample.tobytes(),
-            *map(str.encode, [*self._epochs.names, self._epochs.origin]),
+            self._epochs.identity,
         ]
         return blake2b(b"".join(parts), digest_size=16).hexdigest()
 
