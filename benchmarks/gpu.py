@@ -1,6 +1,6 @@
 """How fast simulated islands train on one GPU, against a bare compiled PyTorch loop.
 
-    python benchmarks/gpu.py                                  everything: ten to fifteen minutes of an H200
+    python benchmarks/gpu.py                                  everything: about twenty minutes of an H200
     python benchmarks/gpu.py --presets m150                   one model, and small batches
     python benchmarks/gpu.py --only presets --minutes 4       begins no further cell after so long; the same command goes on
     python benchmarks/gpu.py --quick                          in miniature, also on a CPU, to see whether it works

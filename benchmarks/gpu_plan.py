@@ -17,7 +17,8 @@ PRESETS = {"m150": GPT.m150(), "m20": GPT.m20(), "m60": GPT.m60(), "m400": GPT.m
 BATCH_SIZES = {"m150": 32, "m20": 64, "m60": 64, "m400": 16}
 """Sequences of an island's batch that fill the device."""
 VOCAB_SIZE, SEQ_LEN, SMALL_SEQ_LEN = 32_000, 1024, 256
-SMALL_BATCHES = (2, 8, 32)
+SMALL_BATCHES = {2: 8, 8: 8, 32: 2}
+"""Sequences of batches that do not fill it, and how many rounds of one island the bare loop takes in a turn: a step is short."""
 EXAMPLES = 1024
 """Different sequences on the device."""
 WAYS: Sequence[Way] = ("apart", "recorded", "stacked")
@@ -27,6 +28,8 @@ SHORTER = {"m20": 10, "m60": 10, "m400": 10}
 rounds weighs more in them."""
 SHORT_ROUND = 2
 """The same of many islands with large batches, whose round is long all the same."""
+SMALL_ROUND = {32: 5}
+"""The same of many islands with small batches, by their size."""
 FLOPS_FORMULA = (
     "6 N + 12 layers heads head_size seq_len / 2 a token; N: parameters with the output head, without the table of inputs"
 )
@@ -130,9 +133,8 @@ class Plan:
 
     @property
     def groups(self) -> dict[Shape, Sequence[Cell]]:
-        """The first preset, which is asked about most, then small batches, then the other presets."""
-        presets = list(self.presets.items())
-        return dict([*presets[:1], *self.small.items(), *presets[1:]])
+        """Presets in their order, then small batches."""
+        return {**self.presets, **self.small}
 
 
 def plan_of(
@@ -161,17 +163,17 @@ def plan_of(
         )
         large[shape] = cells_of(shape, MANY if name == "m20" else FEW, ["apart"], steps, turns, islands, SHORT_ROUND)
     small = {}
-    for size in SMALL_BATCHES:
-        # A step is so short that the bare loop takes more of them.
+    for size, rounds in SMALL_BATCHES.items():
         shape = Shape(
             name="m20",
             model=PRESETS["m20"],
             batch_size=size,
             seq_len=SMALL_SEQ_LEN,
             vocab_size=VOCAB_SIZE,
-            bare_steps=8 * inner_steps,
+            bare_steps=rounds * inner_steps,
         )
-        small[shape] = cells_of(shape, SMALL_MANY, WAYS, inner_steps, turns, islands, inner_steps)
+        many = SMALL_ROUND.get(size, inner_steps)
+        small[shape] = cells_of(shape, SMALL_MANY, WAYS, inner_steps, turns, islands, many)
     return Plan(presets=large, small=small, matrix=8192, turns=turns)
 
 
