@@ -21,23 +21,23 @@ from atoll.engines.books import Books
 from atoll.engines.dealing import Dealing
 from atoll.engines.levels import check_inside
 from atoll.engines.local import LocalReplica, Trained
+from atoll.engines.sim.archipelago import Archipelago
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
-from atoll.engines.sim.devices import Devices, rest_of
+from atoll.engines.sim.devices import Devices
 from atoll.engines.sim.holding import check_held, held, load_held
 from atoll.engines.sim.inside import Inside
-from atoll.engines.sim.islands import Island, cut_anew
+from atoll.engines.sim.islands import Island
 from atoll.engines.sim.memory import MemoryCount, is_counted
-from atoll.engines.sim.network import transfer_s
 from atoll.engines.sim.peers import SimPeers, SimReplica
 from atoll.engines.sim.room import Room, RoundVoid
 from atoll.engines.sim.stretches import Stretches
 from atoll.engines.sim.together import Together
 from atoll.engines.sim.world import Cluster
-from atoll.engines.states import agree, given, on_device, shared_fields, waiting_tokens, with_shared
+from atoll.engines.states import agree, given, shared_fields, waiting_tokens
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
-from atoll.events import CaughtUp, IslandJoined, IslandLeft, Progress, RoundFailed, RunFinished, UpdateSkipped
-from atoll.leaves import recycle, tree_bytes, trees
+from atoll.events import Progress, RoundFailed, RunFinished, UpdateSkipped
+from atoll.leaves import recycle, trees
 from atoll.once import sharing
 from atoll.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned, whole_steps
 from atoll.tree import Tree, all_finite
@@ -104,7 +104,6 @@ class SimEngine:
         self.rounds = steps // per_round
         self.seed = seed
         self.books = Books(cluster.islands, cluster.devices_per_island if inside is not None else 0)
-        self.islands: dict[int, Island] = {}
         self._dealing = Dealing(batches)
         self._make_replica = make_replica
         self._evaluate = evaluate
@@ -116,9 +115,7 @@ class SimEngine:
         self._computing = Computing(cluster, lambda: sink.emit(self._progress()), together)
         self._stretches = Stretches(cluster, seed, self._computing, self.books, sink)
         self._inside = self._make_inside(inside) if inside is not None else None
-        self._latest_s = 0.0
-        self._shared: dict[str, Any] = {}
-        """The newest shared fields, which every island that was heard holds too."""
+        self._archipelago = Archipelago(algorithm, cluster, self.rounds, self.books, sink, self)
         self._agreed: dict[str, Any] | None = None
         """The shared fields of the first island that left the round."""
         self._handed_out: dict[int, int] = {}
@@ -126,7 +123,7 @@ class SimEngine:
         self._updates_before = 0
         for number in range(self.rounds):
             cluster.present(number, self.rounds)  # refuses a schedule that leaves nobody, before anything is trained
-        self._admit_first(params.copy())  # buffers of States go back into circulation; the caller keeps its own
+        self._archipelago.settle(params.copy())  # buffers of States go back into circulation; the caller keeps its own
 
     # -------------------------------------------------------------------------------------------------------- the whole run
 
@@ -154,11 +151,13 @@ class SimEngine:
 
     @property
     def params(self) -> Tree:
-        """The global weights, put together from slices where no island holds them as a whole."""
-        if "params" not in self._shared:
-            return Tree.join([island.state.params for island in self.islands.values()])
-        params: Tree = self._shared["params"]
-        return params
+        """The global weights."""
+        return self._archipelago.params
+
+    @property
+    def islands(self) -> dict[int, Island]:
+        """Those that are there, in rank order."""
+        return self._archipelago.islands
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What the first island's module keeps besides its weights: buffers are each island's own, and one must stand for all."""
@@ -171,12 +170,12 @@ class SimEngine:
 
     @property
     def virtual_time_s(self) -> float:
-        return max(self._latest_s, *(island.clock_s for island in self.islands.values()))
+        return self._archipelago.virtual_time_s
 
     # ------------------------------------------------------------------------------------------------------------- a round
 
     def _play_round(self) -> None:
-        self._let_come_and_go()
+        self._archipelago.let_come_and_go()
         present = list(self.islands.values())
         room = self._room(list(self.islands))
         count = MemoryCount() if self._count_memory and is_counted(self.round) else None
@@ -207,7 +206,7 @@ class SimEngine:
         self._commit([island for rank, island in enumerate(present) if rank not in room.left_out], skipped=room.skipped)
         for event in count.events(self.algorithm, self.round) if count else ():
             self._sink.emit(event)
-        recycle([*before, *room.results], [self._shared, *(island.state for island in present)])
+        recycle([*before, *room.results], [self._archipelago.shared, *(island.state for island in present)])
 
     def _abandon(self, present: Sequence[Island], void: RoundVoid) -> None:
         """The round is void: everybody goes on from what it had before, and what was computed is lost."""
@@ -227,10 +226,6 @@ class SimEngine:
         load_held(self.algorithm, self.islands.values())
         return self._room(list(self.islands)).gather_anew(held(self.algorithm, self.islands.values()), time_s)
 
-    def _heard(self, island: int, islands: Sequence[int]) -> bool:
-        """Whether the others hear this island in this round; alone, there is nobody whom a message could fail to reach."""
-        return len(islands) == 1 or self.cluster.heard(island, self.round, self.seed)
-
     def _leave_round(self, island: Island, room: Room, peers: SimPeers, task: Task) -> None:
         """An island is through. If it was heard it must hold the shared fields of the others, and from now on the same objects:
         at once, so that no more than one island's new fields lie beside those that all hold."""
@@ -246,7 +241,7 @@ class SimEngine:
             if any(value is not self._agreed[name] for name, value in mine.items()):
                 island.state = agree(f"island {island.id}", state, self._agreed)
                 if any(trees(mine)):
-                    recycle([state], [self._agreed, self._shared, *(other.state for other in self.islands.values())])
+                    recycle([state], [self._agreed, self._archipelago.shared, *(other.state for other in self.islands.values())])
         elif not list(trees(fields_owned(state, Owner.OWN))):
             island.uncommitted_tokens = 0  # it was not heard and kept no weights of its own: that work is lost
 
@@ -258,7 +253,7 @@ class SimEngine:
         check_held(self.algorithm, {f"island {island.id}": island for island in self.islands.values()}, self.round)
         totals = self.books.totals
         totals.skipped_in_a_row = self.books.skipped(skipped, totals.skipped_in_a_row, self._sink)
-        self._shared = self._agreed
+        self._archipelago.shared = self._agreed
         totals.version += 1
         totals.outer_steps += not skipped
         for island in heard:
@@ -280,7 +275,7 @@ class SimEngine:
         return Room(
             round=self.round,
             islands=islands,
-            heard=[self._heard(island, islands) for island in islands],
+            heard=[self.is_heard(island, islands) for island in islands],
             links=[self.cluster.line(island) for island in islands],
             topology=self.cluster.topology,
             report=self._sink,
@@ -293,8 +288,8 @@ class SimEngine:
             totals.local_updates += len(self.islands)
         before = totals.steps
         per_round = self.algorithm.steps_per_round
-        if "steps" in self._shared:  # the State knows how far the run is; rounds that failed are spent all the same
-            steps = whole_steps(self._shared["steps"]) + self.books.totals.failed_rounds * per_round
+        if "steps" in self._archipelago.shared:  # the State knows how far the run is; rounds that failed are spent all the same
+            steps = whole_steps(self._archipelago.shared["steps"]) + self.books.totals.failed_rounds * per_round
         else:
             steps = before + per_round
         self._sink.emit(self.books.round_finished(steps, len(self.islands), self.virtual_time_s))
@@ -337,79 +332,11 @@ class SimEngine:
         return self._dealing.deal(island, batches, pieces, schedule)
 
     def catch_up(self, island: int, state: Any) -> Wait | None:
-        me = self.islands[island]
-        if me.version == self.books.totals.version or not self._heard(island, list(self.islands)):
-            return None
-        return Wait(partial(self._start_catching_up, me, state))
+        return self._archipelago.catch_up(island, state)
 
-    def _start_catching_up(self, me: Island, state: Any, task: Task) -> None:
-        start_s = task.now_s
-        donor, sent_bytes, end_s = self._receive(me.id, start_s, tree_bytes(self._shared))
-        self._sink.emit(CaughtUp(island=me.id, donor=donor, round=self.round, start_s=start_s, end_s=end_s, sent_bytes=sent_bytes))
+    # -------------------------------------------------------------------------------------- what islands that come need (Equips)
 
-        def arrive() -> Any:
-            me.version = self.books.totals.version  # from now on it can serve others
-            return with_shared(state, self._shared)
-
-        task.resume_at(end_s, arrive)
-
-    def _receive(self, island: int, start_s: float, num_bytes: int) -> tuple[int | None, int, float]:
-        """An up-to-date island sends the shared fields, and the weights if nobody's are shared: who, how many bytes, and when they
-        are there."""
-        donors = [d for d in self.islands.values() if d.version == self.books.totals.version and d.id != island]
-        if not donors:  # the last one that knew has left; its legacy is at hand, but nobody's line carried it
-            return None, 0, start_s
-        # Lost is a delta that was not heard and an answer that did not come; its sender can still serve others, if need be.
-        donor = min(donors, key=lambda d: (not self._heard(d.id, list(self.islands)), d.uplink_free_s, d.id))
-        begin_s = max(start_s, donor.uplink_free_s)
-        donor.uplink_free_s = begin_s + transfer_s(num_bytes, self.cluster.line(donor.id), self.cluster.line(island))
-        self.books.ledgers[donor.id].sent_bytes += num_bytes
-        return donor.id, num_bytes, donor.uplink_free_s
-
-    # ---------------------------------------------------------------------------------------------------- coming and going
-
-    def _admit_first(self, params: Tree) -> None:
-        present = self.cluster.present(0, self.rounds)
-        for rank, island in enumerate(present):
-            state = self.algorithm.init(params, SimPeers(self, self._room(present), rank))
-            self._shared = self._shared or shared_fields(state)
-            self._admit(island, agree(f"island {island}", state, self._shared), 0.0, params)
-        load_held(self.algorithm, self.islands.values())
-
-    def _let_come_and_go(self) -> None:
-        present = self.cluster.present(self.round, self.rounds, self.books.totals.steps // self.algorithm.steps_per_round)
-        now_s = self.virtual_time_s
-        for island in self.islands.values():
-            island.uplink_free_s = island.clock_s  # what it sent in the last round is through
-        before = {island.id: fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()}
-        self._latest_s = now_s  # the cluster's clock does not go back when the island that is furthest ahead leaves
-        if list(self.islands) == present:
-            return
-        params = self.params
-        num_bytes = tree_bytes(self._shared)
-        if isinstance(self.algorithm, HoldsWeights):
-            num_bytes += held(self.algorithm, self.islands.values()).nbytes
-        for gone in [island for island in self.islands if island not in present]:
-            del self.islands[gone]
-            self._sink.emit(IslandLeft(island=gone, round=self.round, virtual_time_s=now_s))
-        for new in [island for island in present if island not in self.islands]:
-            donor, sent_bytes, begin_s = self._receive(new, now_s, num_bytes)
-            self._sink.emit(IslandJoined(island=new, round=self.round, virtual_time_s=begin_s, donor=donor, sent_bytes=sent_bytes))
-            # The fresh State gives the newcomer's own fields; all that is shared comes from the others.
-            fresh = self.algorithm.init(params, SimPeers(self, self._room(present), present.index(new)))
-            self._admit(new, with_shared(fresh, self._shared), begin_s, params)
-        self.islands = {island: self.islands[island] for island in present}
-        if any(before.values()):
-            self._sink.emit(cut_anew(self.islands, before, self.cluster, self.books))
-            load_held(self.algorithm, self.islands.values())
-
-    def _admit(self, island: int, state: Any, begin_s: float, params: Tree) -> None:
-        replica, devices = self._equip(island, params)
-        version = self.books.totals.version
-        self.islands[island] = Island(island, replica, state, version, begin_s, uplink_free_s=begin_s, devices=devices)
-
-    def _equip(self, island: int, params: Tree) -> tuple[LocalReplica, Devices | None]:
-        """A model with a fresh optimizer for an island, and devices if they have an algorithm of their own."""
+    def equip(self, island: int, params: Tree) -> tuple[LocalReplica, Devices | None]:
         if self._inside is None:
             return self._new_replica(island), None
         devices = Devices(self._inside, island, params)
@@ -421,6 +348,13 @@ class SimEngine:
         if self.islands:  # all are of one kind: find out once
             replica.habits = next(iter(self.islands.values())).replica.habits
         return replica
+
+    def introduce(self, islands: Sequence[int], rank: int) -> SimPeers:
+        return SimPeers(self, self._room(islands), rank)
+
+    def is_heard(self, island: int, islands: Sequence[int]) -> bool:
+        """Alone, there is nobody whom a message could fail to reach."""
+        return len(islands) == 1 or self.cluster.heard(island, self.round, self.seed)
 
     def _make_inside(self, algorithm: Algorithm[Any]) -> Inside:
         return Inside(
@@ -442,11 +376,9 @@ class SimEngine:
                 **self.books.to_parts(),
                 "together": self._computing.to_part(),
                 "positions": self._dealing.to_parts(),
-                "present": list(self.islands),
-                "latest_s": self._latest_s,
+                **self._archipelago.to_part(),
             },
-            "shared": dict(self._shared),
-            **{f"island-{number}": island.part(self.books.totals.version) for number, island in self.islands.items()},
+            **self._archipelago.parts(),
         }
 
     def restore(self, load: Callable[[str, Any], Any]) -> None:
@@ -455,22 +387,4 @@ class SimEngine:
         self.books.from_parts(engine)
         self._computing.from_part(engine.get("together"))
         self._dealing.from_parts(engine["positions"])
-        self._latest_s = engine["latest_s"]
-        fresh, begun = self.islands, self.params
-        self._shared = load("shared", self._shared)
-        self.islands = {}
-        for rank, number in enumerate(engine["present"]):
-            template = self.algorithm.init(begun, SimPeers(self, self._room(engine["present"]), rank))
-            known = fresh.get(number)
-            replica, devices = (known.replica, known.devices) if known else self._equip(number, begun)
-            like = {"shared": self._shared, "rest": rest_of(template), "devices": devices.like() if devices else None}
-            part = load(f"island-{number}", like)
-            if devices is None:
-                replica.restore(part["replica"])
-            else:
-                devices.restore(part["devices"])
-            rest = on_device(part["rest"], replica.device)
-            state = with_shared(template, {**(part["shared"] or self._shared), **rest})
-            clock_s, tokens = part["clock_s"], part["uncommitted_tokens"]
-            self.islands[number] = Island(number, replica, state, part["version"], clock_s, clock_s, tokens, devices)
-        load_held(self.algorithm, self.islands.values())
+        self._archipelago.restore(engine, load)
