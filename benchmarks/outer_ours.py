@@ -109,7 +109,8 @@ class OuterStep:
             lambda steps, batches, pieces: work,
             params.layout,
             note=lambda meeting: self._clock.add(EXCHANGE, meeting.end_s - meeting.arrived_s),
-            last=True,  # as in the engine
+            liken=lambda likeness: None,  # deltas are compared, and nobody reads a State again: as in the engine
+            last=True,
         )
         self._replica = Idle(LocalReplica(workload, optimizer=AdamW()), self._clock)
         self._algorithm = DiLoCo(inner_steps=1, outer=TimedRule(clock=self._clock))

@@ -24,7 +24,8 @@ from atoll.errors import ExchangeFailed
 from atoll.layout import shard_range
 
 PIECE_BYTES = 1 << 20
-"""gloo moves large messages one way at a time, and messages of this size both ways together."""
+"""gloo moves large messages one way at a time, and messages of this size both ways together. Of two ranks each has but one other to
+hear from at a time: there it is twice as much."""
 UNDER_WAY = 4
 """Pieces that are sent ahead of those that are waited for."""
 MISSED = "it died, or its line is too slow"
@@ -38,7 +39,7 @@ class Wire:
     Args:
         group: a process group that nobody else uses: two threads on one group get each other's messages.
         limit_s: how long a piece may take before the exchange has failed. It may be changed between two exchanges.
-        piece_bytes: at most so much is sent in one message.
+        piece_bytes: at most so much is sent in one message; none: `PIECE_BYTES`.
         blame: finds out who is to be named when somebody is missed; none names the one who was missed here.
         names: what members are called in errors; else by their rank in the group.
     """
@@ -48,7 +49,7 @@ class Wire:
         group: Group,
         *,
         limit_s: float,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int | None = None,
         blame: Blame | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
@@ -57,7 +58,8 @@ class Wire:
         self._carrier = carrier_of(group)
         on_gpu = isinstance(self._carrier, BatchCarrier)
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
-        self._piece_bytes, self._blame = piece_bytes, blame
+        self._piece_bytes = piece_bytes or PIECE_BYTES * (2 if group.size() == 2 else 1)
+        self._blame = blame
         self._names = names or [f"rank {rank}" for rank in self._members]
         self.limit_s = limit_s
         self.sent_bytes = self.control_bytes = 0
