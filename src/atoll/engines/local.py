@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.engines.flat import Weights, copy_buffers, weights_of
+from atoll.engines.habits import Habits, habits_of
 from atoll.engines.helpers import Helpers
 from atoll.engines.masters import InnerRule as InnerRule
 from atoll.engines.masters import Masters, in_precision, needs_masters
@@ -49,14 +50,6 @@ class Trained(NamedTuple):
     losses: list[float]
     tokens: int
     moved: bool = True
-
-
-class Habits(NamedTuple):
-    """What a step does besides: draw from torch's global generators, as dropout does; change something in the module that is no
-    parameter, as BatchNorm does."""
-
-    draws_randomness: bool
-    changes_buffers: bool
 
 
 class LocalReplica:
@@ -294,18 +287,9 @@ class LocalReplica:
 
     @cached_property
     def habits(self) -> Habits:
-        """Found out by taking a step and leaving no trace. Replicas of one kind have the same."""
-        on_cuda = self.device.startswith("cuda")
-        buffers = {name: buffer.clone() for name, buffer in self.weights.module.named_buffers()}
-        with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
-            before = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
-            self.pass_over(self.batches.batch(0, 0), self._plain_loss)  # what a compiler makes of it draws as often
-            after = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
-        changed = False
-        for name, buffer in self.weights.module.named_buffers():
-            changed = changed or not torch.equal(buffer, buffers[name])
-            buffer.copy_(buffers[name])
-        return Habits(not all(torch.equal(one, two) for one, two in zip(before, after, strict=True)), changed)
+        """Replicas of one kind have the same."""
+        plain = partial(self.pass_over, self.batches.batch(0, 0), self._plain_loss)  # what a compiler makes of it draws as often
+        return habits_of(self.weights.module, self.device, plain)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:

@@ -238,6 +238,25 @@ def test_a_stack_is_gone_when_it_is_closed_and_made_again_when_it_is_needed():
     assert together._all is not None
 
 
+def test_a_stack_whose_batches_differ_is_gone_at_once(monkeypatch):
+    monkeypatch.setattr("atoll.engines.sim.together._timed", lambda compute, device: next(times))
+    workload = SmallBatches(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
+    made, times = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)], iter([0.01, 0.012])
+    together = Together("auto", 2, workload.loss, compiled=False, tell=print)
+    first, second = (
+        [Training(replica, 1, Work(shard=shard, start=start, schedule=0, examples=1)) for shard, replica in enumerate(made)]
+        for start in (0, 1)
+    )
+    together(first)
+    gone = weakref.ref(together._all)
+    gc.disable()
+    try:
+        together(second)
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_a_module_that_fails_stacked_computes_apart():
     class Asks(SmallBatches):
         def loss(self, module, batch):

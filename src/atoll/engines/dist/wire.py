@@ -39,7 +39,7 @@ class Wire:
     Args:
         group: a process group that nobody else uses: two threads on one group get each other's messages.
         limit_s: how long a piece may take before the exchange has failed. It may be changed between two exchanges.
-        piece_bytes: at most so much is sent in one message; none: `PIECE_BYTES`.
+        piece_bytes: at most so much is sent in one message; none: as much as `PIECE_BYTES` says.
         blame: finds out who is to be named when somebody is missed; none names the one who was missed here.
         names: what members are called in errors; else by their rank in the group.
     """

@@ -69,6 +69,9 @@ class Together:
         """Gives back what stacks hold. Who computes again begins as was settled."""
         if self._settled and self._asked != "apart":
             self._before, self._settled = self.to_part(), False
+        self._give_back()
+
+    def _give_back(self) -> None:
         for stack in (self._one, self._all):
             if stack is not None:
                 stack.close()
@@ -100,7 +103,7 @@ class Together:
         except Ragged as ragged:
             if self._asked == "stacked":
                 raise ConfigError(f"train.together=stacked: {ragged}. Use train.together=auto.") from ragged
-            self._one = self._all = None
+            self._give_back()
             self.how, self._why, self._untold = "apart", str(ragged), True
             if not trainings:
                 return [job() for job in jobs]

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 from atoll.algorithms.scheduler import Dispatch
 from atoll.engines.books import Books
-from atoll.engines.local import Habits, LocalReplica, Trained
+from atoll.engines.habits import Habits
+from atoll.engines.local import LocalReplica, Trained
 from atoll.engines.sim.clock import Task, Wait
 from atoll.engines.sim.computing import Computing
 from atoll.engines.sim.world import Cluster
