@@ -1,6 +1,8 @@
 """One torch thread: two cores are shared by everything that runs beside the tests. And a few processes, which all tests share: they
-cost more to start than the tests take."""
+cost more to start than the tests take. Ctrl-C reaches what tests start, also where the tests themselves were started in the
+background by a shell, which has it ignored."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from atoll.testing.processes import processes
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
