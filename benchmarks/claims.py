@@ -91,7 +91,7 @@ def judged(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter | Non
         terms.append((weight, loss))
     found, borrowed = contrast(terms), ""
     if found is None and scatter is not None and claim.borrows:
-        found, borrowed = scatter.about([(weight, loss.values[0]) for weight, loss in terms]), " (one seed)"
+        found, borrowed = scatter.about([(weight, loss.values[0]) for weight, loss in terms]), f" ({_one_seed(claim, outcomes)})"
     if found is None:
         value = math.fsum(weight * loss.values[0] for weight, loss in terms)
         return f"**one seed, no verdict**: {claim.text} Here {value:+.4f}, {100 * math.expm1(value):+.2f} % of perplexity."
@@ -100,6 +100,12 @@ def judged(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter | Non
     )
     percent = f"{100 * math.expm1(found.value):+.2f} % of perplexity"
     return f"**{claim.judge(found)}**{borrowed}: {claim.text} {summed.removeprefix('+ ')} = {interval_text(found)}, {percent}."
+
+
+def _one_seed(claim: Claim, outcomes: Mapping[str, Outcome]) -> str:
+    """Whether its rows began with the same weights, as their first evaluation tells: those made on two machines may not have."""
+    began = {outcomes[label].curves[0][0][2] for _, label in claim.terms if outcomes[label].curves}
+    return "one seed" if len(began) <= 1 else "one seed, begun apart"
 
 
 def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> str:
@@ -114,7 +120,8 @@ def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], sca
             f" Rows of one seed, where they train the same model on the same text, have an interval as wide as the rows of the "
             f"headline scatter once their row and their seed are accounted for: a standard deviation of {scatter.std:.4f}, known "
             f"with {scatter.degrees} degrees of freedom. Two such rows are told apart from {scatter.resolution:.3f} on, so that "
-            f"no claim that is stricter can hold by them."
+            f"no claim that is stricter can hold by them. Begun apart: their warm starts were made on two machines and are not the "
+            f"same, which adds to the scatter."
         )
     told = "\n".join(f"- {line}" for line in lines) or "None of them can be judged from these rows."
     return f"### The paper's claims, here\n\n{note}\n\n{told}"

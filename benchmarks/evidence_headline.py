@@ -21,7 +21,7 @@ from async_rows import DELAYED, NAIVE, SYNC
 from atoll.errors import ConfigError
 from cells import Outcome
 from evidence import Evidence
-from evidence_diloco_told import DILOCO_ROW, ONE
+from evidence_diloco_told import DILOCO_ROW, ONE, mild
 from record import RECORDS, Record, has_marks, markdown_table, replace_between, script
 
 MARKER = "evidence_headline"
@@ -45,6 +45,7 @@ class Study:
 def studies() -> list[Study]:
     """In the order of the papers, with the figures of their plans."""
     diloco, waiting, hidden = evidence_diloco.plan(False), evidence_async.plan(False), evidence_acco.plan(False)
+    milder = f"outer rule {diloco.milder[0]:g}/{diloco.milder[1]:g}"
     return [
         Study(
             evidence=evidence_diloco.EVIDENCE,
@@ -52,7 +53,9 @@ def studies() -> list[Study]:
             rows={
                 ONE: f"one worker, with 1/{diloco.islands} of the tokens",
                 f"H={diloco.lengths[-1]}": f"DiLoCo, agreeing every {diloco.lengths[-1]} steps",
+                mild(f"H={diloco.lengths[-1]}"): f"DiLoCo, agreeing every {diloco.lengths[-1]} steps, {milder}",
                 DILOCO_ROW: f"DiLoCo, agreeing every {diloco.inner_steps} steps",
+                mild(f"H={diloco.inner_steps}"): f"DiLoCo, agreeing every {diloco.inner_steps} steps, {milder}",
                 diloco.batch: f"{diloco.islands} times the batch: DDP, agreeing at every step",
             },
         ),
@@ -116,8 +119,9 @@ def _outcomes(study: Study, options: argparse.Namespace) -> dict[str, Outcome]:
     if not records:
         raise ConfigError(f"{options.records} has no record of {name}. Make it with: python benchmarks/{name}.py --text TEXT")
     plan = replace(study.evidence.plan(False), text=options.text)
-    groups = study.evidence.groups(plan)[:1]  # the headline
-    return study.evidence.carried_out(plan, groups, Record(records[-1]), options.seeds, quiet=True, can=lambda run: False)
+    return study.evidence.carried_out(
+        plan, study.evidence.groups(plan), Record(records[-1]), options.seeds, quiet=True, can=lambda run: False
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -58,6 +58,8 @@ class Measuring:
     ) -> None:
         self._plan, self._record, self._device, self._watch = plan, record, device, watch
         self._until_s, self._room = until_s, room
+        self._product_flops_per_s: float | None = None
+        """Of this run."""
         self.failed: list[str] = []
 
     def all(self) -> None:
@@ -71,10 +73,11 @@ class Measuring:
         return time.monotonic() >= self._until_s
 
     def _product(self) -> None:
+        """The first of them; a shape that is measured in a later run has its own."""
         key = matrix_key(self._plan.matrix)
         if self._record.get(key) is None:
             self._watch.begin(MATRIX)
-            found = product_flops_per_s(self._device, self._plan.matrix)
+            found = self._product_flops_per_s = product_flops_per_s(self._device, self._plan.matrix)
             self._record.add(key, {"flops_per_s": found, "device": device_name(self._device), "flops_per_token": FLOPS_FORMULA})
             self._watch.end(f"{MATRIX}: {found / 1e12:.3g} TFLOP/s")
 
@@ -101,7 +104,10 @@ class Measuring:
         bare = Bare(subject)
         bare.warm_up()
         if self._record.get(key) is None:
-            found = self._record.add(key, bare.measured(self._plan.turns))
+            if self._product_flops_per_s is None:
+                self._product_flops_per_s = product_flops_per_s(self._device, self._plan.matrix)
+            measured = bare.measured(self._plan.turns)
+            found = self._record.add(key, {**measured, "product_flops_per_s": self._product_flops_per_s})
             rate = shape.bare_steps * shape.tokens / min(found["bare_s"])
             self._watch.end(f"{shape.words}, bare loop: {human_count(rate)} tokens/s at best")
         return subject, bare

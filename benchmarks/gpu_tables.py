@@ -92,11 +92,15 @@ class Found:
         found = self.bare(shape)
         return None if found is None else median(shape.bare_steps * shape.tokens / turn_s for turn_s in found["bare_s"])
 
+    def product_flops_per_s(self, shape: Shape) -> float | None:
+        """The matrix product's, in the run that measured the shape's bare loop; without it the record's first."""
+        found = self.bare(shape) or {}
+        return found.get("product_flops_per_s", self.peak_flops_per_s)
+
     def mfu(self, shape: Shape, tokens_per_s: float | None) -> float | None:
         """Model FLOP utilisation, against the matrix product."""
-        if tokens_per_s is None or self.peak_flops_per_s is None:
-            return None
-        return tokens_per_s * shape.flops_per_token / self.peak_flops_per_s
+        product = self.product_flops_per_s(shape)
+        return None if tokens_per_s is None or product is None else tokens_per_s * shape.flops_per_token / product
 
 
 # ------------------------------------------------------------------------------------------------------------------ verdicts
@@ -141,7 +145,7 @@ def _mfu_lines(shape: Shape, cells: Sequence[Cell], found: Found) -> list[str]:
     used = {BARE: found.mfu(shape, found.bare_tokens_per_s(shape))}
     used |= {f"atoll, k={cell.islands}": found.mfu(shape, one.tokens_per_s) for cell in cells if (one := found.measured(cell))}
     told = ", ".join(f"{name} {mfu:.1%}" for name, mfu in used.items() if mfu is not None)
-    peak = found.peak_flops_per_s
+    peak = found.product_flops_per_s(shape)
     return [f"{shape.words}: model FLOP utilisation of {_tera(peak)}: {told}."] if told and peak else []
 
 
@@ -220,8 +224,11 @@ def _group(shape: Shape, cells: Sequence[Cell], found: Found) -> str:
             _percent(one.outer_share),
         ]
         rows.append([cell.label, str(cell.inner_steps), *figures, *_memory(one.found)])
-    size = f"{human_count(shape.params)} parameters, {shape.flops_per_token / 1e6:.4g} MFLOPs a token"
-    return f"### {shape.words}\n\n{size}.\n\n{markdown_table(HEADINGS, rows)}"
+    size = f"{human_count(shape.params)} parameters, {shape.flops_per_token / 1e6:.4g} MFLOPs a token."
+    product = found.product_flops_per_s(shape)
+    if product is not None and product != found.peak_flops_per_s:
+        size += f" In a later run, in which the matrix product reached {_tera(product)}."
+    return f"### {shape.words}\n\n{size}\n\n{markdown_table(HEADINGS, rows)}"
 
 
 def _count(rate: float | None) -> str:
@@ -240,17 +247,14 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
 
 
 def figure(plan: Plan, found: Found) -> Any:
-    """Tokens per second: a panel for each model and batch that was measured, a bar for each number of islands and way, and a
-    line for the bare loop."""
+    """Tokens per second: a panel for each model and batch that was measured, a bar for each number of islands and way, side by
+    side for each number, and a line for the bare loop."""
     bars = {shape: [one for cell in cells if (one := found.measured(cell))] for shape, cells in (plan.presets | plan.small).items()}
     shapes = [shape for shape, measured in bars.items() if measured]
     drawn, panels = new_figure(max(1, len(shapes)))
     drawn.set_size_inches(max(5.0, 2.4 * len(shapes)), 4)
     for panel, shape in zip(panels, shapes, strict=False):
-        measured = bars[shape]
-        colours = [_WAYS[one.cell.way] for one in measured]
-        panel.bar(range(len(measured)), [one.tokens_per_s / 1e3 for one in measured], color=colours)
-        panel.set_xticks(range(len(measured)), [str(one.cell.islands) for one in measured])
+        _draw_bars(panel, bars[shape])
         rate = found.bare_tokens_per_s(shape)
         if rate is not None:
             panel.axhline(rate / 1e3, color="#555555", linewidth=1.2, linestyle="--")
@@ -260,5 +264,15 @@ def figure(plan: Plan, found: Found) -> Any:
     for way, colour in _WAYS.items():
         panels[0].bar(0, 0, color=colour, label=way)
     panels[0].plot([], [], color="#555555", linewidth=1.2, linestyle="--", label="bare loop")
-    drawn.legend(loc="outside upper center", ncols=3, frameon=False)
+    drawn.legend(loc="outside upper center", ncols=4, frameon=False)
     return drawn
+
+
+def _draw_bars(panel: Any, measured: Sequence[Measured]) -> None:
+    counts = sorted({one.cell.islands for one in measured})
+    ways = [way for way in WAYS if any(one.cell.way == way for one in measured)]
+    for one in measured:
+        side = ways.index(one.cell.way) - (len(ways) - 1) / 2
+        at, width = counts.index(one.cell.islands) + 0.8 * side / len(ways), 0.8 / len(ways)
+        panel.bar(at, one.tokens_per_s / 1e3, width, color=_WAYS[one.cell.way])
+    panel.set_xticks(range(len(counts)), [str(count) for count in counts])

@@ -21,6 +21,14 @@ def test_claims_are_judged_by_the_cells(b):
     assert "no verdict" in b.claims.judged(b.claims.unlike(claim), alone, b.spread.Scatter(0.1, 4)), "of other rows"
 
 
+def test_rows_of_one_seed_that_began_with_other_weights_are_marked(b):
+    claim = b.claims.lower("A ends below B.", "A", "B")
+    row, scatter = b.cells.Row(recipe="demo-ddp"), b.spread.Scatter(0.1, 4)
+    began = {first: b.cells.Outcome(row, ({"val_loss": 1.0},), curves=(((0.0, 0, first), (9.0, 9, 1.0)),)) for first in (5.0, 5.1)}
+    assert "** (one seed): A ends" in b.claims.judged(claim, {"A": began[5.0], "B": began[5.0]}, scatter)
+    assert "** (one seed, begun apart): A ends" in b.claims.judged(claim, {"A": began[5.0], "B": began[5.1]}, scatter)
+
+
 def test_other_tokens_are_told_in_the_verdict(b):
     group = b.groups.Group(name="x", title="x", note="x", rows={})
     outcomes = {"default": outcome(b, 1.0, 1.1), "same": outcome(b, 2.0, 2.1), "more": outcome(b, 2.0, 2.1, tokens=200)}

@@ -238,3 +238,14 @@ def test_utilisation_is_flops_of_the_tokens_over_those_of_the_matrix_product(b, 
     assert one.tokens_per_s == shape.bare_steps * shape.tokens
     assert found.mfu(shape, one.tokens_per_s) == pytest.approx(one.tokens_per_s * shape.flops_per_token / 1e9)
     assert one.outer_share == pytest.approx(0.1)
+
+
+def test_a_shape_of_a_later_run_is_compared_with_the_product_of_that_run(b, tmp_path):
+    plan, record = b.gpu_plan.quick_plan(), b.record.Record(tmp_path)
+    record.add(b.gpu_tables.matrix_key(plan.matrix), {"flops_per_s": 1e9})
+    shape = next(iter(plan.presets))
+    bare = {"bare_s": [1.0] * 3, "peak_bytes": None, "begin_bytes": None}
+    record.add(b.gpu_tables.bare_key(shape, plan.turns), {**bare, "product_flops_per_s": 2e9})
+    found = b.gpu_tables.Found(plan, record)
+    assert found.mfu(shape, 1000.0) == pytest.approx(1000.0 * shape.flops_per_token / 2e9)
+    assert "in which the matrix product reached 0.002 TFLOP/s" in "".join(b.gpu_tables.sections_of(plan, found, "a device"))
