@@ -1,6 +1,6 @@
 """Asynchronous Local-SGD's claims on one GPU and real text: nobody waits for the slowest.
 
-    python benchmarks/evidence_async.py --text prepared/wiki --processes 6            about 10 minutes of one H200
+    python benchmarks/evidence_async.py --text prepared/wiki --processes 6            about 15 minutes of one H200
     python benchmarks/evidence_async.py --text prepared/wiki --only level             one table
     python benchmarks/evidence_async.py --text prepared/small --quick                 in miniature on the CPU
 

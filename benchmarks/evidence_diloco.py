@@ -1,6 +1,6 @@
 """DiLoCo's claims on one GPU and real text: train apart for hundreds of steps, then agree.
 
-    python benchmarks/evidence_diloco.py --text prepared/wiki --domains prepared/domains --processes 6  about 30 minutes of one H200
+    python benchmarks/evidence_diloco.py --text prepared/wiki --domains prepared/domains --processes 6  about 35 minutes of one H200
     python benchmarks/evidence_diloco.py --text prepared/wiki --only H --minutes 5           one table, or as far as it comes
     python benchmarks/evidence_diloco.py --text prepared/small --quick                       in miniature on the CPU
 
