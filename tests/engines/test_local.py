@@ -7,6 +7,7 @@ import torch
 
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.local import LocalReplica
+from atoll.engines.pieces import a_few, length
 from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import WSD, Constant, Cosine
@@ -114,11 +115,33 @@ def test_saved_state_goes_on_to_the_bit_with_moments_and_randomness(dropout):
     assert straight.draws_randomness == (dropout > 0)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_habits_are_found_out_with_two_examples_and_the_plain_loss(micro_batches):
+    class Counts(Regression):
+        def loss(self, module, batch):
+            seen.append(length(batch))
+            return super().loss(module, batch)
+
+    seen = []
+    compiled = Regression(hidden=6, dropout=0.5).loss
+    replica = LocalReplica(Counts(hidden=6, dropout=0.5), optimizer=SGD(lr=0.1), loss=compiled, micro_batches=micro_batches)
+    replica.train(2, work())
+    assert replica.draws_randomness
+    assert seen == [2]
+
+
 def test_a_replica_leaves_the_global_generator_alone():
     replica = LocalReplica(Regression(hidden=6, dropout=0.5), optimizer=SGD(lr=0.1))
     before = torch.get_rng_state()
     replica.train(3, work())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_whose_tensors_do_not_all_count_examples_are_tried_whole():
+    alike, packed = {"x": torch.zeros(8, 3), "y": torch.zeros(8)}, {"tokens": torch.zeros(30), "ends": torch.zeros(4)}
+    assert [part.shape[0] for part in a_few(alike).values()] == [2, 2]
+    assert a_few(packed) is packed
+    assert length(a_few(torch.zeros(1, 3))) == 1
 
 
 def test_an_island_holds_weights_gradients_and_two_moments():

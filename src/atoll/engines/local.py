@@ -22,7 +22,7 @@ from atoll.engines.habits import Habits, habits_of
 from atoll.engines.helpers import Helpers
 from atoll.engines.masters import InnerRule as InnerRule
 from atoll.engines.masters import Masters, in_precision, needs_masters
-from atoll.engines.pieces import cut, length, to_device
+from atoll.engines.pieces import a_few, cut, length, to_device
 from atoll.errors import ConfigError
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Schedule, at
@@ -218,15 +218,14 @@ class LocalReplica:
         """The learning rate of a round's step, counted from 0."""
         return peak(self.rule.lr) if self._peak_first and step == 0 else at(self.rule.lr, work.schedule + step)
 
-    def _backward(self, batch: Any, weight: float = 1.0, loss: Loss | None = None) -> Tensor:
+    def _backward(self, batch: Any, weight: float = 1.0) -> Tensor:
         """Adds the gradient of the mean loss over the batch, times `weight`, to the module's; returns that loss, on the device.
 
         A piece counts for as many tokens as it has: examples may be padded.
         """
-        # Whether modules draw random numbers is found out with a loss that is given, on this device alone.
-        helpers = self._helpers if loss is None else None
+        helpers = self._helpers
         pieces = self._pieces(batch, 1 if helpers is None else 1 + len(helpers.devices))
-        compute = partial(self._pass, weight=weight, loss=loss or self._loss)
+        compute = partial(self._pass, weight=weight, loss=self._loss)
         if helpers is None:
             total = compute(self.weights.module, self.device, pieces)
         else:
@@ -262,10 +261,10 @@ class LocalReplica:
             total = mean.detach() if total is None else total + mean.detach()
         return total
 
-    def pass_over(self, batch: Any, loss: Loss | None = None) -> None:
+    def pass_over(self, batch: Any) -> None:
         """Forwards and backwards, and nothing comes of it."""
         self.weights.collect(None)
-        self._backward(batch, loss=loss)
+        self._backward(batch)
         self.weights.collected()
 
     def _clip(self) -> None:
@@ -288,8 +287,14 @@ class LocalReplica:
     @cached_property
     def habits(self) -> Habits:
         """Replicas of one kind have the same."""
-        plain = partial(self.pass_over, self.batches.batch(0, 0), self._plain_loss)  # what a compiler makes of it draws as often
-        return habits_of(self.weights.module, self.device, plain)
+        return habits_of(self.weights.module, self.device, partial(self._try, a_few(self.batches.batch(0, 0))))
+
+    def _try(self, batch: Any) -> None:
+        """A pass, on this device alone, of which nothing comes. With the plain loss: what a compiler makes of it draws as often. Of a
+        few examples: a plain pass over a whole batch may need more memory than all that is computed later."""
+        self.weights.collect(None)
+        self._pass(self.weights.module, self.device, [(batch, 1.0)], weight=1.0, loss=self._plain_loss)
+        self.weights.collected()
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:

@@ -23,6 +23,17 @@ def cut(batch: Any, pieces: int) -> Iterator[Any]:
             yield type(batch)(parts)
 
 
+def a_few(batch: Any) -> Any:
+    """Two of its examples: one would be too few for BatchNorm. All of it where tensors differ in their first dimension, which then
+    need not count examples.
+
+    >>> a_few({"tokens": torch.zeros(16, 3)})["tokens"].shape
+    torch.Size([2, 3])
+    """
+    lengths = {part.shape[0] if part.dim() else 0 for part in tensors_of(batch)}
+    return next(cut(batch, max(1, min(lengths) // 2))) if len(lengths) == 1 else batch
+
+
 def length(batch: Any) -> int:
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))

@@ -87,7 +87,7 @@ class Stack:
             each: Tensor = torch.vmap(lambda leaf, batch: functional_call(one, leaf, (batch,)))(leaves, batches)
             return each
 
-        if compiled:  # torch counts how often it compiles one text anew; stacks of earlier runs are not used again
+        if compiled:  # torch counts how often it compiles one text anew; what earlier stacks have recorded needs it no more
             torch._dynamo.eval_frame.reset_code(losses.__code__)  # type: ignore[attr-defined]
         # Not with sizes that may change: vmap cannot be traced so.
         self._losses: Callable[[dict[str, Tensor], Any], Tensor] = torch.compile(losses, dynamic=False) if compiled else losses
@@ -174,6 +174,14 @@ class Stack:
     def pass_over(self, batches: Sequence[Any]) -> None:
         """Forwards and backwards, and nothing comes of it."""
         self._backward(dict(enumerate(batches)))
+
+    def make_room(self) -> None:
+        """Takes as much memory as the islands' moments will, which come with their first step, and gives it back.
+
+        Raises:
+            torch.OutOfMemoryError: there is not as much.
+        """
+        torch.empty(2, *self._params.shape, dtype=self._params.dtype, device=self._params.device)
 
     # ------------------------------------------------------------------------------------------------------------- a pass
 

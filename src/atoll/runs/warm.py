@@ -160,7 +160,8 @@ def _plain(run: Run) -> Run:
 def _depends_on(run: Run) -> list[Any]:
     """All that decides a warm start. The number of steps of what comes after it does not."""
     plain = _plain(run)
-    train = replace(plain.train, steps=1, together="auto")  # one replica computes by itself
+    # One replica computes by itself; and the rate is in the schedule by now, given or not.
+    train = replace(plain.train, steps=1, together="auto", warm_start_lr=None)
     return [run.model, whole(run.data), plain.optimizer, train, run.cluster.threads_per_island, run.seed]
 
 

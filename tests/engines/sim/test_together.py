@@ -153,6 +153,24 @@ def test_auto_takes_what_was_faster(one_s, all_s, how, pays_from, monkeypatch):
     assert [len(trained.losses) for _, trained in answers] == [2, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("rows", "pass_s", "why"),
+    [
+        (1, 0.01, "one island computes at a time"),
+        (2, 0.2, "one island's batch fills the device"),
+        (2, 0.01, "it was measured to be faster"),
+    ],
+)
+def test_why_islands_compute_apart_is_told(rows, pass_s, why, monkeypatch):
+    monkeypatch.setattr("atoll.engines.sim.together._timed", lambda compute, device: next(times))
+    workload, made = replicas(rows)
+    times, told = iter([pass_s, 3 * pass_s]), []
+    together = Together("auto", rows, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together(trainings(made))
+    together.report()
+    assert told == [("apart", why)]
+
+
 @pytest.mark.parametrize(("one_s", "all_s"), [(0.01, 0.025), (0.01, 0.04)])
 def test_who_goes_on_computes_as_was_settled_before_and_measures_nothing(one_s, all_s, monkeypatch):
     workload, made = replicas(3)

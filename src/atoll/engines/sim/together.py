@@ -21,7 +21,10 @@ How = Literal["auto", "stacked", "apart"]
 _WARM, _TIMED = 2, 3
 """Passes that are made to find out which is faster: the first ones compile."""
 _FILLED_S = 0.1
-"""A pass that takes so long does not wait for the host, and would gain nothing in a stack."""
+"""A pass of a CPU that takes so long would gain nothing in a stack."""
+_FILLED_SHARE = 0.5
+"""A pass of a GPU that the host is through with telling it after this share of its time does not wait for the host, and would gain
+nothing either."""
 
 
 class Together:
@@ -139,9 +142,10 @@ class Together:
     def _measure(self, jobs: Sequence[Job]) -> None:
         replica, batch = jobs[0].replica, jobs[0].first_batch()
         apart_s = _timed(lambda: replica.pass_over(batch), replica.device)
-        self._why = "one island's batch fills the device"
-        if apart_s > _FILLED_S:
+        if _fills(lambda: replica.pass_over(batch), replica.device, apart_s):
+            self._why = "one island's batch fills the device"
             return
+        self._why = "one island computes at a time"
         self._one, one_s = self._tried(replica, batch, 1, apart_s)
         self._all, all_s = self._tried(replica, batch, self._rows, self._rows * one_s) if self._rows > 1 else (None, 0.0)
         self._pays_from = max(2, int(all_s / one_s) + 1)
@@ -157,6 +161,7 @@ class Together:
             if stack is None:
                 return None, otherwise_s
             stack_s = _timed(lambda: stack.pass_over([batch] * rows), replica.device)
+            stack.make_room()
         except Exception as error:  # whatever a module does that cannot be stacked, or no room for it
             self._why = f"stacked it fails: {type(error).__name__} {str(error).partition(chr(10))[0]}"
             return None, otherwise_s
@@ -195,6 +200,17 @@ def _timed(compute: Callable[[], object], device: str) -> float:
         compute()
     _wait_for(device)
     return (time.perf_counter() - start_s) / _TIMED
+
+
+def _fills(compute: Callable[[], object], device: str, pass_s: float) -> bool:
+    """Whether one island's pass keeps the device busy."""
+    if not device.startswith("cuda"):
+        return pass_s > _FILLED_S
+    start_s = time.perf_counter()
+    compute()
+    told_s = time.perf_counter() - start_s
+    _wait_for(device)
+    return told_s < _FILLED_SHARE * (time.perf_counter() - start_s)
 
 
 def _wait_for(device: str) -> None:
