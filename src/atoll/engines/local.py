@@ -290,8 +290,8 @@ class LocalReplica:
         return habits_of(self.weights.module, self.device, partial(self._try, a_few(self.batches.batch(0, 0))))
 
     def _try(self, batch: Any) -> None:
-        """A pass, on this device alone, of which nothing comes. With the plain loss: what a compiler makes of it draws as often. Of a
-        few examples: a plain pass over a whole batch may need more memory than all that is computed later."""
+        """A pass, on this device alone, of which nothing comes. With the plain loss: what a compiler makes of it draws as often. Of
+        a few examples: a plain pass over a whole batch may need more memory than all that is computed later."""
         self.weights.collect(None)
         self._pass(self.weights.module, self.device, [(batch, 1.0)], weight=1.0, loss=self._plain_loss)
         self.weights.collected()
