@@ -130,7 +130,8 @@ def carry_out(
         quiet: show no progress.
         curves: keep every evaluation.
         islands: keep where each island's time went.
-        processes: how many cells run at a time. What comes out does not depend on it.
+        processes: how many cells run at a time. On a CPU what comes out does not depend on it; on a GPU, which computes nothing
+            twice to the same bits, not more than from one time to the next.
         until_s: begin no further cell after this moment of the monotonic clock. Rows then have the seeds that are there.
         can: whether a Run can be carried out here; one that cannot is left to another machine.
         warm: a folder for warm starts, which processes and later commands share. A GPU makes no two alike.

@@ -16,6 +16,8 @@ from spread import Interval, Scatter, contrast
 from wording import interval_text
 
 Terms = tuple[tuple[float, str], ...]
+APART = "begun apart"
+"""Marks a claim whose rows did not begin with the same weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +91,9 @@ def judged(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter | Non
         if loss is None:
             return f"**diverged** ({label}): {claim.text}"
         terms.append((weight, loss))
-    found, borrowed = contrast(terms), ""
+    found, notes = contrast(terms), []
     if found is None and scatter is not None and claim.borrows:
-        found, borrowed = scatter.about([(weight, loss.values[0]) for weight, loss in terms]), f" ({_one_seed(claim, outcomes)})"
+        found, notes = scatter.about([(weight, loss.values[0]) for weight, loss in terms]), ["one seed"]
     if found is None:
         value = math.fsum(weight * loss.values[0] for weight, loss in terms)
         return f"**one seed, no verdict**: {claim.text} Here {value:+.4f}, {100 * math.expm1(value):+.2f} % of perplexity."
@@ -99,13 +101,18 @@ def judged(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter | Non
         f"{'+' if weight > 0 else '-'} {'' if abs(weight) == 1 else f'{abs(weight):g} '}[{at}]" for weight, at in claim.terms
     )
     percent = f"{100 * math.expm1(found.value):+.2f} % of perplexity"
-    return f"**{claim.judge(found)}**{borrowed}: {claim.text} {summed.removeprefix('+ ')} = {interval_text(found)}, {percent}."
+    if _began_apart([outcomes[label] for _, label in claim.terms]):
+        notes.append(APART)
+    noted = f" ({', '.join(notes)})" if notes else ""
+    return f"**{claim.judge(found)}**{noted}: {claim.text} {summed.removeprefix('+ ')} = {interval_text(found)}, {percent}."
 
 
-def _one_seed(claim: Claim, outcomes: Mapping[str, Outcome]) -> str:
-    """Whether its rows began with the same weights, as their first evaluation tells: those made on two machines may not have."""
-    began = {outcomes[label].curves[0][0][2] for _, label in claim.terms if outcomes[label].curves}
-    return "one seed" if len(began) <= 1 else "one seed, begun apart"
+def _began_apart(rows: Sequence[Outcome]) -> bool:
+    """Whether rows began with different weights, as their first evaluations tell, in any of the seeds that all of them have. A row
+    whose curves were not kept tells nothing."""
+    seeds = min(len(row.summaries) for row in rows)
+    curves = [row.curves for row in rows if len(row.curves) == len(row.summaries)]
+    return any(len({of_row[seed][0][2] for of_row in curves}) > 1 for seed in range(seeds))
 
 
 def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> str:
@@ -117,11 +124,15 @@ def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], sca
     )
     if scatter is not None:
         note += (
-            f" Rows of one seed, where they train the same model on the same text, have an interval as wide as the rows of the "
-            f"headline scatter once their row and their seed are accounted for: a standard deviation of {scatter.std:.4f}, known "
-            f"with {scatter.degrees} degrees of freedom. Two such rows are told apart from {scatter.resolution:.3f} on, so that "
-            f"no claim that is stricter can hold by them. Begun apart: their warm starts were made on two machines and are not the "
-            f"same, which adds to the scatter."
+            f" Rows of one seed, where they train the same model on the same text, have an interval as wide as all rows of several "
+            f"seeds with that model and text scatter once their row and their seed are accounted for: a standard deviation of "
+            f"{scatter.std:.4f}, known with {scatter.degrees} degrees of freedom. Two such rows are told apart from "
+            f"{scatter.resolution:.3f} on, so that no claim that is stricter can hold by them."
+        )
+    if any(f"{APART})" in line for line in lines):
+        note += (
+            f" {APART.capitalize()}: in at least one seed these rows did not begin with the same weights, since their warm starts "
+            f"were made on two machines or with other settings, which adds to the scatter of their difference."
         )
     told = "\n".join(f"- {line}" for line in lines) or "None of them can be judged from these rows."
     return f"### The paper's claims, here\n\n{note}\n\n{told}"

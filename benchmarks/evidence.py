@@ -7,7 +7,7 @@ The text is a folder that `atoll data prepare` wrote, for instance of a Wikipedi
 
 Rows of the headline have three seeds, and all others one, whose verdicts say so. With `--minutes` no further cell is begun after so
 long: give the same command with the same `--record` again to go on, on another day or another machine. What needs a GPU is left out
-where there is none.
+where there is none, and tables are made of a record that has at least the default's cell.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 import wording
 from async_demo import curves_figure
+from atoll.errors import ConfigError
 from atoll.runs.run import Run
 from atoll.telemetry.drawing import save_figure
 from cells import Outcome, Row, carry_out, key_of
@@ -30,7 +31,7 @@ from claims import Claim, claims_section
 from groups import DEFAULT, Group, brief_table, table
 from page import fill
 from record import Record, default_path
-from spread import scatter
+from spread import Sample, Scatter, scatter
 from texts import same_texts
 from workload import Workload
 
@@ -102,7 +103,7 @@ class Evidence(Generic[P]):
         title: of the record's page.
         about: the script's docstring, whose first line `--help` shows.
         plan: makes the workload, in miniature if asked.
-        groups: all tables; the first is the headline, by whose rows those of one seed are judged.
+        groups: all tables; the first is the headline.
         standing: rows that are run whatever is chosen, by label; the default is among them, also under its own name.
         called: the default's own name, with which rows are compared where nothing else is said.
         headline: labels of rows that are run with three seeds.
@@ -132,6 +133,7 @@ class Evidence(Generic[P]):
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Runs what is asked for on the command line."""
         options = self._parser().parse_args(arguments)
+        _check(options)
         domains = None if options.domains is None else str(options.domains)
         plan = replace(self.plan(options.quick), text=str(options.text), domains=domains, more=tuple(options.set))
         if options.lr is not None:
@@ -147,7 +149,12 @@ class Evidence(Generic[P]):
         self.carried_out(plan, chosen, record, options.seeds, warm=record.path / "warm", **how)
         # Whatever was chosen to be run, all that is there is told.
         outcomes = self.carried_out(plan, self.groups(plan), record, options.seeds, quiet=True, can=lambda run: False)
-        self._report(plan, outcomes, record, options.docs)
+        if DEFAULT in outcomes:
+            self._report(plan, outcomes, record, options.docs)
+        else:
+            first = options.seeds[0]
+            asked = [row.run(first) for group in chosen for row in group.rows.values()]
+            _wait_for_default(self.standing(plan)[DEFAULT].run(first), asked, record)
 
     def carried_out(self, plan: P, chosen: Sequence[Group], record: Record, seeds: Sequence[int], **how: Any) -> dict[str, Outcome]:
         """What came of the rows of these groups and of the standing ones, by label; those that were not run are not there.
@@ -170,9 +177,6 @@ class Evidence(Generic[P]):
         return {label: found[row] for label, row in rows.items() if found[row].summaries or found[row].errors}
 
     def _report(self, plan: P, outcomes: Mapping[str, Outcome], record: Record, docs: Path | None) -> None:
-        if DEFAULT not in outcomes:
-            print("the default's cell is not there yet; give the same command again to go on")
-            return
         groups = self.groups(plan)
         shown = [present for group in groups if len((present := _present(group, outcomes, self.called)).rows) > 1]
         missing = sum(label not in outcomes for group in groups for label in group.rows)
@@ -191,9 +195,7 @@ class Evidence(Generic[P]):
 
     def _claimed(self, plan: P, outcomes: Mapping[str, Outcome]) -> str:
         """What the paper says, and whether it holds here."""
-        rows = self.groups(plan)[0].rows
-        several = {loss for label in rows if label in outcomes and (loss := outcomes[label].loss) and loss.std}
-        told = claims_section(self.claims(plan), outcomes, scatter(sorted(several, key=lambda loss: loss.mean)))
+        told = claims_section(self.claims(plan), outcomes, common_scatter(outcomes))
         return "\n- ".join([_risen(told), *self.verdicts(plan, outcomes)])
 
     def _parser(self) -> argparse.ArgumentParser:
@@ -213,6 +215,42 @@ class Evidence(Generic[P]):
         parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables")
         parser.add_argument("--quiet", action="store_true", help="no progress")
         return parser
+
+
+def common_scatter(outcomes: Mapping[str, Outcome]) -> Scatter | None:
+    """How much all rows scatter that have several seeds and train the default's model on its text. Rows of one Run are one."""
+    default = outcomes[DEFAULT].row.run(0)
+    several: dict[str, Sample] = {}
+    for outcome in outcomes.values():
+        run, loss = outcome.row.run(0), outcome.loss
+        if loss is not None and loss.std is not None and (run.model, run.data) == (default.model, default.data):
+            several[key_of(run)] = loss
+    return scatter(list(several.values()))
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.processes < 1:
+        raise ConfigError(f"--processes {options.processes}: it is at least 1. Use 1, or some more to fill a GPU, such as 6.")
+    if options.minutes is not None and options.minutes < 0:
+        raise ConfigError(f"--minutes {options.minutes:g}: it is at least 0. Use 0 to make the tables alone.")
+
+
+def _wait_for_default(default: Run, asked: Sequence[Run], record: Record) -> None:
+    """Says how the default's cell comes, without which there are no tables.
+
+    Raises:
+        ConfigError: there is no GPU here, which it needs, and so do rows that were asked for.
+    """
+    if _can_run_here(default):
+        print("the default's cell is not there yet; give the same command again to go on")
+    elif all(map(_can_run_here, asked)):
+        print("the default's cell is not there yet, and needs CUDA; give the same command again where there is one to go on")
+    else:
+        raise ConfigError(
+            f"rows need CUDA, torch sees none here, and the record {record.path} has no default's cell to make tables with. Use a "
+            f"machine with CUDA, or --quick on a CPU, or give a --record whose tables are to be made again, with the --text, --lr "
+            f"and --set of its command."
+        )
 
 
 def _risen(section: str) -> str:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from async_rows import ASYNC, DDP, DELAYED, DILOCO, NAIVE, SYNC, pair
 from cells import Row
 from evidence import Evidence, OnGpu, plot_curves
-from evidence_async_told import at, claims, introduction, mild, timed
-from groups import DEFAULT, Group
+from evidence_async_told import at, claims, introduction, timed
+from groups import DEFAULT, Group, mild
 from record import script
 
 SAME_TOKENS = 0.015
@@ -152,8 +152,8 @@ def _fair(plan: Plan) -> Group:
         plan.batch: plan.row(DDP, plan.batch, "DDP()"),
     }
     note = (
-        f"{DELAYED} agrees more often than {SYNC} does, since slow workers make shorter rounds, and its window of "
-        f"{plan.window_s:g} s brings all workers together: {plan.as_often} agrees about as often. All three of the headline "
+        f"{DELAYED} agrees more often than {SYNC} does, since slow workers make shorter rounds (the pace), and its hub waits "
+        f"{plan.window_s:g} s for others (the window); {plan.as_often} is to agree about as often. All three of the headline "
         f"with a milder outer rule ({rate:g}, momentum {momentum:g}). Other outer rules with the same pace and window, {DELAYED} "
         f"without the window, naive with lower outer rates, and {plan.batch}: gradients at every step, in the time of the slowest."
     )
@@ -210,8 +210,8 @@ def _sizes(plan: Plan) -> Group:
         own = {at(size, name): make(at(size, name), *settings) for name, make in makes}
         rows, against = rows | own, against | dict.fromkeys(own, at(size, SYNC))
     note = (
-        f"A larger model, of the 60M preset's shape, at the rate of all others ({plan.lr:g}), which is too high for it: it ends "
-        f"above the small one; and at {plan.large_lr:g}. Step times do not follow the size."
+        f"A larger model, of the 60M preset's shape, at the rate of all others ({plan.lr:g}), and at {plan.large_lr:g}, which is "
+        f"less, as its width is more. Step times do not follow the size."
     )
     return _group("size", "Model size", note, rows, against)
 

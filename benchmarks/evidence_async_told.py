@@ -10,6 +10,7 @@ from async_claims import pairs, remedies
 from async_rows import DELAYED, NAIVE, SYNC
 from cells import Outcome
 from claims import Claim, alike, higher, lower, unlike
+from groups import mild
 from wording import decoder_text, time_ratio
 
 CLOSE, SHARE = 0.02, 1 / 3
@@ -32,11 +33,6 @@ class Told(workload.Told, Protocol):
 def at(where: str, name: str) -> str:
     """A row's label at a level, or with another model."""
     return f"{where}, {name}"
-
-
-def mild(name: str) -> str:
-    """The label of the same row with a milder outer rule."""
-    return f"{name}, milder"
 
 
 def claims(plan: Told) -> list[Claim]:

@@ -16,8 +16,8 @@ from diloco_rows import DDP, DILOCO, pools, pruning
 from evidence import Evidence
 from evidence_diloco_besides import batches, longer_runs, milder_rule, milder_shards, outer_rules, rates, sizes
 from evidence_diloco_plan import Plan, plan
-from evidence_diloco_told import DILOCO_ROW, ONE, claims, introduction, mild, plot
-from groups import DEFAULT, Group
+from evidence_diloco_told import DILOCO_ROW, ONE, claims, introduction, plot
+from groups import DEFAULT, Group, mild
 from record import script
 
 
@@ -115,11 +115,9 @@ def _in_shards(group: Group) -> dict[str, Row]:
 
 
 def _three_seeds(plan: Plan) -> list[str]:
-    """Labels of rows with three seeds: of the headline, of all lengths of rounds, and of domains."""
-    lengths = [f"H={steps}" for steps in plan.lengths]
-    domains = _partitions(plan, plan.domains) if plan.domains else None
-    under = [*lengths, *(_in_shards(domains) if domains else [])]
-    return [DILOCO_ROW, ONE, plan.batch, *lengths, *(domains.rows if domains else []), *map(mild, under)]
+    """Labels of rows with three seeds: of the headline, and with both outer rules those of all lengths of rounds and of domains."""
+    rows = [label for group in groups(plan) if group.name in ("H", "partition") for label in group.rows]
+    return [DILOCO_ROW, ONE, plan.batch, *rows, *map(mild, rows)]
 
 
 EVIDENCE = Evidence(

@@ -9,6 +9,11 @@ from diloco_rows import DILOCO
 from evidence import OnGpu
 
 
+def nesterov(rate: float, momentum: float) -> str:
+    """An outer rule, as a setting names it."""
+    return f"Nesterov(lr={rate},momentum={momentum})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(OnGpu):
     """The workload, and the values that rows run through.
@@ -18,8 +23,8 @@ class Plan(OnGpu):
         counts: of islands.
         rates: of the inner rule, as multiples of that of all other rows.
         batches: sizes of other batches. Larger ones have a third of the steps, in rounds half as long.
-        outer: the outer rule of all rows that name no other: the paper's.
-        milder: learning rate and momentum of one for few rounds.
+        outer: learning rate and momentum of the outer rule of all rows that name no other: the paper's.
+        milder: those of one for few rounds.
         longer: how many times as long some rows are trained.
         small: sizes of a smaller decoder.
         ramp: how many islands there are over equal parts of a run.
@@ -32,7 +37,7 @@ class Plan(OnGpu):
     counts: tuple[int, ...] = (1, 4, 8)
     rates: tuple[float, ...] = (0.5, 2.0)
     batches: tuple[int, ...] = (4, 64)
-    outer: str = "Nesterov(lr=0.7,momentum=0.9)"
+    outer: tuple[float, float] = (0.7, 0.9)
     milder: tuple[float, float] = (0.9, 0.7)
     longer: int = 3
     small: str = "layers=4,width=128,heads=2,head_size=64"
@@ -40,7 +45,7 @@ class Plan(OnGpu):
     separate: int = 6
 
     def row(self, name: str, *settings: str, recipe: str = DILOCO) -> Row:
-        algorithm = f"DiLoCo(inner_steps={self.inner_steps},outer={self.outer})" if recipe == DILOCO else "DDP()"
+        algorithm = f"DiLoCo(inner_steps={self.inner_steps},outer={nesterov(*self.outer)})" if recipe == DILOCO else "DDP()"
         return Row(recipe=recipe, base=self.settings(algorithm, step_time_s="[0.1]"), settings=settings, name=name)
 
     def length(self, steps: int) -> Row:
@@ -72,8 +77,8 @@ def plan(quick: bool) -> Plan:
         inner_steps=4,
         islands=4,
         longer=2,
-        lengths=(2, 4),
-        counts=(1, 4),
+        lengths=(2, 4, 8),
+        counts=(1, 2, 4),
         rates=(2.0,),
         batches=(1, 4),
         ramp=(1, 4),

@@ -11,9 +11,13 @@ import workload
 from atoll.telemetry.drawing import new_figure, save_figure
 from cells import Outcome
 from claims import Claim, Terms, alike, costs, lower, unlike
+from groups import mild
+from spread import Sample
 from wording import decoder_text
 
 ONE, DILOCO_ROW = "one worker", "DiLoCo"
+Points = Mapping[str, tuple[float, Sample]]
+"""Rows of a plot, by label: bytes sent, and losses."""
 
 
 class Told(workload.Told, Protocol):
@@ -29,11 +33,6 @@ class Told(workload.Told, Protocol):
     def batch_size(self) -> int: ...
     @property
     def longer(self) -> int: ...
-
-
-def mild(label: str) -> str:
-    """The label of the same row with a milder outer rule."""
-    return f"milder, {label}"
 
 
 def longer(label: str) -> str:
@@ -126,24 +125,33 @@ def plot(plan: Told, outcomes: Mapping[str, Outcome], path: Path) -> str | None:
     """Loss against bytes: one worker, every length of a round with both outer rules, and talking at every step."""
     lengths = [f"H={steps}" for steps in plan.lengths]
     rules = {"the paper's outer rule": lengths, "a milder one": [mild(label) for label in lengths], plan.batch: [plan.batch]}
-    drawn = {rule: [label for label in labels if label in outcomes and outcomes[label].loss] for rule, labels in rules.items()}
+    drawn = {rule: points for rule, labels in rules.items() if (points := _points(labels, outcomes))}
     if sum(map(len, drawn.values())) < 2:
         return None
-    save_figure(lambda found: _figure(drawn, found), outcomes, path)
+    alone = outcomes[ONE].loss if ONE in outcomes else None
+    save_figure(lambda found: _figure(found, alone), drawn, path)
     return "loss against bytes sent"
 
 
-def _figure(rules: Mapping[str, Sequence[str]], outcomes: Mapping[str, Outcome]) -> Any:
+def _points(labels: Sequence[str], outcomes: Mapping[str, Outcome]) -> Points:
+    """Those that have both: what sent nothing has no place on a logarithmic axis."""
+    there = {label: outcomes[label] for label in labels if label in outcomes}
+    found = {label: (outcome.mean("sent_bytes_per_island"), outcome.loss) for label, outcome in there.items()}
+    return {label: (sent, loss) for label, (sent, loss) in found.items() if sent and loss is not None}
+
+
+def _figure(rules: Mapping[str, Points], alone: Sample | None) -> Any:
     figure, (axes,) = new_figure(1)
-    for rule, labels in rules.items():
-        points = [(sent, loss) for label in labels if (loss := outcomes[label].loss) and (sent := _sent(outcomes[label]))]
-        bars = [[loss.mean - loss.low for _, loss in points], [loss.high - loss.mean for _, loss in points]]
-        means = [loss.mean for _, loss in points]
-        axes.errorbar([sent for sent, _ in points], means, yerr=bars, fmt="o-", capsize=3, label=rule)
-        for label, (sent, loss) in zip(labels, points, strict=True):
-            words = label.rpartition(", ")[2]
-            axes.annotate(words, (sent, loss.mean), textcoords="offset points", xytext=(8, -3), fontsize=11)
-    alone = outcomes[ONE].loss if ONE in outcomes else None
+    for rule, points in rules.items():
+        losses = [loss for _, loss in points.values()]
+        bars = [[loss.mean - loss.low for loss in losses], [loss.high - loss.mean for loss in losses]]
+        # A row that is a rule by itself sends most, at the right edge: its label is beside it, to the left, and not in the legend.
+        place = {"xytext": (-8, -3), "ha": "right"} if rule in points else {"xytext": (8, -3)}
+        named = None if rule in points else rule
+        means = [loss.mean for loss in losses]
+        axes.errorbar([sent for sent, _ in points.values()], means, yerr=bars, fmt="o-", capsize=3, label=named)
+        for label, (sent, loss) in points.items():
+            axes.annotate(label.rpartition(", ")[2], (sent, loss.mean), textcoords="offset points", fontsize=11, **place)
     if alone is not None:
         axes.axhline(alone.mean, color="grey", linestyle="--")
         axes.annotate(ONE, (0.7, alone.mean), xycoords=("axes fraction", "data"), xytext=(0, 4), textcoords="offset points")
@@ -152,7 +160,3 @@ def _figure(rules: Mapping[str, Sequence[str]], outcomes: Mapping[str, Outcome])
     axes.margins(x=0.25, y=0.15)
     axes.legend(frameon=False)
     return figure
-
-
-def _sent(outcome: Outcome) -> float | None:
-    return outcome.mean("sent_bytes_per_island")

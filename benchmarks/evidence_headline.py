@@ -18,10 +18,12 @@ import evidence_async
 import evidence_diloco
 import wording
 from async_rows import DELAYED, NAIVE, SYNC
+from atoll.data.text import Text
 from atoll.errors import ConfigError
-from cells import Outcome
+from cells import Outcome, Row
 from evidence import Evidence
-from evidence_diloco_told import DILOCO_ROW, ONE, mild
+from evidence_diloco_told import DILOCO_ROW, ONE
+from groups import mild
 from record import RECORDS, Record, has_marks, markdown_table, replace_between, script
 
 MARKER = "evidence_headline"
@@ -113,15 +115,29 @@ def _loss(outcome: Outcome) -> str:
 
 
 def _outcomes(study: Study, options: argparse.Namespace) -> dict[str, Outcome]:
-    """What the newest record of the study holds."""
+    """What the newest record of the study holds.
+
+    Raises:
+        ConfigError: there is none, or it has none of the rows: an empty table would take the place of a full one.
+    """
     name = study.evidence.name
-    records = sorted(options.records.glob(f"*_{name}"))
+    records = sorted(cells.parent for cells in options.records.glob(f"*_{name}/cells.jsonl"))
     if not records:
         raise ConfigError(f"{options.records} has no record of {name}. Make it with: python benchmarks/{name}.py --text TEXT")
-    plan = replace(study.evidence.plan(False), text=options.text)
-    return study.evidence.carried_out(
-        plan, study.evidence.groups(plan), Record(records[-1]), options.seeds, quiet=True, can=lambda run: False
-    )
+    plan, record = replace(study.evidence.plan(False), text=options.text), Record(records[-1])
+    found = study.evidence.carried_out(plan, study.evidence.groups(plan), record, options.seeds, quiet=True, can=lambda run: False)
+    if not study.rows.keys() & found.keys():
+        raise ConfigError(
+            f"--text {options.text}: the record {record.path} has no row of the headline with this text. Its cells name "
+            f"{', '.join(_texts(record))}. Give that text; a record that was made with --lr, --set or --quick has no place here."
+        )
+    return found
+
+
+def _texts(record: Record) -> list[str]:
+    """What a record's cells call their texts."""
+    data = [Row(recipe=cell["recipe"], settings=tuple(cell["settings"])).run(cell["seed"]).data for cell in record.cells]
+    return sorted({text.corpus.removeprefix("prepared:") for text in data if isinstance(text, Text)})
 
 
 def _parser() -> argparse.ArgumentParser:

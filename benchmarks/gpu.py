@@ -6,8 +6,10 @@
     python benchmarks/gpu.py --quick                          in miniature, also on a CPU, to see whether it works
 
 For each preset: tokens per second, model FLOP utilisation against a matrix product of the same run, and memory, of a bare loop and
-of DiLoCo on 1, 4 and 8 islands, and on 64 of the smallest. With small batches, which do not fill a device: islands one after the
-other (apart) against islands stacked in one pass. The bare loop and DiLoCo's rounds take turns. Leave the device alone meanwhile.
+of DiLoCo on 1, 4, 8 and 64 islands, where that many fit into memory. With small batches, which do not fill a device: islands
+one after the other (apart), the same with recorded passes, all stacked in one pass, and what the simulator chooses by measuring
+(auto); with one batch that does, all of these but recorded passes. Losses tell whether all ways give the same numbers. The bare
+loop and DiLoCo's rounds take turns. Leave the device alone meanwhile.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,9 +31,11 @@ from atoll.errors import AtollError, ConfigError
 from atoll.telemetry.drawing import save_figure
 from atoll.telemetry.units import human_bytes, human_count
 from gpu_device import free_bytes, is_cuda, product_flops_per_s, tidy
+from gpu_found import MATRIX, Found, Measured, bare_key, matrix_key
 from gpu_loops import Bare, Subject, islands_measured
 from gpu_plan import FLOPS_FORMULA, PRESETS, Cell, Plan, Shape, plan_of, quick_plan, sizes_given
-from gpu_tables import MATRIX, Found, Measured, bare_key, figure, matrix_key, sections_of
+from gpu_plot import figure
+from gpu_tables import sections_of
 from page import fill
 from progress import Watch
 from record import Record, default_path, script
@@ -58,28 +64,54 @@ class Measuring:
     ) -> None:
         self._plan, self._record, self._device, self._watch = plan, record, device, watch
         self._until_s, self._room = until_s, room
+        self._run = datetime.now().astimezone().isoformat(timespec="milliseconds")
         self._product_flops_per_s: float | None = None
         """Of this run."""
         self.failed: list[str] = []
 
     def all(self) -> None:
-        self._product()
+        """
+        Raises:
+            ConfigError: the record is another device's, and there is something to measure.
+        """
+        if self._record.get(matrix_key(self._plan.matrix)) is None:
+            self._product()
         for shape, cells in self._plan.groups.items():
             missing = [cell for cell in cells if self._record.get(cell.key) is None]
             if (missing or self._record.get(bare_key(shape, self._plan.turns)) is None) and not self._is_late():
+                self._check_device()
+                self._product()
                 self._shape(shape, missing)
 
     def _is_late(self) -> bool:
         return time.monotonic() >= self._until_s
 
-    def _product(self) -> None:
-        """The first of them; a shape that is measured in a later run has its own."""
-        key = matrix_key(self._plan.matrix)
-        if self._record.get(key) is None:
+    def _check_device(self) -> None:
+        here = device_name(self._device)
+        there = self._record[matrix_key(self._plan.matrix)].get("device", here)
+        if here != there:
+            raise ConfigError(
+                f"--record {self._record.path}: it was measured on {there}, and this is {here}. Figures of one record are of one "
+                f"device: use another --record here, or go on with this one there."
+            )
+
+    def _product(self) -> float:
+        """Measured once a run, before anything else. The record's own line is that of its first run."""
+        if self._product_flops_per_s is None:
             self._watch.begin(MATRIX)
-            found = self._product_flops_per_s = product_flops_per_s(self._device, self._plan.matrix)
-            self._record.add(key, {"flops_per_s": found, "device": device_name(self._device), "flops_per_token": FLOPS_FORMULA})
-            self._watch.end(f"{MATRIX}: {found / 1e12:.3g} TFLOP/s")
+            found = self._product_flops_per_s = product_flops_per_s(self._device, self._plan.matrix, self._plan.product_s)
+            told, key = f"{MATRIX}: {found / 1e12:.3g} TFLOP/s", matrix_key(self._plan.matrix)
+            if self._record.get(key) is None:
+                about = {"device": device_name(self._device), "flops_per_token": FLOPS_FORMULA}
+                self._record.add(key, {"flops_per_s": found, "product_s": self._plan.product_s, **about, "run": self._run})
+                self._watch.end(told)
+            else:
+                self._watch.say(told)
+        return self._product_flops_per_s
+
+    def _add(self, key: str, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes down what this run measured, with what is needed to compare it with other runs."""
+        return self._record.add(key, {**found, "product_flops_per_s": self._product(), "run": self._run})
 
     def _shape(self, shape: Shape, missing: Sequence[Cell]) -> None:
         """Everything about one model and batch, with one compiled loss."""
@@ -104,10 +136,7 @@ class Measuring:
         bare = Bare(subject)
         bare.warm_up()
         if self._record.get(key) is None:
-            if self._product_flops_per_s is None:
-                self._product_flops_per_s = product_flops_per_s(self._device, self._plan.matrix)
-            measured = bare.measured(self._plan.turns)
-            found = self._record.add(key, {**measured, "product_flops_per_s": self._product_flops_per_s})
+            found = self._add(key, bare.measured(self._plan.turns))
             rate = shape.bare_steps * shape.tokens / min(found["bare_s"])
             self._watch.end(f"{shape.words}, bare loop: {human_count(rate)} tokens/s at best")
         return subject, bare
@@ -120,7 +149,7 @@ class Measuring:
             if free is not None and cell.estimated_bytes > free:
                 needs = f"would take about {human_bytes(cell.estimated_bytes)}, and {human_bytes(free)} are free"
                 return self._skipped(cell, needs)
-            found = Measured(cell, self._record.add(cell.key, islands_measured(cell, subject, bare)))
+            found = Measured(cell, self._add(cell.key, islands_measured(cell, subject, bare)))
         except torch.OutOfMemoryError:
             return self._skipped(cell, "did not fit into memory")
         except Exception as error:  # the other cells may do better, and a device is not lent for long
@@ -128,7 +157,7 @@ class Measuring:
         return f"{human_count(found.tokens_per_s)} tokens/s, {found.share:.3f} of the bare loop's"
 
     def _skipped(self, cell: Cell, why: str) -> str:
-        self._record.add(cell.key, {"skipped": why})
+        self._add(cell.key, {"skipped": why})
         return f"skipped: {why}"
 
     def _failure(self, what: str, error: Exception) -> str:
@@ -157,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measuring.all()
     found = Found(plan, record)
     sections = sections_of(plan, found, record[matrix_key(plan.matrix)]["device"])
-    save_figure(lambda both: figure(*both), (plan, found), record.plot)
+    save_figure(figure, found, record.plot)
     readme = record.write("Islands on one GPU", [*sections, f"![tokens per second]({record.plot.name})"])
     fill(options.docs, "gpu", sections, record)
     print("\n\n".join(sections))
@@ -200,8 +229,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS), help="in the order of measuring")
     parser.add_argument("--batches", nargs="+", default=[], metavar="NAME=N", help="other sequences in an island's batch")
     parser.add_argument("--islands", type=int, nargs="+", help="only with so many; None: 1, 4, 8 and 64")
-    parser.add_argument("--inner-steps", type=int, default=25, help="of a round; fewer with large batches, except of m150")
-    parser.add_argument("--turns", type=int, default=3, help="measurements of each cell, after one that warms up")
+    parser.add_argument("--inner-steps", type=int, default=25, help="of a round; fewer of more than 8 islands")
+    parser.add_argument("--turns", type=int, default=3, help="of each cell, after one that warms up; fewer of more than 8 islands")
     parser.add_argument("--only", action="append", choices=["presets", "small"], help="this part; None: both")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no cell after so long")
     parser.add_argument("--device", help="None: cuda where there is one")

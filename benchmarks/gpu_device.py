@@ -1,9 +1,12 @@
-"""A device seen from outside: waiting for it, its memory, and the fastest that it multiplies."""
+"""A device seen from outside: waiting for it, its memory, and how fast it multiplies."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
 
 import torch
 
@@ -46,26 +49,57 @@ def free_bytes(device: str) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0] + cached)
 
 
+def idle_pool_bytes(segments: Iterable[Mapping[str, Any]], device_index: int) -> int:
+    """What recorded passes keep to work in and what is not allocated between two replays. Nobody else can have it.
+
+    Args:
+        segments: of `torch.cuda.memory_snapshot`.
+        device_index: whose memory is meant.
+    """
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in segments
+        if segment["device"] == device_index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+
+
 class Peak:
-    """The most that was allocated at one time, beyond what lay there when this was made."""
+    """The most that was in use at one time, beyond what was when this was made: allocated, or kept by recorded passes."""
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._before = torch.cuda.memory_allocated(device) if is_cuda(device) else 0
+        self._before = self._in_use() if is_cuda(device) else 0
         self.begin()
 
     def begin(self) -> None:
         """Forget what was reached before."""
+        self._pool_at_begin = self.pool_bytes() or 0
         if is_cuda(self._device):
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def reached(self) -> int | None:
-        """Bytes; None on a CPU."""
-        return torch.cuda.max_memory_allocated(self._device) - self._before if is_cuda(self._device) else None
+        """Bytes; None on a CPU. A pool that was there at the beginning adds to whatever was allocated since. One that came later
+        was allocated while its pass was recorded, and counts there already."""
+        if not is_cuda(self._device):
+            return None
+        allocated = torch.cuda.max_memory_allocated(self._device)
+        return max(allocated + self._pool_at_begin, self._in_use()) - self._before
+
+    def pool_bytes(self) -> int | None:
+        """What recorded passes keep now without its being allocated; None on a CPU."""
+        if not is_cuda(self._device):
+            return None
+        index = torch.device(self._device).index
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return idle_pool_bytes(segments, torch.cuda.current_device() if index is None else index)
+
+    def _in_use(self) -> int:
+        return torch.cuda.memory_allocated(self._device) + (self.pool_bytes() or 0)
 
 
-def product_flops_per_s(device: str, size: int, turns: int = 5, products: int = 20) -> float:
-    """Of a square matrix product in bfloat16, in the fastest of some turns."""
+def product_flops_per_s(device: str, size: int, for_s: float, products: int = 20) -> float:
+    """Of a square matrix product in bfloat16, repeated for so long: a device that has worked for seconds is slower than one that
+    has rested."""
     one, two = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(one)
 
@@ -73,5 +107,17 @@ def product_flops_per_s(device: str, size: int, turns: int = 5, products: int = 
         for _ in range(products):
             torch.mm(one, two, out=out)
 
-    turn()
-    return products * 2 * size**3 / min(seconds(device, turn) for _ in range(turns))
+    turns_s: list[float] = []
+    until_s = time.perf_counter() + for_s
+    while len(turns_s) < 2 or time.perf_counter() < until_s:
+        turns_s.append(seconds(device, turn))
+    return products * 2 * size**3 / later_median(turns_s)
+
+
+def later_median(turns_s: Sequence[float]) -> float:
+    """The median of the later half.
+
+    >>> later_median([9.0, 9.0, 1.0, 2.0, 4.0])
+    2.0
+    """
+    return median(turns_s[len(turns_s) // 2 :])

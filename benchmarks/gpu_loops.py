@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from atoll.algorithms.diloco import DiLoCo
 from atoll.engines.local import LocalReplica, Loss
 from atoll.engines.sim.engine import SimEngine
-from atoll.engines.sim.together import Together
+from atoll.engines.sim.together import How, Together
 from atoll.engines.sim.world import Cluster
 from atoll.events import Computed, Event, RoundFinished
 from atoll.models.gpt import Decoder
 from atoll.optim.adam import AdamW
 from atoll.tree import Tree
 from gpu_device import Peak, is_cuda, seconds, wait_for
-from gpu_plan import EXAMPLES, Cell, Shape
+from gpu_plan import EXAMPLES, Cell, Shape, Way
 
 RULE = AdamW(lr=1e-4)
 CLIP_NORM = 1.0
@@ -140,12 +140,17 @@ class Turns:
         self._peak = Peak(device)
         self._began_s: float | None = None
         self._computed_s = 0.0
-        self.found: dict[str, Any] = {"round_s": [], "outer_s": [], "bare_s": [], "peak_bytes": None, "begin_bytes": None}
+        self.found: dict[str, Any] = {
+            **{kind: [] for kind in ("losses", "round_s", "outer_s", "bare_s")},
+            **dict.fromkeys(("peak_bytes", "begin_bytes", "pool_bytes")),
+        }
+        """Losses are of all rounds, with the one that warms up."""
 
     def emit(self, event: Event) -> None:
         if isinstance(event, Computed):
             self._computed_s = time.perf_counter()
         elif isinstance(event, RoundFinished):
+            self.found["losses"].append(event.loss)
             self._round_over()
 
     def _round_over(self) -> None:
@@ -154,6 +159,7 @@ class Turns:
         kind = "begin_bytes" if self._began_s is None else "peak_bytes"
         reached = self._peak.reached()
         self.found[kind] = None if reached is None else max(reached, self.found[kind] or 0)
+        self.found["pool_bytes"] = self._peak.pool_bytes()
         if self._began_s is not None:
             self.found["round_s"].append(now_s - self._began_s)
             self.found["outer_s"].append(now_s - self._computed_s)
@@ -165,12 +171,11 @@ class Turns:
 
 def islands_measured(cell: Cell, subject: Subject, bare: Bare) -> dict[str, Any]:
     """Seconds of DiLoCo's rounds and of what lies between the last inner step and the next round, those of the bare loop's turns
-    between them, and memory while islands train and before."""
+    between them, losses of all rounds, memory while islands train and before, and what was chosen where there was a choice. All
+    ways begin with the same weights, and an island reads the same batches in all of them."""
     clock = Turns(subject.device, cell.turns, bare.turn)
-    together = None
-    if cell.way != "apart":
-        rows = cell.islands if cell.way == "stacked" else 1
-        together = Together("stacked", rows, subject.loss, compiled=is_cuda(subject.device), tell=lambda how, why: None)
+    told: list[str] = []
+    together = together_of(cell, subject, lambda how, why: told.append(why))
     engine = SimEngine(
         algorithm=DiLoCo(inner_steps=cell.inner_steps),
         cluster=Cluster(islands=cell.islands, threads_per_island=1),
@@ -185,7 +190,24 @@ def islands_measured(cell: Cell, subject: Subject, bare: Bare) -> dict[str, Any]
         count_memory=False,  # rounds in which it is counted take longer, and the first are all of them
     )
     engine.run()
+    if together is not None and cell.way == "auto":
+        clock.found["chosen"] = {"way": chosen_by(together), "why": told[-1]}
     return clock.found
+
+
+def together_of(cell: Cell, subject: Subject, tell: Callable[[str, str], object]) -> Together | None:
+    """What computes for a cell's islands; none where each computes by itself."""
+    if cell.way == "apart":
+        return None
+    how: How = "auto" if cell.way == "auto" else "stacked"
+    rows = 1 if cell.way == "recorded" else cell.islands
+    return Together(how, rows, subject.loss, compiled=is_cuda(subject.device), tell=tell)
+
+
+def chosen_by(together: Together) -> Way:
+    """Which way was settled. Where there is a stack of one row, islands that compute one after the other have recorded passes."""
+    settled = together.to_part()
+    return "stacked" if settled["how"] == "stacked" else "recorded" if settled["one"] else "apart"
 
 
 def replica_of(subject: Subject) -> LocalReplica:

@@ -16,6 +16,11 @@ ONE_SEED = " †"
 """Marks a row of a brief table."""
 
 
+def mild(label: str) -> str:
+    """The label of the same row with a milder outer rule."""
+    return f"milder, {label}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """One ablation.

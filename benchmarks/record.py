@@ -48,6 +48,11 @@ class Record:
     def plot(self) -> Path:
         return self.path / "plot.png"
 
+    @property
+    def cells(self) -> list[dict[str, Any]]:
+        """All that are finished."""
+        return list(self._cells.values())
+
     def get(self, key: str) -> dict[str, Any] | None:
         """The cell of this key, if it is finished."""
         return self._cells.get(key)
@@ -74,7 +79,12 @@ class Record:
 
     def write(self, title: str, sections: Sequence[str]) -> Path:
         """The record's README.md: title, sections, and how to make it again. Replaces what was there."""
-        again = f"## Again\n\n```\n{self.command}\n```\n\nCells are in `cells.jsonl`, versions and machine in `source.txt`."
+        again = (
+            f"## Again\n\n```\n{self.command}\n```\n\n"
+            "With `--record` and this folder the command makes what is missing here, and the tables again. Without `--record` it "
+            "has a new folder each day, and makes everything anew there. Cells are in `cells.jsonl`, versions and machine in "
+            "`source.txt`."
+        )
         readme = self.path / "README.md"
         write_text(readme, "\n\n".join([f"# {title}", *sections, again]) + "\n")
         return readme

@@ -1,9 +1,9 @@
 """Figures over seeds: mean and spread, and when a difference is one.
 
-The rule, everywhere in these benchmarks: runs of one seed begin with the same weights and read the same text, so differences are
-taken seed by seed. Two settings differ if the 95 % confidence interval of the mean difference (Student's t) does not hold 0. Where
-it does, the verdict is "none": so few seeds do not show a difference, which does not prove that there is none. Of twenty
-verdicts one is wrong by chance.
+The rule, everywhere in these benchmarks: runs of one seed on one machine begin with the same weights and read the same text, unless
+a row says otherwise, so differences are taken seed by seed. Two settings differ if the 95 % confidence interval of the mean
+difference (Student's t) does not hold 0. Where it does, the verdict is "none": so few seeds do not show a difference, which does
+not prove that there is none. Of twenty verdicts one is wrong by chance.
 
 >>> ours, theirs = Sample((2.30, 2.36, 2.32)), Sample((2.40, 2.45, 2.41))
 >>> found = difference(ours, theirs)

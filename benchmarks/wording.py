@@ -12,9 +12,10 @@ SAME_TOKENS = 0.001
 """Shares of tokens up to which a difference is not spoken of."""
 
 RULE = (
-    "Losses are means over seeds ± the sample standard deviation, with the least and the greatest. Runs of one seed begin with the "
-    "same weights and read the same text, so differences are taken seed by seed, with the 95 % interval of their mean (Student's "
-    't). Where it holds 0 the verdict is "none": these seeds show no difference. Of twenty verdicts one is wrong by chance.'
+    "Losses are means over seeds ± the sample standard deviation, with the least and the greatest. Runs of one seed on one machine "
+    "begin with the same weights and read the same text, unless a row says otherwise, so differences are taken seed by seed, with "
+    'the 95 % interval of their mean (Student\'s t). Where it holds 0 the verdict is "none": these seeds show no difference. Of '
+    "twenty verdicts one is wrong by chance."
 )
 
 

@@ -21,12 +21,30 @@ def test_claims_are_judged_by_the_cells(b):
     assert "no verdict" in b.claims.judged(b.claims.unlike(claim), alone, b.spread.Scatter(0.1, 4)), "of other rows"
 
 
-def test_rows_of_one_seed_that_began_with_other_weights_are_marked(b):
+def test_rows_that_began_with_other_weights_are_marked_and_that_is_explained(b):
+    def began(*first):
+        """A row whose seeds began with these losses."""
+        summaries = tuple({"val_loss": 1.0 + seed} for seed in range(len(first)))
+        return b.cells.Outcome(
+            b.cells.Row(recipe="demo-ddp"), summaries, curves=tuple(((0.0, 0, at), (9.0, 9, 1.0)) for at in first)
+        )
+
+    def told(one, two):
+        return b.claims.claims_section([claim], {"A": one, "B": two}, b.spread.Scatter(0.1, 4))
+
     claim = b.claims.lower("A ends below B.", "A", "B")
-    row, scatter = b.cells.Row(recipe="demo-ddp"), b.spread.Scatter(0.1, 4)
-    began = {first: b.cells.Outcome(row, ({"val_loss": 1.0},), curves=(((0.0, 0, first), (9.0, 9, 1.0)),)) for first in (5.0, 5.1)}
-    assert "** (one seed): A ends" in b.claims.judged(claim, {"A": began[5.0], "B": began[5.0]}, scatter)
-    assert "** (one seed, begun apart): A ends" in b.claims.judged(claim, {"A": began[5.0], "B": began[5.1]}, scatter)
+    for one, two, marked in [
+        (began(5.0), began(5.0), " (one seed)"),
+        (began(5.0), began(5.1), " (one seed, begun apart)"),
+        (began(5.0), began(5.0, 5.1, 5.2), " (one seed)"),
+        (began(5.0, 5.1), began(5.0, 5.1), ""),
+        (began(5.0, 5.1), began(5.0, 5.2), " (begun apart)"),  # the second seed tells, too
+        (began(5.0, 5.1), began(5.0, 5.1, 5.2), ""),
+        (began(5.0, 5.1), outcome(b, 1.0, 2.0), ""),  # whose curves were not kept
+    ]:
+        said = told(one, two)
+        assert f"**{marked}: A ends" in said
+        assert ("Begun apart: " in said) == ("begun apart" in marked)
 
 
 def test_other_tokens_are_told_in_the_verdict(b):

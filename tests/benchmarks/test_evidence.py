@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,18 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def domains(tmp_path_factory):
+    """A text of six domains, which have letters of their own."""
+    folder = tmp_path_factory.mktemp("domains")
+    for letter in "abcdef":
+        (folder / "text" / letter).mkdir(parents=True)
+        for number in range(20):
+            (folder / "text" / letter / f"{number}.txt").write_text(f"{letter}{number} " * 200)
+    prepare(f"files:{folder / 'text'}", "bytes", folder / "prepared")
+    return folder / "prepared"
+
+
+@pytest.fixture(scope="module")
 def scripts(b):
     return {name: getattr(b, f"evidence_{name}") for name in ("acco", "async", "diloco")}
 
@@ -34,13 +48,14 @@ def test_rows_of_the_headline_have_all_seeds_and_others_the_first(scripts, text,
     scripts["diloco"].main([*common, "--only", "headline", "--only", "drop"])
     found = cells(tmp_path / "record")
     seeds = sorted((cell["recipe"], tuple(cell["settings"][7:]), cell["seed"]) for cell in found)
-    alone, lost = ("cluster.islands=1",), ("cluster.drop_probability=0.5",)
+    alone, lost, longest = ("cluster.islands=1",), ("cluster.drop_probability=0.5",), ("algorithm.inner_steps=8",)
     longer = (*alone, "train.steps=32")
     assert seeds == [
         *(("demo-ddp", (), seed) for seed in (0, 1)),
         *(("demo-ddp", alone, seed) for seed in (0, 1)),
         ("demo-ddp", longer, 0),
         *(("demo-diloco", (), seed) for seed in (0, 1)),
+        *(("demo-diloco", longest, seed) for seed in (0, 1)),
         ("demo-diloco", lost, 0),
     ]
     said = capsys.readouterr().out
@@ -52,7 +67,61 @@ def test_rows_of_the_headline_have_all_seeds_and_others_the_first(scripts, text,
     assert sum(line.endswith(" s") for line in (tmp_path / "record" / "log.txt").read_text().splitlines()) == len(found)
     scripts["diloco"].main([*common, "--only", "headline"])
     assert len(cells(tmp_path / "record")) == len(found), "what is there is not made again"
-    assert "## Deltas that get lost" in (tmp_path / "record" / "README.md").read_text(), "and is told whatever is chosen"
+    readme = (tmp_path / "record" / "README.md").read_text()
+    assert "## Deltas that get lost" in readme, "and is told whatever is chosen"
+    assert "With `--record` and this folder the command makes what is missing here" in readme
+
+
+def test_milder_rules_longer_runs_and_other_rates_in_miniature(scripts, text, domains, tmp_path, capsys):
+    common = ["--text", str(text), "--quick", "--quiet", "--record", str(tmp_path / "record"), "--seeds", "0"]
+    scripts["diloco"].main([*common, "1", "--only", "milder", "--only", "longer"])
+    found = cells(tmp_path / "record")
+    milder = [cell for cell in found if "algorithm.outer=Nesterov(lr=0.9,momentum=0.7)" in cell["settings"]]
+    longer = [cell for cell in found if "train.steps=16" in cell["settings"]]
+    counts = Counter(tuple(cell["settings"]) for cell in milder)
+    assert sorted(counts.values()) == [1] * 5 + [2] * 3, "two seeds for every H, one for drop, pruned, k=1 and longer"
+    assert [cell["seed"] for cell in longer] == [0] * 5
+    said = capsys.readouterr().out
+    assert "(one seed): With a milder outer rule: Losing half of the deltas costs little" in said
+    assert "[longer, milder, H=8] - [longer, one worker] = " in said
+    assert "begun apart" not in said.lower()
+    scripts["diloco"].main([*common, "--only", "rate"])
+    assert len(cells(tmp_path / "record")) == len(found) + 3
+    assert len(list((tmp_path / "record" / "warm").iterdir())) == 2, "one warm start a seed, at whatever rate a row goes on"
+    capsys.readouterr()
+    scripts["diloco"].main([*common, "1", "--domains", str(domains), "--only", "milder_shards"])
+    assert len(cells(tmp_path / "record")) == len(found) + 3 + 2 * 2
+    assert "[milder, domains, by domain] - [milder, domains, IID] = " in capsys.readouterr().out
+
+
+def test_without_a_gpu_rows_that_need_one_are_refused_and_others_are_not(scripts, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    common = ["--text", str(text), "--quiet", "--minutes", "0", "--record", str(tmp_path / "record")]
+    for name, only in (("diloco", "H"), ("acco", "methods")):
+        with pytest.raises(ConfigError, match=r"need CUDA, torch sees none here.* --quick on a CPU, or give a --record"):
+            scripts[name].main([*common, "--only", only])
+    scripts["acco"].main([*common, "--only", "line"])
+    assert "needs CUDA; give the same command again where there is one to go on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [(["--processes", "0"], "--processes 0: .* Use 1"), (["--minutes", "-1"], "--minutes -1")]
+)
+def test_numbers_that_make_no_sense_are_refused(scripts, text, tmp_path, given, said):
+    with pytest.raises(ConfigError, match=said):
+        scripts["acco"].main(["--text", str(text), "--quick", "--quiet", "--record", str(tmp_path / "record"), *given])
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_claims_know_their_rows_and_none_is_made_twice(scripts, quick):
+    for script in scripts.values():
+        plan = replace(script.plan(quick), text="text", domains="domains")
+        labels = {label for group in script.groups(plan) for label in group.rows}
+        made = script.EVIDENCE.claims(plan)
+        unknown = {label for claim in made for _, label in claim.terms} - labels
+        assert unknown <= {"AdamW+Momentum, async"}, "which the ablations alone have"
+        assert len({(claim.terms, claim.above, claim.below) for claim in made}) == len(made)
+        assert not any(re.match("1 islands", claim.text) for claim in made)
 
 
 def test_when_time_is_up_no_cell_begins_and_the_next_call_goes_on(scripts, text, tmp_path, capsys):
@@ -75,16 +144,6 @@ def test_settings_of_the_gpu_are_understood(scripts, text):
                 assert (run.train.device, run.train.compile) == (("cuda", True) if on_gpu else ("cpu", False))
                 large = on_gpu and run.train.batch_size > plan.batch_size  # one island's batch fills a device
                 assert run.train.together == ("apart" if large else "stacked" if on_gpu else "auto")
-
-
-def test_rows_with_one_seed_are_judged_by_what_the_headline_scatters(b):
-    spread = b.spread
-    figures = [spread.Sample((1.0, 2.0, 3.0)), spread.Sample((2.0, 3.0, 4.0))]
-    assert spread.scatter(figures).std == pytest.approx(0.0), "rows that differ by the same in every seed do not scatter"
-    assert spread.scatter(figures[:1]) is None
-    found = spread.Scatter(0.1, 2).about([(1.0, 5.0), (-1.0, 4.0)])
-    assert (found.value, found.high) == (1.0, pytest.approx(1.0 + 4.303 * 0.1 * 2**0.5))
-    assert spread.Scatter(0.1, 2).resolution == pytest.approx(4.303 * 0.1 * 2**0.5)
 
 
 def test_a_record_goes_on_with_its_own_text_alone(scripts, text, tmp_path):
@@ -149,6 +208,27 @@ def test_lines_are_told_in_seconds_an_update_and_where_hiding_pays(b):
     assert acco.timed(plan, {}) == []
 
 
+def test_rows_that_sent_nothing_are_not_drawn_and_labels_lie_within_the_axes(b, tmp_path, monkeypatch):
+    told, plan = b.evidence_diloco_told, b.evidence_diloco.plan(False)
+    losses = {"one worker": 5.0, "H=50": 4.2, "H=500": 4.7, plan.batch: 4.0}
+    outcomes = {label: outcome(b, loss) for label, loss in losses.items()}
+    sent = {"H=50": 5e9, "H=500": 5e8, plan.batch: 3e11}
+    for label, found in outcomes.items():
+        for summary in found.summaries:
+            summary["sent_bytes_per_island"] = sent.get(label, 0.0)
+    outcomes["H=100"] = outcomes["one worker"]
+    drawn = []
+    monkeypatch.setattr(told, "save_figure", lambda draw, what, path: drawn.append(draw(what)))
+    assert told.plot(plan, outcomes, tmp_path / "plot.png") == "loss against bytes sent"
+    (figure,) = drawn
+    (axes,) = figure.axes
+    figure.savefig(tmp_path / "plot.png")  # which lays it out
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["the paper's outer rule"]
+    assert {text.get_text() for text in axes.texts} == {"H=50", "H=500", plan.batch, "one worker"}
+    for text in axes.texts:
+        assert axes.get_window_extent().x1 >= text.get_window_extent().x1, text.get_text()
+
+
 def marked(page, name):
     return re.search(rf"<!-- {name}:begin -->\n(.*?)<!-- {name}:end -->", page.read_text("utf-8"), re.DOTALL).group(1).strip()
 
@@ -198,7 +278,17 @@ def test_published_tables_are_what_the_records_hold(scripts, published, name, tm
     ]
 
 
+def test_a_headline_of_another_text_is_refused_before_a_page_is_touched(b, published, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- evidence_headline:begin -->\nfigures\n<!-- evidence_headline:end -->\n")
+    names = r"--text prepared/other: the record .*_evidence_diloco has no row .* Its cells name prepared/domains, prepared/wiki\."
+    with pytest.raises(ConfigError, match=names):
+        b.evidence_headline.main(["--docs", str(page), "--records", str(published), "--text", "prepared/other"])
+    assert "figures" in page.read_text()
+
+
 def test_a_headline_without_records_says_how_to_make_them(b, tmp_path):
+    (tmp_path / "2030-01-01_evidence_diloco").mkdir()  # as a command leaves it that was refused
     with pytest.raises(ConfigError, match=r"has no record of evidence_diloco. Make it with: python benchmarks/evidence_diloco.py"):
         b.evidence_headline.main(["--records", str(tmp_path)])
     with pytest.raises(ConfigError, match="there is no such file"):

@@ -1,8 +1,8 @@
 """The benchmark of islands on one GPU: on a CPU in miniature, and what it makes of figures."""
 
-import doctest
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ import torch
 from atoll.engines.local import torch_threads
 from atoll.errors import ConfigError
 from atoll.events import Computed, RoundFinished
-from atoll.models.gpt import GPT
 from atoll.protocols import Batches, ReadsAhead, Work
 from atoll.tree import trainable
 
@@ -41,13 +40,25 @@ def test_everything_is_measured_in_miniature_and_not_twice(b, tmp_path, capsys):
     b.gpu.main([*QUICK, "--record", str(tmp_path)])
     assert cells_in(tmp_path) == cells
     assert capsys.readouterr().out == said
-    assert len({cell["key"] for cell in cells}) == len(cells) == 1 + 2 + 3 + 3  # the product, bare loops, and islands of each shape
+    assert len({cell["key"] for cell in cells}) == len(cells) == 1 + 2 + 4 + 6  # the product, bare loops, and islands of each shape
+    assert len({cell["run"] for cell in cells}) == 1
+    assert {cell["product_flops_per_s"] for cell in cells[1:]} == {cells[0]["flops_per_s"]}
+    assert all(len(cell["losses"]) == 1 + 3 for cell in cells if "round_s" in cell)
     for cell in cells[1:]:
         assert all(len(cell[kind]) == 3 for kind in ("bare_s", "round_s", "outer_s") if kind in cell)
     assert all(
         outer < whole for cell in cells if "round_s" in cell for outer, whole in zip(cell["outer_s"], cell["round_s"], strict=True)
     )
-    for line in ("m150, 4 x 16: DiLoCo trains", "stacked is so many times as fast", "model FLOP utilisation of"):
+    for line in (
+        "m150, 4 x 16: DiLoCo trains",
+        "m20, 2 x 16: stacked is so many times as fast",
+        "m150, 4 x 16, which fills the device: stacked is so many times as fast",
+        "m20, 2 x 16, k=4: together=auto chose ",
+        "**holds here**: All ways give the same numbers within rounding",
+        "over 3 shapes and numbers of islands",
+        "model FLOP utilisation of",
+        "On a CPU, in one process. ",
+    ):
         assert line in said
     assert said.split("record: ")[0].strip() in (tmp_path / "README.md").read_text()
     assert (tmp_path / "plot.png").stat().st_size > 1000
@@ -56,10 +67,37 @@ def test_everything_is_measured_in_miniature_and_not_twice(b, tmp_path, capsys):
 def test_a_part_is_measured_alone_and_the_whole_goes_on_from_it(b, tmp_path, capsys):
     b.gpu.main([*QUICK, "--record", str(tmp_path), "--only", "small", "--islands", "4"])
     part = cells_in(tmp_path)
-    assert [cell["key"].split(" H=")[0].split(") ")[-1] for cell in part[2:]] == ["k=4 apart", "k=4 recorded", "k=4 stacked"]
+    ways = ("apart", "recorded", "stacked", "auto")
+    assert [cell["key"].split(" H=")[0].split(") ")[-1] for cell in part[2:]] == [f"k=4 {way}" for way in ways]
+    assert "On a CPU, in one process. " in capsys.readouterr().out
     b.gpu.main([*QUICK, "--record", str(tmp_path)])
-    assert cells_in(tmp_path)[: len(part)] == part
-    assert len(cells_in(tmp_path)) == 9
+    lines = cells_in(tmp_path)
+    assert lines[: len(part)] == part
+    assert len(lines) == 13
+    assert {(line["run"], line["product_flops_per_s"]) for line in lines[len(part) :]}.isdisjoint(
+        (line["run"], line["product_flops_per_s"]) for line in part[1:]
+    ), "each run has a product of its own"
+    assert "On a CPU, in 2 processes, one after the other. " in capsys.readouterr().out
+
+
+def another_device(path):
+    """Makes a record one of another device."""
+    lines = cells_in(path)
+    lines[0]["device"] = "NVIDIA H100"
+    (path / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_record_does_not_go_on_with_another_device_and_its_tables_can_be_made_anywhere(b, tmp_path, capsys):
+    b.gpu.main([*QUICK, "--record", str(tmp_path), "--only", "small"])
+    another_device(tmp_path)
+    part = cells_in(tmp_path)
+    with pytest.raises(ConfigError, match=r"measured on NVIDIA H100, and this is a CPU\. .* use another --record"):
+        b.gpu.main([*QUICK, "--record", str(tmp_path)])
+    assert cells_in(tmp_path) == part
+    b.gpu.main([*QUICK, "--record", str(tmp_path), "--only", "small"])
+    b.gpu.main([*QUICK, "--record", str(tmp_path), "--minutes", "0"])
+    assert cells_in(tmp_path) == part
+    assert capsys.readouterr().out.count("On NVIDIA H100, ") == 2
 
 
 def test_no_cell_begins_when_time_is_up_and_the_record_says_what_is_missing(b, tmp_path, capsys):
@@ -93,7 +131,8 @@ def small_plan(b):
 
 def test_a_cell_that_fails_leaves_the_others_and_no_line(b, tmp_path, capsys):
     plan = small_plan(b)
-    ((shape, (apart, _, stacked)),) = plan.small.items()
+    ((shape, cells),) = plan.small.items()
+    apart, _, stacked, _ = (cell for cell in cells if cell.islands == 4)
     broken = replace(apart, inner_steps=0)
     failed, lines = measure(b, tmp_path, replace(plan, small={shape: [broken, stacked]}))
     assert [line.partition(" (")[0] for line in failed] == ["m20, 2 x 16, k=4, apart"]
@@ -106,9 +145,9 @@ def test_a_cell_that_would_not_fit_is_skipped_with_a_line(b, tmp_path):
     plan = small_plan(b)
     failed, lines = measure(b, tmp_path, plan, room=lambda device: 1_000)
     assert not failed
-    assert [line["skipped"].split(", and ")[1] for line in lines[2:]] == ["1.00 kB are free"] * 3
-    told = "\n".join(b.gpu_tables.sections_of(plan, b.gpu_tables.Found(plan, b.record.Record(tmp_path)), "a CPU"))
-    assert told.count("would take about") == 3
+    assert [line["skipped"].split(", and ")[1] for line in lines[2:]] == ["1.00 kB are free"] * 6
+    told = "\n".join(b.gpu_tables.sections_of(plan, b.gpu_found.Found(plan, b.record.Record(tmp_path)), "a CPU"))
+    assert told.count("would take about") == 6
 
 
 # -------------------------------------------------------------------------------------------------------------- both loops
@@ -150,102 +189,94 @@ def test_the_other_has_a_turn_before_each_round_but_the_first(b):
     finished = RoundFinished(
         round=1, islands=1, steps=1, virtual_time_s=1.0, tokens=1, local_updates=1, loss=1.0, sent_bytes_per_island=0.0
     )
-    for _ in range(3):
+    for loss in (3.0, 2.0, 1.0):
         order.append("round")
         turns.emit(computed)
-        turns.emit(finished)
+        turns.emit(replace(finished, loss=loss))
     assert order == ["round", "bare", "round", "bare", "round"]
     assert turns.found["bare_s"] == [0.5, 0.5]
+    assert turns.found["losses"] == [3.0, 2.0, 1.0]
     assert len(turns.found["round_s"]) == 2
     assert all(0 <= outer <= whole for outer, whole in zip(turns.found["outer_s"], turns.found["round_s"], strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------- figures and verdicts
+@pytest.mark.parametrize("way", ["recorded", "stacked", "auto"])
+def test_all_ways_train_the_same_islands_from_the_same_weights_on_the_same_batches(b, way):
+    ((shape, _),) = small_plan(b).small.items()
+    subject = b.gpu_loops.Subject(shape, "cpu")
+    cell = b.gpu_plan.Cell(shape=shape, islands=4, way=way, inner_steps=2, turns=2)
+
+    def losses(cell):
+        return b.gpu_loops.islands_measured(cell, subject, b.gpu_loops.Bare(subject))["losses"]
+
+    apart = losses(replace(cell, way="apart"))
+    assert losses(cell) == pytest.approx(apart, rel=1e-6)
+    assert losses(replace(cell, islands=3)) != pytest.approx(apart, rel=1e-6), "other islands have other batches"
 
 
-def test_examples_in_docstrings_are_true(b):
-    assert doctest.testmod(b.gpu_plan).failed == 0
+@pytest.mark.parametrize(("way", "how", "rows"), [("recorded", "stacked", 1), ("stacked", "stacked", 4), ("auto", "auto", 4)])
+def test_a_recorded_way_is_a_stack_of_one_row_and_auto_may_stack_all(b, monkeypatch, way, how, rows):
+    monkeypatch.setattr(b.gpu_loops, "Together", lambda how, rows, loss, **rest: (how, rows))
+    subject = subject_of(b)
+    cell = b.gpu_plan.Cell(shape=subject.shape, islands=4, way=way, inner_steps=2, turns=2)
+    assert b.gpu_loops.together_of(cell, subject, print) == (how, rows)
+    assert b.gpu_loops.together_of(replace(cell, way="apart"), subject, print) is None
 
 
-def test_flops_count_every_matrix_once_and_attention_by_half(b):
-    model = GPT(layers=2, width=8, heads=2, head_size=6, tied=False)
-    shape = b.gpu_plan.Shape(name="x", model=model, batch_size=1, seq_len=10, vocab_size=50, bare_steps=1)
-    decoder = model.build(50, 10, seed=0)
-    multiplied = sum(p.numel() for name, p in decoder.named_parameters() if not name.startswith("embedding"))
-    assert shape.flops_per_token == 6 * multiplied + 12 * 2 * 12 * 10 * 0.5
-    tied = replace(shape, model=replace(model, tied=True))
-    assert tied.flops_per_token == shape.flops_per_token  # the one table multiplies, and is looked up besides
+@pytest.mark.parametrize(
+    ("settled", "way"),
+    [
+        ({"how": "stacked", "one": True, "all": True}, "stacked"),
+        ({"how": "apart", "one": True, "all": False}, "recorded"),
+        ({"how": "apart", "one": False, "all": False}, "apart"),
+    ],
+)
+def test_islands_one_after_the_other_are_recorded_where_a_stack_of_one_row_was_kept(b, settled, way):
+    together = b.gpu_loops.Together("auto", 4, lambda module, batch: None, compiled=False, tell=print)
+    together.from_part({**settled, "settled": True, "pays_from": 2})
+    assert b.gpu_loops.chosen_by(together) == way
 
 
-def published(b):
-    return b.gpu_plan.plan_of(list(b.gpu_plan.PRESETS), {"m20": 32}, inner_steps=25, turns=3)
+# -------------------------------------------------------------------------------------------------------------- the device
 
 
-def test_the_plan_has_all_presets_and_islands_that_are_published(b):
-    plan = published(b)
-    assert {shape.name: (shape.batch_size, [cell.islands for cell in cells]) for shape, cells in plan.presets.items()} == {
-        "m150": (32, [1, 4, 8]),
-        "m20": (32, [1, 4, 8, 64]),
-        "m60": (64, [1, 4, 8]),
-        "m400": (16, [1, 4, 8]),
-    }
-    assert {(shape.batch_size, cell.islands, cell.way) for shape, cells in plan.small.items() for cell in cells} == {
-        (size, islands, way) for size in (2, 8, 32) for islands in (4, 8, 64) for way in ("apart", "recorded", "stacked")
-    }
-    keys = [cell.key for cells in plan.groups.values() for cell in cells]
-    assert len(set(keys)) == len(keys) == 13 + 27
+def segment(pool, total, allocated, device=0):
+    return {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
 
 
-def test_estimates_grow_with_islands_and_hold_what_each_must(b):
-    for cells in published(b).presets.values():
-        sizes = [cell.estimated_bytes for cell in cells]
-        assert sizes == sorted(sizes)
-        assert all(cell.estimated_bytes > 16 * cell.shape.params * cell.islands for cell in cells)
+def test_pools_of_recorded_passes_count_what_is_not_allocated_on_this_device(b):
+    segments = [segment((0, 0), 100, 10), segment((0, 1), 50, 20), segment((0, 2), 7, 0), segment((0, 1), 1000, 0, device=1)]
+    assert b.gpu_device.idle_pool_bytes(segments, 0) == (50 - 20) + 7
+    assert b.gpu_device.idle_pool_bytes(segments, 1) == 1000
+    assert b.gpu_device.idle_pool_bytes([], 0) == 0
 
 
-def told(b, path, shares=(1.0, 1.0), gain=2.0):
-    """Verdicts over made-up seconds: islands that reach these shares of the bare loop, and a stack of that gain."""
-    plan, record = b.gpu_plan.quick_plan(), b.record.Record(path)
-    record.add(b.gpu_tables.matrix_key(plan.matrix), {"flops_per_s": 1e9})
-    for cells in plan.groups.values():
-        for cell in cells:
-            share = {4: shares[0], 8: shares[1]}.get(cell.islands, 1.0) * (gain if cell.way == "stacked" else 1.0)
-            round_s = cell.islands / share  # as many steps as the bare loop takes in a turn of one second, on each
-            record.add(cell.key, {"round_s": [round_s] * 3, "bare_s": [1.0] * 3, "outer_s": [0.1] * 3})
-    return b.gpu_tables.verdicts(plan, b.gpu_tables.Found(plan, record))
+def test_a_pool_adds_to_the_peak_once_it_is_there_and_not_twice_while_it_is_recorded(b, monkeypatch):
+    device = {"now": 10, "most": 10, "segments": [segment((0, 0), 500, 10)]}
+    for name, fake in {
+        "memory_allocated": lambda device_name: device["now"],
+        "max_memory_allocated": lambda device_name: device["most"],
+        "reset_peak_memory_stats": lambda device_name: device.update(most=device["now"]),
+        "memory_snapshot": lambda: device["segments"],
+        "current_device": lambda: 0,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    peak = b.gpu_device.Peak("cuda")
+    # A pass is recorded: what it works in, 80, is allocated then, and belongs to its pool afterwards.
+    device.update(now=30, most=110, segments=[segment((0, 0), 500, 30), segment((0, 1), 80, 0)])
+    assert peak.reached() == 110 - 10
+    assert peak.pool_bytes() == 80
+    peak.begin()
+    assert peak.reached() == 30 + 80 - 10
+    device.update(now=30, most=45)
+    assert peak.reached() == 45 + 80 - 10
+    assert b.gpu_device.Peak("cpu").reached() is None
 
 
-@pytest.mark.parametrize(("shares", "holds"), [((0.971, 0.98), True), ((0.99, 0.96), False), ((0.96, 0.99), False)])
-def test_throughput_is_judged_by_the_worse_of_four_and_eight_islands(b, tmp_path, shares, holds):
-    line = told(b, tmp_path, shares=shares)[0]
-    assert line.startswith("**holds here**" if holds else "**does not hold here**")
-    assert f"{shares[0]:.3f} with k=4 and {shares[1]:.3f} with k=8" in line
-
-
-@pytest.mark.parametrize(("gain", "holds"), [(2.01, True), (1.99, False)])
-def test_a_stack_is_judged_against_islands_one_after_the_other(b, tmp_path, gain, holds):
-    line = told(b, tmp_path, gain=gain)[1]
-    assert line.startswith("**holds here**" if holds else "**does not hold here**")
-    assert f"{gain:.2f} with k=4" in line
-
-
-def test_utilisation_is_flops_of_the_tokens_over_those_of_the_matrix_product(b, tmp_path):
-    told(b, tmp_path)
-    plan = b.gpu_plan.quick_plan()
-    found = b.gpu_tables.Found(plan, b.record.Record(tmp_path))
-    (shape, cells), *_ = plan.presets.items()
-    one = found.measured(cells[0])
-    assert one.tokens_per_s == shape.bare_steps * shape.tokens
-    assert found.mfu(shape, one.tokens_per_s) == pytest.approx(one.tokens_per_s * shape.flops_per_token / 1e9)
-    assert one.outer_share == pytest.approx(0.1)
-
-
-def test_a_shape_of_a_later_run_is_compared_with_the_product_of_that_run(b, tmp_path):
-    plan, record = b.gpu_plan.quick_plan(), b.record.Record(tmp_path)
-    record.add(b.gpu_tables.matrix_key(plan.matrix), {"flops_per_s": 1e9})
-    shape = next(iter(plan.presets))
-    bare = {"bare_s": [1.0] * 3, "peak_bytes": None, "begin_bytes": None}
-    record.add(b.gpu_tables.bare_key(shape, plan.turns), {**bare, "product_flops_per_s": 2e9})
-    found = b.gpu_tables.Found(plan, record)
-    assert found.mfu(shape, 1000.0) == pytest.approx(1000.0 * shape.flops_per_token / 2e9)
-    assert "in which the matrix product reached 0.002 TFLOP/s" in "".join(b.gpu_tables.sections_of(plan, found, "a device"))
+def test_the_product_is_that_of_a_device_that_has_worked_for_a_while(b, monkeypatch):
+    turns_s = iter([9.0, 1.0, 2.0, 4.0, 3.0])
+    clock = iter(range(100))
+    monkeypatch.setattr(b.gpu_device, "seconds", lambda device, do: next(turns_s))
+    monkeypatch.setattr(b.gpu_device, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    # It is looked at the clock once before, and again from the second turn on: three more fit into four seconds.
+    assert b.gpu_device.product_flops_per_s("cpu", 10, for_s=4.0, products=6) == 6 * 2 * 10**3 / 3.0

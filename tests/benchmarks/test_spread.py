@@ -22,3 +22,33 @@ def test_what_all_seeds_share_does_not_hide_a_difference(b):
 def test_one_seed_gives_no_verdict(b):
     one, two = b.spread.Sample((1.0,)), b.spread.Sample((2.0,))
     assert b.spread.verdict(b.spread.difference(one, two)) == "one seed"
+
+
+def test_rows_with_one_seed_are_judged_by_what_rows_of_several_scatter(b):
+    spread = b.spread
+    figures = [spread.Sample((1.0, 2.0, 3.0)), spread.Sample((2.0, 3.0, 4.0))]
+    assert spread.scatter(figures).std == pytest.approx(0.0), "rows that differ by the same in every seed do not scatter"
+    assert spread.scatter(figures[:1]) is None
+    found = spread.Scatter(0.1, 2).about([(1.0, 5.0), (-1.0, 4.0)])
+    assert (found.value, found.high) == (1.0, pytest.approx(1.0 + 4.303 * 0.1 * 2**0.5))
+    assert spread.Scatter(0.1, 2).resolution == pytest.approx(4.303 * 0.1 * 2**0.5)
+
+
+def test_all_rows_of_the_same_work_tell_the_scatter_and_those_of_one_run_tell_it_once(b, small):
+    def row(*settings):
+        return b.cells.Row(recipe="demo-ddp", base=tuple(small), settings=settings)
+
+    losses = {
+        b.groups.DEFAULT: ((), (1.0, 2.0, 3.0)),
+        "the default's own name": (("train.steps=20",), (1.0, 2.0, 3.0)),
+        "of a later group": (("train.steps=30",), (2.0, 3.1, 3.9)),
+        "one seed": (("train.steps=40",), (7.0,)),
+        "another text": (("data.limit_bytes=50000",), (9.0, 2.0, 5.0)),
+        "another model": (("model.width=16", "model.heads=2"), (3.0, 8.0, 1.0)),
+    }
+    outcomes = {
+        label: b.cells.Outcome(row(*settings), tuple({"val_loss": loss} for loss in found))
+        for label, (settings, found) in losses.items()
+    }
+    both = [b.spread.Sample((1.0, 2.0, 3.0)), b.spread.Sample((2.0, 3.1, 3.9))]
+    assert b.evidence.common_scatter(outcomes) == b.spread.scatter(both)

@@ -76,6 +76,20 @@ def test_runs_share_a_warm_start_exactly_if_nothing_that_it_depends_on_differs(s
     assert (first is not second) == makes_it_anew
 
 
+@pytest.mark.parametrize(("given", "is_shared"), [(0.25, True), (0.125, False)])
+def test_a_rate_of_its_own_is_a_matter_of_what_it_comes_to(given, is_shared, tmp_path):
+    """Whether it is given or the schedule's peak: runs at several rates have one warm start in common if they name its rate."""
+    cache = Cache(tmp_path / "common")
+    usual = small("train.warm_start_steps=2", "optimizer.lr.lr=0.25", "train.warm_start_lr=none")
+    other = small("train.warm_start_steps=2", "optimizer.lr.lr=0.5", f"train.warm_start_lr={given}")
+    first, second = (
+        warm_up(run, plain_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=Remembered())
+        for name, run in (("first", usual), ("second", other))
+    )
+    assert (first is second) == is_shared
+    assert len(list((tmp_path / "common").iterdir())) == (1 if is_shared else 2)
+
+
 def test_a_warm_start_in_the_folder_is_read_and_not_made_again(tmp_path):
     run, sink = small("train.warm_start_steps=2"), Remembered()
     plain = plain_workload(run, run.data.load())
