@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll.algorithms.diloco import DiLoCo
-from atoll.engines.local import LocalReplica, Loss
+from atoll.engines.local import LocalReplica
+from atoll.engines.passes import Loss
 from atoll.engines.sim.engine import SimEngine
 from atoll.engines.sim.together import How, Together
 from atoll.engines.sim.world import Cluster

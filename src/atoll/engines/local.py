@@ -9,28 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.engines.flat import Weights, copy_buffers, weights_of
 from atoll.engines.habits import Habits, habits_of
 from atoll.engines.helpers import Helpers
 from atoll.engines.masters import InnerRule as InnerRule
 from atoll.engines.masters import Masters, in_precision, needs_masters
-from atoll.engines.pieces import a_few, cut, length, to_device
-from atoll.errors import ConfigError
-from atoll.optim.adam import Adam, AdamW
+from atoll.engines.passes import Loss, Passes
+from atoll.engines.pieces import cut
+from atoll.engines.torch_optimizers import torch_optimizer
 from atoll.optim.schedules import Schedule, at
-from atoll.optim.sgd import SGD, Nesterov
 from atoll.protocols import Gradient, ReadsAhead, Weigh, Work, Workload
 from atoll.tree import Tree
-
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @contextmanager
@@ -94,7 +91,6 @@ class LocalReplica:
         self.stopped: Callable[[], bool] = lambda: False
         """Asked before each step of `train`: whether to give up."""
         self.batches = workload.batches
-        self._loss, self._plain_loss = loss or workload.loss, workload.loss
         self.optimizer = torch_optimizer(optimizer, *self.weights.groups())
         self.row: tuple[int, int] | None = None
         """Where its gradients lie, and how many bytes they are, if it trains in a stack."""
@@ -105,7 +101,16 @@ class LocalReplica:
         self.clip_norm, self.micro_batches = clip_norm, micro_batches
         self.device = device
         self._helpers = Helpers(workload, more_devices, dtype) if more_devices else None
-        self._autocast = autocast and device.startswith("cuda")
+        self._passes = Passes(
+            weights=self.weights,
+            batches=workload.batches,
+            loss=loss or workload.loss,
+            plain_loss=workload.loss,
+            micro_batches=micro_batches,
+            device=device,
+            helpers=self._helpers,
+            autocast=autocast,
+        )
         self._fresh_optimizer, self._peak_first = fresh_optimizer, peak_first
         self._random = torch.Generator().manual_seed(seed).get_state()
 
@@ -218,54 +223,14 @@ class LocalReplica:
         """The learning rate of a round's step, counted from 0."""
         return peak(self.rule.lr) if self._peak_first and step == 0 else at(self.rule.lr, work.schedule + step)
 
-    def _backward(self, batch: Any, weight: float = 1.0) -> Tensor:
-        """Adds the gradient of the mean loss over the batch, times `weight`, to the module's; returns that loss, on the device.
-
-        A piece counts for as many tokens as it has: examples may be padded.
-        """
-        helpers = self._helpers
-        pieces = self._pieces(batch, 1 if helpers is None else 1 + len(helpers.devices))
-        compute = partial(self._pass, weight=weight, loss=self._loss)
-        if helpers is None:
-            total = compute(self.weights.module, self.device, pieces)
-        else:
-            parts = [pieces[at : at + self.micro_batches] for at in range(0, len(pieces), self.micro_batches)]
-            total = helpers.backward(self.weights, self.device, parts, compute, in_turn=self.draws_randomness)
-        assert total is not None
-        return total
-
-    def _pieces(self, batch: Any, devices: int) -> list[tuple[Any, float | None]]:
-        """The batch in pieces for so many devices, and each one's share of its mean loss; none for what cannot be learnt from."""
-        pieces = list(cut(batch, self.micro_batches * devices))
-        size = sum(length(piece) for piece in pieces)
-        if size < len(pieces):
-            raise ConfigError(
-                f"a batch, or piece of one, holds {size} examples and is to be cut into {len(pieces)}: each needs at least one. "
-                f"Use larger batches, or fewer pieces (train.micro_batches, algorithm.pieces_per_half, --devices)."
-            )
-        tokens = [self.batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
-        some = sum(tokens)
-        return [(piece, None if some and not own else own / (some or 1)) for piece, own in zip(pieces, tokens, strict=True)]
-
-    def _pass(
-        self, module: nn.Module, device: str, pieces: Sequence[tuple[Any, float | None]], *, weight: float, loss: Loss
-    ) -> Tensor | None:
-        """Backwards over pieces of a batch; their share of the loss, if they have any."""
-        total: Tensor | None = None
-        for piece, share in pieces:
-            if share is None:
-                continue  # its mean loss is not a number
-            with self.precision():
-                mean = loss(module, to_device(piece, device)) * share
-            (mean if weight == 1.0 else mean * weight).backward()  # type: ignore[no-untyped-call]
-            total = mean.detach() if total is None else total + mean.detach()
-        return total
-
     def pass_over(self, batch: Any) -> None:
         """Forwards and backwards, and nothing comes of it."""
         self.weights.collect(None)
         self._backward(batch)
         self.weights.collected()
+
+    def _backward(self, batch: Any, weight: float = 1.0) -> Tensor:
+        return self._passes.backward(batch, weight, in_turn=self._helpers is not None and self.draws_randomness)
 
     def _clip(self) -> None:
         if self.clip_norm is None:
@@ -278,7 +243,8 @@ class LocalReplica:
             gradient.mul_(scale)
 
     def precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext()
+        """In which forward passes run."""
+        return self._passes.precision()
 
     @property
     def draws_randomness(self) -> bool:
@@ -287,14 +253,7 @@ class LocalReplica:
     @cached_property
     def habits(self) -> Habits:
         """Replicas of one kind have the same."""
-        return habits_of(self.weights.module, self.device, partial(self._try, a_few(self.batches.batch(0, 0))))
-
-    def _try(self, batch: Any) -> None:
-        """A pass, on this device alone, of which nothing comes. With the plain loss: what a compiler makes of it draws as often. Of
-        a few examples: a plain pass over a whole batch may need more memory than all that is computed later."""
-        self.weights.collect(None)
-        self._pass(self.weights.module, self.device, [(batch, 1.0)], weight=1.0, loss=self._plain_loss)
-        self.weights.collected()
+        return habits_of(self.weights.module, self.device, self._passes.try_a_few)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
@@ -373,19 +332,3 @@ class LocalReplica:
 def peak(lr: float | Schedule) -> float:
     """The highest rate of a schedule."""
     return lr.lr if isinstance(lr, Schedule) else lr
-
-
-def torch_optimizer(rule: InnerRule, matrices: Sequence[nn.Parameter], rest: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's own optimizer for an inner rule. Two groups: what decays, and what does not."""
-    lr = at(rule.lr, 0)
-    if isinstance(rule, AdamW):
-        spared = rule.weight_decay if rule.decay == "all" else 0.0
-        groups = [{"params": matrices, "weight_decay": rule.weight_decay}, {"params": rest, "weight_decay": spared}]
-        groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(groups, lr=lr, betas=rule.betas, eps=rule.eps, fused=True)
-    parameters = [*matrices, *rest]
-    if isinstance(rule, Adam):
-        return torch.optim.Adam(parameters, lr=lr, betas=rule.betas, eps=rule.eps, fused=True)
-    momentum = 0.0 if isinstance(rule, SGD) else rule.momentum
-    nesterov = isinstance(rule, Nesterov)
-    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=rule.weight_decay)

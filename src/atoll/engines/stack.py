@@ -22,9 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atoll.engines.flat import FlatModule
 from atoll.engines.jobs import Asking, Training
-from atoll.engines.local import InnerRule, LocalReplica, Loss, Trained, torch_optimizer
+from atoll.engines.local import LocalReplica, Trained
+from atoll.engines.masters import InnerRule
+from atoll.engines.passes import Loss
 from atoll.engines.pieces import mapped, tensors_of, to_device
 from atoll.engines.replayed import Replayed
+from atoll.engines.torch_optimizers import torch_optimizer
 from atoll.protocols import Gradient
 from atoll.tree import Tree
 

@@ -9,7 +9,8 @@ import torch
 
 from atoll.engines.books import Books
 from atoll.engines.evaluator import Evaluator
-from atoll.engines.local import LocalReplica, Loss
+from atoll.engines.local import LocalReplica
+from atoll.engines.passes import Loss
 from atoll.engines.sim.async_engine import AsyncSimEngine
 from atoll.engines.sim.engine import SimEngine
 from atoll.engines.sim.together import Together

@@ -27,8 +27,8 @@ from atoll.engines.dist.engine import DistEngine
 from atoll.engines.dist.fsdp import ShardedModel
 from atoll.engines.dist.world import World, join
 from atoll.engines.evaluator import Evaluator
-from atoll.engines.local import Loss
 from atoll.engines.masters import initial
+from atoll.engines.passes import Loss
 from atoll.errors import ConfigError
 from atoll.events import Progress, Saved, WarmStartFinished
 from atoll.protocols import Algorithm, Sink, Workload

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.engines.local import InnerRule, LocalReplica, Loss
+from atoll.engines.local import InnerRule, LocalReplica
 from atoll.engines.masters import initial
+from atoll.engines.passes import Loss
 from atoll.engines.states import given
 from atoll.models.gpt import GPT, Decoder
 from atoll.optim.adam import AdamW

@@ -284,7 +284,7 @@ def test_a_module_that_fails_stacked_computes_apart():
     workload = Asks.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     made = [LocalReplica(Asks(workload.model, workload.batches, 13), optimizer=AdamW(lr=0.01)) for _ in range(2)]
     told = []
-    together = Together("auto", 2, made[0]._plain_loss, compiled=False, tell=lambda *news: told.append(news))
+    together = Together("auto", 2, made[0]._passes.plain_loss, compiled=False, tell=lambda *news: told.append(news))
     assert [len(trained.losses) for _, trained in together(trainings(made))] == [2, 2]
     together.report()
     assert told[0][0] == "apart"

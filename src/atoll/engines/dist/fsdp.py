@@ -27,7 +27,8 @@ from atoll.engines.dist.seats import Load, Part
 from atoll.engines.dist.wire import MISSED
 from atoll.engines.dist.world import World
 from atoll.engines.flat import copy_buffers
-from atoll.engines.local import Loss, torch_optimizer
+from atoll.engines.passes import Loss
+from atoll.engines.torch_optimizers import torch_optimizer
 from atoll.engines.modules import ModuleWeights
 from atoll.engines.pieces import to_device
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 
 from atoll.engines.jobs import Asking, Job, Training
-from atoll.engines.local import LocalReplica, Loss, Trained
+from atoll.engines.local import LocalReplica, Trained
+from atoll.engines.passes import Loss
 from atoll.engines.stack import Ragged, Stack, replayable, why_not
 from atoll.errors import ConfigError
 
