@@ -132,7 +132,8 @@ def be_harbour(invitation: Path, address: str) -> NoReturn:
     host, _, port = address.rpartition(":")
     lighthouse_port = int(invited.lighthouse.rpartition(":")[2])
     try:
-        kept = Harbour(host, int(port), lighthouse_port, invited.to_text(), join_limit_s=invited.place.limit_s)
+        place = invited.place
+        kept = Harbour(host, int(port), lighthouse_port, invited.to_text(), join_limit_s=place.limit_s, silent_s=place.silent_s)
     except BaseException as error:
         leave_at_once(error)
     try:

@@ -127,6 +127,9 @@ def run(
     host: Annotated[str | None, typer.Option(help="elastic: the address to listen on. By default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="elastic: of the run. By default one that is free.")] = None,
     gather: Annotated[float | None, typer.Option(help="elastic: seconds that those who begin wait for all. By default 60.")] = None,
+    silence: Annotated[
+        float | None, typer.Option(help="elastic: seconds after which one that is not heard is not waited for. By default 1.")
+    ] = None,
     refused_above: Annotated[
         float | None, typer.Option(help="elastic: refuse deltas that are so many times longer than lately. By default 25.")
     ] = None,
@@ -140,7 +143,7 @@ def run(
 
         be_joiner(join, [name for name in _given(context) if name not in ("--join", "--devices")], devices)
         return
-    elastic_only = {"host": host, "port": port, "gather_s": gather, "refused_above": refused_above}
+    elastic_only = {"host": host, "port": port, "gather_s": gather, "silent_s": silence, "refused_above": refused_above}
     ray_only = {"address": ray_address, "most": workers_most, "save_every_s": save_every}
     on_ray = engine == "ray" or any(value is not None for value in ray_only.values()) or _engine_in(resume) == "ray"
     broken = chaos is not None and not on_ray
@@ -154,7 +157,7 @@ def run(
         if foreign:
             raise ConfigError(
                 f"{', '.join(foreign)} with islands that come and go (--elastic, --chaos, --host, --port, --gather, "
-                f"--refused-above): these are real processes, over gloo, by --engine dist. Leave out one or the other."
+                f"--silence, --refused-above): these are real processes, over gloo, by --engine dist. Leave out one or the other."
             )
         how = {"processes": processes, "devices": devices, "pace": pace, "limit_s": limit, **elastic_only}
         carry_out_elastic(recipe, settings or [], seed, out, resume, json, quiet, how, chaos)

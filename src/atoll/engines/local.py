@@ -106,7 +106,6 @@ class LocalReplica:
             batches=workload.batches,
             loss=loss or workload.loss,
             plain_loss=workload.loss,
-            micro_batches=micro_batches,
             device=device,
             helpers=self._helpers,
             autocast=autocast,
@@ -230,7 +229,8 @@ class LocalReplica:
         self.weights.collected()
 
     def _backward(self, batch: Any, weight: float = 1.0) -> Tensor:
-        return self._passes.backward(batch, weight, in_turn=self._helpers is not None and self.draws_randomness)
+        in_turn = self._helpers is not None and self.draws_randomness
+        return self._passes.backward(batch, weight, micro_batches=self.micro_batches, in_turn=in_turn)
 
     def _clip(self) -> None:
         if self.clip_norm is None:

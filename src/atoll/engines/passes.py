@@ -30,7 +30,6 @@ class Passes:
         batches: know how many tokens a piece has.
         loss: which may be compiled.
         plain_loss: the same as the workload has it.
-        micro_batches: into how many pieces each batch is cut, for each device.
         device: of the module.
         helpers: further devices, each of which computes a share of every batch.
         autocast: run forward passes in bfloat16 (CUDA only).
@@ -40,12 +39,11 @@ class Passes:
     batches: Batches
     loss: Loss
     plain_loss: Loss
-    micro_batches: int
     device: str
     helpers: Helpers | None
     autocast: bool
 
-    def backward(self, batch: Any, weight: float = 1.0, *, in_turn: bool = False) -> Tensor:
+    def backward(self, batch: Any, weight: float, *, micro_batches: int, in_turn: bool) -> Tensor:
         """Adds the gradient of the mean loss over the batch, times `weight`, to the module's; returns that loss, on the device.
 
         A piece counts for as many tokens as it has: examples may be padded.
@@ -53,14 +51,15 @@ class Passes:
         Args:
             batch: all of it.
             weight: of its gradient.
+            micro_batches: into how many pieces each device's share is cut.
             in_turn: one device after the other, because modules draw from one source of random numbers.
         """
-        pieces = self._pieces(batch)
+        pieces = self._pieces(batch, micro_batches)
         compute = partial(self._pass, weight=weight, loss=self.loss)
         if self.helpers is None:
             total = compute(self.weights.module, self.device, pieces)
         else:
-            parts = [pieces[at : at + self.micro_batches] for at in range(0, len(pieces), self.micro_batches)]
+            parts = [pieces[at : at + micro_batches] for at in range(0, len(pieces), micro_batches)]
             total = self.helpers.backward(self.weights, self.device, parts, compute, in_turn=in_turn)
         assert total is not None
         return total
@@ -78,10 +77,10 @@ class Passes:
         on_cuda = self.device.startswith("cuda")
         return torch.autocast("cuda", torch.bfloat16) if self.autocast and on_cuda else nullcontext()
 
-    def _pieces(self, batch: Any) -> list[tuple[Any, float | None]]:
+    def _pieces(self, batch: Any, micro_batches: int) -> list[tuple[Any, float | None]]:
         """The batch in pieces for all devices, and each one's share of its mean loss; none for what cannot be learnt from."""
         devices = 1 if self.helpers is None else 1 + len(self.helpers.devices)
-        pieces = list(cut(batch, self.micro_batches * devices))
+        pieces = list(cut(batch, micro_batches * devices))
         size = sum(length(piece) for piece in pieces)
         if size < len(pieces):
             raise ConfigError(

@@ -84,7 +84,7 @@ def islands():
 
     def make(*names):
         if not harbours:
-            harbours.append(Harbour(HOST, 0, port, "", join_limit_s=20.0, heartbeat_limit_s=0.8))
+            harbours.append(Harbour(HOST, 0, port, "", join_limit_s=20.0, silent_s=0.8))
         made.append(Islands(f"{HOST}:{port}", names))
         return made[-1]
 

@@ -60,7 +60,7 @@ class Shore:
         resolved = run.resolved  # whoever starts islands makes the warm start first, and threads share their random numbers
         plain = plain_workload(resolved, load_data(resolved, Cache()))
         warm_up(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
-        self.harbour = Harbour(HOST, 0, port, self.invitation.to_text(), join_limit_s=30.0, heartbeat_limit_s=0.8)
+        self.harbour = Harbour(HOST, 0, port, self.invitation.to_text(), join_limit_s=30.0, silent_s=0.8)
 
     def start(self, *names, home=True, until=None, clock_s=None):
         """Islands that take part, each in a thread; they die when they have committed a round, if one is given."""

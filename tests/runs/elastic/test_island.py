@@ -202,6 +202,7 @@ def test_what_islands_that_come_and_go_cannot_do_is_refused(recipe, settings, sa
         ({"pace": -1.0}, "0 or more"),
         ({"limit_s": 0.0}, "more than 0"),
         ({"refused_above": 1.0}, "more than 1"),
+        ({"silent_s": 0.2}, "at least 0.5"),
     ],
 )
 def test_a_place_that_cannot_be_is_refused(settings, says):

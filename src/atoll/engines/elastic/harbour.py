@@ -10,8 +10,6 @@ from typing import Any
 from atoll.engines.elastic.roll import Board, listening, open_store
 from atoll.extras import require
 
-HEARTBEAT_LIMIT_S = 1.0
-"""Of those who are silent: see `Harbour`."""
 TICK_S = 0.02
 """How often the lighthouse looks whether all have come."""
 
@@ -40,7 +38,7 @@ class Harbour:
         lighthouse_port: of the lighthouse.
         order: what newcomers are told.
         join_limit_s: how long islands that are alive, and do not come to a meeting, are waited for.
-        heartbeat_limit_s: whoever is silent for so long is left out of the next meeting.
+        silent_s: whoever is silent for so long is left out of the next meeting.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class Harbour:
         order: str,
         *,
         join_limit_s: float,
-        heartbeat_limit_s: float = HEARTBEAT_LIMIT_S,
+        silent_s: float,
     ) -> None:
         coordination: Any = require("torchft.coordination", extra="torchft", purpose="islands that come and go")
         self._lighthouse = coordination.LighthouseServer(
@@ -59,7 +57,7 @@ class Harbour:
             min_replicas=1,
             join_timeout_ms=int(join_limit_s * 1000),
             quorum_tick_ms=int(TICK_S * 1000),
-            heartbeat_timeout_ms=int(heartbeat_limit_s * 1000),
+            heartbeat_timeout_ms=int(silent_s * 1000),
         )
         # After the lighthouse: a store that may choose its port must not choose that one.
         self._store, port = open_store(host, port)

@@ -17,6 +17,7 @@ from atoll.runs.run import Run
 ENGINE = "elastic"
 JOIN_LIMIT_S = 600.0
 GATHER_S = 60.0
+SILENT_S, LEAST_SILENT_S = 1.0, 0.5
 REFUSED = 25.0
 
 
@@ -30,6 +31,8 @@ class Elastic:
         pace: each batch takes so many times the cluster's step time longer, asleep; none: computing takes what it takes.
         limit_s: how long an island that is alive, and does not come to a meeting, is waited for by the others.
         gather_s: how long those who begin wait for all that were started.
+        silent_s: an island that is not heard for so long is not waited for. Islands are heard ten times a second; a line that is
+            full, or loses much, may hold that up for longer.
         refused_above: a delta that is so many times longer than deltas were lately is refused.
         host: the address that the lighthouse and the islands here listen on. Others must be able to reach it.
         port: of the run; 0 takes one that is free.
@@ -40,6 +43,7 @@ class Elastic:
     pace: float | None = None
     limit_s: float = JOIN_LIMIT_S
     gather_s: float = GATHER_S
+    silent_s: float = SILENT_S
     refused_above: float = REFUSED
     host: str = "127.0.0.1"
     port: int = 0
@@ -55,6 +59,11 @@ class Elastic:
             raise ConfigError(f"pace={self.pace}: it is 0 or more. Leave it out so that computing takes what it takes.")
         if not self.limit_s > 0 or not self.gather_s >= 0:
             raise ConfigError(f"limit_s={self.limit_s}, gather_s={self.gather_s}: seconds, the first of them more than 0.")
+        if not self.silent_s >= LEAST_SILENT_S:
+            raise ConfigError(
+                f"silent_s={self.silent_s}: at least {LEAST_SILENT_S}, as islands are heard ten times a second. Leave it out for "
+                f"{SILENT_S:g}, or give more for lines that stall."
+            )
         if self.host in ("", "0.0.0.0") or ":" in self.host:
             raise ConfigError(
                 f"host={self.host}: islands are told this address, and reach it over IPv4. Give one that this machine has, such as "
