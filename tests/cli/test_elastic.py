@@ -183,6 +183,7 @@ def test_what_islands_that_come_and_go_cannot_do_is_refused_and_leaves_no_folder
         (["toy-sync", "--elastic", "--ray-address", "here:1", "--backend", "gloo"], "--backend, --ray-address with islands"),
         (["toy-sync", "--elastic", "--host", "0.0.0.0"], "Give one that this machine has"),
         (["toy-sync", "--elastic", "--host", "::1"], "over IPv4"),
+        (["toy-sync", "--silence", "0.2"], "at least 0.5"),
         (["toy-sync", "--elastic", "--chaos", "nowhere.json"], "cannot be read"),
     ],
 )
