@@ -46,6 +46,7 @@ def test_fused_adamw_on_the_buffer_has_the_bits_of_fused_adamw_on_the_parameters
     for _ in range(20):
         flat.zero_gradient()
         loss_of(flat.module).backward()
+        flat.gather_gradient()
         one.step()
         two.zero_grad()
         loss_of(plain).backward()
@@ -73,7 +74,7 @@ def test_compiled_modules_keep_their_views():
 )
 def test_a_module_that_left_its_buffer_is_noticed(leave):
     weights = FlatModule(make())
-    weights.zero_gradient()
+    weights.collect(None)
     leave(weights.module)
     with pytest.raises(RuntimeError, match="no longer lie in its flat buffer"):
         weights.read()
@@ -156,15 +157,33 @@ def test_collecting_for_others_leaves_an_optimizers_gradients_alone():
     weights = FlatModule(make())
     weights.zero_gradient()
     backward(weights)
+    weights.gather_gradient()
     own = [gradient.clone() for gradient in weights.gradients()]
+    assert len(own) == 1
     weights.collect(None)
     backward(weights)
     theirs = weights.collected()
     bits = theirs.digest()
     weights.zero_gradient()
     backward(weights)
+    weights.gather_gradient()
     assert all(torch.equal(one, two) for one, two in zip(own, weights.gradients(), strict=True))
     assert theirs.digest() == bits
+
+
+def test_gathered_gradients_are_those_that_were_added_to_zeros_and_of_an_unused_parameter_zero():
+    weights, added = FlatModule(make()), FlatModule(make())
+    for number in range(2):
+        weights.zero_gradient()
+        assert not weights.gradients(), "nothing is there before a pass"
+        added.collect(None)
+        for one in (weights, added):
+            (one.module[0].weight.square().sum() + one.module[number].bias.sum()).backward()
+        weights.gather_gradient()
+        weights.gather_gradient()  # once is enough
+        (gathered,) = weights.gradients()
+        assert torch.equal(gathered, added.collected().flat)
+        assert all(parameter.grad is None for parameter in weights.module.parameters()), "what autograd made is free again"
 
 
 def test_half_precision_adds_up_in_single_if_it_is_asked_to():

@@ -37,7 +37,10 @@ class Weights(Protocol):
         """Whether these are the module's weights, to the bit, once they are in its precision."""
 
     def zero_gradient(self) -> None:
-        """Before a backward pass whose gradients an optimizer will read."""
+        """Before backward passes whose gradients an optimizer will read."""
+
+    def gather_gradient(self) -> None:
+        """After them, and before the optimizer."""
 
     def collect(self, onto: Tree | None, *, wide: bool = False) -> None:
         """From now on backward passes add to these gradients, in their buffer if they were given; to none: from zero on. `wide`
@@ -75,8 +78,12 @@ class FlatModule:
             parameter.data = weights[name]
         self._grads: Tensor | None = None
         """The module's own gradients, made when an optimizer asks for them. Whoever collects brings another buffer."""
+        self._into: Mapping[str, Tensor] = {}
+        """Its views."""
         self._bound: Tensor | None = None
         """The buffer that gradients lie in now."""
+        self._adds = False
+        """Whether backward passes add to it."""
         self._sum: Tensor | None = None
         """In single precision, if they are added up in it."""
         self._matrices = sum(piece.count for piece in self.layout.pieces if len(piece.shape) >= 2)
@@ -85,17 +92,21 @@ class FlatModule:
     def _part(self, start: int, stop: int) -> list[nn.Parameter]:
         return [nn.Parameter(self._params[start:stop])] if start < stop else []
 
-    def _bind(self, flat: Tensor) -> Tensor:
-        """Have gradients lie in this buffer."""
-        if flat is not self._bound:
-            gradients = self.layout.views(flat)
-            for name, parameter in self._parameters.items():
-                parameter.grad = gradients[name]
-            starts = (0, self._matrices)
-            for part, start in ((part[0], start) for part, start in zip(self._parts, starts, strict=True) if part):
-                part.grad = flat[start : start + part.numel()]
-            self._bound = flat
-        return flat
+    def _bind(self, flat: Tensor) -> None:
+        """Have backward passes add to this buffer."""
+        for name, gradient in self.layout.views(flat).items():
+            self._parameters[name].grad = gradient
+        self._bound, self._adds = flat, True
+
+    def _own(self) -> Tensor:
+        """The module's own buffer, from which an optimizer reads."""
+        if self._grads is None:
+            self._grads = torch.empty_like(self._params)
+            self._into = self.layout.views(self._grads)
+            for part, start in zip(self._parts, (0, self._matrices), strict=True):
+                for parameter in part:
+                    parameter.grad = self._grads[start : start + parameter.numel()]
+        return self._grads
 
     def load(self, params: Tree) -> None:
         self._check()
@@ -115,9 +126,20 @@ class FlatModule:
         return params.layout == self.layout and torch.equal(self._params, params.flat.to(self._params.dtype))
 
     def zero_gradient(self) -> None:
-        if self._grads is None:
-            self._grads = torch.empty_like(self._params)
-        self._bind(self._grads).zero_()  # not None: the gradients would leave the buffer
+        self._unbind()
+
+    def gather_gradient(self) -> None:
+        """What passes have made is copied into the buffer. To add it to zeros there would move twice as many bytes."""
+        if self._bound is not None:
+            return
+        own = self._own()
+        made = {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
+        for name in self._into.keys() - made.keys():  # the loss does not use these parameters
+            self._into[name].zero_()
+        if made:
+            torch._foreach_copy_([self._into[name] for name in made], list(made.values()))
+        self._unbind()
+        self._bound = own
 
     def collect(self, onto: Tree | None, *, wide: bool = False) -> None:
         wide = wide and self._params.dtype.itemsize < torch.float32.itemsize
@@ -129,7 +151,7 @@ class FlatModule:
             flat = (onto if onto.spare else onto.copy()).give().flat
         if wide:
             self._sum = flat
-            self.zero_gradient()
+            self._bind(self._own().zero_())
         else:
             self._sum = None
             self._bind(flat)
@@ -138,17 +160,18 @@ class FlatModule:
         self._check()
         assert self._bound is not None, "collect() comes first"
         if self._sum is None:
-            return Tree(self.layout, self._unbind())
+            # It will travel, and must not stay alive here when it is of no more use.
+            flat = self._bound
+            self._unbind()
+            return Tree(self.layout, flat)
         total, self._sum = self._sum.add_(self._bound), None
         return Tree(self.layout, total)
 
-    def _unbind(self) -> Tensor:
-        """Hand over the buffer that gradients lie in: it will travel, and must not stay alive here when it is of no more use."""
-        assert self._bound is not None
-        flat, self._bound = self._bound, None
-        for parameter in (*self._parameters.values(), *(part[0] for part in self._parts if part)):
+    def _unbind(self) -> None:
+        """Gradients lie nowhere now."""
+        self._bound, self._adds = None, False
+        for parameter in self._parameters.values():
             parameter.grad = None
-        return flat
 
     def groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
         return self._parts[0], self._parts[1]
@@ -159,7 +182,8 @@ class FlatModule:
     def _check(self) -> None:
         """`.to()`, `zero_grad()` to None and `load_state_dict(assign=True)` silently take a module out of its buffer."""
         first = self.module.get_parameter(next(iter(self._parameters)))  # not as it was: it may have been replaced
-        astray = self._bound is not None and (first.grad is None or first.grad.data_ptr() != self._bound.data_ptr())
+        bound = self._bound if self._adds else None
+        astray = bound is not None and (first.grad is None or first.grad.data_ptr() != bound.data_ptr())
         if first.data_ptr() != self._params.data_ptr() or astray:
             raise RuntimeError(
                 "the module's parameters or gradients no longer lie in its flat buffer: something called .to(), .zero_grad() or "
@@ -196,6 +220,9 @@ class BorrowedModule:
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 parameter.grad.zero_()
+
+    def gather_gradient(self) -> None:
+        pass  # an optimizer reads them where they are
 
     def collect(self, onto: Tree | None, *, wide: bool = False) -> None:
         self._onto = onto  # a Tree of mixed dtypes is as wide as the widest of them

@@ -81,6 +81,8 @@ class Helpers:
 def _add(own: Weights, copy: Weights) -> None:
     """The gradients of a copy, to the replica's own."""
     if isinstance(own, FlatModule):
+        own.gather_gradient()
+        copy.gather_gradient()
         for mine, theirs in zip(own.gradients(), copy.gradients(), strict=True):
             mine.add_(theirs.to(mine.device, non_blocking=True))
         return

@@ -148,6 +148,7 @@ class LocalReplica:
                 tokens += self.batches.tokens(batch)
                 self.weights.zero_gradient()
                 losses.append(self._backward(batch))
+                self.weights.gather_gradient()
                 if masters is None:
                     self._step(self.rate(step, work))
                 else:
