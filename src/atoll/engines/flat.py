@@ -1,8 +1,9 @@
 """Modules as Trees: reading and writing all weights of a module in one go.
 
-`FlatModule` moves a module's parameters and gradients into two contiguous buffers, of which they become views. Loading and reading
-weights is then one copy, and an optimizer can step the whole buffer at once. Only modules that atoll builds are treated so:
-rebinding parameters would break what a user's own code may hold on to. `BorrowedModule` reads and writes such a module by `copy_`.
+`FlatModule` moves a module's parameters into one contiguous buffer, of which they become views, and its gradients into another.
+Loading and reading weights is then one copy, and an optimizer can step the whole buffer at once. Only modules that atoll builds are
+treated so: rebinding parameters would break what a user's own code may hold on to. `BorrowedModule` reads and writes such a module
+by `copy_`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Weights(Protocol):
 
 
 class FlatModule:
-    """A module whose trainable parameters and gradients are views of two flat buffers."""
+    """A module whose trainable parameters are views of one flat buffer. Its gradients are gathered in another, for an optimizer; or
+    backward passes add to one that is given, for whoever collects."""
 
     def __init__(self, module: nn.Module) -> None:
         parameters = trainable(module)
