@@ -14,7 +14,10 @@ from atoll.protocols import Work
 from atoll.testing.alone import OneBatch, SmallBatches
 from atoll.tree import Tree
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # a hint of the compiler: exact products are meant
+]
 
 DEVICE = "cuda"
 STEPS = 6
