@@ -292,10 +292,11 @@ class _Stepping:
         return optimizer
 
 
-_STACKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_STACKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 def _attention_that_stacks(device: str) -> AbstractContextManager[None]:
-    """cuDNN's attention cannot be traced under vmap, and a CPU's has no rule for it."""
+    """cuDNN's attention cannot be traced under vmap, the memory-efficient one has a rule for it whose backward pass refuses its own
+    sums ("LSE is not correctly aligned"), and a CPU's has no rule. What is left in single precision is plain products."""
     kernels: AbstractContextManager[None] = sdpa_kernel(_STACKS if device.startswith("cuda") else SDPBackend.MATH)
     return kernels
