@@ -10,11 +10,15 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero1 import ZeRO1
+from atoll.engines.jobs import Training
 from atoll.engines.local import LocalReplica
-from atoll.engines.memory import STATE, Holding, by_kind, formula, hold, total_bytes
+from atoll.engines.memory import STATE, Holding, by_kind, formula, hold, hold_replica, total_bytes
+from atoll.engines.stack import Stack
+from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD, Nesterov
-from atoll.protocols import Gradient
+from atoll.protocols import Gradient, Work
+from atoll.testing.alone import SmallBatches
 from atoll.testing.workloads import Regression
 from atoll.tree import Tree
 
@@ -53,6 +57,20 @@ def test_what_was_given_away_is_held_by_nobody_here():
     given.give()
     hold(holding, [given, None, 3, "text"], "communication")
     assert not holding
+
+
+def test_an_island_that_left_a_stack_holds_its_own_gradients_alone():
+    workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
+    left, never = (LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2))
+    job = Training(left, 1, Work(shard=0, start=0, schedule=0, examples=1))
+    stack = Stack(left, 1, workload.loss, compiled=False)
+    stack.train([job])
+    stacked, own, expected = Holding(), Holding(), Holding()
+    hold_replica(stacked, left)
+    for replica, holding in ((left, own), (never, expected)):
+        replica.train(job.steps, job.work)
+        hold_replica(holding, replica)
+    assert by_kind(stacked, trains=True) == by_kind(own, trains=True) == by_kind(expected, trains=True)
 
 
 @pytest.mark.parametrize(("trains", "kind"), [(False, "optimizer"), (True, "copies")])

@@ -93,7 +93,7 @@ class LocalReplica:
         self.batches = workload.batches
         self.optimizer = torch_optimizer(optimizer, *self.weights.groups())
         self.row: tuple[int, int] | None = None
-        """Where its gradients lie, and how many bytes they are, if it trains in a stack."""
+        """Where its gradients lie, and how many bytes they are, if it computed in a stack last."""
         self._masters: Masters | None = None
         """Made when a module in half precision is first trained: whoever asks for gradients alone keeps masters of its own."""
         self._full: Tree | None = None
@@ -139,7 +139,7 @@ class LocalReplica:
             work: what to read.
             after: how many of them were taken before, in another way.
         """
-        losses, tokens = [], 0
+        losses, tokens, self.row = [], 0, None
         masters = self._masters if after else self.begin_round()
         with self._own_randomness():
             for step, batch in enumerate(self.read(steps - after, replace(work, start=work.start + after)), after):
@@ -181,6 +181,7 @@ class LocalReplica:
         wide: bool = False,
     ) -> tuple[Gradient, Trained]:
         """The gradient of the batch, or piece of one, that `work` begins with; see `protocols.Replica`."""
+        self.row = None
         batch, tokens, weight = self.read_piece(work, weigh, at)
         with self._own_randomness():
             self.weights.collect(None if onto is None else onto.sum, wide=wide)

@@ -12,6 +12,7 @@ from atoll import recipes
 from atoll.engines.jobs import Asking, Training
 from atoll.engines.local import LocalReplica
 from atoll.engines.sim.together import Together
+from atoll.engines.stack import Stack
 from atoll.errors import ConfigError
 from atoll.events import Arranged, Computed, Evaluated, MemoryCounted
 from atoll.models.gpt import GPT
@@ -273,6 +274,29 @@ def test_a_stack_whose_batches_differ_is_gone_at_once(monkeypatch):
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_stack_that_there_is_no_room_for_is_gone_at_once(monkeypatch):
+    made = []
+
+    class TooLarge(Stack):
+        def make_room(self):
+            made.append(weakref.ref(self))
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("atoll.engines.sim.together.Stack", TooLarge)
+    monkeypatch.setattr("atoll.engines.sim.together._FILLED_S", 60.0)  # on a machine that is busy, too
+    workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
+    replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)]
+    together, told = Together("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news)), []
+    gc.disable()
+    try:
+        together([Training(one, 1, Work(shard=at, start=0, schedule=0, examples=1)) for at, one in enumerate(replicas)])
+        assert [one() for one in made] == [None]
+    finally:
+        gc.enable()
+    together.report()
+    assert told == [("apart", "stacked it fails: OutOfMemoryError no room")]
 
 
 def test_a_module_that_fails_stacked_computes_apart():

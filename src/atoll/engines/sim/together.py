@@ -157,6 +157,7 @@ class Together:
 
     def _tried(self, replica: LocalReplica, batch: Any, rows: int, otherwise_s: float) -> tuple[Stack | None, float]:
         """A stack and the seconds of a pass, if that is faster than what would be done otherwise."""
+        stack = None
         try:
             stack = self._stack(replica, rows)
             if stack is None:
@@ -165,6 +166,8 @@ class Together:
             stack.make_room()
         except Exception as error:  # whatever a module does that cannot be stacked, or no room for it
             self._why = f"stacked it fails: {type(error).__name__} {str(error).partition(chr(10))[0]}"
+            if stack is not None:
+                stack.close()
             return None, otherwise_s
         self._why = "it was measured to be faster"
         if stack_s < otherwise_s:
