@@ -50,9 +50,10 @@ def _note(plan: Plan, found: Found, device: str) -> str:
             f"On {device}, {_processes(found)}. The bare loop and rounds of DiLoCo (H inner steps of every island, and the outer "
             f"step) take turns; medians of {plan.turns} turns, or of fewer where islands are many, after one that warms up; ratios "
             f"turn by turn, with the least and the greatest.",
-            "Both have fused AdamW and clipping and, on a GPU, a compiled loss with forward passes in bfloat16: one and the same "
-            "where islands are apart. Recorded passes are compiled by themselves and replayed at one go, of one island or stacked, "
-            "of all; auto is the one of these that the simulator measures to be fastest.",
+            "Tokens are random, and lie on the device: what reading text takes is not in it. Both have fused AdamW and clipping "
+            "and, on a GPU, a compiled loss with forward passes in bfloat16: one and the same where islands are apart. Recorded "
+            "passes are compiled by themselves and replayed at one go, of one island or stacked, of all; auto is the one of these "
+            "that the simulator measures to be fastest.",
             _large_note(found),
             _product_note(plan, found),
             f"FLOPs: {FLOPS_FORMULA}. After the inner steps: the share of a round that the exchange, the outer step and the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from atoll.telemetry.units import human_count, human_percent
@@ -10,8 +11,6 @@ from gpu_plan import WAYS, Cell, Shape, Way
 
 LEAST_SHARE, LEAST_GAIN = 0.97, 2.0
 """Of the bare loop's tokens per second that islands reach, and times that a stack is faster than one island after the other."""
-MOST_DIFFERENCE = 2**-8
-"""Between losses of two ways, as a share: what rounding one number to bfloat16 changes at most."""
 ASKED_ISLANDS = (4, 8)
 WITHIN_SPREAD = "**within the spread**"
 
@@ -127,21 +126,29 @@ def _loss_lines(found: Found) -> list[str]:
     several = [ways for ways in alike.values() if len(ways) > 1]
     if not several:
         return []
-    furthest = max(several, key=difference_of)
-    cell, losses, difference = furthest[0].cell, furthest[0].losses, difference_of(furthest)
-    asked = f"asked: {human_percent(MOST_DIFFERENCE)}, what rounding a number to bfloat16 changes at most"
+    furthest = max(several, key=difference_in_steps)
+    cell, losses, difference = furthest[0].cell, furthest[0].losses, difference_in_steps(furthest)
+    of_loss = max(difference_of(ways) / min(ways[0].losses) for ways in several)
     return [
-        f"{_holds(difference <= MOST_DIFFERENCE)}: All ways give the same numbers within rounding: training losses of a round "
-        f"differ by {human_percent(difference)} between ways at most ({asked}), over {len(several)} shapes and numbers of islands. "
-        f"It is most with {cell.shape.words}, k={cell.islands}, where the loss goes from {losses[0]:.4f} to {losses[-1]:.4f} in "
-        f"{len(losses)} rounds."
+        f"{_holds(difference < 1)}: All ways give the same numbers within rounding: losses of a round differ between ways by "
+        f"{difference:.2f} of what a step moves them at most (asked: less than one step, which is what a way would differ by "
+        f"that lost one), over {len(several)} shapes and numbers of islands. It is most with {cell.shape.words}, "
+        f"k={cell.islands}, whose loss lies between {min(losses):.4f} and {max(losses):.4f} in {len(losses)} rounds of "
+        f"{cell.inner_steps} steps. As a share of the loss ways differ by {human_percent(of_loss)} at most."
     ]
 
 
 def difference_of(ways: Sequence[Measured]) -> float:
-    """The greatest between any two ways' losses of one round, as a share of the least of them."""
+    """The greatest between any two ways' losses of one round."""
     rounds: list[tuple[float, ...]] = list(zip(*(one.losses for one in ways), strict=True))
-    return max((max(losses) - min(losses)) / min(losses) for losses in rounds)
+    return max(max(losses) - min(losses) for losses in rounds)
+
+
+def difference_in_steps(ways: Sequence[Measured]) -> float:
+    """The same, in what a step moves the loss: how far apart a way's rounds are, over all steps."""
+    losses, cell = ways[0].losses, ways[0].cell
+    step = (max(losses) - min(losses)) / (len(losses) * cell.inner_steps)
+    return difference_of(ways) / step if step else math.inf
 
 
 # ------------------------------------------------------------------------------------------------------------------------ words
