@@ -98,7 +98,7 @@ def check_values(verb, given):
     if verb == "compare_runs":
         names = [name for name in given["what"] if "/" not in name]  # the others are folders
     for name in names:
-        assert verbs.run_of(name, given["settings"], given["seed"]).resolved
+        assert verbs.run_of(name, given["settings"], given["seed"], among=names).resolved
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -101,6 +101,28 @@ def test_a_setting_can_be_meant_for_one_recipe_of_several(atoll, tmp_path):
 def test_a_model_can_be_named_by_its_preset(atoll):
     _, out, _ = atoll("show", "demo-diloco", *sets("model=m60"), "--json")
     assert json.loads(out)["model"]["width"] == 896
+    _, out, _ = atoll("show", "demo-diloco", *sets("model.layers=1", "model=m60", "model.width=64"), "--json")
+    assert [json.loads(out)["model"][name] for name in ("layers", "width")] == [3, 64]
+
+
+def test_show_lists_the_presets_of_models(atoll, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "GPT | MLP | Pretrained | tiny | m20 | m60 | m150 | m400 | small" in atoll("show", "demo-diloco")[1]
+
+
+@pytest.mark.parametrize("given", [sets("train.steps=3"), ["--seed", "3"]], ids=" ".join)
+def test_nothing_can_be_set_for_folders_alone(given, atoll, finished):
+    code, _, err = atoll("compare", finished, *given)
+    assert code == 2
+    assert f"{' '.join(given) if '--set' in given else '--seed'} with folders alone ({finished}): these were run already" in err
+
+
+def test_a_folder_that_is_no_finished_run_costs_no_run_of_a_recipe(atoll, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = atoll("compare", "demo-ddp", tmp_path)
+    assert code == 2
+    assert str(tmp_path) in err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_version_is_shown(atoll):
@@ -282,6 +304,16 @@ def test_prepared_text_can_be_trained_on(atoll, tmp_path):
         (["run", "demo-diloco", *sets("data.corpus=files:/nowhere/at/all")], "/nowhere/at/all", ""),
         (["run", "--resume", "/nowhere/at/all"], "/nowhere/at/all", "--out"),
         (["compare", "demo-ddp", "demo-dilco"], "demo-dilco", "demo-diloco"),
+        (["compare", "runs/nope", "demo-ddp"], "no recipe 'runs/nope', and no folder of a run", "folder of a finished run"),
+        (
+            ["compare", "demo-diloco", *sets("demo-ddp:train.steps=3")],
+            "demo-ddp, which is not run here",
+            "What is run: demo-diloco.",
+        ),
+        (["run", "demo-diloco", *sets("demo-ddp:train.steps=3")], "demo-ddp, which is not run here", "What is run: demo-diloco."),
+        (["compare", "demo-diloco", *sets("demo-dilcoo:train.steps=3")], "none called 'demo-dilcoo'", "Did you mean demo-diloco?"),
+        (["show", "demo-diloco", *sets("model=m61")], "tiny | m20 | m60 | m150 | m400 | small", "Did you mean m60?"),
+        (["run", "demo-diloco", *sets("algorithm.inner_steps")], "'algorithm.inner_steps' has no '='", "algorithm.inner_steps=20."),
         (["report", "/nowhere/at/all"], "/nowhere/at/all", ""),
         (["generate", "/nowhere/at/all"], "/nowhere/at/all", ""),
         (["show", "nothing"], "nothing", "demo-diloco"),

@@ -402,6 +402,19 @@ def test_an_index_outside_a_tuple_is_refused_with_those_inside():
 
 def test_an_assignment_without_equals_is_refused_with_an_example():
     assert "'seed' has no '='. Settings are given as path=value. Write for example seed=0." in message("seed")
+    assert message("cluster.link.latency_s").endswith("Write for example cluster.link.latency_s=0.01.")
+    assert message("cluster.link.latncy_s").endswith("Write for example cluster.link.latency_s=0.01.")
+
+
+def test_a_preset_stands_for_a_whole_value_and_what_is_inside_can_be_changed_after_it():
+    presets = {"cluster.link": {"slow": lambda: Link(latency_s=1.0, bandwidth_mbit_per_s=10.0)}}
+    made = override(Run(), ["cluster.link.latency_s=2", "cluster.link=slow"], candidates, presets).cluster.link
+    assert made == Link(latency_s=1.0, bandwidth_mbit_per_s=10.0)
+    made = override(Run(), ["cluster.link=slow", "cluster.link.latency_s=2"], candidates, presets).cluster.link
+    assert made == Link(latency_s=2.0, bandwidth_mbit_per_s=10.0)
+    with pytest.raises(ConfigError, match=r"Allowed: Link \| slow. Did you mean slow\?"):
+        override(Run(), ["cluster.link=slwo"], candidates, presets)
+    assert {s.path: s.kind for s in describe(Run(), candidates, presets)}["cluster.link"] == "Link | slow"
 
 
 def test_an_error_of_a_dataclass_of_its_own_passes_through_an_override():

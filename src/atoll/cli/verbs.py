@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from inspect import getdoc
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.overrides import override
 from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run, candidates
-from atoll.runs.settings import describe
+from atoll.runs.settings import Presets, describe
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.asynchrony import read_asynchrony
 from atoll.telemetry.asynchrony_text import asynchrony_section
@@ -60,7 +60,7 @@ def show_recipe(name: str, settings: Sequence[str], seed: int | None, *, as_json
     table.add_column("path", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("type", overflow="fold", style="dim")
-    for setting in describe(run, candidates):
+    for setting in describe(run, candidates, PRESETS):
         table.add_row(setting.path, escape(setting.text), escape(setting.kind))
     rich.print(table)
 
@@ -108,7 +108,7 @@ def compare_runs(
 ) -> None:
     root = out or default_path("compare", seed or 0)
     # Everything is looked up before anything runs: a misspelt last name should not cost the first runs.
-    planned = [run_of(item, settings, seed) if item in recipes.ALL or not Path(item).is_dir() else Path(item) for item in what]
+    planned = _planned(what, settings, seed)
     cache = Cache()
     folders = [
         item if isinstance(item, Path) else _start(item, root / f"{item.recipe}-{index}", cache, quiet=quiet).folder
@@ -125,6 +125,27 @@ def compare_runs(
         rich.print(comparing.table(together))
         print(f"\n{comparing.sentence(together)}")
         print(f"plot: {plot_comparison(folders, root / 'comparison.png')}")
+
+
+def _planned(what: Sequence[str], settings: Sequence[str], seed: int | None) -> list[Run | Path]:
+    """The runs that are to be carried out, and the folders of those that are finished, in the order given."""
+    folders = [item for item in what if item not in recipes.ALL and Path(item).is_dir()]
+    names = [item for item in what if item not in folders]
+    unknown = [name for name in names if name not in recipes.ALL]
+    if unknown:
+        raise ConfigError(
+            f"there is no recipe {unknown[0]!r}, and no folder of a run either. Give the folder of a finished run, or a recipe; "
+            f"there are: {', '.join(recipes.ALL)}. `atoll recipes` says what they do."
+        )
+    if not names and (settings or seed is not None):
+        given = "--seed" if not settings else f"--set {settings[0]}"
+        raise ConfigError(
+            f"{given} with folders alone ({', '.join(folders)}): these were run already, and nothing can be set any more. Leave it "
+            f"out, or name a recipe that is to run with it."
+        )
+    for folder in folders:
+        read_summary(folder)
+    return [Path(item) if item in folders else run_of(item, settings, seed, among=names) for item in what]
 
 
 def report_run(folder: Path, *, as_json: bool) -> None:
@@ -204,33 +225,50 @@ def prepare_data(
     print(f"{prepared}\nuse it with: --set data.corpus=prepared:{out}")
 
 
-def run_of(name: str, settings: Sequence[str], seed: int | None) -> Run:
+def run_of(name: str, settings: Sequence[str], seed: int | None, among: Sequence[str] | None = None) -> Run:
+    """The recipe with these settings and this seed.
+
+    Args:
+        name: of the recipe.
+        settings: some of which may be for one recipe alone, with its name before them.
+        seed: if another than the recipe's.
+        among: all recipes that the settings are given for; none: this one alone.
+    """
     run = recipes.recipe(name)
-    mine = [setting for setting in map(partial(_meant_for, name), settings) if setting is not None]
-    for setting in [setting for setting in mine if setting.removeprefix("model=") in PRESETS]:
-        run = replace(run, model=PRESETS[setting.removeprefix("model=")]())
-        mine.remove(setting)
-    run = override(run, mine, candidates)
+    meant = [_meant_for(setting, among or [name]) for setting in settings]
+    run = override(run, [setting for recipe, setting in meant if recipe in (None, name)], candidates, PRESETS)
     return run if seed is None else replace(run, seed=seed)
 
 
-PRESETS: Mapping[str, Callable[[], GPT | MLP]] = {
-    "tiny": GPT.tiny,
-    "m20": GPT.m20,
-    "m60": GPT.m60,
-    "m150": GPT.m150,
-    "m400": GPT.m400,
-    "small": MLP.small,
+PRESETS: Presets = {
+    "model": {
+        "tiny": GPT.tiny,
+        "m20": GPT.m20,
+        "m60": GPT.m60,
+        "m150": GPT.m150,
+        "m400": GPT.m400,
+        "small": MLP.small,
+    }
 }
 """`--set model=m60` takes the whole model."""
 
 
-def _meant_for(name: str, setting: str) -> str | None:
-    """A setting without the recipe it is for; none if that is another recipe."""
-    recipe, colon, rest = setting.partition(":")
-    if not colon or recipe not in recipes.ALL:
-        return setting
-    return rest if recipe == name else None
+def _meant_for(setting: str, among: Sequence[str]) -> tuple[str | None, str]:
+    """The recipe that a setting is for, none for all of them, and the setting without it."""
+    path, equals, value = setting.partition("=")
+    recipe, colon, path = path.rpartition(":")
+    if not colon:
+        return None, setting
+    if recipe not in recipes.ALL:
+        near = difflib.get_close_matches(recipe, recipes.ALL, n=1)
+        advice = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(recipes.ALL)}."
+        raise ConfigError(f"{setting}: what stands before the colon is a recipe, and there is none called {recipe!r}. {advice}")
+    if recipe not in among:
+        raise ConfigError(
+            f"{setting}: this is for {recipe}, which is not run here, so that nobody would take it. What is run: "
+            f"{', '.join(dict.fromkeys(among))}. Leave it out, or give it to one of these."
+        )
+    return recipe, f"{path}{equals}{value}"
 
 
 def sinks_of(title: str, run: Run, *, quiet: bool) -> list[Sink]:

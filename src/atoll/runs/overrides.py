@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from atoll.errors import ConfigError
 from atoll.runs.hints import default_of, has_default, hints_of, is_protocol, is_record, item_hints, joined, members_of, settable
-from atoll.runs.settings import WORDS, Candidates, describe, no_candidates, paths, text_of, type_text
+from atoll.runs.settings import NO_PRESETS, WORDS, Candidates, Presets, describe, no_candidates, paths, text_of, type_text
 
 R = TypeVar("R")
 
@@ -36,14 +36,20 @@ R = TypeVar("R")
 _SCALARS = (NoneType, bool, Literal, int, float, Path, str)  # in this order: text last, since everything is text
 
 
-def override(run: R, assignments: Sequence[str], candidates: Candidates = no_candidates) -> R:
+def override(run: R, assignments: Sequence[str], candidates: Candidates = no_candidates, presets: Presets = NO_PRESETS) -> R:
     """The Run with these settings changed, each written `path=value`. If a path is given twice, the last one counts.
+
+    Args:
+        run: as it is now.
+        assignments: what is to change.
+        candidates: the dataclasses that may stand where a Protocol is asked for.
+        presets: the names that may stand for a whole value.
 
     Raises:
         ConfigError: a path does not exist, a value does not fit there, or a dataclass refuses the whole.
     """
     edit = reduce(_merge, (_assignment(text, run) for text in assignments), _Edit())
-    changed: R = _Editor(candidates, paths(run)).apply(edit, run, type(run), "")
+    changed: R = _Editor(candidates, paths(run), presets).apply(edit, run, type(run), "")
     return changed
 
 
@@ -97,12 +103,21 @@ def _merge(base: _Edit, later: _Edit) -> _Edit:
 def _assignment(text: str, run: Any) -> _Edit:
     path, equals, value = text.partition("=")
     if not equals:
-        example = next((f"{s.path}={s.text}" for s in describe(run)), "seed=1")
-        raise ConfigError(f"{text!r} has no '='. Settings are given as path=value. Write for example {example}.")
+        raise ConfigError(
+            f"{text!r} has no '='. Settings are given as path=value. Write for example {_example(path.strip(), run)}."
+        )
     edit = _Edit(_parse(value.strip()))
     for part in reversed(path.strip().split(".")):
         edit = _Edit(None, {part: edit})
     return edit
+
+
+def _example(path: str, run: Any) -> str:
+    """How the setting at this path is given, or else one that is called alike."""
+    now = {setting.path: setting.text for setting in describe(run)}
+    near = difflib.get_close_matches(path, now, n=1)
+    meant = path if path in now else near[0] if near else ""
+    return f"{meant}={now[meant]}" if meant else "seed=1"
 
 
 def _parse(text: str) -> _Expr:
@@ -127,12 +142,15 @@ def _refusal_at(at: str) -> Iterator[None]:
 class _Editor:
     candidates: Candidates
     known: list[str]
+    presets: Presets
 
     def apply(self, edit: _Edit, now: Any, hint: Any, at: str) -> Any:
         """The value at this path after the edit. `now` is MISSING where there is none yet."""
         expr, classes = edit.expr, self._classes(hint, now)
         if expr is None:
             return self._inside(edit, now, hint, at, classes)
+        if expr.text in (named := self.presets.get(at, {})):
+            return self._inside(_Edit(None, edit.inside), named[expr.text](), hint, at, classes)
         if (called := expr.called()) in classes:
             return self._construct(classes[str(called)], expr, edit, at)
         items = expr.items()
@@ -203,11 +221,12 @@ class _Editor:
         return {kind.__name__: kind for kind in found}
 
     def _not_allowed(self, expr: _Expr, now: Any, hint: Any, at: str, classes: Mapping[str, type]) -> str:
-        near = difflib.get_close_matches(expr.called() or "", classes, n=1)
+        named = self.presets.get(at, {})
+        near = difflib.get_close_matches(expr.called() or "", [*classes, *named], n=1)
         advice = (
             f"Did you mean {near[0]}?" if near else f"It is {text_of(now)} now." if now is not MISSING else "Correct the value."
         )
-        allowed = " | ".join(dict.fromkeys([*type_text(hint, self.candidates).split(" | "), *classes]))
+        allowed = " | ".join(dict.fromkeys([*type_text(hint, self.candidates).split(" | "), *classes, *named]))
         return f"{at}={expr.text}: this value cannot stand here. Allowed: {allowed}. {advice}"
 
     def _unknown(self, path: str, kind: type, at: str) -> str:

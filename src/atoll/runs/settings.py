@@ -18,6 +18,9 @@ from atoll.runs.hints import hints_of, is_protocol, is_record, item_hints, joine
 Candidates = Callable[[Any], Sequence[type]]
 """Which dataclasses may stand where a Protocol is asked for. A generic Protocol is asked about without its arguments."""
 
+Presets = Mapping[str, Mapping[str, Callable[[], Any]]]
+"""Values that have names: for the path of a setting, what each name that may stand there makes."""
+
 WORDS: Mapping[str, Any] = {
     **dict.fromkeys(("true", "yes", "on"), True),
     **dict.fromkeys(("false", "no", "off"), False),
@@ -25,6 +28,9 @@ WORDS: Mapping[str, Any] = {
     **{sign + word: float(sign + word) for sign in ("", "+", "-") for word in ("inf", "nan")},
 }
 """Words that are values and not text."""
+
+
+NO_PRESETS: Presets = {}
 
 
 def no_candidates(_protocol: Any) -> Sequence[type]:
@@ -51,9 +57,10 @@ class Setting(NamedTuple):
         return text_of(self.value)
 
 
-def describe(run: Any, candidates: Candidates = no_candidates) -> list[Setting]:
+def describe(run: Any, candidates: Candidates = no_candidates, presets: Presets = NO_PRESETS) -> list[Setting]:
     """All settings, in order: a dataclass or tuple before what is in it. Given to `override` they make the same Run again."""
-    return list(_settings(run, candidates, ""))
+    settings = _settings(run, candidates, "")
+    return [setting._replace(kind=" | ".join([setting.kind, *presets.get(setting.path, ())])) for setting in settings]
 
 
 def paths(run: Any) -> list[str]:
