@@ -422,6 +422,32 @@ def test_resuming_as_another_recipe_is_refused_with_what_differs(atoll, finished
     assert "DDP" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "todo"),
+    [
+        (["run", "demo-diloco"], "Add --engine dist, and they train together. Or start it once, without torchrun."),
+        (["run", "demo-diloco", "--engine", "sim"], "Add --engine dist"),
+        (["run", "--resume", "simulated"], "all of it. Start it once, without torchrun."),
+        (
+            ["run", "--resume", "nowhere"],
+            "If nowhere is a run of real processes whose folder lies on another machine, add --engine dist.",
+        ),
+        (["compare", "demo-ddp", "demo-diloco"], "all of it. Start it once, without torchrun."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_simulation_under_torchrun_is_refused(arguments, todo, atoll, finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "simulated").symlink_to(finished)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = atoll(*arguments)
+    assert (code, out) == (2, "")
+    assert "started 2 processes (WORLD_SIZE=2, RANK=1)" in err
+    assert todo in err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_set_with_resume_is_refused(atoll, finished):
     code, _, err = atoll("run", "--resume", finished, *sets("train.steps=9"))
     assert code == 2

@@ -18,7 +18,9 @@ from atoll.runs.place import (
     pause_s,
     placed,
     read_place,
+    refuse_copies,
     refuse_too_many_devices,
+    started_together,
     write_place,
 )
 
@@ -113,3 +115,32 @@ def test_batches_that_have_not_an_example_for_each_device_are_refused_before_any
     refuse_too_many_devices(run, 3)
     with pytest.raises(ConfigError, match=r"train.batch_size=6: 4 devices share out each batch, in 2 pieces each, .* at least 8"):
         refuse_too_many_devices(run, 4)
+
+
+TORCHRUN = {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "2", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "localhost"}
+
+
+@pytest.mark.parametrize(
+    ("without", "processes"),
+    [
+        ((), 3),
+        (("TORCHELASTIC_RUN_ID",), 3),
+        (("MASTER_ADDR",), 3),
+        (("TORCHELASTIC_RUN_ID", "MASTER_ADDR"), 1),
+        (("RANK",), 1),
+        (("WORLD_SIZE",), 1),
+    ],
+)
+def test_what_torchrun_tells_its_processes_is_recognized(without, processes):
+    assert started_together({name: value for name, value in TORCHRUN.items() if name not in without}) == processes
+
+
+def test_a_simulation_by_each_of_several_processes_is_refused_and_one_process_is_none_of_several(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"3 processes \(WORLD_SIZE=3, RANK=2\).*all of it. Do this. Or start it once"):
+        refuse_copies("Do this. ")
+    with pytest.raises(ConfigError, match=r"all of it. Start it once, without torchrun"):
+        refuse_copies("")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    refuse_copies("")

@@ -26,6 +26,7 @@ from atoll.runs import execute
 from atoll.runs.execute import Cache, Result
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.overrides import override
+from atoll.runs.place import refuse_copies
 from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run, candidates
 from atoll.runs.settings import Presets, describe
@@ -75,6 +76,7 @@ def carry_out(
     as_json: bool,
     quiet: bool,
 ) -> None:
+    refuse_copies(_together(resume_from))
     if resume_from is not None:
         if out is not None:
             raise ConfigError(f"--out {out} with --resume {resume_from}: a run goes on in its own folder. Leave out --out.")
@@ -84,6 +86,15 @@ def carry_out(
     else:
         folder = _start(run_of(name, settings, seed), out, Cache(), quiet=quiet).folder
     show_result(folder, as_json=as_json)
+
+
+def _together(resume_from: Path | None) -> str:
+    """How processes that torchrun started work together instead."""
+    if resume_from is None:
+        return "Add --engine dist, and they train together. "
+    if (resume_from.expanduser() / "run.json").is_file():
+        return ""
+    return f"If {resume_from} is a run of real processes whose folder lies on another machine, add --engine dist. "
 
 
 def show_result(folder: Path, *, as_json: bool) -> None:
@@ -106,6 +117,7 @@ def compare_runs(
     as_markdown: bool,
     quiet: bool,
 ) -> None:
+    refuse_copies("")
     root = out or default_path("compare", seed or 0)
     # Everything is looked up before anything runs: a misspelt last name should not cost the first runs.
     planned = _planned(what, settings, seed)

@@ -4,6 +4,8 @@ is done; a run's folder remembers it, so that the run goes on in the same way.""
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +92,32 @@ def placed(run: Run, processes: int) -> Run:
     # A run that is resumed by another number of processes reads the shards that it began with.
     data = replace(run.data, shards=run.data.shards or processes)
     return replace(run, cluster=replace(run.cluster, islands=processes // devices), data=data)
+
+
+def started_together(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes torchrun, or something like it, has started of which this is one; 1 if it stands alone.
+
+    >>> started_together({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "first.example"})
+    2
+    """
+    size = environment.get("WORLD_SIZE", "")
+    told = "RANK" in environment and ("TORCHELASTIC_RUN_ID" in environment or "MASTER_ADDR" in environment)
+    return int(size) if told and size.isdecimal() else 1
+
+
+def refuse_copies(instead: str) -> None:
+    """Refuse to simulate in each of several processes: every one of them would carry out the whole run.
+
+    Args:
+        instead: what to do so that they work together, as a sentence; empty if they cannot.
+    """
+    processes = started_together()
+    if processes > 1:
+        raise ConfigError(
+            f"torchrun, or something like it, started {processes} processes (WORLD_SIZE={os.environ['WORLD_SIZE']}, "
+            f"RANK={os.environ['RANK']}), and a simulated cluster is one process: each would carry out all of it. "
+            f"{instead}{'Or start' if instead else 'Start'} it once, without torchrun."
+        )
 
 
 def check_backend(run: Run, place: Dist) -> None:
