@@ -289,7 +289,13 @@ class Rebases(Protocol[S]):
     """What an algorithm has besides that can train the devices of one island."""
 
     def rebase(self, state: S, params: Tree, peers: Peers) -> S:
-        """Go on from these weights, which the islands agreed on. Moments stay."""
+        """Go on from these weights, which the islands agreed on. Moments stay.
+
+        Args:
+            state: of this rank.
+            params: the whole; this rank's slice alone, if the algorithm is one that `HoldsWeights`. Nothing of it is kept.
+            peers: the devices of the island.
+        """
 
 
 # ---------------------------------------------------------------------------------------------- asynchronous algorithms

@@ -157,7 +157,7 @@ class ACCO(Sharded):
     def rebase(self, state: ACCOState, params: Tree, peers: Peers) -> ACCOState:
         """The first half that waits was computed at other weights: it is dropped, and counted."""
         waiting = state.first.weight if state.first else 0.0
-        return replace(state, params=self.slice_of(params, peers), first=None, dropped=state.dropped + waiting)
+        return replace(state, params=self.master(params), first=None, dropped=state.dropped + waiting)
 
     @property
     def pieces(self) -> int:

@@ -76,4 +76,4 @@ class DPU(Accumulating):
         return await peers.all_gather(new.sent), new.params, new.state
 
     def rebase(self, state: DPUState, params: Tree, peers: Peers) -> DPUState:
-        return replace(state, params=self.slice_of(params, peers), waiting=None)
+        return replace(state, params=self.master(params), waiting=None)

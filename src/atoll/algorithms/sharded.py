@@ -71,12 +71,11 @@ class Sharded:
 
     def cut(self, params: Tree, peers: Peers) -> tuple[Tree, Any]:
         """This island's slice of these weights, and an optimizer state for it."""
-        mine = self.slice_of(params, peers)
+        mine = self.master(params.shard(peers.rank, peers.size))
         return mine, self.rule.init(mine)
 
-    def slice_of(self, params: Tree, peers: Peers) -> Tree:
-        """This island's slice of these weights, with a buffer of its own."""
-        mine = params.shard(peers.rank, peers.size)
+    def master(self, mine: Tree) -> Tree:
+        """A slice as it is kept: in single precision, with a buffer of its own."""
         return mine.copy() if mine.wide() is mine else mine.wide()
 
     def travelling(self, tree: Tree) -> torch.dtype:

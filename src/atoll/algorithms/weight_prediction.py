@@ -107,5 +107,5 @@ class WP(Accumulating):
         return state.ahead
 
     def rebase(self, state: WPState, params: Tree, peers: Peers) -> WPState:
-        mine = self.slice_of(params, peers)
+        mine = self.master(params)
         return replace(state, params=mine, ahead=self._present(mine), waiting=None)

@@ -53,4 +53,4 @@ class ZeRO1(Accumulating):
         return ZeRO1State(new.params, new.state)
 
     def rebase(self, state: ZeRO1State, params: Tree, peers: Peers) -> ZeRO1State:
-        return replace(state, params=self.slice_of(params, peers))
+        return replace(state, params=self.master(params))

@@ -215,8 +215,9 @@ class BorrowedModule:
         return self.read()  # they do not lie together
 
     def holds(self, params: Tree) -> bool:
-        own = self.read()
-        return params.layout == own.layout and torch.equal(own.flat, params.flat.to(own.flat.dtype))
+        return params.layout == self.layout and all(
+            torch.equal(parameter.detach(), params[name].to(parameter.dtype)) for name, parameter in self._parameters.items()
+        )
 
     def zero_gradient(self) -> None:
         for parameter in self._parameters.values():

@@ -7,8 +7,10 @@ import torch
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
+from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.fsdp import FSDP
+from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.engines.sim.world import Cluster
 from atoll.events import Compared, Computed, Evaluated, Exchanged, RoundFinished
@@ -25,8 +27,11 @@ ALGORITHMS = [
     DiLoCo(inner_steps=3),
     ACCO(optimizer=RULE, pieces_per_half=2),
     ACCO(optimizer=RULE, wire="bf16", sums="fp32"),
+    DPU(optimizer=RULE, warmup=1),
+    WP(optimizer=RULE, warmup=1),
 ]
-SAME = ("rounds", "outer_steps", "steps", "tokens", "local_updates", "sent_bytes_per_island", "val_loss", "digest")
+SENT = ("sent_bytes_per_island", "control_bytes_per_island")
+SAME = ("rounds", "outer_steps", "steps", "tokens", "local_updates", *SENT, "val_loss", "digest")
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -47,9 +52,34 @@ def test_weights_losses_tokens_and_bytes_are_the_simulators(four, size):
             assert len([e for e in first.events if isinstance(e, kind)]) == len(expected.of(kind)), (algorithm, kind)
 
 
+@pytest.mark.parametrize("wire", ["own", "fp32"])
+@pytest.mark.parametrize("kind", [ZeRO1, ACCO, DPU, WP])
+def test_a_model_all_in_bfloat16_has_the_simulators_weights_in_all_their_digits(four, kind, wire):
+    workload, algorithm = Regression(hidden=150, dtype=torch.bfloat16), kind(optimizer=RULE, wire=wire)
+    expected = simulate(algorithm, steps=4, cluster=Cluster(islands=2), workload=workload)
+    first, _ = four.run(ran, algorithm, workload, 4, size=2)
+    assert first.params.flat.dtype == torch.float32
+    assert first.params.equal(expected.params)
+    assert [getattr(first.finished, name) for name in SAME] == [getattr(expected.finished, name) for name in SAME]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_who_shares_a_shard_with_somebody_slower_reads_the_same_as_on_processes(four, devices):
+    """Nobody there hears who asks first."""
+    workload = Regression(hidden=3, batches=RegressionBatches(num_shards=1, shard_examples=256))
+    cluster = Cluster(islands=2, devices_per_island=devices, step_time_s=(1.0, 5.0))
+    inner = ACCO(optimizer=RULE, pieces_per_half=2)
+    algorithm, inside = (inner, None) if devices == 1 else (DiLoCo(inner_steps=2), inner)
+    expected = simulate(algorithm, steps=4, cluster=cluster, workload=workload, inside=inside)
+    first, *_ = four.run(ran, algorithm, workload, 4, None, inside, devices, size=2 * devices)
+    assert first.params.equal(expected.params)
+    assert [getattr(first.finished, name) for name in SAME] == [getattr(expected.finished, name) for name in SAME]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("inside", [kind(optimizer=RULE) for kind in (DDP, ZeRO1, ACCO)], ids=lambda a: type(a).__name__)
-def test_islands_of_two_devices_give_the_simulators_two_levels(four, inside):
-    workload, algorithm = Regression(hidden=3), DiLoCo(inner_steps=2)
+def test_islands_of_two_devices_give_the_simulators_two_levels(four, inside, dtype):
+    workload, algorithm = Regression(hidden=3, dtype=dtype), DiLoCo(inner_steps=2)
     cluster = Cluster(islands=2, devices_per_island=2)
     expected = simulate(algorithm, steps=6, cluster=cluster, workload=workload, inside=inside)
     first, *_ = four.run(ran, algorithm, workload, 6, None, inside, 2)

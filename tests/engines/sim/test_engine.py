@@ -10,6 +10,7 @@ import torch
 
 from atoll.algorithms.ddp import DDP, DDPState
 from atoll.algorithms.diloco import DiLoCo, DiLoCoState
+from atoll.algorithms.zero1 import ZeRO1
 from atoll.engines.local import LocalReplica
 from atoll.engines.sim.network import Link
 from atoll.engines.sim.room import weighted_mean
@@ -339,9 +340,14 @@ def test_deltas_weigh_by_the_examples_of_the_shards():
     assert float((done.params.flat - expected.flat).abs().max()) < 1e-6
 
 
-def test_control_bytes_are_eight_for_each_peer_and_exchange():
+def test_control_bytes_are_a_weight_and_whether_it_is_finite_for_each_peer():
     done = simulate(DiLoCo(inner_steps=2), steps=10, cluster=Cluster(islands=4))
-    assert done.finished.control_bytes_per_island == 5 * 3 * 8
+    assert done.finished.control_bytes_per_island == 5 * 3 * (8 + 8)
+
+
+def test_a_total_has_a_number_for_each_peer_and_slices_that_are_gathered_have_nothing():
+    done = simulate(ZeRO1(clip_norm=0.1), steps=5, cluster=Cluster(islands=4))
+    assert done.finished.control_bytes_per_island == 5 * 3 * (8 + 8 + 8)
 
 
 def test_an_exchange_in_which_nobody_is_heard_takes_the_greatest_latency():

@@ -137,15 +137,14 @@ class Together:
         other = not self.params().same_bits(came)
         if await self._peers.total(float(other)) == 0:
             return
-        whole, before = await self._peers.all_gather(came), self._state
         algorithm: Any = self._algorithm
-        self._state = algorithm.rebase(before, whole, self._peers)
+        before, holds = self._state, isinstance(algorithm, HoldsWeights)
+        self._state = algorithm.rebase(before, came if holds else await self._peers.all_gather(came), self._peers)
         waiting = waiting_tokens(self._state)
         self._diary().dropped += self._uncommitted - waiting
         self._uncommitted = waiting
-        if isinstance(algorithm, HoldsWeights):
-            held = algorithm.held(self._state)
-            self.replica.load(whole if held.flat.dtype == whole.flat.dtype else await self._peers.all_gather(held))
+        if holds:
+            self.replica.load(await self._peers.all_gather(algorithm.held(self._state)))
         self._recycle(before)
 
     async def _round(self) -> None:

@@ -29,6 +29,7 @@ from atoll.engines.dist.replica import DistReplica
 from atoll.engines.dist.seats import Alone, Cut, Load, Part, Seat, check_sliced, gathered
 from atoll.engines.dist.world import World
 from atoll.engines.local import LocalReplica
+from atoll.engines.precision import check_travels
 from atoll.engines.states import given, on_device, shared_fields, waiting_tokens, with_shared
 from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.events import LimitSet, Progress, RunFinished
@@ -121,12 +122,9 @@ class DistEngine:
         return self.world.mesh(params.flat.device.type, self._limit.limit_s)
 
     def _seated(self, model: LocalReplica | ShardedModel, inside: Algorithm[Any] | None, params: Tree, pause_s: float) -> Seat:
-        readers, shards = self.world.size, len(self._dealing.positions)
-        if readers > shards and "free" in (getattr(self.algorithm, "batch", None), getattr(inside, "batch", None)):
-            raise ConfigError(
-                f"{readers} processes read {shards} shards of the data, and with batch=free nobody knows how far the others have "
-                f"read. Use data.shards={readers}, or batch=fixed."
-            )
+        self._dealing.check_shared(self.world.size, self.algorithm, inside)
+        for one in (self.algorithm, inside):
+            check_travels(one, params.layout)
         if inside is not None:
             check_sliced(self.algorithm)
         common: dict[str, Any] = {"deal": self._deal, "diary": lambda: self._diary, "clock": self.clock}
@@ -172,9 +170,11 @@ class DistEngine:
         if "params" in shared_fields(self._state):
             return self._seat.whole(self._state.params)
         assert isinstance(self.algorithm, HoldsWeights)
-        if self.algorithm.held(self._state).flat.dtype == self._state.params.flat.dtype:  # nothing was lost on the way
+        mine = self._state.params
+        # Replicas hold the very same, unless they look ahead or something was lost on the way, or in the module.
+        if self.algorithm.held(self._state) is mine and all(piece.dtype == mine.flat.dtype for piece in self._layout.pieces):
             return self._local().params()
-        return gathered(self._line, self.world.islands, self._state.params, self._layout)
+        return gathered(self._line, self.world.islands, mine, self._layout)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What the module keeps besides its weights."""

@@ -80,12 +80,13 @@ class Devices:
         if self.params().same_bits(params):
             return
         algorithm: Any = self._inside.algorithm
-        mine, before = params.copy(), [device.state for device in self.members]
+        whole, before, count = params.copy(), [device.state for device in self.members], len(self.members)
         for rank, device in enumerate(self.members):
+            mine = whole.shard(rank, count) if isinstance(algorithm, HoldsWeights) else whole
             device.state = algorithm.rebase(device.state, mine, SimPeers(self, self._room, rank))
             self._inside.books.totals.dropped_tokens += device.uncommitted_tokens - waiting_tokens(device.state)
             device.uncommitted_tokens = waiting_tokens(device.state)
-        recycle([mine, *before], [device.state for device in self.members])
+        recycle([whole, *before], [device.state for device in self.members])
         load_held(algorithm, self.members)
         self._moved = True
 
@@ -198,7 +199,7 @@ class Devices:
         device.uncommitted_tokens += tokens
 
     def hand_out(self, device: int, steps: int, batches: int, pieces: int) -> Work:
-        return self._inside.dealing.deal(self._inside.readers(self._island)[device], batches, pieces, self._schedule)
+        return self._inside.deal(self._inside.readers(self._island)[device], batches, pieces, self._schedule)
 
     def catch_up(self, device: int, state: Any) -> None:
         return None

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from atoll.engines.books import Books
-from atoll.engines.dealing import Dealing
+from atoll.engines.dealing import Dealing, ask_alike
 from atoll.engines.levels import check_inside
 from atoll.engines.local import LocalReplica, Trained
+from atoll.engines.precision import check_travels
 from atoll.engines.sim.archipelago import Archipelago
 from atoll.engines.sim.clock import Loop, Task, Wait
 from atoll.engines.sim.computing import Computing
@@ -90,8 +91,10 @@ class SimEngine:
                 f"cluster.topology=star, but {type(algorithm).__name__} scatters and gathers slices, which go round a ring. Use "
                 f"cluster.topology=ring, or an algorithm that takes means."
             )
+        check_travels(algorithm, params.layout)
         if inside is not None:
             check_inside(algorithm, inside)
+            check_travels(inside, params.layout)
         per_round = algorithm.steps_per_round
         if steps < 1 or steps % per_round:
             raise ConfigError(
@@ -104,7 +107,7 @@ class SimEngine:
         self.rounds = steps // per_round
         self.seed = seed
         self.books = Books(cluster.islands, cluster.devices_per_island if inside is not None else 0)
-        self._dealing = Dealing(batches)
+        self._dealing, self._ask_alike = Dealing(batches), ask_alike(algorithm, inside)
         self._make_replica = make_replica
         self._evaluate = evaluate
         self._sink = sink
@@ -182,6 +185,7 @@ class SimEngine:
         loop = Loop(count) if count else Loop()
         before, self._agreed = [island.state for island in present], None
         self._handed_out = dict.fromkeys(self.islands, 0)
+        self._dealing.begin_round()
         self._updates_before = self.books.totals.local_updates
         for rank, island in enumerate(present):
             state = island.state if self.cluster.loses_messages else given(island.state)  # no round will have to be repeated
@@ -280,6 +284,7 @@ class SimEngine:
             topology=self.cluster.topology,
             report=self._sink,
             account=partial(self.books.sent, islands),
+            devices=1 if self._inside is None else self.cluster.devices_per_island,
         )
 
     def _close_round(self) -> None:
@@ -329,7 +334,13 @@ class SimEngine:
         if self._inside is not None:  # its devices are dealt theirs when they ask
             readers = self._inside.readers(island)
             return Work(shard=readers[0], start=0, schedule=schedule, examples=self._dealing.examples(readers), pieces=pieces)
-        return self._dealing.deal(island, batches, pieces, schedule)
+        return self._deal(island, batches, pieces, schedule)
+
+    def _deal(self, reader: int, batches: int, pieces: int, schedule: int) -> Work:
+        if not self._ask_alike:
+            return self._dealing.deal(reader, batches, pieces, schedule)
+        readers = [one for island in self.islands for one in (self._inside.readers(island) if self._inside else (island,))]
+        return self._dealing.deal_alike(reader, batches, pieces, schedule, readers)
 
     def catch_up(self, island: int, state: Any) -> Wait | None:
         return self._archipelago.catch_up(island, state)
@@ -362,7 +373,7 @@ class SimEngine:
             cluster=self.cluster,
             books=self.books,
             stretches=self._stretches,
-            dealing=self._dealing,
+            deal=self._deal,
             sink=self._sink,
             make_replica=self._new_replica,
         )

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.engines.books import Books
-from atoll.engines.dealing import Dealing
 from atoll.engines.local import LocalReplica
 from atoll.engines.sim.stretches import Stretches
 from atoll.engines.sim.world import Cluster
-from atoll.protocols import Algorithm, Sink
+from atoll.protocols import Algorithm, Sink, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +22,8 @@ class Inside:
         cluster: how many an island has, and the line between them.
         books: their accounts.
         stretches: has them compute.
-        dealing: deals out the data: device j of island i is reader i * devices + j.
+        deal: deals out the data, by reader, batches, pieces and position of the schedule: device j of island i is reader
+            i * devices + j.
         sink: takes events.
         make_replica: makes the replica of a reader.
     """
@@ -32,7 +32,7 @@ class Inside:
     cluster: Cluster
     books: Books
     stretches: Stretches
-    dealing: Dealing
+    deal: Callable[[int, int, int, int], Work]
     sink: Sink
     make_replica: Callable[[int], LocalReplica]
 

@@ -21,6 +21,9 @@ from atoll.events import Compared, Exchanged, UpdateSkipped
 from atoll.protocols import Mean, Scattered, Sink
 from atoll.tree import Tree, all_finite, products
 
+_CONTROL_BYTES = {"mean": 2 * CONTROL_BYTES, "reduce_scatter": 2 * CONTROL_BYTES, "total": CONTROL_BYTES, "all_gather": 0}
+"""What is told each peer at an exchange: a weight, and whether what comes with it is finite; a number; nothing."""
+
 
 class RoundVoid(Exception):
     """An exchange that needs everybody did without somebody. The engine ends the round there, for all."""
@@ -53,6 +56,7 @@ class Room:
         report: takes events.
         account: takes, for each exchange, the payload and control bytes that each island sent.
         inside: the island whose devices meet, if they do.
+        devices: of each island, where islands meet: each tells its counterparts.
     """
 
     round: int
@@ -63,6 +67,7 @@ class Room:
     report: Sink
     account: Callable[[Sequence[int], Sequence[int]], None]
     inside: int | None = None
+    devices: int = 1
     committed: bool = False
     """Whether an exchange of this round carried any weight, or everybody came to a reduce-scatter."""
     left_out: set[int] = field(default_factory=set)
@@ -141,7 +146,8 @@ class Room:
         ranks = [a.rank for a in heard]
         self.left_out |= {a.rank for a in arrivals} - set(ranks)
         sent = [cost.sent_bytes[ranks.index(a.rank)] if a.rank in ranks else 0 for a in arrivals]
-        control = [CONTROL_BYTES * (len(heard) - 1) if a.rank in ranks else 0 for a in arrivals]
+        told_bytes = self.devices * _CONTROL_BYTES[what] * (len(heard) - 1)
+        control = [told_bytes if a.rank in ranks else 0 for a in arrivals]
         self.account(sent, control)
         self.report.emit(
             Exchanged(
