@@ -91,6 +91,14 @@ def test_an_update_that_was_left_out_is_reported_with_those_whose_gradients_were
     assert (books.totals.outer_steps, books.totals.version) == (0, 1)
 
 
+def test_islands_whose_update_was_left_out_are_named_by_their_numbers():
+    clerk, _, sink = office(islands=3)
+    met = Meeting("mean", 0.0, 1.0, 0, 0, 0.0, False, unsound=(0, 1), useless=True)
+    clerk.enter([Diary(meetings=[met]), Diary(meetings=[met])], 1, 1.0, islands=[1, 2])
+    (event,) = of(sink, UpdateSkipped)
+    assert event.islands == [1, 2]
+
+
 def test_an_estimate_that_was_of_no_use_skips_nothing_if_the_commit_after_it_was():
     clerk, books, sink = office()
     bad = Meeting("reduce_scatter", 1.0, 2.0, 40, 16, 2.0, True, unsound=(0,), useless=True)
@@ -127,6 +135,26 @@ def test_islands_that_did_not_move_have_no_angle_between_them():
     (event,) = of(sink, Compared)
     assert (event.norms, event.cosine_mean, event.cosine_std) == ([0.0, 2.0], None, None)
     assert event.mean_norm == 1.0
+
+
+def test_what_weighs_nothing_need_not_be_finite_to_be_compared():
+    """An island whose delta was refused: its products over two slices are infinite in both directions, or no numbers."""
+    for bad in (math.inf, math.nan):
+        clerk, _, sink = office()
+        slices = [((9.0, sign * bad), (sign * bad, bad)) for sign in (1, -1)]
+        clerk.enter([Diary(likenesses=[Likeness(products, (1.0, 0.0))]) for products in slices], 1, 1.0)
+        (event,) = of(sink, Compared)
+        assert event.mean_norm == event.norms[0] == math.sqrt(18)
+        assert not math.isfinite(event.norms[1])
+        assert event.cosine_mean is None
+
+
+def test_a_mean_of_what_is_not_finite_has_no_norm():
+    clerk, _, sink = office()
+    slices = [((9.0, sign * math.inf), (sign * math.inf, math.inf)) for sign in (1, -1)]
+    clerk.enter([Diary(likenesses=[Likeness(products, (1.0, 1.0))]) for products in slices], 1, 1.0)
+    (event,) = of(sink, Compared)
+    assert math.isnan(event.mean_norm)
 
 
 def _nothing():

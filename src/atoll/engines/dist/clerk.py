@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, pstdev
 
 from atoll.engines.books import Books
@@ -117,7 +117,7 @@ class Clerk:
         """The last exchange of a round is what its update is made of."""
         updates = [meeting for meeting in diaries[0].meetings if meeting.what in ("mean", "reduce_scatter")]
         if updates and updates[-1].useless:
-            yield self._update_skipped(updates[-1].unsound, updates[-1].end_s)
+            yield self._update_skipped([self._numbers[rank] for rank in updates[-1].unsound], updates[-1].end_s)
 
     def _update_skipped(self, who: Sequence[int], time_s: float, inside: int | None = None) -> UpdateSkipped:
         number = self._books.totals.round
@@ -126,18 +126,25 @@ class Clerk:
     def _compared(self, likenesses: Sequence[Likeness]) -> Compared:
         """Each rank knows the inner products over its own slice: the whole is their sum."""
         size, weights = len(likenesses[0].weights), likenesses[0].weights
-        products = [[math.fsum(one.products[i][j] for one in likenesses) for j in range(size)] for i in range(size)]
+        products = [[_added(one.products[i][j] for one in likenesses) for j in range(size)] for i in range(size)]
         norms = [math.sqrt(products[i][i]) for i in range(size)]
-        squared = math.fsum(weights[i] * weights[j] * products[i][j] for i in range(size) for j in range(size))
+        counted = [i for i in range(size) if weights[i]]  # what weighs nothing need not be a number
+        squared = _added(weights[i] * weights[j] * products[i][j] for i in counted for j in counted)
         pairs = [pair for pair in itertools.combinations(range(size), 2) if all(0 < norms[i] < math.inf for i in pair)]
         cosines = [products[i][j] / (norms[i] * norms[j]) for i, j in pairs]
         return Compared(
             round=self._books.totals.round,
             norms=norms,
-            mean_norm=math.sqrt(max(0.0, squared)) / sum(weights),
+            mean_norm=math.sqrt(squared if math.isnan(squared) else max(0.0, squared)) / sum(weights),
             cosine_mean=fmean(cosines) if cosines else None,
             cosine_std=pstdev(cosines) if cosines else None,
         )
+
+
+def _added(values: Iterable[float]) -> float:
+    """The exact sum; of what is not finite, whatever that adds up to."""
+    terms = list(values)
+    return math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)
 
 
 def _end_s(event: Event) -> float:
