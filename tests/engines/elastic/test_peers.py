@@ -136,6 +136,40 @@ def test_two_islands_agree_on_the_mean_by_weight():
         assert not blames
 
 
+class Counting(Group):
+    """Counts what it tells, which is all but weights."""
+
+    told_bytes = 0
+
+    def send(self, tensors, rank, tag):
+        self.told_bytes += tensors[0].nbytes if tensors[0].dtype != torch.float32 else 0
+        return super().send(tensors, rank, tag)
+
+
+def two_rounds(rank, line, group):
+    """Control bytes that one island reports of each of two rounds, and those that it sent in the first."""
+    finder = Finder(line, group)
+    meetings = Meetings(finder, Limit(20.0), lambda text: None)
+    peers = ElasticPeers(meetings, None, Judge(10.0), WallClock(), home=True, pier=f"pier-{rank}", written=lambda: NOTHING)
+    reported, sent = [], []
+    for _ in range(2):
+        peers.begin(NOW, 1, Unit(0, 0, 1), None, Diary())
+        coroutine = peers.mean(Tree.of({"w": DELTA}), 64.0)
+        met = coroutine.send(None).call()
+        coroutine.close()
+        reported.append(met.result.told[rank].diary.meetings[0].control_bytes)
+        sent.append(group.told_bytes)
+        finder.found = False
+    return reported, sent[0]
+
+
+def test_what_a_vote_took_is_reported_with_the_next_round():
+    line = Line()
+    with ThreadPoolExecutor(2) as pool:
+        for (first, second), sent in pool.map(two_rounds, (0, 1), (line, line), [Counting(line, 0), Counting(line, 1)]):
+            assert first < second == sent  # both rounds tell as much before they vote
+
+
 @pytest.mark.parametrize(
     ("message", "number", "bit"),
     [

@@ -113,6 +113,8 @@ class ElasticPeers:
         self._home, self._pier, self._written = home, pier, written
         self._donor: str | None = None
         self._given_bytes = 0
+        self._voted_bytes = 0
+        """That the last vote took. It is about what was counted before it, so they are counted with the next."""
         self._generation, self._digest = Generation(0, 0), 0
         self._unit: Unit | None = None
         self._work: Callable[[Unit | None], Work] = _no_work
@@ -189,7 +191,7 @@ class ElasticPeers:
             self._average(wire, names, whole, weights, [row[3 + wire.rank] for row in rows], diary if compare else None)
         end_s = self._clock.now_s()
         sent = wire.sent_bytes + self._meetings.wasted_bytes
-        control = wire.control_bytes + self._meetings.wasted_control_bytes
+        control = wire.control_bytes + self._meetings.wasted_control_bytes + self._voted_bytes
         diary.meetings = [Meeting("mean", arrived_s, end_s, sent, control, total, False, tuple(refused), total == 0)]
         return self._vote(wire, names, whole, rows, refused, total, diary)
 
@@ -234,7 +236,7 @@ class ElasticPeers:
     ) -> Agreed:
         """Everybody has heard from everybody that all came to the same, and of the same: nothing else tells whether what an island
         said of itself is what the others heard."""
-        now_s = self._clock.now_s()
+        now_s, before_bytes = self._clock.now_s(), wire.control_bytes
         mine = Told(self._home, self._pier, self._donor, self._given_bytes, diary, self._written().number, now_s)
         try:
             texts = wire.tell_text(mine.to_text())
@@ -247,7 +249,7 @@ class ElasticPeers:
                 names[rank] for rank in range(wire.size) if _differ(came_to, rank, wire.rank) or _differ(came_to, wire.rank, rank)
             ]
             raise Disagreed(f"islands came to different means, or heard different things ({came_to})", who)
-        self.rank, self.size = wire.rank, wire.size
+        self.rank, self.size, self._voted_bytes = wire.rank, wire.size, wire.control_bytes - before_bytes
         told = [*map(Told.from_text, texts)]
         return Agreed(value, [*map(_brought, rows)], refused, weight, told, max(one.now_s for one in told))
 
