@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from atoll import recipes
+from atoll.algorithms.fsdp import FSDP
 from atoll.engines.dist.clock import Limit
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import Saved
-from atoll.runs.distributed import Share
+from atoll.runs.distributed import Share, _sharded_of
 from atoll.runs.folder import RunFolder
 from atoll.runs.logs import RankLog, log_of
 from atoll.runs.orders import Order, create_folder
@@ -157,3 +158,18 @@ def test_a_run_of_a_workload_of_ones_own_goes_on_to_the_bit_after_it_was_killed(
     assert alone(go_on, cut, True) == 0
     assert load_tree(cut / "final.safetensors").equal(load_tree(whole / "final.safetensors"))
     assert alone(go_on, cut, True) == 0, "a run that is finished is opened again"
+
+
+def drawn_first(group, seed):
+    """What a device of an FSDP2 island draws first, for dropout."""
+    run, world, workload = small(fresh_optimizer=False, peak_first=False), world_of(group, 2, inside=True), Regression()
+    run = replace(run, inside=FSDP(), cluster=replace(run.cluster, devices_per_island=2), seed=seed)
+    model = _sharded_of(run, workload, workload.loss, world.mesh("cpu", 30.0), "cpu", world.rank)
+    generator = torch.Generator()
+    generator.set_state(model._random)
+    return torch.rand(4, generator=generator).tolist()
+
+
+def test_devices_of_fsdp2_draw_other_random_numbers_than_each_other_and_with_another_seed(fresh_four):
+    drawn = [numbers for seed in (0, 1) for numbers in fresh_four.run(drawn_first, seed)]
+    assert len(set(map(tuple, drawn))) == 8

@@ -45,10 +45,15 @@ def replica_of(
         autocast=run.train.precision == "bf16",
         dtype=dtype_of(run),
         loss=loss,
-        seed=run.seed * 100_003 + island,
+        seed=seed_of(run, island),
         fresh_optimizer=run.train.fresh_optimizer,
         peak_first=run.train.peak_first,
     )
+
+
+def seed_of(run: Run, number: int) -> int:
+    """Of the random numbers that one island, or one device of an island, draws while it computes."""
+    return run.seed * 100_003 + number
 
 
 def together_of(run: Run, workload: Workload, sink: Sink) -> Together | None:

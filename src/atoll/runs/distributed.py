@@ -32,7 +32,7 @@ from atoll.engines.passes import Loss
 from atoll.errors import ConfigError
 from atoll.events import Progress, Saved, WarmStartFinished
 from atoll.protocols import Algorithm, Sink, Workload
-from atoll.runs.build import loss_of, replica_of
+from atoll.runs.build import loss_of, replica_of, seed_of
 from atoll.runs.checkpoint import Checkpoint, check_origin
 from atoll.runs.execute import Execution, Result, digest_without_size
 from atoll.runs.folder import RunFolder
@@ -236,7 +236,7 @@ class Share:
             params=params.to(device),
             batches=workload.batches,
             make_replica=lambda number: replica_of(run, workload, loss, number, device),
-            make_sharded=lambda mesh: _sharded_of(run, workload, loss, mesh, device),
+            make_sharded=lambda mesh: _sharded_of(run, workload, loss, mesh, device, world.rank),
             evaluate=evaluator or _judges_nothing,
             sink=sink,
             steps=run.train.steps,
@@ -262,7 +262,7 @@ class Share:
         return save
 
 
-def _sharded_of(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, device: str) -> ShardedModel:
+def _sharded_of(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, device: str, rank: int) -> ShardedModel:
     """A model that FSDP2 cuts over the devices of an island."""
     assert isinstance(run.inside, FSDP)
     if run.train.precision == "all-bf16" or run.train.micro_batches > 1:
@@ -270,7 +270,15 @@ def _sharded_of(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, devi
             "inside=FSDP with train.precision=all-bf16 or train.micro_batches: FSDP2 keeps its weights in fp32 and takes batches "
             "as they are. Use precision=bf16 and inside.accumulation, or inside=ZeRO1."
         )
-    return ShardedModel(workload, mesh=mesh, algorithm=run.inside, device=device, bf16=run.train.precision == "bf16", loss=loss)
+    return ShardedModel(
+        workload,
+        mesh=mesh,
+        algorithm=run.inside,
+        device=device,
+        bf16=run.train.precision == "bf16",
+        loss=loss,
+        seed=seed_of(run, rank),
+    )
 
 
 def _judges_nothing(params: Tree, buffers: Mapping[str, Tensor]) -> Mapping[str, float]:

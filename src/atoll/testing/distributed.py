@@ -58,7 +58,7 @@ def engine_of(
         params=Tree.of(workload.module()),
         batches=workload.batches,
         make_replica=lambda number: LocalReplica(workload, optimizer=inner or SGD(lr=0.05), seed=number),
-        make_sharded=lambda mesh: ShardedModel(workload, mesh=mesh, algorithm=_fsdp(inside), device="cpu"),
+        make_sharded=lambda mesh: ShardedModel(workload, mesh=mesh, algorithm=_fsdp(inside), device="cpu", seed=world.rank),
         evaluate=Evaluator(workload),
         sink=sink,
         steps=steps,
