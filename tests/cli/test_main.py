@@ -283,6 +283,21 @@ def test_prepared_text_can_be_trained_on(atoll, tmp_path):
     assert json.loads(said.splitlines()[-1])["params"] > 300 * 16
 
 
+def test_a_folder_that_was_prepared_is_not_overwritten(atoll, tmp_path):
+    (tmp_path / "text.txt").write_text("one two three four five " * 200)
+    asked = ["data", "prepare", f"files:{tmp_path / 'text.txt'}", "--out", tmp_path / "tokens", "--quiet"]
+    code, first, err = atoll(*asked)
+    assert code == 0, err
+    written = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "tokens").iterdir()}
+    code, _, err = atoll(*asked, "--tokenizer", "bpe:270")
+    assert code == 2
+    assert "something else that was prepared: tokenizer=bytes, asked for is bpe:270. Use another folder" in err
+    code, second, err = atoll(*asked)
+    assert (code, second) == (0, first)
+    assert "was prepared before, by the same command, and is left as it is" in err
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "tokens").iterdir()} == written
+
+
 # --------------------------------------------------------------------------------------------------------------- bad input
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atoll.data.prepare import open_prepared, prepare
+from atoll.data.prepare import open_prepared, prepare, prepared_before
 from atoll.data.text import Text
 from atoll.errors import ConfigError, DataError
 from atoll.events import Progress
@@ -59,6 +59,19 @@ def test_preparing_anew_replaces_what_was_there(corpus: str, tmp_path: Path):
     prepared = prepare(corpus, "bytes", tmp_path / "out")
     assert prepared.tokenizer.vocab_size == 257
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["meta.json", "train.tokens", "validation.tokens"]
+
+
+def test_what_lies_there_is_given_to_whoever_asks_in_the_same_words_and_refused_to_others(corpus: str, tmp_path: Path):
+    assert prepared_before(corpus, "bytes", tmp_path / "out") is None
+    prepare(corpus, "bytes", tmp_path / "out", limit_bytes=20_000)
+    before = prepared_before(corpus, "bytes", tmp_path / "out", limit_bytes=20_000)
+    assert before is not None
+    assert before.meta["text_bytes"] == 20_000
+    with pytest.raises(DataError, match=r"limit_bytes=20000, asked for is None; validation_fraction=0.05, asked for is 0.2. Use"):
+        prepared_before(corpus, "bytes", tmp_path / "out", validation_fraction=0.2)
+    (tmp_path / "out" / "train.tokens").write_bytes(b"")
+    with pytest.raises(DataError, match=r"cannot be opened. .*train.tokens.* remove this one first"):
+        prepared_before(corpus, "bytes", tmp_path / "out", limit_bytes=20_000)
 
 
 def test_a_failure_leaves_what_was_prepared_before(corpus: str, tmp_path: Path):

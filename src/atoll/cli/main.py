@@ -275,7 +275,7 @@ def export(
 @data.command()
 def prepare(
     corpus: Annotated[str, typer.Argument(help="stdlib, files:PATH[#field], or hf:NAME[:split][#field].")],
-    out: Annotated[Path, typer.Option(help="The folder for the token files.")],
+    out: Annotated[Path, typer.Option(help="A new folder for the token files.")],
     tokenizer: Annotated[str, typer.Option(help="bytes, a tokenizers JSON file, or bpe:SIZE to train one.")] = "bytes",
     validation_fraction: Annotated[float, typer.Option(help="Of the documents, kept for validation.")] = 0.05,
     validation_corpus: Annotated[str | None, typer.Option(help="Another text to validate on; all of CORPUS is trained on.")] = None,

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from inspect import getdoc
 from pathlib import Path
+from typing import Any
 
 import rich
 import typer
@@ -222,19 +223,21 @@ def prepare_data(
     quiet: bool,
 ) -> None:
     from atoll.cli.progress import preparing
-    from atoll.data.prepare import prepare
+    from atoll.data.prepare import prepare, prepared_before
 
-    with preparing(quiet=quiet) as progress:
-        prepared = prepare(
-            corpus,
-            tokenizer,
-            out,
-            validation_fraction=validation_fraction,
-            validation_corpus=validation_corpus,
-            limit_bytes=limit_bytes,
-            progress=progress,
+    out = out.expanduser()
+    held_out: dict[str, Any] = {"validation_fraction": validation_fraction, "validation_corpus": validation_corpus}
+    before = prepared_before(corpus, tokenizer, out, limit_bytes=limit_bytes, **held_out)
+    if before is not None:
+        print(
+            f"{out} was prepared before, by the same command, and is left as it is. If the text has changed since, remove the "
+            f"folder first, or use another --out.",
+            file=sys.stderr,
         )
-    print(f"{prepared}\nuse it with: --set data.corpus=prepared:{out}")
+    else:
+        with preparing(quiet=quiet) as progress:
+            before = prepare(corpus, tokenizer, out, limit_bytes=limit_bytes, progress=progress, **held_out)
+    print(f"{before}\nuse it with: --set data.corpus=prepared:{out}")
 
 
 def run_of(name: str, settings: Sequence[str], seed: int | None, among: Sequence[str] | None = None) -> Run:

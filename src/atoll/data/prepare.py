@@ -86,10 +86,9 @@ def prepare(
             sides = _write_tokens(staging, sided(watched, split, held_out), made)
             if isinstance(made, BPETokenizer):
                 _write(staging / "tokenizer.json", made.text)
-            asked = {"corpus": corpus, "tokenizer": tokenizer, "limit_bytes": limit_bytes}
-            validation = {"validation_fraction": validation_fraction, "validation_corpus": validation_corpus}
+            asked = _asked(corpus, tokenizer, validation_fraction, validation_corpus, limit_bytes)
             found = {"vocab_size": made.vocab_size, "tokenizer_digest": made.digest, "text_bytes": total_bytes}
-            meta = {"version": META_VERSION, **asked, **validation, **found, **sides}
+            meta = {"version": META_VERSION, **asked, **found, **sides}
             _write(staging / "meta.json", json.dumps(meta, indent=2) + "\n")
             _install(staging, out)
     except OSError as error:
@@ -97,6 +96,43 @@ def prepare(
             f"could not write to {out}: {error.strerror or error}. Make room there, or choose another folder."
         ) from error
     return open_prepared(out)
+
+
+def prepared_before(
+    corpus: str,
+    tokenizer: str,
+    out: str | Path,
+    *,
+    validation_fraction: float = 0.05,
+    validation_corpus: str | None = None,
+    limit_bytes: int | None = None,
+) -> Prepared | None:
+    """What lies in the folder already, if it was asked for in the same words as now; none if nothing was prepared there. Whether
+    the text has changed since is not looked at: that would take as long as preparing it. The arguments are those of `prepare`.
+
+    Raises:
+        DataError: the folder holds something else that was prepared, which `prepare` would replace.
+    """
+    if not is_prepared(out):
+        return None
+    remedy = "Use another folder, or remove this one first."
+    try:
+        there = open_prepared(out)
+    except DataError as error:
+        raise DataError(f"{out} holds something prepared that cannot be opened. {error} {remedy}") from error
+    asked = _asked(corpus, tokenizer, validation_fraction, validation_corpus, limit_bytes)
+    differ = [f"{key}={there.meta.get(key)}, asked for is {value}" for key, value in asked.items() if there.meta.get(key) != value]
+    if differ:
+        raise DataError(f"{out} holds something else that was prepared: {'; '.join(differ)}. {remedy}")
+    return there
+
+
+def _asked(
+    corpus: str, tokenizer: str, validation_fraction: float, validation_corpus: str | None, limit_bytes: int | None
+) -> dict[str, Any]:
+    """What was asked for, as meta.json has it."""
+    asked = {"corpus": corpus, "tokenizer": tokenizer, "limit_bytes": limit_bytes}
+    return {**asked, "validation_fraction": validation_fraction, "validation_corpus": validation_corpus}
 
 
 def open_prepared(folder: str | Path) -> Prepared:
