@@ -215,7 +215,9 @@ def test_inside_offers_and_takes_algorithms_that_can_go_on_from_other_weights_al
     assert all(isinstance(kind(), Rebases) for kind in candidates(TrainsDevices))
     with pytest.raises(ConfigError, match=r"inside=DiLoCo\(inner_steps=5\): this value cannot stand here. Allowed: DDP \| ZeRO1"):
         override(PLAIN, ["inside=DiLoCo(inner_steps=5)", "cluster.devices_per_island=2"], candidates)
-    with pytest.raises(ConfigError, match=r"inside=DiLoCo cannot go on"):
+    with pytest.raises(
+        ConfigError, match=r"inside is a DiLoCo, not a TrainsDevices: it has no rebase. Give one, such as atoll.DDP"
+    ):
         replace(PLAIN, inside=DiLoCo(inner_steps=5), cluster=Cluster(devices_per_island=2))
 
 

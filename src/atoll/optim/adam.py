@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
+from atoll.checks import check_types
 from atoll.chunks import elementwise
 from atoll.errors import ConfigError
 from atoll.layout import Layout
@@ -51,6 +52,7 @@ class Adam:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
+        check_types(self)
         _check(self.lr, self.betas, self.eps)
 
     def init(self, params: Tree) -> AdamState:
@@ -80,10 +82,11 @@ class AdamW:
     decay: Literal["matrices", "all"] = "matrices"
 
     def __post_init__(self) -> None:
-        _check(self.lr, self.betas, self.eps)
-        at_least_zero("weight_decay", self.weight_decay)
         if self.decay not in ("matrices", "all"):
             raise ConfigError(f'decay={self.decay!r} is neither "matrices" nor "all". To let nothing decay, set weight_decay=0.')
+        check_types(self)
+        _check(self.lr, self.betas, self.eps)
+        at_least_zero("weight_decay", self.weight_decay)
 
     def init(self, params: Tree) -> AdamState:
         return AdamState(step=0, mean=params.zeros(), square=params.zeros())

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.optim.checks import at_least_zero
 
@@ -26,6 +27,7 @@ class Constant:
     lr: float
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_zero("lr", self.lr)
 
     def __call__(self, step: int) -> float:
@@ -49,6 +51,7 @@ class Cosine:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         _check(self.lr, self.steps, self.floor)
         if not 0 <= self.warmup <= (self.warmup if self.steps is None else self.steps):
             raise ConfigError(f"warmup={self.warmup} is outside [0, steps={self.steps}]. Shorten the warm-up, or train for longer.")
@@ -88,6 +91,7 @@ class WSD:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         _check(self.lr, self.steps, self.floor)
         if self.warmup < 0 or self.decay < 0 or (self.steps is not None and self.warmup + self.decay > self.steps):
             raise ConfigError(

@@ -17,6 +17,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from atoll.checks import check_types
 from atoll.chunks import elementwise
 from atoll.optim.checks import at_least_zero, below_one
 from atoll.optim.fused import fused_momentum
@@ -52,6 +53,7 @@ class SGD:
     exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_lr(self.lr)
         at_least_zero("weight_decay", self.weight_decay)
 
@@ -83,6 +85,7 @@ class Momentum:
     exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_lr(self.lr)
         below_one("momentum", self.momentum)
         at_least_zero("weight_decay", self.weight_decay)
@@ -118,6 +121,7 @@ class Nesterov:
     exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_lr(self.lr)
         below_one("momentum", self.momentum)
         at_least_zero("weight_decay", self.weight_decay)

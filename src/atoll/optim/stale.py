@@ -79,6 +79,7 @@ class DelayCompensation:
     strength: float
 
     def __post_init__(self) -> None:
+        check_types(self)
         at_least_zero("strength", self.strength)
 
     def correct(self, params: Tree, arrival: Arrival, weight: float = 1.0) -> Tree | None:

@@ -32,6 +32,9 @@ class Away:
     start: int
     stop: int
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
@@ -39,6 +42,9 @@ class Lost:
 
     island: int
     round: int
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,9 @@ class Outage:
     island: int
     start_s: float
     stop_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @dataclass(frozen=True, kw_only=True)
