@@ -381,6 +381,15 @@ def test_a_run_says_where_it_lies_and_who_trains(settings, who, atoll, tmp_path)
     assert f"demo-ddp: {'DiLoCo ' if 'over' in who else ''}{who}" in lines[1]
 
 
+def test_a_run_says_once_that_there_is_no_device_for_bfloat16(atoll, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    given = sets(*TINY, "train.steps=2", "train.warm_start_steps=2", "train.device=auto", "train.precision=bf16")
+    code, _, err = atoll("run", "demo-ddp", *given, "--out", tmp_path / "run")
+    assert code == 0, err
+    assert err.count("train.precision=bf16: ignored, since train.device=auto finds no CUDA device here.") == 1
+    assert "bf16" not in atoll("run", "demo-ddp", *given, "--out", tmp_path / "quiet", "--quiet")[2]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [("", "empty"), ("too short", "seq_len")],

@@ -14,6 +14,7 @@ from atoll.runs.place import (
     Dist,
     check_backend,
     ignored,
+    in_full,
     own_gpu,
     pause_s,
     placed,
@@ -144,3 +145,13 @@ def test_a_simulation_by_each_of_several_processes_is_refused_and_one_process_is
         refuse_copies("")
     monkeypatch.setenv("WORLD_SIZE", "1")
     refuse_copies("")
+
+
+def test_bfloat16_that_no_device_here_computes_in_is_told(monkeypatch):
+    auto = override(recipes.demo_diloco(), ["train.device=auto", "train.precision=bf16"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert in_full(auto) == "train.precision=bf16: ignored, since train.device=auto finds no CUDA device here. It computes in fp32."
+    assert in_full(override(auto, ["train.precision=fp32"])) is None
+    assert in_full(override(auto, ["train.precision=all-bf16"])) is None
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert in_full(auto) is None

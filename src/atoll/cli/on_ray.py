@@ -64,7 +64,7 @@ def carry_out_on_ray(
         mine = from_json(opened.run_json)
         if not quiet:
             print(told(mine, place), file=sys.stderr, flush=True)
-        sinks, say = sinks_of(mine.recipe, mine, quiet=quiet), _silent if quiet else _say
+        sinks, say = sinks_of(mine.recipe, mine, quiet=quiet, here=False), _silent if quiet else _say
         # What Ray prints of processes that die is said in fewer words here.
         with interruptible(folder), _terminable(), open(_ray_log(folder), "a", encoding="utf-8") as words, redirect_stdout(words):
             if resume is None:

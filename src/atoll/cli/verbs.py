@@ -27,7 +27,7 @@ from atoll.runs import execute
 from atoll.runs.execute import Cache, Result
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.overrides import override
-from atoll.runs.place import refuse_copies
+from atoll.runs.place import in_full, refuse_copies
 from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run, candidates
 from atoll.runs.settings import Presets, describe
@@ -286,8 +286,19 @@ def _meant_for(setting: str, among: Sequence[str]) -> tuple[str | None, str]:
     return recipe, f"{path}{equals}{value}"
 
 
-def sinks_of(title: str, run: Run, *, quiet: bool) -> list[Sink]:
-    return [] if quiet else [ConsoleSink(title, who=_equals(run))]
+def sinks_of(title: str, run: Run, *, quiet: bool, here: bool = True) -> list[Sink]:
+    """Who shows a run to whoever watches.
+
+    Args:
+        title: what to call the run.
+        run: what is carried out.
+        quiet: nothing is shown.
+        here: this machine computes, so that what it lacks is told.
+    """
+    if quiet:
+        return []
+    line = in_full(run) if here else None
+    return [*([] if line is None else [_Line(line, Event)]), ConsoleSink(title, who=_equals(run))]
 
 
 def _equals(run: Run) -> str | None:
@@ -298,21 +309,24 @@ def _equals(run: Run) -> str | None:
     return f"{cluster.devices} devices of {cluster.islands} island{'s' if cluster.islands != 1 else ''}, all equals"
 
 
-class FolderLine:
-    """Says where a run lies, once there is a folder: one that is refused leaves none."""
+class _Line:
+    """Says one thing when the first event of this kind comes, and not before: a run that is refused has none."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, text: str, at: type[Event]) -> None:
+        self._text = text
+        self._at = at
+        self._said = False
 
     def emit(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            print(f"folder: {self._folder}", file=sys.stderr)
+        if not self._said and isinstance(event, self._at):
+            self._said = True
+            print(self._text, file=sys.stderr)
 
 
 def _start(run: Run, out: Path | None, cache: Cache, *, quiet: bool) -> Result:
     folder = (out or default_path(run.recipe, run.seed)).expanduser()
     with interruptible(folder):
-        sinks = [] if quiet else [FolderLine(folder), *sinks_of(run.recipe, run, quiet=quiet)]
+        sinks = [] if quiet else [_Line(f"folder: {folder}", RunStarted), *sinks_of(run.recipe, run, quiet=quiet)]
         return execute.run(run, out=folder, sinks=sinks, command=sys.argv, cache=cache)
 
 

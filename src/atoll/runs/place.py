@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from atoll.algorithms.fsdp import FSDP
 from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.protocols import AsyncAlgorithm
@@ -158,6 +159,14 @@ def ignored(run: Run, place: Dist) -> str:
     what += ["lost messages"] if cluster.loses_messages else []
     what += ["islands that come and go"] if cluster.away or cluster.pool != "constant" else []
     return f"{', '.join(what)}: ignored, since real processes compute and talk as fast as they can."
+
+
+def in_full(run: Run) -> str | None:
+    """That this machine computes in single precision though bfloat16 was asked for, in one line; none where it does not."""
+    # torch's FSDP casts on a CPU too.
+    if run.train.precision != "bf16" or device_of(run) != "cpu" or isinstance(run.inside, FSDP):
+        return None
+    return f"train.precision=bf16: ignored, since train.device={run.train.device} finds no CUDA device here. It computes in fp32."
 
 
 def refuse_too_many_devices(run: Run, devices: int) -> None:
