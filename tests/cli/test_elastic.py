@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from atoll.cli import elastic
 from atoll.events import Attended, IslandJoined, IslandLeft, Leased, RoundFinished, RunFinished
 from atoll.runs.elastic.supervise import log_of
 from atoll.telemetry import read_events
@@ -97,6 +98,16 @@ def hurry(folder):
 
 def events(folder, kind):
     return [event for event in read_events(folder / "events.jsonl") if isinstance(event, kind)]
+
+
+def test_who_joins_says_how_long_the_run_is_looked_for(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(elastic, "take_part", lambda address, name, *, start_limit_s, **_: asked.append(start_limit_s))
+    monkeypatch.setattr(os, "_exit", lambda code: None)  # which would end the tests
+    monkeypatch.setenv("RUST_LOG", "warn")
+    elastic.be_joiner("127.0.0.1:29400", [], None)
+    assert "looking for the run at 127.0.0.1:29400, for at most 3600 s; Ctrl-C ends it before" in capsys.readouterr().err
+    assert asked == [3600.0]
 
 
 def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_joins(tmp_path):

@@ -103,6 +103,8 @@ def be_joiner(address: str, others: Sequence[str], devices: int | None) -> None:
     if others:
         raise ConfigError(f"{', '.join(others)} with --join: what the run is, an island is told there. Leave out all else.")
     check_address(address)
+    # It may be started after this one; who mistyped the address should not wonder how long that is waited for.
+    _say(f"looking for the run at {address}, for at most {START_LIMIT_S:.0f} s; Ctrl-C ends it before")
     # Two containers on one machine's network may have the same name and the same process id.
     be_island(address, f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}", None, devices=devices)
 
