@@ -525,3 +525,69 @@ def test_a_run_all_in_bfloat16_resumes_to_the_byte_and_keeps_its_masters_digits(
     assert {p.dtype for p in resumed.module.parameters()} == {torch.bfloat16}
     assert whole.params.flat.dtype == torch.float32
     assert not whole.params.equal(whole.params.cast(torch.bfloat16).wide())
+
+
+# ------------------------------------------------------------------------------------------------------- what cannot be run
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("demo-diloco", r"run='demo-diloco' is not a Run. Give one, such as atoll.recipes.demo_diloco\(\)\."),
+        (recipes.demo_diloco, r"run is the function demo_diloco, not a Run. If it returns one, call it: demo_diloco\(...\)\."),
+        (DiLoCo(inner_steps=2), r"run is a DiLoCo, not a Run. Give one, such as"),
+    ],
+)
+def test_what_is_no_run_is_refused_before_there_is_a_folder(given, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        execute.run(given, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"out=1 is not text"):
+        execute.run(small(), out=1)
+    with pytest.raises(ConfigError, match=r"out is a Run, not text"):
+        execute.resume(small())
+    with pytest.raises(ConfigError, match=r"expected='demo-diloco' is not a Run"):
+        execute.resume(tmp_path, expected="demo-diloco")
+
+
+class NoLoss:
+    """A workload without a loss."""
+
+    batches = Regression().batches
+
+    def module(self):
+        return torch.nn.Linear(2, 1)
+
+    def evaluate(self, module):
+        return {"loss": 0.0}
+
+
+class NoShards(NoLoss):
+    """A workload whose batches are a list."""
+
+    batches = ()
+
+    def loss(self, module, batch):
+        return module(batch).sum()
+
+
+@pytest.mark.parametrize(
+    ("workload", "said"),
+    [
+        (
+            NoLoss(),
+            r"workload is a \S*NoLoss, not a Workload: it has no loss. Give something that has batches, module, loss, evaluate",
+        ),
+        (Regression, r"workload is the class Regression, not a Workload. Give one: Regression\(...\)\."),
+        (NoShards(), r"workload.batches=\(\) is not a Batches. Give something that has num_shards, examples, batch, tokens"),
+    ],
+)
+def test_a_workload_that_lacks_something_is_refused_before_there_is_a_folder(workload, said, tmp_path, straight):
+    with pytest.raises(ConfigError, match=said):
+        execute.run(small(), out=tmp_path / "run", workload=workload)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=said):
+        execute.resume(straight.folder, workload=workload)

@@ -64,9 +64,8 @@ def test_an_empty_folder_is_taken(tmp_path):
 
 def test_a_folder_with_something_in_it_is_refused_with_the_ways_out(tmp_path):
     made(tmp_path / "run")
-    with pytest.raises(
-        ConfigError, match=r"run is a run's folder already.*would overwrite it\. Use --resume to go on, or another --out"
-    ):
+    both = r"Use --resume \(in Python atoll\.resume\) to go on, or another --out \(in Python out=\)\."
+    with pytest.raises(ConfigError, match=rf"run is a run's folder already.*would overwrite it\. {both}"):
         made(tmp_path / "run")
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "a").write_text("")
@@ -190,7 +189,7 @@ def test_another_run_is_refused_with_every_setting_that_differs(tmp_path):
         "  step_time_s.1: given 1.0, in the folder 0.75",
         "  compile: given true, in the folder false",
     ]
-    assert lines[-1] == "Resume without changing settings, or start a new run in another --out."
+    assert lines[-1] == "Resume without changing settings, or start a new run in another --out (in Python out=)."
 
 
 def test_another_class_is_one_difference_with_its_settings(tmp_path):

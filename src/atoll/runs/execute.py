@@ -17,13 +17,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from atoll.checks import check_type
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.masters import initial
 from atoll.errors import AtollError, CheckpointError, ConfigError
 from atoll.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
-from atoll.protocols import Sink, Workload
+from atoll.protocols import Batches, Sink, Workload
 from atoll.runs.build import Engine, engine_of
 from atoll.runs.checkpoint import Checkpoint, Checkpoints, check_origin
 from atoll.runs.finetuning import check_given
@@ -85,6 +86,8 @@ def run(
         command: how the run was asked for, for the record.
         cache: give several runs the same one, and they share data and warm start.
     """
+    check_type("run", run, Run)
+    check_type("out", out, str | None)
     cache = cache or Cache()
     refuse_impossible(run.resolved, workload, cache)
     path = Path(out or default_path(run.recipe, run.seed)).expanduser()
@@ -110,6 +113,8 @@ def resume(
         sinks: who else takes the events.
         command: how the run was asked for, for the record.
     """
+    check_type("out", out, str)
+    check_type("expected", expected, Run | None)
     folder = RunFolder.open(Path(out))
     if expected is not None:
         folder.same_run(to_json(expected))
@@ -289,6 +294,7 @@ def refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> None
     device_of(run)
     for number in range(run.rounds(run.train.steps) if run.cluster.away else 0):
         run.cluster.present(number, run.rounds(run.train.steps))
+    check_complete(workload)
     if workload is None:
         check_given(run)
         data = load_data(run, cache)
@@ -297,8 +303,16 @@ def refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> None
             island_workload(run, data, initial(plain, device_of(run), dtype_of(run)))
 
 
+def check_complete(workload: Workload | None) -> None:
+    """Refuses a workload that lacks something: it would be missed in the middle of a run."""
+    check_type("workload", workload, Workload | None)
+    if workload is not None:
+        check_type("workload.batches", workload.batches, Batches)
+
+
 def check_workload(folder: RunFolder, given: Workload | None) -> None:
     """A run of a workload of its own is gone on with, and looked at, with that workload alone."""
+    check_complete(given)
     mark = folder.path / WORKLOAD
     name = mark.read_text().strip() if mark.exists() else None
     if name is not None and given is None:

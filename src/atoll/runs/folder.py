@@ -56,11 +56,12 @@ class RunFolder:
         """
         folder = RunFolder(Path(path))
         if folder.path.exists() and not folder.path.is_dir():
-            raise ConfigError(f"{path} is a file, and a run needs a folder of its own. Use another --out.")
+            raise ConfigError(f"{path} is a file, and a run needs a folder of its own. Use {_ANOTHER}.")
         if folder.path.is_dir() and any(folder.path.iterdir()):
             what = "a run's folder" if folder._run.is_file() else "a folder that is not empty"
             raise ConfigError(
-                f"{path} is {what} already, and a new run would overwrite it. Use --resume to go on, or another --out."
+                f"{path} is {what} already, and a new run would overwrite it. Use --resume (in Python atoll.resume) to go on, or "
+                f"{_ANOTHER}."
             )
         with _writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,9 @@ class RunFolder:
         folder = RunFolder(Path(path))
         if not folder._run.is_file():
             what = "has no run.json, so it is not a run's folder" if folder.path.is_dir() else "is not a folder"
-            raise ConfigError(f"{path} {what}. Give the folder that a run was told as --out, or that it printed when it started.")
+            raise ConfigError(
+                f"{path} {what}. Give the folder that a run was told as --out (in Python out=), or that it printed when it started."
+            )
         folder._read()
         return folder
 
@@ -113,7 +116,7 @@ class RunFolder:
             more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             raise ConfigError(
                 f"{self.path} is the folder of another run. A run is resumed with the settings it began with; these differ:"
-                f"{shown}{more}\nResume without changing settings, or start a new run in another --out."
+                f"{shown}{more}\nResume without changing settings, or start a new run in {_ANOTHER}."
             )
 
     # -------------------------------------------------------------------------------------------------------------- paths
@@ -178,7 +181,7 @@ class RunFolder:
                 holder = file.read().strip() or "another process"
                 raise ConfigError(
                     f"{self.path} is in use by {holder}: two processes in one folder would spoil each other's files. "
-                    f"Wait until it ends or stop it, or use another --out."
+                    f"Wait until it ends or stop it, or use {_ANOTHER}."
                 ) from error
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -195,6 +198,7 @@ class RunFolder:
 
 
 _SHOWN = 20  # differing settings in one message
+_ANOTHER = "another --out (in Python out=)"
 
 
 def default_path(recipe: str, seed: int, root: Path = Path("runs"), now: datetime | None = None) -> Path:
@@ -229,7 +233,7 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"cannot write to {folder}: {why}. Make room or get access there, or use another --out.") from error
+        raise ConfigError(f"cannot write to {folder}: {why}. Make room or get access there, or use {_ANOTHER}.") from error
 
 
 # ------------------------------------------------------------------------------------------------------------- comparing
