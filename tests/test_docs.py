@@ -192,7 +192,9 @@ def test_the_pages_run_can_be_interrupted_resumed_and_read_as_the_page_says(writ
     monkeypatch.setattr(sys, "argv", ["atoll", "run", "--resume", "runs/easgd"])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    assert re.search(r"easgd\.EASGD.*import the module", capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert re.search(r"easgd\.EASGD.*import the module", said)
+    assert 'python -c "import easgd; from atoll.cli.main import main; main()" run --resume runs/easgd' in said
 
     resume, generate = (line for line in shell_lines(ADDING) if line.startswith("python -c"))
     python(resume)

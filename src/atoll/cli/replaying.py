@@ -7,12 +7,14 @@ from pathlib import Path
 
 import typer
 
+from atoll.cli.own_classes import check_imported
 from atoll.runs.replaying import replay_run
 from atoll.telemetry.console import ConsoleSink
 
 
 def replay_folder(folder: Path, *, as_json: bool, quiet: bool) -> None:
     """Says how near the replay comes; exit code 1 if that is not near enough."""
+    check_imported(folder)
     with ConsoleSink(f"replay {folder}", quiet) as sink:
         found = replay_run(folder, sink=sink)
     print(json.dumps(found.to_dict()) if as_json else found)

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from atoll import recipes
+from atoll.cli.own_classes import check_imported
 from atoll.errors import ConfigError
 from atoll.events import Event, RunStarted
 from atoll.models.gpt import GPT
@@ -197,6 +198,7 @@ def report_run(folder: Path, *, as_json: bool) -> None:
 def generate_text(folder: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int) -> None:
     from atoll.runs.generate import generate
 
+    check_imported(folder)
     for piece in generate(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed):
         print(piece, end="", flush=True)
     print()
@@ -206,6 +208,7 @@ def export_model(folder: Path, out: Path) -> None:
     from atoll.models.pretrained import Pretrained
     from atoll.runs.export import export
 
+    check_imported(folder)
     run = from_json(RunFolder.open(folder).run_json)
     place = export(folder, out)
     loader = "AutoModelForCausalLM.from_pretrained" if isinstance(run.model, Pretrained) else "atoll.load_exported"
@@ -339,6 +342,7 @@ def _resume(name: str | None, settings: Sequence[str], seed: int | None, folder:
         RunFolder.open(folder).same_run(to_json(run_of(name, settings, seed)))
     opened = RunFolder.open(folder)
     if not execute.is_finished(opened):
+        check_imported(folder)
         with interruptible(folder):
             sinks = sinks_of(f"resume {folder}", from_json(opened.run_json), quiet=quiet)
             execute.resume(folder, sinks=sinks, command=sys.argv)
