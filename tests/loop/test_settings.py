@@ -46,6 +46,29 @@ def test_an_algorithm_says_whether_it_needs_an_optimizer(algorithm, optimizer, s
         atoll.islands(model, sgd if optimizer else None, algorithm)
 
 
+SGD = torch.optim.SGD
+DILOCO = DiLoCo(inner_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "algorithm", "said"),
+    [
+        (None, None, DiLoCo, r"algorithm is the class DiLoCo, not an Algorithm. Give one: DiLoCo\(...\)\."),
+        (None, None, AsyncLocalSGD, r"algorithm is the class AsyncLocalSGD, not an Algorithm. Give one, such as atoll.DiLoCo\("),
+        (None, None, "diloco", r"algorithm='diloco' is not an Algorithm. Give one, such as atoll.DiLoCo\(inner_steps=50\)"),
+        (None, None, AdamW(), r"algorithm is an AdamW, not an Algorithm: it has no steps_per_round, round"),
+        ({}, None, DILOCO, r"model=\{\} is not a Module. Give one, such as torch.nn.Linear"),
+        (torch.nn.Linear, None, DILOCO, r"model is the class Linear, not a Module. Give one: Linear\("),
+        (None, SGD, DILOCO, r"DiLoCo was given the class SGD for an optimizer, and counts the steps of a torch optimizer of yours"),
+        (None, 0.1, DILOCO, r"DiLoCo was given float for an optimizer"),
+    ],
+)
+def test_what_is_no_model_no_optimizer_or_no_algorithm_is_refused(model, optimizer, algorithm, said):
+    fine, sgd = linear()
+    with pytest.raises(ConfigError, match=said):
+        atoll.islands(fine if model is None else model, optimizer or sgd, algorithm)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

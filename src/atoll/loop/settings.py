@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll.checks import check_types
+from atoll.checks import check_type, check_types
 from atoll.engines.dist.seats import check_sliced
 from atoll.errors import ConfigError
 from atoll.loop.optimizer import counted
 from atoll.loop.replica import Form
-from atoll.protocols import AsyncAlgorithm, HoldsWeights
+from atoll.protocols import Algorithm, AsyncAlgorithm, HoldsWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,8 @@ class Settings:
     """The arguments of `atoll.islands`, which says what they mean."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Any
+    """A torch optimizer, or what is wrapped round one; none for an algorithm that steps by itself."""
     algorithm: Any
     mesh: DeviceMesh | None = None
     limit_s: float | None = None
@@ -34,10 +35,11 @@ class Settings:
     def __post_init__(self) -> None:
         check_types(self)
         name = type(self.algorithm).__name__
-        if isinstance(self.algorithm, AsyncAlgorithm):
+        if isinstance(self.algorithm, AsyncAlgorithm) and not isinstance(self.algorithm, type):
             raise ConfigError(
                 f"{name} has a hub and no rounds in step: it cannot be wrapped round a loop. Use DiLoCo, ACCO, DDP or ZeRO1 here."
             )
+        check_type("algorithm", self.algorithm, Algorithm[Any])
         self._check_optimizer(name)
         if self.limit_s is not None and not self.limit_s > 0:
             raise ConfigError(f"limit_s={self.limit_s}: it is more than 0 seconds. Leave it out to have it derived.")
@@ -55,16 +57,18 @@ class Settings:
         self._check_module()
 
     def _check_optimizer(self, name: str) -> None:
+        kind = type(self.optimizer).__name__
+        given = f"the class {self.optimizer.__name__}" if isinstance(self.optimizer, type) else kind
         if self.form == "train":
             if not isinstance(self.counted, torch.optim.Optimizer) or not hasattr(self.counted, "_optimizer_step_post_hooks"):
                 raise ConfigError(
-                    f"{name} was given {type(self.optimizer).__name__} for an optimizer, and counts the steps of a torch optimizer "
-                    f"of yours: islands(model, optimizer, {name}(...))."
+                    f"{name} was given {given} for an optimizer, and counts the steps of a torch optimizer of yours: "
+                    f"islands(model, optimizer, {name}(...))."
                 )
             return
         if self.optimizer is not None:
             raise ConfigError(
-                f"{name} steps by itself, with the rule in it, and was given a {type(self.optimizer).__name__} besides. Give none, "
+                f"{name} steps by itself, with the rule in it, and was given a {kind} besides. Give none, "
                 f"islands(model, None, {name}(optimizer=atoll.AdamW(lr=...))), and call islands.step() after loss.backward()."
             )
         if self.algorithm.optimizer is None:
