@@ -240,6 +240,10 @@ def at_a_hub(rounds):
     yield RunFinished(rounds=rounds, outer_steps=rounds, virtual_time_s=3.0 * rounds, **totals, **rest)
 
 
+def test_help_names_a_default_that_cannot_be_seen(atoll):
+    assert "[default: (a line break)]" in " ".join(atoll("generate", "--help")[1].replace("│", " ").split())
+
+
 def test_generate_goes_on_from_the_prompt_and_is_repeatable(atoll, finished):
     first, second = (atoll("generate", finished, "--prompt", "def ", "--tokens", 20, "--seed", 1) for _ in range(2))
     assert first == second

@@ -48,6 +48,19 @@ def test_a_long_name_gives_way_and_the_figures_do_not(tmp_path, script) -> None:
     assert "…" not in text
 
 
+@pytest.mark.parametrize("ends", ["first second", "seed0-20261116-194218 seed0-20261116-194219"])
+def test_runs_of_one_recipe_have_whole_headings_and_figures_in_eighty_columns(ends, tmp_path, script) -> None:
+    made = [script(recipe="demo-diloco", algorithm="DiLoCo", accuracy=False).write(tmp_path / end) for end in ends.split()]
+    lines = [line.rstrip() for line in printed(table(comparison(made)), width=80).splitlines()]
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    for heading in ("run", "algorithm", "loss", "tokens", "island", "against", "most", "time", "busy"):
+        assert heading in words
+    assert sum(line.endswith(" %") for line in lines) == 2
+    assert words.count("DiLoCo") == 2
+    assert "against demo-diloco (" in markdown(comparison(made)), "where there is room, it is named"
+
+
 def counted(peak_bytes: int, formula: str) -> MemoryCounted:
     kinds = {f"{kind}_bytes": peak_bytes if kind == "parameters" else 0 for kind in MEMORY_KINDS}
     return MemoryCounted(island=0, round=0, params=100, **kinds, peak_bytes=peak_bytes, formula=formula, formula_bytes=peak_bytes)

@@ -167,6 +167,14 @@ def test_a_run_with_a_hub_shows_updates_staleness_and_workers(async_script) -> N
     assert re.search(r"staleness \d\.\d  3 workers  virtual time 0:01:3\d  10\.0 kB per island  busy \d\d %$", lines[-1])
 
 
+def test_updates_beyond_those_asked_for_are_not_shown(async_script) -> None:
+    more = [
+        replace(e, local_updates=e.local_updates + 5) if isinstance(e, RoundFinished) else e
+        for e in async_script(rounds=30).events()
+    ]
+    assert "updates 150/150" in [line for line in show(more, tick_s=0.001).splitlines() if "training" in line][-1]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_thousands_of_arrivals_do_not_flood_the_screen(async_script, terminal: bool) -> None:
     run = async_script(rounds=3000)

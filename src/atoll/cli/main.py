@@ -249,7 +249,7 @@ def replay(
 @app.command()
 def generate(
     folder: Annotated[Path, typer.Argument(help="A run's folder.")],
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "\n",
+    prompt: Annotated[str, typer.Option(help="What the text begins with.", show_default="a line break")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Choose among so many tokens only.")] = 50,

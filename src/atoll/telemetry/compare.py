@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _ROOMY = 8  # more columns than this stand closer together
+_WIDTH = 80  # and so do those that would not fit into so many characters
 _NAME = 28  # names of more characters than this may be broken
+_SHORT = 16  # names of more characters than this are in no heading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +66,36 @@ def table(comparison: Comparison) -> Table:
     from rich import box
     from rich.table import Table
 
-    headings = _headings(comparison)
-    crowded = len(headings) > _ROOMY
+    short = len(comparison.most.label) <= _SHORT
+    headings, rows = _headings(comparison, comparison.most.label if short else "the most"), _cells(comparison)
+    crowded = len(headings) > _ROOMY or _width(headings, rows) > _WIDTH
     result = Table(box=box.SIMPLE_HEAD, padding=(0, 0 if crowded else 1, 0, 0), pad_edge=False, show_edge=not crowded)
     for number, heading in enumerate(headings):
         # On a narrow terminal algorithms give way, then names that are very long, figures never; headings take several lines so
         # that all fit into 80 columns.
         kept = number > 1 or (number == 0 and all(len(row.label) <= _NAME for row in comparison.rows))
         side: Literal["left", "right"] = "left" if number < 2 else "right"
-        lines = heading.replace(" ", "\n") if crowded else "\n".join(heading.rsplit(" ", 1))
+        lines = heading.replace(" ", "\n") if crowded else _in_two(heading)
         result.add_column(lines, justify=side, no_wrap=kept, overflow="fold")
-    for name, algorithm, *figures in _cells(comparison):
+    for name, algorithm, *figures in rows:
         # A clock's name stands below its time where there is little room.
         result.add_row(name, algorithm, *(figure.replace(" (", "\n(") if crowded else figure for figure in figures))
     return result
 
 
+def _in_two(heading: str) -> str:
+    return "\n".join(heading.rsplit(" ", 1))
+
+
+def _width(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """How wide a roomy table is, with two characters for each column between them and at its edges."""
+    columns = zip(headings, *rows, strict=True)
+    return sum(2 + max(map(len, [*_in_two(heading).split("\n"), *cells])) for heading, *cells in columns)
+
+
 def markdown(comparison: Comparison) -> str:
     """A Markdown table with the sentence below it."""
-    headings = _headings(comparison)
+    headings = _headings(comparison, comparison.most.label)
     lines = [_markdown_row(headings), "|---|---|" + "---:|" * (len(headings) - 2)]
     lines += [_markdown_row(cells) for cells in _cells(comparison)]
     return "\n".join([*lines, "", sentence(comparison), ""])
@@ -101,8 +114,9 @@ def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _headings(comparison: Comparison) -> list[str]:
-    against = [f"against {comparison.most.label}"] if len(comparison.rows) > 1 else []
+def _headings(comparison: Comparison, most: str) -> list[str]:
+    """With what the run that sent most is called."""
+    against = [f"against {most}"] if len(comparison.rows) > 1 else []
     accuracy = ["accuracy"] if _judged_by_accuracy(comparison) else []
     memory = ["peak memory"] if _differ_in_memory(comparison) else []
     return [

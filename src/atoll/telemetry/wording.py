@@ -134,11 +134,14 @@ def local_updates_total(started: RunStarted) -> int:
 
 
 def _at_the_hub(event: RoundFinished, tally: Tally) -> list[str]:
-    total = f"/{human_count(local_updates_total(tally.started))}" if tally.started is not None else ""
+    done, total = event.local_updates, ""
+    if tally.started is not None:
+        # What workers were out with when the run had enough is more than it asked for.
+        done, total = min(done, local_updates_total(tally.started)), f"/{human_count(local_updates_total(tally.started))}"
     staleness = tally.staleness()
     late = [f"staleness {staleness:.1f}"] if staleness is not None else []
     workers = f"{event.islands} workers" if event.islands != 1 else "1 worker"
-    return [f"updates {human_count(event.local_updates)}{total}", *late, workers]
+    return [f"updates {human_count(done)}{total}", *late, workers]
 
 
 def perplexity(loss: float) -> float:
