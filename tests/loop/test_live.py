@@ -3,7 +3,11 @@
 import io
 import re
 from contextlib import redirect_stderr
+from functools import partial
+from threading import Event
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +18,8 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.engines.modules import ModuleWeights
 from atoll.errors import ConfigError
+from atoll.loop import live
+from atoll.loop.company import Company
 from atoll.loop.places import find_place
 from atoll.optim.sgd import SGD
 
@@ -111,3 +117,20 @@ def test_the_first_island_says_the_time_limit_and_says_it_again_when_it_has_chan
     assert len(given) == 1
     assert "may take 90 s (as given)" in given[0]
     assert limit_s == 7.0
+
+
+def test_a_process_that_ends_waits_for_its_last_words_to_be_posted_and_the_block_does_not(monkeypatch):
+    at_exit, said, may_speak = [], [], Event()
+    register = SimpleNamespace(register=lambda function, *arguments: at_exit.append(partial(function, *arguments)))
+    monkeypatch.setattr(live, "atexit", register)
+    monkeypatch.setattr(Company, "say_goodbye", lambda self: said.append(may_speak.wait(60)))
+    model = nn.Linear(2, 1)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        atoll.islands(model, torch.optim.SGD(model.parameters(), lr=0.1), DiLoCo(inner_steps=2)),
+    ):
+        raise KeyboardInterrupt
+    assert said == []
+    may_speak.set()
+    at_exit[0]()
+    assert said == [True]

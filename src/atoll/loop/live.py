@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from threading import Event
 from typing import Any
 
 from atoll.engines.dist.clock import Limit
@@ -26,6 +27,9 @@ from atoll.protocols import Work
 from atoll.runs.pack import pack
 from atoll.tree import Tree, forget_spare_buffers
 
+_LAST_WORDS_S = 1.0
+"""How long a process that ends waits for its last words to be posted, which they are at once unless an exchange is stuck."""
+
 
 class Live:
     """An open block.
@@ -42,6 +46,7 @@ class Live:
         check_precision(settings, self._module)
         check_optimizer(settings, self._module, optimizer)
         self.place = find_place(settings.mesh, settings.limit_s)
+        self._check_whole()
         self._line = Line(str(self._module.device))
         self._weights = self._speaks_for()
         self._replica = LoopReplica(self._module, self._weights, settings.form)
@@ -63,13 +68,15 @@ class Live:
             self.abandon()
             raise
 
-    def _speaks_for(self) -> Weights:
-        inside = self.place.inside
-        if self._module.sharded and inside is None:
+    def _check_whole(self) -> None:
+        if self._module.sharded and self.place.inside is None:
             raise ConfigError(
                 "the model is sharded by FSDP2, over processes that atoll takes for islands. Say which of them are one island: "
                 'mesh=init_device_mesh("cuda", (islands, devices), mesh_dim_names=("island", "device")).'
             )
+
+    def _speaks_for(self) -> Weights:
+        inside = self.place.inside
         return self._module if inside is None or self._module.sharded else SlicedWeights(self._module, inside, self._line)
 
     # -------------------------------------------------------------------------------------------------------------- beginning
@@ -180,15 +187,21 @@ class Live:
         self.place.departures.announce()
         # Slices are gathered without a word before it: who breaks off in the middle of that has nothing left to say.
         if self._rounds.waits or not self._settings.sharded:
-            self._line.launch(self._goodbye())
+            said = Event()
+            self._line.launch(self._goodbye(said))
+            # A thread that is still in torch when Python is taken down takes the process down with it, by abort().
+            atexit.register(said.wait, _LAST_WORDS_S)
         self._rounds.close()
         self._line.close(wait=False)
         forget_spare_buffers()
 
-    async def _goodbye(self) -> None:
-        words = await Request(self._company.say_goodbye)
-        # Kept until the process ends, which waits for nobody: the others then find in the store that it left.
-        atexit.register(_let_go, words)
+    async def _goodbye(self, said: Event) -> None:
+        try:
+            words = await Request(self._company.say_goodbye)
+            # Kept until the process ends, which waits for nobody to hear them: the others then find in the store that it left.
+            atexit.register(_let_go, words)
+        finally:
+            said.set()
 
 
 def _let_go(words: object) -> None:
