@@ -217,7 +217,8 @@ def test_the_pages_run_can_be_interrupted_resumed_and_read_as_the_page_says(writ
 
 @pytest.fixture
 def executed(tmp_path, monkeypatch, capsys):
-    """Executes a page's Python with a smaller demo in the place of the demo; gives the names it leaves and what it printed."""
+    """Executes a page's Python with a smaller demo in the place of the demo; gives the names it leaves and what it printed, on
+    standard output and on standard error."""
     monkeypatch.chdir(tmp_path)
     demo = small(recipes.demo_diloco(), "algorithm.inner_steps=3", "keep.tensorboard=true")
     monkeypatch.setattr(recipes, "demo_diloco", lambda: demo)
@@ -226,18 +227,26 @@ def executed(tmp_path, monkeypatch, capsys):
         names = {}
         for block in blocks(page, "python"):
             exec(compile(block, page.name, "exec"), names)
-        return names, capsys.readouterr().out
+        return names, *capsys.readouterr()
 
     return execute
 
 
-def test_the_python_of_the_readme_runs(executed):
-    names, out = executed(ROOT / "README.md")
+def test_the_python_of_the_readme_runs_and_shows_how_far_it_is(executed):
+    names, out, err = executed(ROOT / "README.md")
     assert str(names["result"].val_loss) in out
+    assert "slow links: training  100 %" in err
+
+
+def test_the_readme_names_all_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys() - {"dev"}
+    line = re.search(r"^Python 3.*Extras: (.*?)\. ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)[1]
+    assert set(re.findall(r"`(\w+)`", line)) == extras
 
 
 def test_the_page_about_runs_reads_curves_and_lists_every_file_of_a_folder(executed):
-    names, out = executed(DOCS / "runs.md")
+    names, out, err = executed(DOCS / "runs.md")
+    assert "demo: training  100 %" in err
     result = names["result"]
     assert out.split() == [str(result.val_loss), str(result.folder)]
     assert names["curve"](result.folder)[-1] == (9, result.val_loss)
@@ -247,7 +256,7 @@ def test_the_page_about_runs_reads_curves_and_lists_every_file_of_a_folder(execu
 
 def test_the_page_about_finetuning_does_what_it_says(executed, tmp_path, monkeypatch, capsys):
     page = DOCS / "finetuning.md"
-    names, _ = executed(page)
+    names, _, _ = executed(page)
     assert (tmp_path / "models/tuned/config.json").exists()
     assert names["result"].module.lm_head.weight is names["result"].module.transformer.wte.weight
     tried = [line for line in shell_lines(page) if "sums" in line]
