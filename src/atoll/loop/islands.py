@@ -33,10 +33,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from atoll.errors import ConfigError
+from atoll.loop.footprints import footprints
 from atoll.loop.live import Live
 from atoll.loop.optimizer import IslandsOptimizer, was_skipped
 from atoll.loop.saving import Saved
 from atoll.loop.settings import Settings
+from atoll.loop.telling import warn
 from atoll.protocols import Algorithm
 
 T = TypeVar("T", bound=Callable[..., None])
@@ -93,6 +95,8 @@ class Islands:
         self._hook: RemovableHandle | None = None
         self._pending: Saved | None = None
         self._tokens: int | None = None
+        self._asked = False
+        """Whether somebody wanted to know, in the block, how to share data out, or what to step."""
         self.steps = 0
         """Steps of your optimizer, or micro-batches that you brought, on this island. What a GradScaler skips does not count."""
         self.dropped = 0
@@ -112,6 +116,7 @@ class Islands:
             counted = self._settings.counted
             self._hook = None if counted is None else counted.register_step_post_hook(_uncompiled(self._stepped))
             self._live = Live(self._settings, self._own, self._pending)
+            self._note_beginning()
             self._open = True
         except BaseException:
             self._unhook()
@@ -123,13 +128,31 @@ class Islands:
         live = self._alive()
         self._open = False
         self._unhook()
+        worked = footprints(self._settings.model) != self._begun_with
         try:
             if kind is not None:
                 live.abandon()
             else:
                 _finish(live)
+                self._tell_if_nothing_stepped(worked=worked)
         finally:
             _OPEN.discard(self)
+
+    def _note_beginning(self) -> None:
+        """What there is before the first step."""
+        self._begun_with, self._steps_before, self._rounds_before = footprints(self._settings.model), self.steps, self.rounds
+
+    def _tell_if_nothing_stepped(self, *, worked: bool) -> None:
+        """An island may be without batches. It is not if its model was worked on; nor if no island took a step, probably."""
+        if self.steps > self._steps_before or not (worked or (self._asked and self.rounds == self._rounds_before)):
+            return
+        what = "no island took a step in this block: nothing was trained."
+        if worked:
+            what = (
+                f"island {self.rank} took no step in this block, though its model's weights or gradients were changed there. What "
+                f"it did is lost."
+            )
+        warn(f"{what} {self._settings.how_to_step}")
 
     def _unhook(self) -> None:
         if self._hook is not None:
@@ -166,6 +189,7 @@ class Islands:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """What to step: your own optimizer, or one whose `step()` is `islands.step()`, for schedulers and trainers to hold."""
+        self._asked |= self._open
         optimizer = self._own or self._settings.optimizer
         assert optimizer is not None
         return optimizer
@@ -175,11 +199,13 @@ class Islands:
     @property
     def rank(self) -> int:
         """This island's number, from 0; it stays the same when others leave. Shard your data by it."""
+        self._asked |= self._open
         return self._alive().place.island
 
     @property
     def size(self) -> int:
         """How many islands began."""
+        self._asked |= self._open
         return self._alive().place.islands
 
     @property
@@ -238,6 +264,7 @@ class Islands:
         self.dropped = saved.taken if self._own is not None else 0
         if self._open:
             self._alive().load(saved)
+            self._note_beginning()
 
     def _alive(self) -> Live:
         if self._live is None:

@@ -100,6 +100,17 @@ class Settings:
         return "gradient" if hasattr(self.algorithm, "optimizer") else "train"
 
     @property
+    def how_to_step(self) -> str:
+        """What a user calls in the block."""
+        name = type(self.algorithm).__name__
+        if self.form == "gradient":
+            return f"{name} steps by itself: call islands.step() after each loss.backward(), and no optimizer of your own."
+        return (
+            f"{name} counts the steps of the {type(self.optimizer).__name__} that atoll.islands was given: call its step() after "
+            f"loss.backward(). Steps that a GradScaler skips do not count."
+        )
+
+    @property
     def sharded(self) -> bool:
         """Whether the algorithm's State lies in slices."""
         return isinstance(self.algorithm, HoldsWeights)
