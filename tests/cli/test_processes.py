@@ -13,8 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from atoll import recipes
+from atoll.cli import processes
 from atoll.events import Computed, RoundFinished, RunFinished, RunStarted, Saved
 from atoll.runs.logs import log_of
+from atoll.runs.orders import Order
+from atoll.runs.overrides import override
+from atoll.runs.place import Dist
+from atoll.runs.run import candidates
 from atoll.telemetry import read_events
 from atoll.tensorfile import load_tree
 
@@ -277,3 +283,16 @@ def test_a_folder_stays_with_its_engine(finished, atoll, tmp_path):
     assert (code, "goes on as it began" in err) == (2, True)
     code, _, err = atoll("run", "--resume", folder, "--out", tmp_path / "new")
     assert (code, "in its own folder" in err) == (2, True)
+
+
+@pytest.mark.parametrize(("inside", "sinks"), [("ZeRO1", 2), ("FSDP", 1)])
+def test_bfloat16_without_cuda_is_said_to_be_ignored_unless_torch_casts_on_a_cpu(inside, sinks, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    run = override(recipes.demo_two_level(), ["train.device=auto", "train.precision=bf16", f"inside={inside}"], candidates)
+    shown = []
+    monkeypatch.setattr(processes, "take_part", lambda _, sinks, **__: shown.extend(sinks(Order(run, Dist(), tmp_path, False))))
+    how = {"name": None, "settings": [], "seed": None, "out": tmp_path, "resume": None, "engine": "dist", "how": {}}
+    processes._take_part(processes.Asked(**how), as_json=False, quiet=False)
+    shown[0].emit(RunStarted(recipe="demo-two-level", algorithm="DiLoCo", islands=2, params=1, steps=1, seed=0))
+    assert len(shown) == sinks
+    assert ("train.precision=bf16: ignored" in capsys.readouterr().err) == (inside == "ZeRO1")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import recipes
+from atoll.algorithms.fsdp import FSDP
 from atoll.cli.verbs import interruptible, run_of, show_result, sinks_of
 from atoll.engines.dist.world import is_started, size_given
 from atoll.errors import ConfigError
@@ -152,7 +153,8 @@ def _take_part(asked: Asked, *, as_json: bool, quiet: bool) -> None:
         if asked.resume is None:
             print(f"folder: {order.folder}", file=sys.stderr)
         print(f"{ignored(order.run, order.place)}\n{_start_limit(order.place)}", file=sys.stderr, flush=True)
-        return sinks_of(order.run.recipe, order.run, quiet=False)
+        casts = isinstance(order.run.inside, FSDP)  # torch's own, which does so on a CPU too
+        return sinks_of(order.run.recipe, order.run, quiet=False, here=not casts)
 
     limit_s = asked.place().start_limit_s
     result = take_part(prepare, sinks, folder=asked.out or asked.resume, start_limit_s=limit_s)

@@ -296,7 +296,7 @@ def sinks_of(title: str, run: Run, *, quiet: bool, here: bool = True) -> list[Si
         title: what to call the run.
         run: what is carried out.
         quiet: nothing is shown.
-        here: this machine computes, so that what it lacks is told.
+        here: this machine computes, and casts on CUDA alone, so that it is told if there is none.
     """
     if quiet:
         return []

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from atoll.algorithms.fsdp import FSDP
 from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.protocols import AsyncAlgorithm
@@ -163,8 +162,7 @@ def ignored(run: Run, place: Dist) -> str:
 
 def in_full(run: Run) -> str | None:
     """That this machine computes in single precision though bfloat16 was asked for, in one line; none where it does not."""
-    # torch's FSDP casts on a CPU too.
-    if run.train.precision != "bf16" or device_of(run) != "cpu" or isinstance(run.inside, FSDP):
+    if run.train.precision != "bf16" or device_of(run) != "cpu":
         return None
     return f"train.precision=bf16: ignored, since train.device={run.train.device} finds no CUDA device here. It computes in fp32."
 
