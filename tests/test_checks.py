@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.diloco import DiLoCo
@@ -45,12 +46,13 @@ from atoll.runs.run import Keep, Train
         (lambda: Nesterov(lr=0.7, momentum=None), r"momentum=None is not a number"),
         (lambda: Cosine(lr=0.1, steps="9"), r"steps='9' is text, not a whole number"),
         (lambda: DelayCompensation(strength="0.1"), r"strength='0.1' is text, not a number"),
-        (lambda: replace(Cluster(), link=10), r"link=10 is not a Link. Give one, such as Link\(...\)"),
+        (lambda: replace(Cluster(), link=10), r"link=10 is not a Link. Give one, such as atoll.Link\(...\)"),
         (lambda: Cluster(links=[Link(), 10]), r"links\[1\]=10 is not a Link"),
+        (lambda: Cluster(step_time_s=1.0), r"step_time_s=1.0 is not a list. Give one, such as \[1.0\]"),
         (lambda: Cluster(lost=Lost(island=0, round=1)), r"lost=Lost\(island=0, round=1\) is not a list. Give one, such as \[Lost"),
         (lambda: Cluster(away=[Away(island=0, start="1", stop=2)]), r"start='1' is text, not a whole number"),
         (lambda: Cluster(outages=[Outage(island=0, start_s="1")]), r"start_s='1' is text, not a number"),
-        (lambda: Text(partition="iid"), r"partition='iid' is none of IID\(...\), ByDomain\(...\)"),
+        (lambda: Text(partition="iid"), r"partition='iid' is none of atoll.IID\(...\), atoll.ByDomain\(...\)"),
     ],
 )
 def test_what_is_misspelt_in_python_is_refused_as_on_the_command_line(make, message):
@@ -75,6 +77,14 @@ RULES = r"Give one, such as atoll.AdamW\(lr=4e-4\) or atoll.Nesterov\(lr=0.7\)\.
         (lambda: DiLoCo(inner_steps=5, outer=Nesterov), r"outer is the class Nesterov, not a Rule. Give one: Nesterov\(...\)\."),
         (lambda: DiLoCo(inner_steps=5, outer=torch.optim.SGD), rf"outer is the class SGD, not a Rule. {RULES}"),
         (lambda: DiLoCo(inner_steps=5, outer=torch_rule), r"outer is the function torch_rule, .* call it: torch_rule\(...\)\."),
+        (
+            lambda: replace(recipes.demo_diloco(), algorithm="DDP"),
+            r"algorithm='DDP' is not an Algorithm or .*, such as atoll.DiLoCo\(",
+        ),
+        (
+            lambda: replace(recipes.demo_diloco(), optimizer=torch_rule()),
+            r"AdamW, not an AdamW, .* an SGD, .*such as atoll.AdamW\(",
+        ),
         (lambda: AsyncLocalSGD(inner_steps=5, correction=0.5), r"correction=0.5 is not a Correction. Give one, such as atoll.Poly"),
     ],
 )

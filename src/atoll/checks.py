@@ -35,6 +35,7 @@ from os import PathLike, fspath
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+import atoll
 from atoll.errors import ConfigError
 
 _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
@@ -196,7 +197,7 @@ def _refusal(value: Any, asked: _Asked) -> str:
     wanted = f"{', '.join(others)} or {last}" if others else last
     if asked.choices and isinstance(value, str):
         return f"={value!r} is none of {', '.join(map(repr, asked.choices))}. Use one of them."
-    if asked.names == ("a list",):
+    if asked.lists and not isinstance(value, str):
         return f"={_shown(value)} is not a list. Give one, such as [{_shown(value)}]."
     if isinstance(value, str) and _is_number(value) and {"a whole number", "a number"} & {*asked.names}:
         return f"={value!r} is text, not {wanted}. Leave out the quotation marks."
@@ -205,7 +206,7 @@ def _refusal(value: Any, asked: _Asked) -> str:
     if callable(value) and hasattr(value, "__name__"):
         return f" is the function {value.__name__}, not {wanted}. If it returns one, call it: {value.__name__}(...)."
     if isinstance(value, Real) or type(value).__module__ == "builtins":
-        if len(asked.kinds) == len(asked.names) > 1:
+        if len(asked.kinds) == len(asked.names) > 1 and not any(map(_is_protocol, asked.kinds)):
             return f"={_shown(value)} is none of {', '.join(map(_example, asked.kinds))}. Use one of them."
         return f"={_shown(value)} is not {wanted}. {_advice(asked)}"
     room = type(value).__module__.partition(".")[0]
@@ -236,7 +237,8 @@ def _makes(given: type, kind: type) -> bool:
 
 
 def _example(kind: type) -> str:
-    return _SUCH_AS.get(kind.__name__, f"{kind.__name__}(...)")
+    named = f"atoll.{kind.__name__}" if kind.__name__ in dir(atoll) else kind.__name__  # torch has rules of the same names
+    return _SUCH_AS.get(kind.__name__, f"{named}(...)")
 
 
 def _shown(value: Any) -> str:
@@ -253,4 +255,5 @@ def _is_number(text: str) -> bool:
 
 
 def _article(noun: str) -> str:
-    return "an" if noun[0] in "AEIOUaeiou" else "a"
+    spelt = noun[:2].isupper() and noun[0] in "FHLMNRSX"  # an MLP
+    return "an" if spelt or noun[0] in "AEIOUaeiou" else "a"

@@ -109,7 +109,7 @@ def test_a_corpus_of_one_character_cannot_be_split(tmp_path: Path):
         ({"shards": 1.5}, ConfigError, "shards=1.5 is not a whole number"),
         ({"validation_fraction": 0.0}, ConfigError, r"validation_fraction=0.0"),
         ({"tokenizer": "bpe:x"}, ConfigError, "bpe:32000"),
-        ({"partition": "iid"}, ConfigError, "partition='iid' is none of IID"),
+        ({"partition": "iid"}, ConfigError, "partition='iid' is none of atoll.IID"),
         ({"corpus": "wikipedia"}, DataError, "'wikipedia' is not known"),
     ],
 )

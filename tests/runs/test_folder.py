@@ -69,7 +69,7 @@ def test_a_folder_with_something_in_it_is_refused_with_the_ways_out(tmp_path):
         made(tmp_path / "run")
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "a").write_text("")
-    with pytest.raises(ConfigError, match=r"letters is a folder that is not empty already.*another --out"):
+    with pytest.raises(ConfigError, match=r"letters is a folder that is not empty already.*would overwrite it\. Use another --out"):
         made(tmp_path / "letters")
     with pytest.raises(ConfigError, match=r"a is a file, and a run needs a folder.*another --out"):
         made(tmp_path / "letters" / "a")

@@ -58,11 +58,10 @@ class RunFolder:
         if folder.path.exists() and not folder.path.is_dir():
             raise ConfigError(f"{path} is a file, and a run needs a folder of its own. Use {_ANOTHER}.")
         if folder.path.is_dir() and any(folder.path.iterdir()):
-            what = "a run's folder" if folder._run.is_file() else "a folder that is not empty"
-            raise ConfigError(
-                f"{path} is {what} already, and a new run would overwrite it. Use --resume (in Python atoll.resume) to go on, or "
-                f"{_ANOTHER}."
-            )
+            what, advice = "a folder that is not empty", f"Use {_ANOTHER}."
+            if folder._run.is_file():
+                what, advice = "a run's folder", f"Use --resume (in Python atoll.resume) to go on, or {_ANOTHER}."
+            raise ConfigError(f"{path} is {what} already, and a new run would overwrite it. {advice}")
         with _writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
         # run.json first: it makes the folder a run's, which can be opened even if we are killed after it.
