@@ -79,11 +79,6 @@ class AsyncLocalSGD:
             raise ConfigError(
                 f"inner_steps={self.inner_steps}: a round needs at least 1 inner step. Use 1 to push after every step."
             )
-        for name, method in (("outer", "update"), ("correction", "correct")):
-            value = getattr(self, name)
-            if value is not None and not hasattr(value, method):
-                example = "DelayedNesterov(period=4)" if name == "outer" else "Polynomial()"
-                raise ConfigError(f"{name}={value!r} has no `{method}`. Give a value such as {example}.")
         assert self.plan, "a plan refuses what it cannot be"
 
     @property
