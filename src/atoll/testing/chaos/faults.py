@@ -20,7 +20,6 @@ class _Checked:
     """Refuses numbers that are none, or less than 0, and names that are no text."""
 
     def __post_init__(self) -> None:
-        check_types(self)
         given: Any = self
         for field in fields(given):
             value = getattr(given, field.name)
@@ -28,6 +27,7 @@ class _Checked:
                 raise ConfigError(f"{field.name}={value!r} in {type(self).__name__}: it is a number, 0 or more. Give one.")
             if field.type == "str" and not isinstance(value, str):
                 raise ConfigError(f"{field.name}={value!r} in {type(self).__name__}: it is a name. Give one.")
+        check_types(self)  # last: it does not say whose field it is
 
 
 @dataclass(frozen=True, kw_only=True)
