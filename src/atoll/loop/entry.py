@@ -111,16 +111,6 @@ def check_optimizer(settings: Settings, module: ModuleWeights, own: torch.optim.
         )
 
 
-def check_precision(settings: Settings, module: ModuleWeights) -> None:
-    """Slices of one precision, where they travel as they are."""
-    dtypes = {piece.dtype for piece in module.layout.pieces}
-    if settings.sharded and len(dtypes) > 1 and getattr(settings.algorithm, "wire", "") == "own":
-        raise ConfigError(
-            f"the model has parameters in {sorted(map(str, dtypes))}, and slices of it travel in the precision of the model, which "
-            f'differs from slice to slice. Give the algorithm wire="fp32".'
-        )
-
-
 def _check_together(told: Sequence[Sequence[float]]) -> None:
     """Whether each island goes on from something saved, and from which round."""
     if any(row != told[0] for row in told):

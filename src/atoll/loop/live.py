@@ -10,9 +10,10 @@ from atoll.engines.dist.clock import Limit
 from atoll.engines.dist.driving import Line, Request
 from atoll.engines.dist.peers import DistPeers
 from atoll.engines.modules import ModuleWeights
+from atoll.engines.precision import check_travels
 from atoll.errors import ConfigError
 from atoll.loop.company import Company
-from atoll.loop.entry import Entry, check_optimizer, check_precision
+from atoll.loop.entry import Entry, check_optimizer
 from atoll.loop.optimizer import IslandsOptimizer, dialled
 from atoll.loop.peers import LoopPeers
 from atoll.loop.places import Place, find_place
@@ -43,7 +44,7 @@ class Live:
     def __init__(self, settings: Settings, optimizer: IslandsOptimizer | None, saved: Saved | None) -> None:
         self._settings, self._optimizer = settings, optimizer
         self._module = ModuleWeights(settings.model)
-        check_precision(settings, self._module)
+        check_travels(settings.algorithm, self._module.layout)
         check_optimizer(settings, self._module, optimizer)
         self.place = find_place(settings.mesh, settings.limit_s)
         self._check_whole()
