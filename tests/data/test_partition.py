@@ -174,3 +174,10 @@ def test_more_shards_than_examples_or_no_shards_are_refused(partition: Partition
         partition.shards(examples, 9, 0, letter_counts)
     with pytest.raises(ConfigError, match="num_shards=0"):
         partition.shards(examples, 0, 0, letter_counts)
+
+
+def test_settings_of_another_type_are_refused():
+    with pytest.raises(ConfigError, match=r"alpha='0.3' is text, not a number"):
+        Dirichlet(alpha="0.3")
+    with pytest.raises(ConfigError, match=r"restarts=2.5 is not a whole number"):
+        KMeans(restarts=2.5)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.checks import check_types
 from atoll.data.examples import Examples, Indices
 from atoll.data.seeding import draws
 from atoll.errors import ConfigError, DataError
@@ -68,6 +69,7 @@ class Dirichlet:
     alpha: float
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 < self.alpha < float("inf"):
             raise ConfigError(f"alpha={self.alpha} must be above 0 and finite: 0.1 makes shards differ much, 100 hardly at all.")
 
@@ -106,6 +108,7 @@ class KMeans:
     batch_examples: int = 64
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("fit_examples", "restarts", "max_iterations", "batch_examples"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"KMeans {name}={getattr(self, name)}: at least 1 is needed. Leave it out for the default.")

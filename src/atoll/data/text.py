@@ -67,10 +67,6 @@ class Text:
             raise ConfigError(
                 f"limit_bytes={self.limit_bytes} leaves no text. Use a positive number of bytes, or None for all of it."
             )
-        if not isinstance(self.partition, Partition):
-            raise ConfigError(
-                f"partition={self.partition!r} is none of IID(), ByDomain(), KMeans(), Dirichlet(alpha=...). Use one of these."
-            )
         check_fraction(self.validation_fraction)
         bpe_size(self.tokenizer)
         if self.prepared_folder is None:

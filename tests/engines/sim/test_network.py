@@ -80,3 +80,8 @@ def test_alone_nothing_is_sent_and_no_time_passes(topology):
 def test_impossible_lines_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Link(**settings)
+
+
+def test_a_line_of_text_is_refused():
+    with pytest.raises(ConfigError, match="latency_s='0.03' is text, not a number. Leave out the quotation marks"):
+        Link(latency_s="0.03")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from atoll.checks import check_types
 from atoll.errors import ConfigError
 from atoll.layout import shard_range
 
@@ -34,6 +35,7 @@ class Link:
     download_mbit_per_s: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 <= self.latency_s < math.inf:
             raise ConfigError(
                 f"latency_s={self.latency_s}: a message needs 0 seconds or more. Give seconds, such as 0.03 for 30 ms."
