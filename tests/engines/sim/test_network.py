@@ -83,5 +83,5 @@ def test_impossible_lines_are_refused(settings, message):
 
 
 def test_a_line_of_text_is_refused():
-    with pytest.raises(ConfigError, match="latency_s='0.03' is text, not a number. Leave out the quotation marks"):
+    with pytest.raises(ConfigError, match=r"latency_s='0.03' is text, not a number. Leave out the quotation marks"):
         Link(latency_s="0.03")
