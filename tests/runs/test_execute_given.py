@@ -12,7 +12,7 @@ from atoll.runs.run import candidates
 from atoll.testing.small import SMALL
 from atoll.testing.workloads import Regression
 
-RUN = override(recipes.demo_diloco(), [*SMALL, "train.steps=1", "train.warm_start_steps=0", "algorithm.inner_steps=1"], candidates)
+RUN = override(recipes.demo_diloco(), [*SMALL, "train.steps=2", "train.warm_start_steps=0", "algorithm.inner_steps=1"], candidates)
 
 
 @pytest.fixture(scope="module")
