@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from atoll.checks import check_type
 from atoll.engines.evaluator import Evaluator
 from atoll.engines.ray import door
 from atoll.engines.ray.engine import RayEngine
@@ -80,6 +81,8 @@ def run_on_ray(
         say: takes lines on workers and hubs that die.
         chaos: what is to go wrong with it, on purpose.
     """
+    check_type("place", place, Ray)
+    check_type("run", run, Run)
     path = Path(out or default_path(run.recipe, run.seed))
     folder = create_ray_folder(place, run, path, command or sys.argv, workload, chaos=chaos)
     return drive(folder, place, workload=workload, sinks=sinks, say=say, chaos=chaos)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from atoll.checks import check_type
 from atoll.engines.dist.world import is_started
 from atoll.errors import ConfigError
 from atoll.protocols import Sink, Workload
@@ -41,6 +42,8 @@ def run_on(
         sinks: who else takes the events, on the first rank; under torchrun only.
         command: how the run was asked for, for the record.
     """
+    check_type("place", place, Dist)
+    check_type("run", run, Run)
     folder = Path(out or default_path(run.recipe, run.seed)).expanduser()
     command = list(command or sys.argv)
     if is_started():

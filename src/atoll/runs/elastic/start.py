@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from atoll.checks import check_type
 from atoll.engines.elastic.alike import check_elastic
 from atoll.engines.elastic.harbour import free_port, is_free
 from atoll.errors import ConfigError
@@ -158,6 +159,8 @@ def run_elastic(
         command: how the run was asked for, for the record.
         chaos: what is to go wrong with it, on purpose.
     """
+    check_type("place", place, Elastic)
+    check_type("run", run, Run)
     folder = Path(out or default_path(run.recipe, run.seed)).expanduser()
     command = list(command or sys.argv)
     refuse_strangers(chaos, place, run)
