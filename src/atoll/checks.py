@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
+from inspect import get_annotations
 from numbers import Integral, Real
 from os import PathLike, fspath
 from types import NoneType, UnionType
@@ -185,7 +186,7 @@ def _members(protocol: type) -> tuple[str, ...]:
 def _own_members(protocol: type) -> Iterator[str]:
     for base in reversed(protocol.__mro__):
         if _is_protocol(base) and base.__module__ != "typing":
-            yield from (name for name in [*vars(base).get("__annotations__", {}), *vars(base)] if not name.startswith("_"))
+            yield from (name for name in [*get_annotations(base), *vars(base)] if not name.startswith("_"))
 
 
 # ------------------------------------------------------------------------------------------------------------- what is said
