@@ -22,14 +22,14 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
-from atoll.events import Exchanged, RoundFinished
+from atoll.core.events import Exchanged, RoundFinished
+from atoll.core.protocols import Algorithm
 from atoll.optim.adam import AdamW
-from atoll.protocols import Algorithm
-from atoll.telemetry.drawing import COLOURS, new_figure, save_figure
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
+from atoll.telemetry.figures import COLOURS, new_figure, save_figure
 from atoll.telemetry.units import human_bytes, human_percent
-from atoll.testing.simulate import simulate
+from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression
 from page import fill
 from progress import Watch

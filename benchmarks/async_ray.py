@@ -21,11 +21,11 @@ from statistics import fmean
 from typing import Any
 
 from atoll import recipes
-from atoll.errors import AtollError
-from atoll.events import HubLoad, RoundFinished
-from atoll.runs.overrides import override
+from atoll.core.config.overrides import override
+from atoll.core.errors import AtollError
+from atoll.core.events import HubLoad, RoundFinished
 from atoll.runs.run import candidates
-from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.event_log import read_events
 from progress import Watch
 from record import Record, default_path, markdown_table, script
 

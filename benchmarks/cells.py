@@ -22,12 +22,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from atoll import recipes
-from atoll.errors import TrainingDiverged
-from atoll.events import Evaluated, Event, Progress, RoundFinished
-from atoll.runs import execute
-from atoll.runs.execute import Cache
-from atoll.runs.overrides import override
-from atoll.runs.plain import from_json, to_json
+from atoll.core.config.json_records import from_json, to_json
+from atoll.core.config.overrides import override
+from atoll.core.errors import TrainingDiverged
+from atoll.core.events import Evaluated, Event, Progress, RoundFinished
+from atoll.engines import driver
+from atoll.engines.driver import Cache
 from atoll.runs.run import Run, candidates
 from atoll.telemetry.overlap import Overlap
 from gpu_device import tidy
@@ -222,7 +222,7 @@ def _cell(run: Run, shared: Cache, watch: Watch) -> dict[str, Any]:
     with TemporaryDirectory(prefix="atoll-benchmark-") as folder:
         try:
             sinks = [_Steps(watch, run.train.steps), curve, times]
-            result = execute.run(run, out=Path(folder) / "run", sinks=sinks, cache=shared)
+            result = driver.run(run, out=Path(folder) / "run", sinks=sinks, cache=shared)
         except TrainingDiverged as error:
             return {"error": str(error)}
         summary = result.summary.to_dict()

@@ -20,9 +20,9 @@ from statistics import median
 
 import torch
 
-from atoll.errors import ConfigError
-from atoll.events import Computed, Evaluated, Event, Exchanged, RoundFinished
-from atoll.telemetry.jsonl import read_events
+from atoll.core.errors import ConfigError
+from atoll.core.events import Computed, Evaluated, Event, Exchanged, RoundFinished
+from atoll.telemetry.event_log import read_events
 from atoll.telemetry.overlap import read_overlap
 from progress import Watch
 from record import Record, default_path, markdown_table, script

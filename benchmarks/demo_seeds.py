@@ -17,7 +17,7 @@ from typing import Any
 
 import wording
 from atoll import recipes
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 from atoll.optim.schedules import Cosine
 from cells import Outcome, Row, carry_out
 from record import Record, default_path, markdown_table, script

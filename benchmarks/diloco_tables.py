@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import wording
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 from cells import Outcome
 from diloco_rows import DDP, Plan
 from groups import Group

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 from atoll.algorithms.diloco import DiLoCo
+from atoll.core.errors import ExchangeFailed
+from atoll.core.events import Attended, Computed, Event, Exchanged, Leased, RoundFinished, RunFinished
 from atoll.data.text import Text
-from atoll.engines.elastic.pier import fetch
-from atoll.engines.elastic.roll import Board
-from atoll.engines.sim.world import Cluster
-from atoll.errors import ExchangeFailed
-from atoll.events import Attended, Computed, Event, Exchanged, Leased, RoundFinished, RunFinished
+from atoll.engines.elastic.launch import create_elastic, keep_going
+from atoll.engines.elastic.registry import Board
+from atoll.engines.elastic.snapshot_server import fetch
+from atoll.engines.elastic.spec import Elastic
+from atoll.engines.elastic.supervisor import Supervisor, island_name
+from atoll.engines.processes.python_api import run_on
+from atoll.engines.processes.spec import Dist
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
-from atoll.runs.elastic.place import Elastic
-from atoll.runs.elastic.start import create_elastic, keep_going
-from atoll.runs.elastic.supervise import Supervisor, island_name
-from atoll.runs.place import Dist
-from atoll.runs.real import run_on
+from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
-from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos import CHAOS_LOG, At, Kill, Script, Spoil, report_of
 from atoll.testing.chaos.faults import Spoilt
 

@@ -23,9 +23,9 @@ import torch
 
 import wording
 from async_demo import curves_figure
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 from atoll.runs.run import Run
-from atoll.telemetry.drawing import save_figure
+from atoll.telemetry.figures import save_figure
 from cells import Outcome, Row, carry_out, key_of
 from claims import Claim, claims_section
 from groups import DEFAULT, Group, brief_table, table

@@ -18,8 +18,8 @@ import evidence_async
 import evidence_diloco
 import wording
 from async_rows import DELAYED, NAIVE, SYNC
+from atoll.core.errors import ConfigError
 from atoll.data.text import Text
-from atoll.errors import ConfigError
 from cells import Outcome, Row
 from evidence import Evidence
 from evidence_diloco_told import DILOCO_ROW, ONE

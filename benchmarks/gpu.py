@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from atoll.errors import AtollError, ConfigError
-from atoll.telemetry.drawing import save_figure
+from atoll.core.errors import AtollError, ConfigError
+from atoll.telemetry.figures import save_figure
 from atoll.telemetry.units import human_bytes, human_count
 from gpu_device import free_bytes, is_cuda, product_flops_per_s, tidy
 from gpu_found import MATRIX, Found, Measured, bare_key, matrix_key

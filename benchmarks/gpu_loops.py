@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from atoll.algorithms.diloco import DiLoCo
-from atoll.engines.local import LocalReplica
-from atoll.engines.passes import Loss
-from atoll.engines.sim.engine import SimEngine
-from atoll.engines.sim.together import How, Together
-from atoll.engines.sim.world import Cluster
-from atoll.events import Computed, Event, RoundFinished
+from atoll.core.events import Computed, Event, RoundFinished
+from atoll.core.flat_tree import Tree
+from atoll.engines.simulator.batched_compute import How, Together
+from atoll.engines.simulator.engine import SimEngine
 from atoll.models.gpt import Decoder
 from atoll.optim.adam import AdamW
-from atoll.tree import Tree
+from atoll.replica.forward_backward import Loss
+from atoll.replica.local_replica import LocalReplica
+from atoll.runs.cluster import Cluster
 from gpu_device import Peak, is_cuda, seconds, wait_for
 from gpu_plan import EXAMPLES, Cell, Shape, Way
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 from atoll.models.gpt import GPT
 
 Way = Literal["apart", "recorded", "stacked", "auto"]

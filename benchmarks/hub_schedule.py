@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeVar
 
-from atoll.algorithms.scheduler import Decision, Dispatch, Scheduler
-from atoll.algorithms.shards import Shards
-from atoll.engines.sim.world import draw
-from atoll.protocols import Plan, Work
+from atoll.algorithms.async_scheduler import Decision, Dispatch, Scheduler
+from atoll.algorithms.shard_sampler import Shards
+from atoll.core.protocols import Plan, Work
+from atoll.runs.cluster import draw
 from atoll.telemetry.units import human_count, human_percent
 from progress import Watch
 from record import Record, default_path, markdown_table, script

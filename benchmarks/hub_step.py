@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
+from atoll.algorithms.async_hub import Hub, Push
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
-from atoll.algorithms.hub import Hub, Push
-from atoll.algorithms.scheduler import Dispatch
-from atoll.engines.local import torch_threads
-from atoll.leaves import recycle
-from atoll.optim.delayed import Buffered, DelayedNesterov
+from atoll.algorithms.async_scheduler import Dispatch
+from atoll.core.flat_tree import Tree, forget_spare_buffers
+from atoll.core.pytree import recycle
+from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.sgd import SGD, Nesterov
-from atoll.optim.stale import DelayCompensation, Polynomial
+from atoll.optim.staleness import DelayCompensation, Polynomial
+from atoll.replica.local_replica import torch_threads
 from atoll.telemetry.units import human_count
-from atoll.tree import Tree, forget_spare_buffers
 from progress import Watch
 from record import Record, default_path, markdown_table, script
 from timing import timed

@@ -30,7 +30,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.telemetry.units import human_bytes, human_count
-from atoll.testing.alone import Held, SmallBatches, hold
+from atoll.testing.island_memory import Held, SmallBatches, hold
 from progress import Watch
 from record import Record, default_path, markdown_table, script
 

@@ -10,18 +10,18 @@ from typing import Any, ClassVar, TypeVar
 import torch.distributed as dist
 
 from atoll.algorithms.diloco import DiLoCo
-from atoll.engines.dist.driving import Line
-from atoll.engines.dist.peers import DistPeers
-from atoll.engines.dist.wire import Wire
-from atoll.engines.local import LocalReplica
-from atoll.engines.states import given
-from atoll.leaves import recycle
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Gradient, Weigh, Work
+from atoll.core.pytree import recycle
+from atoll.engines.processes.collectives import Wire
+from atoll.engines.processes.communication_thread import Line
+from atoll.engines.processes.peers import DistPeers
+from atoll.engines.replicated_state import given
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import Nesterov
-from atoll.protocols import Gradient, Weigh, Work
-from atoll.testing.alone import SmallBatches
-from atoll.tree import Tree
+from atoll.replica.local_replica import LocalReplica
+from atoll.testing.island_memory import SmallBatches
 
 T = TypeVar("T")
 READ, EXCHANGE, UPDATE, LOAD, REST = (

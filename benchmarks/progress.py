@@ -7,7 +7,7 @@ from types import TracebackType
 
 from rich.console import Console
 
-from atoll.telemetry.display import Display, LiveBars, PlainLines
+from atoll.telemetry.progress_display import Display, LiveBars, PlainLines
 
 
 class Watch:

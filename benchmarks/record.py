@@ -22,7 +22,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import AtollError, ConfigError
+from atoll.core.errors import AtollError, ConfigError
 from atoll.runs.folder import source, write_text
 
 RECORDS = Path(__file__).resolve().parent / "records"

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from atoll import recipes
-from atoll.errors import AtollError, ConfigError
+from atoll.core.config.overrides import override
+from atoll.core.errors import AtollError, ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.engines.build import engine_of, island_workload
 from atoll.models.gpt import GPT
-from atoll.runs.build import engine_of, island_workload
-from atoll.runs.overrides import override
 from atoll.runs.run import Run, candidates
-from atoll.telemetry.fanout import Fanout
-from atoll.tree import Tree
+from atoll.telemetry.sinks import Fanout
 from record import script
 
 MUST_HOLD_BYTES = 16

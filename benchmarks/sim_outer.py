@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from atoll.engines.local import torch_threads
-from atoll.engines.sim.room import weighted_mean
-from atoll.leaves import recycle
+from atoll.core.flat_tree import Tree
+from atoll.core.pytree import recycle
+from atoll.engines.simulator.collectives import weighted_mean
 from atoll.models.gpt import GPT
 from atoll.optim.sgd import Nesterov
-from atoll.tree import Tree
+from atoll.replica.local_replica import torch_threads
 from timing import timed
 
 COPY, DELTA, MEAN, UPDATE = "copy", "delta", "mean", "update"

@@ -20,14 +20,14 @@ from tempfile import TemporaryDirectory
 import torch
 
 from atoll import recipes
-from atoll.engines.sim.engine import SimEngine
+from atoll.core.config.overrides import override
+from atoll.core.flat_tree import Tree
+from atoll.engines.build import TextWorkload, island_workload, loss_of, replica_of
+from atoll.engines.simulator.engine import SimEngine
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import at
-from atoll.runs.build import TextWorkload, island_workload, loss_of, replica_of
-from atoll.runs.overrides import override
 from atoll.runs.run import Run, candidates
-from atoll.telemetry.jsonl import JsonlSink
-from atoll.tree import Tree
+from atoll.telemetry.event_log import JsonlSink
 
 SIMULATED = "simulated DiLoCo"
 ONE_BY_ONE, THREADS, PROCESSES = "bare, one after the other", "bare, in threads", "bare, in processes"

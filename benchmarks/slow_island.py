@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from atoll.engines.local import LocalReplica
+from atoll.core.protocols import Work
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
-from atoll.protocols import Work
-from atoll.testing.alone import OneBatch, SmallBatches
+from atoll.replica.local_replica import LocalReplica
+from atoll.testing.island_memory import OneBatch, SmallBatches
 
 VOCAB, SEQ_LEN = 257, 128
 PORT = 29_500

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from atoll.engines.sim.network import Link, all_reduce
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 from atoll.models.gpt import GPT
-from atoll.telemetry.drawing import save_figure
+from atoll.runs.network import Link, all_reduce
+from atoll.telemetry.figures import save_figure
 from atoll.testing.namespaces import Island, joined, why_not
 from page import fill
 from progress import Watch

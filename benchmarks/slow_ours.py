@@ -9,16 +9,16 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.engines.dealing import Dealing
-from atoll.engines.dist.driving import Line
-from atoll.engines.dist.peers import DistPeers
-from atoll.engines.dist.replica import DistReplica
-from atoll.engines.dist.wire import Wire
-from atoll.engines.local import LocalReplica
-from atoll.engines.states import given
-from atoll.leaves import recycle
-from atoll.protocols import Algorithm, HoldsWeights
-from atoll.tree import Tree
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Algorithm, HoldsWeights
+from atoll.core.pytree import recycle
+from atoll.engines.data_positions import Dealing
+from atoll.engines.processes.collectives import Wire
+from atoll.engines.processes.communication_thread import Line
+from atoll.engines.processes.peers import DistPeers
+from atoll.engines.processes.replica import DistReplica
+from atoll.engines.replicated_state import given
+from atoll.replica.local_replica import LocalReplica
 from slow_island import INNER, Meeting, Spec, workload_of
 
 ALGORITHMS: Mapping[str, Callable[[int], Algorithm[Any]]] = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll.extras import require
+from atoll.core.optional_imports import require
 from atoll.models.gpt import Decoder
 from slow_island import INNER, Meeting, Spec, workload_of
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
-from atoll.events import RoundFinished
-from atoll.testing.simulate import simulate
+from atoll.core.events import RoundFinished
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
+from atoll.testing.simulated_runs import simulate
 from slow_ours import ALGORITHMS
 
 ROUNDS, SETTLED = 4, 2

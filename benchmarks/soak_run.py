@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from atoll.algorithms.diloco import DiLoCo
+from atoll.core.events import Attended, Evaluated, Event
 from atoll.data.text import Text
-from atoll.engines.sim.world import Cluster
-from atoll.events import Attended, Evaluated, Event
+from atoll.engines.elastic.launch import create_elastic, keep_going
+from atoll.engines.elastic.spec import Elastic
+from atoll.engines.elastic.supervisor import island_name
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov
-from atoll.runs.elastic.place import Elastic
-from atoll.runs.elastic.start import create_elastic, keep_going
-from atoll.runs.elastic.supervise import island_name
+from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
-from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos import (
     LIGHTHOUSE,
     Cut,

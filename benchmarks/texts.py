@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from atoll.core.errors import ConfigError
 from atoll.data.prepare import is_prepared, open_prepared
-from atoll.errors import ConfigError
 from record import Record
 
 _FACTS = ("vocab_size", "tokenizer_digest", "text_bytes", "train", "validation", "domains")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from atoll import DiLoCo, Momentum, Tree
-from atoll.protocols import Peers, Replica, shared
+from atoll.core.protocols import Peers, Replica, shared
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
 
 

@@ -6,8 +6,8 @@ One island is away for two rounds, one joins half-way, and every fifth message i
 from dataclasses import replace
 
 import atoll
-from atoll.engines.sim.world import Away
-from atoll.events import CaughtUp, Event, Exchanged, IslandJoined, IslandLeft
+from atoll.core.events import CaughtUp, Event, Exchanged, IslandJoined, IslandLeft
+from atoll.runs.cluster import Away
 
 
 class Harbour:

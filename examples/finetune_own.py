@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import atoll
-from atoll.events import Evaluated
+from atoll.core.events import Evaluated
 from atoll.telemetry import read_events
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 

@@ -7,7 +7,7 @@ sink tells of the worker that dies in mid-round: what it was doing is given to s
 from dataclasses import replace
 
 import atoll
-from atoll.events import Dispatched, Event, IslandJoined, IslandLeft, Returned
+from atoll.core.events import Dispatched, Event, IslandJoined, IslandLeft, Returned
 
 
 class Harbour:

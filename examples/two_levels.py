@@ -10,7 +10,7 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 import atoll
-from atoll.runs.execute import Cache
+from atoll.engines.driver import Cache
 
 STEP_S, STEPS = 0.1, 10  # a device's time for its batch; inner steps between two agreements of machines
 lines = {

@@ -10,8 +10,8 @@ model of a few weights. With a model and text it is `atoll.run`, as in the other
 import math
 
 import atoll
-from atoll.events import RoundFinished
-from atoll.testing.simulate import simulate
+from atoll.core.events import RoundFinished
+from atoll.testing.simulated_runs import simulate
 
 BATCH_S = 0.5
 line = atoll.Link(latency_s=0.010, bandwidth_mbit_per_s=math.inf)  # a small model: it is the way that takes time, not the bytes

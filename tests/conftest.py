@@ -51,3 +51,28 @@ def three(four):
 @pytest.fixture(scope="session")
 def two(four):
     return four.few(2)
+
+
+COLLECTED = pytest.StashKey[set]()
+
+
+def pytest_configure(config):
+    config.stash[COLLECTED] = set()
+
+
+def pytest_itemcollected(item):
+    """Before anything is deselected: a test that is not asked for today is still seen."""
+    item.config.stash[COLLECTED].add(item.path)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    test_files = set(Path(__file__).parent.rglob("test_*.py"))
+    collected = test_files & config.stash[COLLECTED]
+    terminalreporter.write_line(f"collected {len(collected)} of {len(test_files)} test files")
+
+
+@pytest.fixture
+def collected(request):
+    """The files that this session collected tests from; none if it was asked for a part of the suite."""
+    config = request.config
+    return config.stash[COLLECTED] if config.args == config.getini("testpaths") else None

@@ -11,10 +11,10 @@ from atoll.algorithms.fsdp import FSDP
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.optim.adam import Adam, AdamW
-from atoll.optim.delayed import Buffered, DelayedNesterov
+from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
-from atoll.optim.stale import DelayCompensation, Polynomial
+from atoll.optim.staleness import DelayCompensation, Polynomial
 from atoll.testing.async_conformance import ASYNC_CHECKS
 from atoll.testing.conformance import ALGORITHM_CHECKS, check_rule
 

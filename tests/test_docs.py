@@ -15,14 +15,14 @@ import atoll
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
-from atoll.cli import elastic, on_ray, processes, replaying, verbs
+from atoll.cli import commands, replay, run_elastic, run_processes, run_ray
 from atoll.cli import main as cli
+from atoll.core.config.overrides import override
+from atoll.core.events import Event, RoundFinished
 from atoll.data.text import Text
-from atoll.events import Event, RoundFinished
-from atoll.runs.overrides import override
 from atoll.runs.run import candidates
 from atoll.telemetry.summary import Summary
-from atoll.testing.small import SMALL as TINY
+from atoll.testing.small_runs import SMALL as TINY
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -73,12 +73,12 @@ def understood(monkeypatch, capsys):
         "export_model",
         "prepare_data",
     ):
-        monkeypatch.setattr(verbs, name, stand_in(verbs, name))
-    monkeypatch.setattr(processes, "carry_out_by_processes", stand_in(processes, "carry_out_by_processes"))
+        monkeypatch.setattr(commands, name, stand_in(commands, name))
+    monkeypatch.setattr(run_processes, "carry_out_by_processes", stand_in(run_processes, "carry_out_by_processes"))
     for name in ("carry_out_elastic", "be_joiner"):
-        monkeypatch.setattr(elastic, name, stand_in(elastic, name))
-    monkeypatch.setattr(on_ray, "carry_out_on_ray", stand_in(on_ray, "carry_out_on_ray"))
-    monkeypatch.setattr(replaying, "replay_folder", stand_in(replaying, "replay_folder"))
+        monkeypatch.setattr(run_elastic, name, stand_in(run_elastic, name))
+    monkeypatch.setattr(run_ray, "carry_out_on_ray", stand_in(run_ray, "carry_out_on_ray"))
+    monkeypatch.setattr(replay, "replay_folder", stand_in(replay, "replay_folder"))
 
     def read(words):
         monkeypatch.setattr(sys, "argv", list(words))
@@ -98,7 +98,7 @@ def check_values(verb, given):
     if verb == "compare_runs":
         names = [name for name in given["what"] if "/" not in name]  # the others are folders
     for name in names:
-        assert verbs.run_of(name, given["settings"], given["seed"], among=names).resolved
+        assert commands.run_of(name, given["settings"], given["seed"], among=names).resolved
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from atoll.algorithms.fsdp import FSDP as FSDP
     from atoll.algorithms.weight_prediction import WP as WP
     from atoll.algorithms.zero1 import ZeRO1 as ZeRO1
+    from atoll.core.errors import AtollError as AtollError
+    from atoll.core.errors import ConfigError as ConfigError
+    from atoll.core.flat_tree import Tree as Tree
     from atoll.data.gaussians import Gaussians as Gaussians
     from atoll.data.instructions import Instructions as Instructions
     from atoll.data.partition import IID as IID
@@ -31,50 +34,47 @@ if TYPE_CHECKING:
     from atoll.data.partition import Dirichlet as Dirichlet
     from atoll.data.partition import KMeans as KMeans
     from atoll.data.text import Text as Text
-    from atoll.engines.sim.network import Link as Link
-    from atoll.engines.sim.world import Away as Away
-    from atoll.engines.sim.world import Cluster as Cluster
-    from atoll.engines.sim.world import Lost as Lost
-    from atoll.engines.sim.world import Outage as Outage
-    from atoll.errors import AtollError as AtollError
-    from atoll.errors import ConfigError as ConfigError
+    from atoll.engines.driver import Result as Result
+    from atoll.engines.driver import resume as resume
+    from atoll.engines.driver import run as run
+    from atoll.engines.elastic.launch import resume_elastic as resume_elastic
+    from atoll.engines.elastic.launch import run_elastic as run_elastic
+    from atoll.engines.elastic.spec import Elastic as Elastic
+    from atoll.engines.processes.python_api import resume_on as resume_on
+    from atoll.engines.processes.python_api import run_on as run_on
+    from atoll.engines.processes.spec import Dist as Dist
+    from atoll.engines.ray.launch import resume_on_ray as resume_on_ray
+    from atoll.engines.ray.launch import run_on_ray as run_on_ray
+    from atoll.engines.ray.spec import Ray as Ray
+    from atoll.engines.simulator.replay_run import replay_run as replay_run
     from atoll.loop.islands import Islands as Islands
     from atoll.loop.islands import islands as islands
-    from atoll.loop.joining import join as join
+    from atoll.loop.process_group_init import join as join
     from atoll.models.gpt import GPT as GPT
     from atoll.models.mlp import MLP as MLP
     from atoll.models.pretrained import Pretrained as Pretrained
     from atoll.optim.adam import Adam as Adam
     from atoll.optim.adam import AdamW as AdamW
-    from atoll.optim.delayed import Buffered as Buffered
-    from atoll.optim.delayed import DelayedNesterov as DelayedNesterov
+    from atoll.optim.delayed_nesterov import Buffered as Buffered
+    from atoll.optim.delayed_nesterov import DelayedNesterov as DelayedNesterov
     from atoll.optim.schedules import WSD as WSD
     from atoll.optim.schedules import Constant as Constant
     from atoll.optim.schedules import Cosine as Cosine
     from atoll.optim.sgd import SGD as SGD
     from atoll.optim.sgd import Momentum as Momentum
     from atoll.optim.sgd import Nesterov as Nesterov
-    from atoll.optim.stale import DelayCompensation as DelayCompensation
-    from atoll.optim.stale import Polynomial as Polynomial
-    from atoll.runs.elastic.place import Elastic as Elastic
-    from atoll.runs.elastic.start import resume_elastic as resume_elastic
-    from atoll.runs.elastic.start import run_elastic as run_elastic
-    from atoll.runs.execute import Result as Result
-    from atoll.runs.execute import resume as resume
-    from atoll.runs.execute import run as run
+    from atoll.optim.staleness import DelayCompensation as DelayCompensation
+    from atoll.optim.staleness import Polynomial as Polynomial
+    from atoll.runs.cluster import Away as Away
+    from atoll.runs.cluster import Cluster as Cluster
+    from atoll.runs.cluster import Lost as Lost
+    from atoll.runs.cluster import Outage as Outage
     from atoll.runs.export import export as export
     from atoll.runs.export import load_exported as load_exported
-    from atoll.runs.on_ray import resume_on_ray as resume_on_ray
-    from atoll.runs.on_ray import run_on_ray as run_on_ray
-    from atoll.runs.place import Dist as Dist
-    from atoll.runs.ray_place import Ray as Ray
-    from atoll.runs.real import resume_on as resume_on
-    from atoll.runs.real import run_on as run_on
-    from atoll.runs.replaying import replay_run as replay_run
+    from atoll.runs.network import Link as Link
     from atoll.runs.run import Keep as Keep
     from atoll.runs.run import Run as Run
     from atoll.runs.run import Train as Train
-    from atoll.tree import Tree as Tree
 
 _HOME = {
     "recipes": "atoll.recipes",
@@ -93,50 +93,50 @@ _HOME = {
     "Dirichlet": "atoll.data.partition",
     "KMeans": "atoll.data.partition",
     "Text": "atoll.data.text",
-    "Link": "atoll.engines.sim.network",
-    "Away": "atoll.engines.sim.world",
-    "Cluster": "atoll.engines.sim.world",
-    "Lost": "atoll.engines.sim.world",
-    "Outage": "atoll.engines.sim.world",
-    "AtollError": "atoll.errors",
-    "ConfigError": "atoll.errors",
+    "Link": "atoll.runs.network",
+    "Away": "atoll.runs.cluster",
+    "Cluster": "atoll.runs.cluster",
+    "Lost": "atoll.runs.cluster",
+    "Outage": "atoll.runs.cluster",
+    "AtollError": "atoll.core.errors",
+    "ConfigError": "atoll.core.errors",
     "Islands": "atoll.loop.islands",
     "islands": "atoll.loop.islands",
-    "join": "atoll.loop.joining",
+    "join": "atoll.loop.process_group_init",
     "GPT": "atoll.models.gpt",
     "MLP": "atoll.models.mlp",
     "Pretrained": "atoll.models.pretrained",
     "Adam": "atoll.optim.adam",
     "AdamW": "atoll.optim.adam",
-    "Buffered": "atoll.optim.delayed",
-    "DelayedNesterov": "atoll.optim.delayed",
+    "Buffered": "atoll.optim.delayed_nesterov",
+    "DelayedNesterov": "atoll.optim.delayed_nesterov",
     "WSD": "atoll.optim.schedules",
     "Constant": "atoll.optim.schedules",
     "Cosine": "atoll.optim.schedules",
     "SGD": "atoll.optim.sgd",
     "Momentum": "atoll.optim.sgd",
     "Nesterov": "atoll.optim.sgd",
-    "DelayCompensation": "atoll.optim.stale",
-    "Polynomial": "atoll.optim.stale",
-    "resume_on": "atoll.runs.real",
-    "run_on": "atoll.runs.real",
-    "Result": "atoll.runs.execute",
-    "resume": "atoll.runs.execute",
-    "run": "atoll.runs.execute",
+    "DelayCompensation": "atoll.optim.staleness",
+    "Polynomial": "atoll.optim.staleness",
+    "resume_on": "atoll.engines.processes.python_api",
+    "run_on": "atoll.engines.processes.python_api",
+    "Result": "atoll.engines.driver",
+    "resume": "atoll.engines.driver",
+    "run": "atoll.engines.driver",
     "export": "atoll.runs.export",
     "load_exported": "atoll.runs.export",
-    "Dist": "atoll.runs.place",
-    "Elastic": "atoll.runs.elastic.place",
-    "resume_elastic": "atoll.runs.elastic.start",
-    "run_elastic": "atoll.runs.elastic.start",
-    "Ray": "atoll.runs.ray_place",
-    "replay_run": "atoll.runs.replaying",
-    "resume_on_ray": "atoll.runs.on_ray",
-    "run_on_ray": "atoll.runs.on_ray",
+    "Dist": "atoll.engines.processes.spec",
+    "Elastic": "atoll.engines.elastic.spec",
+    "resume_elastic": "atoll.engines.elastic.launch",
+    "run_elastic": "atoll.engines.elastic.launch",
+    "Ray": "atoll.engines.ray.spec",
+    "replay_run": "atoll.engines.simulator.replay_run",
+    "resume_on_ray": "atoll.engines.ray.launch",
+    "run_on_ray": "atoll.engines.ray.launch",
     "Keep": "atoll.runs.run",
     "Run": "atoll.runs.run",
     "Train": "atoll.runs.run",
-    "Tree": "atoll.tree",
+    "Tree": "atoll.core.flat_tree",
 }
 
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604

@@ -9,18 +9,18 @@ from torch import nn
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.engines.sim.world import Cluster
-from atoll.engines.states import given
-from atoll.errors import ConfigError
-from atoll.events import Evaluated, Exchanged
+from atoll.core.errors import ConfigError
+from atoll.core.events import Evaluated, Exchanged
+from atoll.core.flat_tree import Tree, trainable
+from atoll.engines.replicated_state import given
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine, at
 from atoll.optim.sgd import SGD
+from atoll.runs.cluster import Cluster
 from atoll.testing.conformance import digests
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, drive
-from atoll.testing.simulate import simulate
+from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression, RegressionBatches
-from atoll.tree import Tree, trainable
 
 COSINE = Cosine(lr=0.05, steps=8, warmup=2, floor=0.001)
 

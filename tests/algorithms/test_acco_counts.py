@@ -10,20 +10,20 @@ import torch
 
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
-from atoll.events import Computed, RoundFinished, UpdateSkipped
+from atoll.core.config.overrides import override
+from atoll.core.events import Computed, RoundFinished, UpdateSkipped
+from atoll.core.flat_tree import Tree
+from atoll.engines import driver
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
-from atoll.runs import execute
-from atoll.runs.overrides import override
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
 from atoll.runs.run import candidates
 from atoll.testing.conformance import detached, digests
-from atoll.testing.simulate import simulate, simulator
-from atoll.testing.small import SMALL
+from atoll.testing.simulated_runs import simulate, simulator
+from atoll.testing.small_runs import SMALL
 from atoll.testing.workloads import Regression, RegressionBatches
-from atoll.tree import Tree
 
 # --------------------------------------------------------------------------------------------- every micro-batch counted once
 
@@ -185,7 +185,7 @@ def test_a_run_folder_is_resumed_with_its_waiting_halves_to_the_byte(tmp_path):
     settings = [*SMALL, "train.steps=6", "train.warm_start_steps=2", "keep.evaluate_every=2", "keep.save_every=2"]
     run = override(recipes.demo_ddp(), [*settings, "keep.checkpoints=9"], candidates)
     run = replace(run, algorithm=ACCO(batch="free", clock="samples", wire="bf16", sums="fp32"))
-    whole = execute.run(run, out=tmp_path / "run")
+    whole = driver.run(run, out=tmp_path / "run")
 
     def left():
         return (whole.folder / "events.jsonl").read_bytes(), (whole.folder / "final.safetensors").read_bytes()
@@ -195,5 +195,5 @@ def test_a_run_folder_is_resumed_with_its_waiting_halves_to_the_byte(tmp_path):
     for checkpoint in saved[1:]:
         shutil.rmtree(checkpoint)
     (whole.folder / "final.safetensors").unlink()
-    assert execute.resume(whole.folder).summary.resumed_from_round == int(saved[0].name)
+    assert driver.resume(whole.folder).summary.resumed_from_round == int(saved[0].name)
     assert left() == before

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from atoll.algorithms.acco import ACCO
-from atoll.engines.sim.room import RoundVoid
-from atoll.engines.sim.world import Away, Cluster, Lost
-from atoll.events import Computed, Evaluated, Recut, RoundFailed
+from atoll.core.events import Computed, Evaluated, Recut, RoundFailed
+from atoll.core.flat_tree import Tree
+from atoll.engines.simulator.collectives import RoundVoid
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.testing.simulate import Recorder, simulate
+from atoll.runs.cluster import Away, Cluster, Lost
+from atoll.testing.simulated_runs import Recorder, simulate
 from atoll.testing.workloads import Regression, RegressionBatches
-from atoll.tree import Tree
 
 # ---------------------------------------------------------------------------------------------------------- gradient descent
 

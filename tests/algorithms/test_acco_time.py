@@ -8,12 +8,12 @@ import pytest
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
-from atoll.events import Computed, Exchanged, RoundFinished
+from atoll.core.events import Computed, Exchanged, RoundFinished
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.testing.simulate import simulate
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
+from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression
 
 

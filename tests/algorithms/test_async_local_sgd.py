@@ -8,21 +8,21 @@ import torch
 
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD, AsyncState
 from atoll.algorithms.diloco import DiLoCo
-from atoll.engines.local import LocalReplica
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
-from atoll.errors import ConfigError
-from atoll.events import Arrived, Dispatched, WindowClosed
+from atoll.core.errors import ConfigError
+from atoll.core.events import Arrived, Dispatched, WindowClosed
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Arrival, Work
 from atoll.optim.adam import AdamW
-from atoll.optim.delayed import Buffered, DelayedNesterov
+from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Nesterov
-from atoll.optim.stale import DelayCompensation, Polynomial
-from atoll.protocols import Arrival, Work
+from atoll.optim.staleness import DelayCompensation, Polynomial
+from atoll.replica.local_replica import LocalReplica
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
 from atoll.testing.fakes import FakeReplica, ScriptedHub, drive
-from atoll.testing.simulate import simulate
+from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression, RegressionBatches
-from atoll.tree import Tree
 
 FREE = Link(latency_s=0.0, bandwidth_mbit_per_s=math.inf)
 VERY_S = (0.58, 0.75, 1.51, 3.33)

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from atoll.algorithms.ddp import DDP, clip
-from atoll.engines.sim.world import Cluster
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Gradient
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.protocols import Gradient
+from atoll.runs.cluster import Cluster
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
-from atoll.testing.simulate import simulate
+from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression, RegressionBatches
-from atoll.tree import Tree
 
 
 def torch_loop(workload, steps, islands, lr, accumulation=1):

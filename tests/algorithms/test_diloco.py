@@ -7,17 +7,17 @@ import torch
 
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo, DiLoCoState
-from atoll.engines.local import LocalReplica
-from atoll.engines.sim.world import Cluster, Lost
-from atoll.errors import ConfigError
-from atoll.events import CaughtUp, Compared, Exchanged
+from atoll.core.errors import ConfigError
+from atoll.core.events import CaughtUp, Compared, Exchanged
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Work
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD, Nesterov
-from atoll.protocols import Work
+from atoll.replica.local_replica import LocalReplica
+from atoll.runs.cluster import Cluster, Lost
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
-from atoll.testing.simulate import simulate
+from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression, RegressionBatches
-from atoll.tree import Tree
 
 
 def ones(value=1.0):

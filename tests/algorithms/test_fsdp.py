@@ -4,11 +4,11 @@ import pytest
 
 from atoll.algorithms.fsdp import FSDP
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
-from atoll.events import Exchanged
+from atoll.core.events import Exchanged
 from atoll.optim.adam import AdamW
-from atoll.testing.simulate import simulate
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
+from atoll.testing.simulated_runs import simulate
 
 RULE = AdamW(lr=0.1)
 CLUSTER = Cluster(islands=3, link=Link(latency_s=0.1, bandwidth_mbit_per_s=1e9))

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from atoll.algorithms.weight_prediction import WP
-from atoll.engines.sim.world import Cluster
+from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
+from atoll.runs.cluster import Cluster
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
-from atoll.testing.simulate import simulate
+from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression, RegressionBatches
-from atoll.tree import Tree
 
 
 def slope(workload, params, islands, position):

@@ -6,18 +6,18 @@ from torch import nn
 
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Away, Cluster, Lost
-from atoll.engines.slices import recut
-from atoll.errors import ConfigError
-from atoll.events import Exchanged, Recut, RoundFailed
+from atoll.core.errors import ConfigError
+from atoll.core.events import Exchanged, Recut, RoundFailed
+from atoll.core.flat_tree import Tree
+from atoll.engines.resharding import recut
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
+from atoll.runs.cluster import Away, Cluster, Lost
+from atoll.runs.network import Link
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
-from atoll.testing.simulate import simulate
+from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression
-from atoll.tree import Tree
 
 RULES = [AdamW(lr=0.1), AdamW(lr=Cosine(lr=0.1, steps=8, warmup=2), weight_decay=0.5), SGD(lr=0.05)]
 

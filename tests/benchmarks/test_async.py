@@ -2,7 +2,7 @@
 
 import json
 
-import atoll.events as events_module
+import atoll.core.events as events_module
 
 # --------------------------------------------------------------------------------------------------------------- async_demo
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from atoll.errors import AtollError
+from atoll.core.errors import AtollError
 
 
 def test_rows_that_come_to_the_same_run_share_a_cell_and_nothing_runs_twice(b, small, lines_of, tmp_path):

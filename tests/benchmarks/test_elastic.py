@@ -1,6 +1,6 @@
 """What elasticity costs, calm and when islands die: figures and verdicts."""
 
-import atoll.events as events_module
+import atoll.core.events as events_module
 
 
 def test_a_death_is_counted_from_the_end_of_the_survivors_own_steps(b, tmp_path):

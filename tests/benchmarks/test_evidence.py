@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from atoll.core.errors import ConfigError
 from atoll.data.prepare import prepare
-from atoll.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from atoll.engines.local import torch_threads
-from atoll.errors import ConfigError
-from atoll.events import Computed, RoundFinished
-from atoll.protocols import Batches, ReadsAhead, Work
-from atoll.tree import trainable
+from atoll.core.errors import ConfigError
+from atoll.core.events import Computed, RoundFinished
+from atoll.core.flat_tree import trainable
+from atoll.core.protocols import Batches, ReadsAhead, Work
+from atoll.replica.local_replica import torch_threads
 
 QUICK = ["--quick", "--device", "cpu", "--quiet"]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 
 
 def test_a_finished_cell_is_there_for_the_next_process(b, tmp_path):

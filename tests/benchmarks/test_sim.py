@@ -2,8 +2,8 @@
 
 import pytest
 
+from atoll.core.protocols import Work
 from atoll.models.gpt import GPT
-from atoll.protocols import Work
 
 
 def test_overhead_is_measured_in_miniature_and_not_twice(b, lines_of, tmp_path, capsys):

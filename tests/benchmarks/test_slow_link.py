@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 import atoll.testing.namespaces
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
-from atoll.testing.simulate import simulate
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
+from atoll.testing.simulated_runs import simulate
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from atoll import recipes
-from atoll.events import Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
+from atoll.core.events import Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
 from atoll.runs.export import load_exported
 from atoll.telemetry import JsonlSink, read_progress
-from atoll.testing.arrivals import arrived
+from atoll.testing.async_events import arrived
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
-from atoll.testing.small import SMALL as TINY
+from atoll.testing.small_runs import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=6", "train.warm_start_steps=0"]
 
@@ -25,12 +25,12 @@ def sets(*settings):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    from atoll.runs import execute
-    from atoll.runs.overrides import override
+    from atoll.core.config.overrides import override
+    from atoll.engines import driver
     from atoll.runs.run import candidates
 
     run = override(recipes.demo_diloco(), [*SMALL, "algorithm.inner_steps=3"], candidates)
-    return execute.run(run, out=tmp_path_factory.mktemp("cli") / "run").folder
+    return driver.run(run, out=tmp_path_factory.mktemp("cli") / "run").folder
 
 
 def test_help_comes_without_torch():
@@ -361,7 +361,7 @@ def test_a_run_that_was_not_begun_when_it_was_interrupted_is_not_said_to_go_on(a
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atoll.runs.execute.load_data", interrupted)
+    monkeypatch.setattr("atoll.engines.driver.load_data", interrupted)
     code, _, err = atoll("run", "demo-diloco", "--out", tmp_path / "run")
     assert (code, err) == (130, "interrupted before the run began.\n")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from atoll.core.errors import DataError
 from atoll.data.corpus import open_corpus
-from atoll.errors import DataError
 
 
 @pytest.mark.parametrize("spec", ["", "wikipedia", "file:a.txt", "files:", "hf:", "stdlib:3", "prepared"])

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core.errors import ConfigError, DataError
 from atoll.data.documents import Corpus, Document
-from atoll.errors import ConfigError, DataError
 
 
 def corpus_of(**texts: list[str]) -> Corpus:

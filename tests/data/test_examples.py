@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core.errors import DataError
 from atoll.data.documents import Document
 from atoll.data.examples import Examples
 from atoll.data.tokenizer import ByteTokenizer
 from atoll.data.tokens import Tokens, in_memory
-from atoll.errors import DataError
 
 
 def tokens_of(*documents: tuple[str, str]) -> Tokens:

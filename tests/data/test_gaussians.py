@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from atoll.core.errors import ConfigError
+from atoll.core.protocols import Batches
 from atoll.data.gaussians import GaussianBatches, Gaussians
-from atoll.errors import ConfigError
-from atoll.protocols import Batches
 
 LITTLE = Gaussians(dimensions=16, classes=3, clusters_per_class=2, examples=603, eval_examples=50)
 """Six clusters of 100 points; three are left out."""

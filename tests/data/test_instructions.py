@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atoll.core.errors import ConfigError, DataError
 from atoll.data.instructions import Instructions
-from atoll.errors import ConfigError, DataError
 from atoll.testing.pretrained import SUMS, save_byte_tokenizer, write_jsonl
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from atoll.core.errors import ConfigError, DataError
 from atoll.data.documents import Document
 from atoll.data.examples import Examples
 from atoll.data.partition import IID, ByDomain, Dirichlet, KMeans, Partition
 from atoll.data.tokenizer import ByteTokenizer
 from atoll.data.tokens import in_memory
-from atoll.errors import ConfigError, DataError
 from atoll.models import GPT
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from atoll.core.errors import ConfigError, DataError
+from atoll.core.events import Progress
 from atoll.data.prepare import open_prepared, prepare, prepared_before
 from atoll.data.text import Text
-from atoll.errors import ConfigError, DataError
-from atoll.events import Progress
 
 
 @pytest.fixture

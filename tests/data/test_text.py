@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from atoll.core.errors import ConfigError, DataError
 from atoll.data.partition import IID, ByDomain, Dirichlet, KMeans
 from atoll.data.prepare import prepare
 from atoll.data.text import Text
-from atoll.errors import ConfigError, DataError
 
 torch.set_num_threads(1)
 

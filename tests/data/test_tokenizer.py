@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core.errors import ConfigError, DataError
 from atoll.data.documents import Document
 from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, bpe_size, load_tokenizer, train_bpe
-from atoll.errors import ConfigError, DataError
 
 TEXTS = ["the cat sat on the mat\n" * 20, "def f(x):\n    return x + x\n" * 20, "naïve café — 東京 🙂\n" * 5]
 DOCUMENTS = [Document(str(n), "a", text) for n, text in enumerate(TEXTS)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from atoll.core.errors import DataError
 from atoll.data.documents import Document
 from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, train_bpe
 from atoll.data.tokens import encoded, in_memory
-from atoll.errors import DataError
 
 DOCUMENTS = [Document("1", "a", "abc"), Document("2", "b", "de"), Document("3", "a", "f")]
 

@@ -11,10 +11,10 @@ import torch
 
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.errors import CheckpointError, ConfigError
+from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.testing.workloads import Regression
-from atoll.tree import Tree
 
 transformers = pytest.importorskip("transformers")
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState  # noqa: E402

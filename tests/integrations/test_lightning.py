@@ -12,10 +12,10 @@ import torch.distributed as dist
 import atoll
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.testing.workloads import Regression
-from atoll.tree import Tree
 
 lightning = pytest.importorskip("lightning.pytorch")
 from atoll.integrations.lightning import IslandsCallback, alone  # noqa: E402

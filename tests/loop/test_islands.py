@@ -13,13 +13,13 @@ from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.engines.pieces import cut
-from atoll.engines.sim.world import Cluster
+from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.testing.simulate import simulate
+from atoll.replica.micro_batches import cut
+from atoll.runs.cluster import Cluster
+from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression
-from atoll.tree import Tree
 
 WORKLOAD = Regression(hidden=3)
 TRAINING = [DiLoCo(inner_steps=3), DiLoCo(inner_steps=2, weighting="examples"), DiLoCo(inner_steps=1, outer=SGD(lr=1.0))]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import atoll
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 from atoll.optim.adam import AdamW
 from atoll.testing.workloads import Regression, RegressionBatches
 

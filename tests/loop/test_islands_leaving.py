@@ -16,12 +16,12 @@ from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.errors import ExchangeFailed
+from atoll.core.errors import ExchangeFailed
+from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.testing.processes import outcomes
 from atoll.testing.workloads import Regression
-from atoll.tree import Tree
 
 WORKLOAD = Regression(hidden=3)
 LIMIT_S = 30.0

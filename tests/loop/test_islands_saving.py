@@ -12,10 +12,10 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.errors import CheckpointError, ConfigError
+from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.testing.workloads import Regression
-from atoll.tree import Tree
 
 WORKLOAD = Regression(hidden=3)
 STEPPING = [

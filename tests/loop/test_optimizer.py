@@ -8,12 +8,12 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.testing.workloads import Regression
-from atoll.tree import Tree
 
 WORKLOAD = Regression(hidden=3)
 

@@ -7,7 +7,7 @@ import atoll
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.diloco import DiLoCo
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 from atoll.optim.adam import AdamW
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 from atoll.models import GPT, Decoder
 from atoll.models.gpt import rotary_tables, rotate
 

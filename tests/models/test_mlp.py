@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 from atoll.models.mlp import MLP
 
 

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from atoll.engines.flat import weights_of
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.tensor_file import read_tensors, write_tensors
 from atoll.models.pretrained import Pretrained
-from atoll.tensorfile import read_tensors, write_tensors
+from atoll.replica.flat_parameters import weights_of
 from atoll.testing.pretrained import save_tiny_model
-from atoll.tree import Tree
 
 TOKENS = torch.arange(60).view(2, 30)
 

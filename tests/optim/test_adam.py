@@ -2,12 +2,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.chunks import CHUNK
-from atoll.errors import ConfigError, TreeGivenAway
-from atoll.layout import Layout
+from atoll.core.chunked_elementwise import CHUNK
+from atoll.core.errors import ConfigError, TreeGivenAway
+from atoll.core.flat_tree import Tree
+from atoll.core.layout import Layout
 from atoll.optim.adam import Adam, AdamW, complement, matrices
 from atoll.optim.schedules import Cosine
-from atoll.tree import Tree
 
 torch.set_num_threads(1)
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from atoll.core.flat_tree import Tree
 from atoll.optim.prune import prune
-from atoll.tree import Tree
 
 
 def rows(*values, dtype=torch.float32):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 from atoll.optim.schedules import WSD, Constant, Cosine, at
 
 COSINE = Cosine(lr=4e-4, steps=1000, warmup=100, floor=4e-5)

@@ -2,12 +2,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.chunks import CHUNK
-from atoll.errors import ConfigError, TreeGivenAway
+from atoll.core.chunked_elementwise import CHUNK
+from atoll.core.errors import ConfigError, TreeGivenAway
+from atoll.core.flat_tree import Tree, forget_spare_buffers
+from atoll.optim.in_place import TakingExactly
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
-from atoll.optim.taking import TakingExactly
-from atoll.tree import Tree, forget_spare_buffers
 
 torch.set_num_threads(1)
 

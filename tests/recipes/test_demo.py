@@ -2,7 +2,7 @@
 
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
-from atoll.engines.sim.world import step_times
+from atoll.runs.cluster import step_times
 
 
 def test_the_demo_of_two_levels_does_the_demos_work_on_twice_the_devices():

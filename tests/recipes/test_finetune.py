@@ -5,14 +5,14 @@ import torch
 
 import atoll
 from atoll import recipes
-from atoll.errors import ConfigError
-from atoll.events import Evaluated
+from atoll.core.config.overrides import override
+from atoll.core.errors import ConfigError
+from atoll.core.events import Evaluated
+from atoll.core.tensor_file import read_tensors
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
-from atoll.runs.overrides import override
 from atoll.runs.run import candidates
-from atoll.telemetry.jsonl import read_events
-from atoll.tensorfile import read_tensors
+from atoll.telemetry.event_log import read_events
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 
 

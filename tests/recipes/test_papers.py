@@ -4,7 +4,7 @@ import pytest
 
 from atoll import recipes
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
-from atoll.optim.delayed import DelayedNesterov
+from atoll.optim.delayed_nesterov import DelayedNesterov
 
 
 @pytest.mark.parametrize(("name", "layers", "width", "heads"), [("20m", 6, 256, 4), ("60m", 3, 896, 16), ("150m", 12, 896, 16)])

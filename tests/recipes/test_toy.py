@@ -6,13 +6,13 @@ import pytest
 
 import atoll
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
+from atoll.core.events import Arrived, Dispatched, Evaluated
 from atoll.data.gaussians import Gaussians
-from atoll.events import Arrived, Dispatched, Evaluated
 from atoll.models.mlp import MLP
-from atoll.optim.delayed import Buffered
+from atoll.optim.delayed_nesterov import Buffered
 from atoll.optim.sgd import SGD, Momentum
 from atoll.recipes import toy_async, toy_sync
-from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.event_log import read_events
 
 SECONDS_PER_ROUND = (11.6, 15.0, 30.2, 66.6)  # 20 steps of 0.58, 0.75, 1.51 and 3.33 s
 

@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import atoll
 from atoll import recipes
-from atoll.errors import CheckpointError, ConfigError, DataError
+from atoll.core.config.overrides import override
+from atoll.core.errors import CheckpointError, ConfigError, DataError
+from atoll.core.tensor_file import read_tensors
 from atoll.recipes import toy_sync
 from atoll.runs.export import export, load_exported, trained
-from atoll.runs.overrides import override
 from atoll.runs.run import candidates
-from atoll.tensorfile import read_tensors
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
-from atoll.testing.small import SMALL
+from atoll.testing.small_runs import SMALL
 from atoll.testing.workloads import Regression
 
 TOKENS = torch.arange(40).view(4, 10)

@@ -12,22 +12,22 @@ import atoll
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.data.encoded import NOTHING
+from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.events import Evaluated, Saved
+from atoll.core.flat_tree import Tree
+from atoll.data.encoded_records import NOTHING
 from atoll.data.instructions import Instructions
-from atoll.engines.flat import weights_of
-from atoll.engines.sim.world import Cluster
-from atoll.errors import CheckpointError, ConfigError
-from atoll.events import Evaluated, Saved
 from atoll.models.pretrained import Pretrained
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
+from atoll.replica.flat_parameters import weights_of
+from atoll.runs.cluster import Cluster
 from atoll.runs.finetuning import FinetuningWorkload
 from atoll.runs.run import Keep, Run, Train
 from atoll.runs.workloads import fingerprint, island_workload, plain_workload
-from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
-from atoll.tree import Tree
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.errors import ConfigError
+from atoll.core.config.json_records import to_json
+from atoll.core.errors import ConfigError
 from atoll.runs.folder import RunFolder, default_path, differences, source, write_text
-from atoll.runs.plain import to_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ import pytest
 
 import atoll
 from atoll import recipes
-from atoll.errors import ConfigError
+from atoll.core.config.overrides import override
+from atoll.core.errors import ConfigError
 from atoll.runs.generate import generate
-from atoll.runs.overrides import override
 from atoll.runs.run import candidates
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 

@@ -13,22 +13,22 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero1 import ZeRO1
+from atoll.core.config.json_records import from_json, to_json
+from atoll.core.config.overrides import override
+from atoll.core.config.settings import describe
+from atoll.core.errors import ConfigError
+from atoll.core.protocols import Algorithm, AsyncAlgorithm, Plan, Rebases, Rule
 from atoll.data.gaussians import Gaussians
 from atoll.data.text import Text
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
-from atoll.errors import ConfigError
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.optim.adam import AdamW
-from atoll.optim.delayed import Buffered, DelayedNesterov
+from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD
-from atoll.protocols import Algorithm, AsyncAlgorithm, Plan, Rebases, Rule
-from atoll.runs.overrides import override
-from atoll.runs.plain import from_json, to_json
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
 from atoll.runs.run import Run, Train, TrainsDevices, candidates
-from atoll.runs.settings import describe
 
 TOY = Run(
     recipe="toy",

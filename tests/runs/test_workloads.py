@@ -14,26 +14,26 @@ import torch.nn.functional as F
 import atoll
 from atoll import recipes
 from atoll.algorithms.diloco import DiLoCo
+from atoll.core.config.json_records import from_json
+from atoll.core.config.overrides import override
+from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.events import Computed, Evaluated, Saved
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Work
 from atoll.data.gaussians import Gaussians
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
-from atoll.errors import CheckpointError, ConfigError
-from atoll.events import Computed, Evaluated, Saved
+from atoll.engines.build import replica_of
 from atoll.models.mlp import MLP
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
-from atoll.protocols import Work
-from atoll.runs.build import replica_of
+from atoll.runs.cluster import Cluster
 from atoll.runs.generate import generate
-from atoll.runs.overrides import override
-from atoll.runs.plain import from_json
+from atoll.runs.network import Link
 from atoll.runs.run import Keep, Run, Train, candidates
 from atoll.runs.workloads import ToyWorkload, fingerprint, island_workload, plain_workload
-from atoll.telemetry.jsonl import read_events
-from atoll.testing.small import SMALL
+from atoll.telemetry.event_log import read_events
+from atoll.testing.small_runs import SMALL
 from atoll.testing.workloads import Regression
-from atoll.tree import Tree
 
 TOY = Run(
     recipe="toy",

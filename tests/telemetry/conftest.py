@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.events import (
+from atoll.core.events import (
     Arrived,
     Compared,
     Computed,

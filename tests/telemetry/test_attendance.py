@@ -2,10 +2,10 @@
 
 import pytest
 
-from atoll.errors import AtollError
-from atoll.events import Attended, Leased, Refused, SaveFailed
+from atoll.core.errors import AtollError
+from atoll.core.events import Attended, Leased, Refused, SaveFailed
 from atoll.telemetry.attendance import attendance, plot_attendance, read_attendance
-from atoll.telemetry.wording import notice
+from atoll.telemetry.event_text import notice
 
 
 def attended(round, participating, alive=3, attempts=1):

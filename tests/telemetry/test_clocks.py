@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from atoll.cli.verbs import report_run
-from atoll.events import (
+from atoll.cli.commands import report_run
+from atoll.core.events import (
     Computed,
     Evaluated,
     Event,

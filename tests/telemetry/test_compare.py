@@ -8,8 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from atoll.errors import AtollError, ConfigError
-from atoll.events import MEMORY_KINDS, MemoryCounted
+from atoll.core.errors import AtollError, ConfigError
+from atoll.core.events import MEMORY_KINDS, MemoryCounted
 from atoll.telemetry import comparison, markdown, read_summary, sentence, table
 
 

@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 from rich.console import Console
 
-from atoll.events import (
+from atoll.core.events import (
     CaughtUp,
     Dispatched,
     Evaluated,

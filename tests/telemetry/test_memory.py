@@ -1,6 +1,6 @@
 """A run's memory from its log: the most of each island, and a line to read."""
 
-from atoll.events import MemoryCounted
+from atoll.core.events import MemoryCounted
 from atoll.telemetry.memory import memory_line, memory_of, read_memory
 
 

@@ -13,13 +13,13 @@ from rich.console import Console
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster, Lost
-from atoll.events import Computed, Exchanged, RoundFailed, RoundFinished, RunStarted, UpdateSkipped
+from atoll.core.events import Computed, Exchanged, RoundFailed, RoundFinished, RunStarted, UpdateSkipped
+from atoll.runs.cluster import Cluster, Lost
+from atoll.runs.network import Link
 from atoll.telemetry import JsonlSink, Overlap, read_overlap, read_summary
 from atoll.telemetry.overlap import worth_telling
 from atoll.telemetry.overlap_text import overlap_headlines, overlap_section
-from atoll.testing.simulate import Simulated, simulate
+from atoll.testing.simulated_runs import Simulated, simulate
 
 UNEQUAL = Cluster(islands=3, step_time_s=(1.0, 1.0, 3.0), link=Link(latency_s=0.05, bandwidth_mbit_per_s=math.inf))
 

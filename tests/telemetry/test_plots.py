@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll.errors import AtollError, ConfigError
-from atoll.events import Evaluated
+from atoll.core.errors import AtollError, ConfigError
+from atoll.core.events import Evaluated
 from atoll.telemetry import plot_comparison, plot_run
 from atoll.telemetry.plots import comparison_figure, run_figure
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.errors import AtollError, ConfigError
-from atoll.events import Arrived, Evaluated, RoundFinished
+from atoll.core.errors import AtollError, ConfigError
+from atoll.core.events import Arrived, Evaluated, RoundFinished
 from atoll.telemetry import JsonlSink, plot_asynchrony, read_asynchrony
 from atoll.telemetry.plots import comparison_figure, run_figure
 from atoll.telemetry.plots_async import asynchrony_figure, in_bins

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from atoll.algorithms.acco import ACCO
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
-from atoll.errors import AtollError
-from atoll.events import RoundFinished
+from atoll.core.errors import AtollError
+from atoll.core.events import RoundFinished
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
 from atoll.telemetry import JsonlSink, plot_overlap, read_overlap
 from atoll.telemetry.plots_overlap import last_rounds, overlap_figure
-from atoll.testing.simulate import simulate
+from atoll.testing.simulated_runs import simulate
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.errors import AtollError, CheckpointError
-from atoll.events import RunFinished
+from atoll.core.errors import AtollError, CheckpointError
+from atoll.core.events import RunFinished
 from atoll.telemetry import JsonlSink, read_asynchrony, read_progress, read_summary
 
 KEYS = [

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from atoll.errors import ConfigError
-from atoll.events import Arrived, Compared, Evaluated, Event, RoundFinished, WindowClosed
+from atoll.core.errors import ConfigError
+from atoll.core.events import Arrived, Compared, Evaluated, Event, RoundFinished, WindowClosed
 from atoll.telemetry import TensorBoardSink
 
 

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from atoll.algorithms.acco import ACCO
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
-from atoll.errors import AtollError
-from atoll.events import (
+from atoll.core.errors import AtollError
+from atoll.core.events import (
     CaughtUp,
     Computed,
     Evaluated,
@@ -28,8 +26,10 @@ from atoll.events import (
     RoundFinished,
     UpdateSkipped,
 )
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
 from atoll.telemetry import JsonlSink, write_trace
-from atoll.testing.simulate import simulate
+from atoll.testing.simulated_runs import simulate
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

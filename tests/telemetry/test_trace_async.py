@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 
-from atoll.events import Arrived, Computed, Dispatched, Evaluated, Event, IslandJoined, IslandLeft, Refused, Returned, WindowClosed
+from atoll.core.events import (
+    Arrived,
+    Computed,
+    Dispatched,
+    Evaluated,
+    Event,
+    IslandJoined,
+    IslandLeft,
+    Refused,
+    Returned,
+    WindowClosed,
+)
 from atoll.telemetry import JsonlSink, read_asynchrony, write_trace
-from atoll.testing.arrivals import arrived
+from atoll.testing.async_events import arrived
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -25,12 +25,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from atoll.algorithms.sharded import Sharded
-from atoll.errors import ConfigError
+from atoll.algorithms.sharded_optimizer import Sharded
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Flight, Gradient, Peers, Replica, Rule, own, sharded, shared, whole_steps
+from atoll.optim.chunked_step import kept_as_it_is
 from atoll.optim.schedules import at
-from atoll.optim.stepping import kept_as_it_is
-from atoll.protocols import Flight, Gradient, Peers, Replica, Rule, own, sharded, shared, whole_steps
-from atoll.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from atoll.checks import check_types
-from atoll.errors import ConfigError
-from atoll.optim.delayed import DelayedNesterov
-from atoll.optim.stale import check_weight, weight_of
-from atoll.optim.taking import Taking
-from atoll.protocols import Arrival, Correction, Hub, Plan, Replica, Rule
-from atoll.tree import Tree
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Arrival, Correction, Hub, Plan, Replica, Rule
+from atoll.optim.delayed_nesterov import DelayedNesterov
+from atoll.optim.in_place import Taking
+from atoll.optim.staleness import check_weight, weight_of
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from atoll.checks import check_types
-from atoll.errors import ConfigError
-from atoll.once import once
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.memoize import once
+from atoll.core.protocols import Gradient, Peers, Replica, Rule, Weigh, shared
 from atoll.optim.adam import AdamW
-from atoll.optim.taking import advance
-from atoll.protocols import Gradient, Peers, Replica, Rule, Weigh, shared
-from atoll.tree import Tree
+from atoll.optim.in_place import advance
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from atoll.algorithms.sharded import Accumulating
-from atoll.errors import ConfigError
-from atoll.optim.stepping import kept_as_it_is
-from atoll.protocols import Gradient, Peers, Replica, own, sharded, shared
-from atoll.tree import Tree
+from atoll.algorithms.sharded_optimizer import Accumulating
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Gradient, Peers, Replica, own, sharded, shared
+from atoll.optim.chunked_step import kept_as_it_is
 
 
 @dataclass(frozen=True)

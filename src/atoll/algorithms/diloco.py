@@ -22,13 +22,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from atoll.checks import check_types
-from atoll.errors import ConfigError
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Peers, Replica, Rule, Work, own, present, shared
+from atoll.optim.in_place import advance
 from atoll.optim.prune import prune
 from atoll.optim.sgd import Nesterov
-from atoll.optim.taking import advance
-from atoll.protocols import Peers, Replica, Rule, Work, own, present, shared
-from atoll.tree import Tree
 
 
 @dataclass(frozen=True)

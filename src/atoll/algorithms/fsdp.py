@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atoll.algorithms.zero1 import ZeRO1, ZeRO1State
-from atoll.protocols import Peers, Replica
-from atoll.tree import Tree
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Peers, Replica
 
 
 @dataclass(frozen=True, kw_only=True)

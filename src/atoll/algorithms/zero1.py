@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from atoll.algorithms.sharded import Accumulating
-from atoll.optim.stepping import kept_as_it_is
-from atoll.protocols import Peers, Replica, sharded
-from atoll.tree import Tree
+from atoll.algorithms.sharded_optimizer import Accumulating
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Peers, Replica, sharded
+from atoll.optim.chunked_step import kept_as_it_is
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from atoll.errors import AtollError, ConfigError
+from atoll.core.errors import AtollError, ConfigError
 
 app = typer.Typer(
     help="Train language models on islands of devices that are poorly connected, unequal and unreliable.",
@@ -73,7 +73,7 @@ def atoll(
 @app.command()
 def recipes() -> None:
     """List the recipes."""
-    from atoll.cli.verbs import list_recipes
+    from atoll.cli.commands import list_recipes
 
     list_recipes()
 
@@ -81,7 +81,7 @@ def recipes() -> None:
 @app.command()
 def show(recipe: str, settings: Settings = None, seed: Seed = None, json: Json = False) -> None:
     """Show every setting of a recipe, by the path that `--set` takes."""
-    from atoll.cli.verbs import show_recipe
+    from atoll.cli.commands import show_recipe
 
     show_recipe(recipe, settings or [], seed, as_json=json)
 
@@ -139,7 +139,7 @@ def run(
 ) -> None:
     """Carry out a recipe: in a simulated cluster, or by real processes (also under torchrun, on several machines)."""
     if join is not None:
-        from atoll.cli.elastic import be_joiner
+        from atoll.cli.run_elastic import be_joiner
 
         be_joiner(join, [name for name in _given(context) if name not in ("--join", "--devices")], devices)
         return
@@ -148,7 +148,7 @@ def run(
     on_ray = engine == "ray" or any(value is not None for value in ray_only.values()) or _engine_in(resume) == "ray"
     broken = chaos is not None and not on_ray
     if elastic or broken or any(value is not None for value in elastic_only.values()) or _engine_in(resume) == "elastic":
-        from atoll.cli.elastic import carry_out_elastic
+        from atoll.cli.run_elastic import carry_out_elastic
 
         of_others = {"--start-limit", "--backend", "--ray-address", "--workers-most", "--save-every"}
         foreign = sorted(of_others.intersection(_given(context)))
@@ -163,7 +163,7 @@ def run(
         carry_out_elastic(recipe, settings or [], seed, out, resume, json, quiet, how, chaos)
         return
     if on_ray:
-        from atoll.cli.on_ray import carry_out_on_ray
+        from atoll.cli.run_ray import carry_out_on_ray
 
         if engine not in (None, "ray") or start_limit is not None or backend is not None:
             raise ConfigError(
@@ -180,11 +180,11 @@ def run(
     how = {"processes": processes, "pace": pace, "limit_s": limit, "start_limit_s": start_limit, "backend": backend}
     real_before = resume is not None and (resume.expanduser() / "engine.json").is_file()
     if engine == "dist" or real_before or any(value is not None for value in how.values()):
-        from atoll.cli.processes import carry_out_by_processes  # brings a good part of torch.distributed with it
+        from atoll.cli.run_processes import carry_out_by_processes  # brings a good part of torch.distributed with it
 
         carry_out_by_processes(recipe, settings or [], seed, out, resume, json, quiet, engine, how)
         return
-    from atoll.cli.verbs import carry_out
+    from atoll.cli.commands import carry_out
 
     carry_out(recipe, settings or [], seed, out=out, resume_from=resume, as_json=json, quiet=quiet)
 
@@ -197,7 +197,7 @@ def island(
     chaos: Annotated[Path | None, typer.Option(help="A script of faults, see atoll.testing.chaos.")] = None,
 ) -> None:
     """Be one island of the elastic run at this address."""
-    from atoll.cli.elastic import be_island
+    from atoll.cli.run_elastic import be_island
 
     be_island(address, name, folder, chaos)
 
@@ -205,7 +205,7 @@ def island(
 @app.command(hidden=True)
 def harbour(invitation: Path, address: str) -> None:
     """Keep the lighthouse of an elastic run."""
-    from atoll.cli.elastic import be_harbour
+    from atoll.cli.run_elastic import be_harbour
 
     be_harbour(invitation, address)
 
@@ -221,7 +221,7 @@ def compare(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Run several recipes on the same work, or read finished runs, and put them side by side."""
-    from atoll.cli.verbs import compare_runs
+    from atoll.cli.commands import compare_runs
 
     compare_runs(what, settings or [], seed, out=out, as_json=json, as_markdown=markdown, quiet=quiet)
 
@@ -229,7 +229,7 @@ def compare(
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="A run's folder.")], json: Json = False) -> None:
     """A run's figures, its plots, and the trace of its timeline (open it in Perfetto or chrome://tracing)."""
-    from atoll.cli.verbs import report_run
+    from atoll.cli.commands import report_run
 
     report_run(folder, as_json=json)
 
@@ -241,7 +241,7 @@ def replay(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Compute an asynchronous run once more, in the order of its log, and compare the weights."""
-    from atoll.cli.replaying import replay_folder
+    from atoll.cli.replay import replay_folder
 
     replay_folder(folder, as_json=json, quiet=quiet)
 
@@ -256,7 +256,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the choices.")] = 0,
 ) -> None:
     """Let a trained model write."""
-    from atoll.cli.verbs import generate_text
+    from atoll.cli.commands import generate_text
 
     generate_text(folder, prompt, tokens, temperature, top_k, seed)
 
@@ -267,7 +267,7 @@ def export(
     out: Annotated[Path, typer.Option(help="A new folder for the model.")],
 ) -> None:
     """Write a run's trained model for use elsewhere: a pretrained one as a Hugging Face folder, else weights and config."""
-    from atoll.cli.verbs import export_model
+    from atoll.cli.commands import export_model
 
     export_model(folder, out)
 
@@ -283,7 +283,7 @@ def prepare(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
     """Turn text into memory-mapped tokens; use them with `--set data.corpus=prepared:DIR`."""
-    from atoll.cli.verbs import prepare_data
+    from atoll.cli.commands import prepare_data
 
     prepare_data(corpus, out, tokenizer, validation_fraction, validation_corpus, limit_bytes, quiet=quiet)
 

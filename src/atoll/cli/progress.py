@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from atoll.events import Progress as Told
+from atoll.core.events import Progress as Told
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions
 from atoll.data.partition import IID, ByDomain, Dirichlet, KMeans, Partition
 from atoll.data.prepare import Prepared, open_prepared, prepare
-from atoll.data.shards import TokenFile, write_tokens
-from atoll.data.stream import TokenBatches, validation_batches
 from atoll.data.text import LoadedText, Text, TextData
+from atoll.data.token_batches import TokenBatches, validation_batches
+from atoll.data.token_files import TokenFile, write_tokens
 from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from atoll.data.tokens import Tokens
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from atoll.core.errors import DataError
 from atoll.data.documents import Corpus, Document
-from atoll.data.files import files_corpus
-from atoll.data.hub import hub_corpus
-from atoll.data.stdlib import stdlib_corpus
-from atoll.errors import DataError
+from atoll.data.huggingface import hub_corpus
+from atoll.data.stdlib_corpus import stdlib_corpus
+from atoll.data.text_files import files_corpus
 
 __all__ = ["Corpus", "Document", "check_spec", "open_corpus"]
 

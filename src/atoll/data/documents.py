@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from atoll.errors import ConfigError, DataError
+from atoll.core.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
 """Alone on a line of a text file it ends a document; between two documents a tokenizer has an id for it."""

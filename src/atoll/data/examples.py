@@ -13,8 +13,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from atoll.core.errors import DataError
 from atoll.data.tokens import Tokens
-from atoll.errors import DataError
 
 Indices = NDArray[np.int64]
 

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.checks import check_types
-from atoll.data.epochs import Epochs
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
+from atoll.core.layout import shard_range
 from atoll.data.examples import Indices
-from atoll.data.seeding import draws
-from atoll.errors import ConfigError
-from atoll.layout import shard_range
+from atoll.data.keyed_random import draws
+from atoll.data.shuffled_epochs import Epochs
 
 LabelledBatch = tuple[Tensor, Tensor]
 """Inputs (batch_size, dimensions), float32, and labels (batch_size,), int64."""
@@ -163,7 +163,7 @@ class GaussianData:
 
 
 class GaussianBatches:
-    """Batches of points from shards; implements `atoll.protocols.Batches`. Any number of threads may read at once.
+    """Batches of points from shards; implements `atoll.core.protocols.Batches`. Any number of threads may read at once.
 
     A shard is an endless sequence of epochs, each a permutation of the shard's points that depends on the seed, on which points
     these are and on the epoch. Batch p is the points from p * `batch_size` on.

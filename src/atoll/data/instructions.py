@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from atoll.checks import check_types
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError, DataError
+from atoll.core.layout import shard_range
 from atoll.data.documents import Document
-from atoll.data.encoded import NOTHING, Encoded, Learn, encode, model_tokenizer
-from atoll.data.epochs import Epochs
+from atoll.data.encoded_records import NOTHING, Encoded, Learn, encode, model_tokenizer
 from atoll.data.examples import Indices
-from atoll.data.records import Record, read_records
-from atoll.data.seeding import draws
-from atoll.data.split import VALIDATION, check_fraction, plan
-from atoll.errors import ConfigError, DataError
-from atoll.layout import shard_range
+from atoll.data.holdout_split import VALIDATION, check_fraction, plan
+from atoll.data.instruction_records import Record, read_records
+from atoll.data.keyed_random import draws
+from atoll.data.shuffled_epochs import Epochs
 
 PaddedBatch = dict[str, Tensor]
 """`input_ids`, `attention_mask` and `labels`, all (examples, longest), int64; see `Encoded.padded`."""
@@ -176,7 +176,7 @@ class InstructionData:
 
 
 class PaddedBatches:
-    """Padded batches from shards of examples; implements `atoll.protocols.Batches`. Any number of threads may read at once.
+    """Padded batches from shards of examples; implements `atoll.core.protocols.Batches`. Any number of threads may read at once.
 
     A shard is an endless sequence of epochs, each a permutation of the shard's examples that depends on the seed, on which examples
     these are and on the epoch. Batch p is the examples from p * `batch_size` on.

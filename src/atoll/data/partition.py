@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.checks import check_types
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError, DataError
+from atoll.core.optional_imports import require
 from atoll.data.examples import Examples, Indices
-from atoll.data.seeding import draws
-from atoll.errors import ConfigError, DataError
-from atoll.extras import require
+from atoll.data.keyed_random import draws
 
 Features = Callable[[NDArray[np.int64]], NDArray[np.floating[Any]]]
 """Tokens (examples, seq_len) to features (examples, width), or (examples, seq_len, width) to be averaged over positions."""

@@ -18,15 +18,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from atoll.core.atomic_files import replacing
+from atoll.core.errors import DataError
+from atoll.core.events import Progress
 from atoll.data.corpus import open_corpus
 from atoll.data.documents import Corpus, Document
-from atoll.data.shards import TokenFile, TokenWriter, token_writer
-from atoll.data.split import TRAIN, VALIDATION, Planner, Split, sided
+from atoll.data.holdout_split import TRAIN, VALIDATION, Planner, Split, sided
+from atoll.data.token_files import TokenFile, TokenWriter, token_writer
 from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, bpe_size, load_tokenizer, train_bpe
 from atoll.data.tokens import Tokens, encoded
-from atoll.errors import DataError
-from atoll.events import Progress
-from atoll.files import replacing
 
 META_VERSION = 1
 FILES = ("train.tokens", "validation.tokens")

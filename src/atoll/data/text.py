@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from atoll.checks import check_types
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError, DataError
 from atoll.data.corpus import check_spec, open_corpus
 from atoll.data.examples import Examples
+from atoll.data.holdout_split import TRAIN, VALIDATION, Split, check_fraction, plan, sided
 from atoll.data.partition import IID, ByDomain, Dirichlet, Features, KMeans, Partition
 from atoll.data.prepare import is_prepared, open_prepared
-from atoll.data.split import TRAIN, VALIDATION, Split, check_fraction, plan, sided
-from atoll.data.stream import TokenBatches, validation_batches
+from atoll.data.token_batches import TokenBatches, validation_batches
 from atoll.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
 from atoll.data.tokens import Tokens, in_memory
-from atoll.errors import ConfigError, DataError
 
 _PREPARED = "prepared:"
 

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.data.compressed import SUFFIXES, read_bytes
+from atoll.core.errors import ConfigError, DataError
+from atoll.core.optional_imports import require
+from atoll.data.compressed_files import SUFFIXES, read_bytes
 from atoll.data.documents import END_OF_TEXT, Document
-from atoll.errors import ConfigError, DataError
-from atoll.extras import require
 
 Ids = NDArray[np.unsignedinteger[Any]]
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from atoll.core.errors import DataError
 from atoll.data.documents import Document
 from atoll.data.tokenizer import Ids, Tokenizer, dtype_for
-from atoll.errors import DataError
 
 _BATCH_BYTES = 1 << 20  # of text, to be encoded at once
 

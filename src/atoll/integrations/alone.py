@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from atoll.errors import ConfigError
-from atoll.loop.joining import Joined, hide
+from atoll.core.errors import ConfigError
+from atoll.loop.process_group_init import Joined, hide
 
 
 def alone() -> Joined:

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
+from atoll.core.protocols import Algorithm
 from atoll.loop.islands import Islands, islands
 from atoll.loop.optimizer import counted
-from atoll.protocols import Algorithm
 
 
 class Block:

@@ -21,13 +21,13 @@ from typing import Any, Literal
 
 import torch
 
-from atoll.errors import CheckpointError, ConfigError
-from atoll.extras import require
-from atoll.files import replacing
+from atoll.core.atomic_files import replacing
+from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.optional_imports import require
+from atoll.core.protocols import Algorithm
 from atoll.integrations.alone import alone as alone
 from atoll.integrations.block import Block
 from atoll.loop.islands import Islands
-from atoll.protocols import Algorithm
 
 _Callback: Any = require("transformers.trainer_callback", extra="hf", purpose="Hugging Face's callbacks").TrainerCallback
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from atoll.errors import ConfigError
-from atoll.extras import require
+from atoll.core.errors import ConfigError
+from atoll.core.optional_imports import require
+from atoll.core.protocols import Algorithm
 from atoll.integrations.alone import alone as alone
 from atoll.integrations.block import Block
 from atoll.loop.islands import Islands
-from atoll.protocols import Algorithm
 
 _Callback: Any = require("lightning.pytorch", extra="lightning", purpose="Lightning's callbacks").Callback
 

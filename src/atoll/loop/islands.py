@@ -32,14 +32,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from atoll.errors import ConfigError
-from atoll.loop.footprints import footprints
-from atoll.loop.live import Live
+from atoll.core.errors import ConfigError
+from atoll.core.protocols import Algorithm
+from atoll.loop.change_detection import footprints
+from atoll.loop.context import Live
+from atoll.loop.notices import warn
 from atoll.loop.optimizer import IslandsOptimizer, was_skipped
-from atoll.loop.saving import Saved
 from atoll.loop.settings import Settings
-from atoll.loop.telling import warn
-from atoll.protocols import Algorithm
+from atoll.loop.state_dict import Saved
 
 T = TypeVar("T", bound=Callable[..., None])
 

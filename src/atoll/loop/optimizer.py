@@ -8,10 +8,10 @@ from typing import Any, overload
 
 import torch
 
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Rule
 from atoll.optim.schedules import Schedule, at
-from atoll.protocols import Rule
-from atoll.tree import Tree
 
 
 class Dial:

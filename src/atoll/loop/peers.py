@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from atoll.engines.dist.driving import Flight
-from atoll.engines.dist.peers import DistPeers
-from atoll.loop.company import Company
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Mean, Scattered, Work
+from atoll.engines.processes.communication_thread import Flight
+from atoll.engines.processes.peers import DistPeers
+from atoll.loop.nonfinite_guard import Soundness
 from atoll.loop.replica import LoopReplica
-from atoll.loop.soundness import Soundness
-from atoll.protocols import Mean, Scattered, Work
-from atoll.tree import Tree
+from atoll.loop.uneven_inputs import Company
 
 S = TypeVar("S")
 T = TypeVar("T")

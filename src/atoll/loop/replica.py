@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Literal
 
-from atoll.engines.dist.driving import Request
-from atoll.engines.modules import ModuleWeights
-from atoll.errors import ConfigError
-from atoll.loop.weights import Weights, loses_digits, with_digits
-from atoll.protocols import Gradient, Weigh, Work
-from atoll.tree import Tree
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Gradient, Weigh, Work
+from atoll.engines.processes.communication_thread import Request
+from atoll.loop.module_weights import Weights, loses_digits, with_digits
+from atoll.replica.module_weights import ModuleWeights
 
 Form = Literal["train", "gradient"]
 

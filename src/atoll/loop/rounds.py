@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from atoll.engines.dist.driving import Line
-from atoll.leaves import recycle
-from atoll.loop.company import Company
+from atoll.core.protocols import Algorithm
+from atoll.core.pytree import recycle
+from atoll.engines.processes.communication_thread import Line
+from atoll.loop.nonfinite_guard import Soundness
 from atoll.loop.peers import LoopPeers
 from atoll.loop.replica import LoopReplica, Pause
-from atoll.loop.soundness import Soundness
-from atoll.protocols import Algorithm
+from atoll.loop.uneven_inputs import Company
 
 
 class Rounds:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll.checks import check_type, check_types
-from atoll.engines.dist.seats import check_sliced
-from atoll.errors import ConfigError
+from atoll.core.config.type_checks import check_type, check_types
+from atoll.core.errors import ConfigError
+from atoll.core.protocols import Algorithm, AsyncAlgorithm, HoldsWeights
+from atoll.engines.processes.island_role import check_sliced
 from atoll.loop.optimizer import counted
 from atoll.loop.replica import Form
-from atoll.protocols import Algorithm, AsyncAlgorithm, HoldsWeights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.checks import check_types
-from atoll.errors import ConfigError
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
 
 INIT_STD = 0.02
 NORM_EPS = 1e-5

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.checks import check_types
-from atoll.errors import ConfigError
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from atoll.checks import check_types
-from atoll.errors import ConfigError
-from atoll.extras import require
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
+from atoll.core.optional_imports import require
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file of weights, to tell it from another

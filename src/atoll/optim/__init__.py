@@ -4,7 +4,7 @@ The same rules serve inside an island (on gradients) and between islands (on del
 `torch.optim`, and run on a whole Tree, a chunk of it or a shard.
 
 >>> import torch
->>> from atoll.tree import Tree
+>>> from atoll.core.flat_tree import Tree
 >>> weights, gradient = Tree.of({"w": torch.ones(2)}), Tree.of({"w": torch.full((2,), 0.25)})
 >>> rule = Nesterov(lr=0.7, momentum=0.9)
 >>> weights, state = rule.update(weights, gradient, rule.init(weights))
@@ -13,10 +13,10 @@ The same rules serve inside an island (on gradients) and between islands (on del
 """
 
 from atoll.optim.adam import Adam, AdamState, AdamW
-from atoll.optim.delayed import Buffered, DelayedNesterov
+from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Constant, Cosine, Schedule, at
 from atoll.optim.sgd import SGD, Momentum, MomentumState, Nesterov, SGDState
-from atoll.optim.stale import DelayCompensation, Polynomial
+from atoll.optim.staleness import DelayCompensation, Polynomial
 
 __all__ = [
     "SGD",

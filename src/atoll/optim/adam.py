@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
-from atoll.checks import check_types
-from atoll.chunks import elementwise
-from atoll.errors import ConfigError
-from atoll.layout import Layout
-from atoll.optim.checks import at_least_zero, below_one
-from atoll.optim.fused import Moments, fused_adamw
+from atoll.core.chunked_elementwise import elementwise
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.layout import Layout
+from atoll.optim.fused_kernels import Moments, fused_adamw
+from atoll.optim.in_place import check_layouts, release_given, take
 from atoll.optim.schedules import Schedule, at, check_lr
-from atoll.optim.taking import check_layouts, release_given, take
-from atoll.tree import Tree
+from atoll.optim.validation import at_least_zero, below_one
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Parts of a buffer as (start, stop), in order."""

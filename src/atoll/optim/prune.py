@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from atoll.layout import Layout
-from atoll.tree import Tree, empty
+from atoll.core.flat_tree import Tree, empty
+from atoll.core.layout import Layout
 
 
 def prune(delta: Tree, fraction: float, by: Literal["sign", "magnitude"] = "sign") -> Tree:

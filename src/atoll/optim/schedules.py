@@ -15,9 +15,9 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from atoll.checks import check_types
-from atoll.errors import ConfigError
-from atoll.optim.checks import at_least_zero
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
+from atoll.optim.validation import at_least_zero
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.checks import check_types
-from atoll.chunks import elementwise
-from atoll.optim.checks import at_least_zero, below_one
-from atoll.optim.fused import fused_momentum
+from atoll.core.chunked_elementwise import elementwise
+from atoll.core.config.type_checks import check_types
+from atoll.core.flat_tree import Tree
+from atoll.optim.fused_kernels import fused_momentum
+from atoll.optim.in_place import check_layouts, old_and_new, release_given, take, windows
 from atoll.optim.schedules import Schedule, at, check_lr
-from atoll.optim.taking import check_layouts, old_and_new, release_given, take, windows
-from atoll.tree import Tree
+from atoll.optim.validation import at_least_zero, below_one
 
 
 class SGDState(NamedTuple):

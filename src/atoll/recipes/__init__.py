@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 from atoll.recipes.demo import (
     demo_acco,
     demo_acco_free,

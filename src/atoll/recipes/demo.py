@@ -16,15 +16,15 @@ from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
+from atoll.core.protocols import Algorithm, AsyncAlgorithm
 from atoll.data.text import Text
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster, step_times
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
-from atoll.optim.delayed import DelayedNesterov
+from atoll.optim.delayed_nesterov import DelayedNesterov
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov
-from atoll.protocols import Algorithm, AsyncAlgorithm
+from atoll.runs.cluster import Cluster, step_times
+from atoll.runs.network import Link
 from atoll.runs.run import Keep, Run, Train
 
 

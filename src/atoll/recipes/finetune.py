@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from atoll.algorithms.acco import ACCO
 from atoll.data.instructions import Instructions
-from atoll.engines.sim.world import Cluster
 from atoll.models.pretrained import Pretrained
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
+from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 
 

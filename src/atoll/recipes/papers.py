@@ -25,12 +25,12 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.diloco import DiLoCo
 from atoll.data.partition import KMeans
 from atoll.data.text import Text
-from atoll.engines.sim.world import Cluster
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
-from atoll.optim.delayed import DelayedNesterov
+from atoll.optim.delayed_nesterov import DelayedNesterov
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov
+from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.diloco import DiLoCo
+from atoll.core.protocols import Algorithm, AsyncAlgorithm
 from atoll.data.gaussians import Gaussians
-from atoll.engines.sim.network import Link
-from atoll.engines.sim.world import Cluster
 from atoll.models.mlp import MLP
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Momentum
-from atoll.protocols import Algorithm, AsyncAlgorithm
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
 from atoll.runs.run import Keep, Run, Train
 
 

@@ -21,21 +21,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.data.encoded import model_tokenizer
+from atoll.core.config.json_records import from_json, to_json
+from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.flat_tree import Tree, trainable
+from atoll.core.tensor_file import load_tree, read_tensors, write_tensors
+from atoll.data.encoded_records import model_tokenizer
 from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions
 from atoll.data.text import Text
 from atoll.data.tokenizer import ByteTokenizer, load_tokenizer
-from atoll.errors import CheckpointError, ConfigError
+from atoll.engines.driver import TOKENIZER, check_workload
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained, quiet
-from atoll.runs.execute import TOKENIZER, check_workload
 from atoll.runs.folder import RunFolder
-from atoll.runs.plain import from_json, to_json
 from atoll.runs.run import Run
-from atoll.tensorfile import load_tree, read_tensors, write_tensors
-from atoll.tree import Tree, trainable
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.data.encoded import NOTHING
+from atoll.core.errors import ConfigError
+from atoll.data.encoded_records import NOTHING
 from atoll.data.instructions import InstructionData, Instructions, PaddedBatch, PaddedBatches
-from atoll.errors import ConfigError
 from atoll.models.pretrained import Pretrained
 from atoll.runs.run import Run
 

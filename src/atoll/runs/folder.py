@@ -34,9 +34,9 @@ import numpy as np
 import torch
 
 import atoll
-from atoll.errors import ConfigError
-from atoll.files import replacing
-from atoll.runs.plain import from_json, to_json
+from atoll.core.atomic_files import replacing
+from atoll.core.config.json_records import from_json, to_json
+from atoll.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from atoll.data.encoded import model_tokenizer
+from atoll.core.config.json_records import from_json
+from atoll.core.errors import ConfigError
+from atoll.data.encoded_records import model_tokenizer
 from atoll.data.instructions import Instructions
 from atoll.data.tokenizer import ByteTokenizer, load_tokenizer
-from atoll.errors import ConfigError
+from atoll.engines.driver import TOKENIZER, check_workload
 from atoll.models.gpt import Decoder
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import quiet
-from atoll.runs.execute import TOKENIZER, check_workload
 from atoll.runs.export import trained
 from atoll.runs.folder import RunFolder
-from atoll.runs.plain import from_json
 from atoll.runs.run import Run
 
 

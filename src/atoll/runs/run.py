@@ -14,28 +14,28 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.dynamic_local_updates import dynamic_steps
 from atoll.algorithms.fsdp import FSDP
-from atoll.algorithms.pace import dynamic_steps
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
-from atoll.checks import check_types
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
+from atoll.core.protocols import Algorithm, AsyncAlgorithm, Correction, Rebases, Rule
 from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions
 from atoll.data.text import Text
-from atoll.engines.levels import check_inside
-from atoll.engines.local import InnerRule
-from atoll.engines.sim.world import Cluster
-from atoll.errors import ConfigError
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained
 from atoll.optim.adam import Adam, AdamW
-from atoll.optim.delayed import Buffered, DelayedNesterov
+from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
-from atoll.optim.stale import DelayCompensation, Polynomial
-from atoll.protocols import Algorithm, AsyncAlgorithm, Correction, Rebases, Rule
-from atoll.runs.fitting import check_habits, check_lines, check_pieces, check_stacked, check_warmup
+from atoll.optim.staleness import DelayCompensation, Polynomial
+from atoll.replica.local_replica import InnerRule
+from atoll.runs.cluster import Cluster
+from atoll.runs.two_level import check_inside
+from atoll.runs.validation import check_habits, check_lines, check_pieces, check_stacked, check_warmup
 
 S = TypeVar("S")
 

@@ -17,22 +17,22 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Workload
 from atoll.data.gaussians import GaussianBatches, GaussianData, Gaussians, LabelledBatch, LoadedGaussians
 from atoll.data.instructions import Instructions, LoadedInstructions
 from atoll.data.partition import IID, Features, KMeans
-from atoll.data.stream import TokenBatches
 from atoll.data.text import LoadedText, Text, TextData
+from atoll.data.token_batches import TokenBatches
 from atoll.data.tokenizer import Tokenizer
-from atoll.engines.flat import weights_of
-from atoll.engines.local import torch_threads
-from atoll.engines.masters import in_precision
 from atoll.models.gpt import GPT, Decoder
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained
-from atoll.protocols import Workload
+from atoll.replica.flat_parameters import weights_of
+from atoll.replica.local_replica import torch_threads
+from atoll.replica.master_weights import in_precision
 from atoll.runs.finetuning import FinetuningWorkload
 from atoll.runs.run import Run, device_of, dtype_of
-from atoll.tree import Tree
 
 Loaded = LoadedText | LoadedGaussians | LoadedInstructions
 _EVAL_BATCH = 256  # points that a perceptron is judged on at a time

@@ -7,17 +7,17 @@ Readers: `read_events`, `read_summary`, `read_progress`, `comparison`, `plot_com
 Readers see files, never live objects. Nothing here imports torch, matplotlib or rich before it is needed.
 """
 
-from atoll.telemetry.asynchrony import Asynchrony, AsynchronySummary, read_asynchrony
+from atoll.telemetry.async_summary import Asynchrony, AsynchronySummary, read_asynchrony
 from atoll.telemetry.compare import Comparison, comparison, markdown, sentence, table
 from atoll.telemetry.console import ConsoleSink
-from atoll.telemetry.fanout import Fanout, Remembered
+from atoll.telemetry.event_log import JsonlSink, read_events
 from atoll.telemetry.island_times import IslandTimes
-from atoll.telemetry.jsonl import JsonlSink, read_events
 from atoll.telemetry.memory import MemorySummary, read_memory
 from atoll.telemetry.overlap import Level, Overlap, OverlapSummary, read_overlap
 from atoll.telemetry.plots import plot_comparison, plot_run
 from atoll.telemetry.plots_async import plot_asynchrony
 from atoll.telemetry.plots_overlap import plot_overlap
+from atoll.telemetry.sinks import Fanout, Remembered
 from atoll.telemetry.summary import RunProgress, Summary, read_progress, read_summary
 from atoll.telemetry.tensorboard import TensorBoardSink
 from atoll.telemetry.trace import write_trace

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from atoll.errors import AtollError
-from atoll.events import Attended, Event, Leased, Refused, SaveFailed
-from atoll.telemetry.drawing import COLOURS, new_figure, save_figure, time_unit
-from atoll.telemetry.jsonl import read_events
+from atoll.core.errors import AtollError
+from atoll.core.events import Attended, Event, Leased, Refused, SaveFailed
+from atoll.telemetry.event_log import read_events
+from atoll.telemetry.figures import COLOURS, new_figure, save_figure, time_unit
 from atoll.telemetry.units import human_count, human_percent
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from atoll.events import Arrived, Evaluated, RoundFinished, RunFinished, RunStarted
-from atoll.telemetry.jsonl import read_events
+from atoll.core.events import Arrived, Evaluated, RoundFinished, RunFinished, RunStarted
+from atoll.telemetry.event_log import read_events
 
 Clock = Literal["virtual", "wall"]
 

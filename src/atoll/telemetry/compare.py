@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
+from atoll.telemetry.comparison_text import Row, bytes_ratio, losses_as_text, on_both_clocks, reference, verdict
 from atoll.telemetry.labels import RunName, distinct_labels
 from atoll.telemetry.summary import read_settings, read_summary
 from atoll.telemetry.units import human_accuracy, human_bytes, human_count, human_percent, human_time, human_times
-from atoll.telemetry.verdict import Row, bytes_ratio, losses_as_text, on_both_clocks, reference, verdict
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from atoll.events import Event, Progress, RoundFinished, RunFinished, RunStarted, Saved, WarmStartFinished
-from atoll.telemetry.display import Clock, Display, LiveBars, Pace, PlainLines
-from atoll.telemetry.tally import Tally
-from atoll.telemetry.wording import figures, local_updates_total, notice
+from atoll.core.events import Event, Progress, RoundFinished, RunFinished, RunStarted, Saved, WarmStartFinished
+from atoll.telemetry.event_text import figures, local_updates_total, notice
+from atoll.telemetry.progress_display import Clock, Display, LiveBars, Pace, PlainLines
+from atoll.telemetry.running_totals import Tally
 
 if TYPE_CHECKING:
     from rich.console import Console

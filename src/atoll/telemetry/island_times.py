@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from atoll.events import Computed
+from atoll.core.events import Computed
 
 Stretch = tuple[float, float]
 """From when to when, in seconds on the run's clock."""

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.events import MEMORY_KINDS, Event, MemoryCounted
-from atoll.telemetry.jsonl import read_events
+from atoll.core.events import MEMORY_KINDS, Event, MemoryCounted
+from atoll.telemetry.event_log import read_events
 from atoll.telemetry.units import human_bytes
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.events import (
+from atoll.core.events import (
     CaughtUp,
     Computed,
     Event,
@@ -26,10 +26,10 @@ from atoll.events import (
     RunStarted,
     UpdateSkipped,
 )
-from atoll.telemetry.asynchrony import is_asynchronous
+from atoll.telemetry.async_summary import is_asynchronous
+from atoll.telemetry.device_events import by_device
+from atoll.telemetry.event_log import read_events
 from atoll.telemetry.island_times import IslandAccount, IslandTimes
-from atoll.telemetry.jsonl import read_events
-from atoll.telemetry.levels import by_device
 
 _TELLING = re.compile(rb'"background": true|"devices_per_island": \d|"engine": "(?!sim")|\{"event": "(UpdateSkipped|RoundFailed)"')
 

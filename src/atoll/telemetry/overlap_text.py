@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from atoll.telemetry.device_events import device_name
 from atoll.telemetry.island_times import IslandTimes
-from atoll.telemetry.levels import device_name
 from atoll.telemetry.overlap import Level, OverlapSummary
 from atoll.telemetry.units import human_bytes, human_count, human_percent, human_time
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from atoll.errors import AtollError, ConfigError
-from atoll.events import Compared, Evaluated, RoundFinished, RunStarted
-from atoll.telemetry.asynchrony import is_asynchronous
+from atoll.core.errors import AtollError, ConfigError
+from atoll.core.events import Compared, Evaluated, RoundFinished, RunStarted
+from atoll.telemetry.async_summary import is_asynchronous
 from atoll.telemetry.clocks import Clock, clock_name, clock_of
-from atoll.telemetry.drawing import COLOURS, format_axis, new_figure, save_figure, time_unit
-from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.event_log import read_events
+from atoll.telemetry.figures import COLOURS, format_axis, new_figure, save_figure, time_unit
 from atoll.telemetry.labels import RunName, distinct_labels
 from atoll.telemetry.units import human_bytes, human_count, human_loss
 

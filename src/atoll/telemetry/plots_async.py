@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from atoll.errors import AtollError
-from atoll.events import Arrived
-from atoll.extras import require
-from atoll.telemetry.asynchrony import AsynchronySummary, WorkerTimes, read_asynchrony
+from atoll.core.errors import AtollError
+from atoll.core.events import Arrived
+from atoll.core.optional_imports import require
+from atoll.telemetry.async_summary import AsynchronySummary, WorkerTimes, read_asynchrony
 from atoll.telemetry.clocks import read_clock
-from atoll.telemetry.drawing import COLOURS, new_figure, save_figure, short, time_unit
-from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.event_log import read_events
+from atoll.telemetry.figures import COLOURS, new_figure, save_figure, short, time_unit
 from atoll.telemetry.units import human_count
 
 _DOTS = 400  # with more arrivals than this, single ones can no longer be told apart

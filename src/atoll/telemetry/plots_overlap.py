@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.errors import AtollError
-from atoll.events import Computed, Event, Exchanged, RoundFinished, RunStarted
-from atoll.extras import require
+from atoll.core.errors import AtollError
+from atoll.core.events import Computed, Event, Exchanged, RoundFinished, RunStarted
+from atoll.core.optional_imports import require
 from atoll.telemetry.clocks import Clock, read_clock
-from atoll.telemetry.drawing import COLOURS, new_figure, save_figure, short, time_unit
+from atoll.telemetry.device_events import by_device, device_name
+from atoll.telemetry.event_log import read_events
+from atoll.telemetry.figures import COLOURS, new_figure, save_figure, short, time_unit
 from atoll.telemetry.island_times import IslandTimes, Stretch
-from atoll.telemetry.jsonl import read_events
-from atoll.telemetry.levels import by_device, device_name
 from atoll.telemetry.overlap import read_overlap
 from atoll.telemetry.units import human_count
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import AtollError, CheckpointError
-from atoll.events import Evaluated, RunFinished, RunStarted
-from atoll.telemetry.asynchrony import AsynchronySummary, read_asynchrony
+from atoll.core.errors import AtollError, CheckpointError
+from atoll.core.events import Evaluated, RunFinished, RunStarted
+from atoll.telemetry.async_summary import AsynchronySummary, read_asynchrony
 from atoll.telemetry.clocks import Clock, clock_of
-from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.event_log import read_events
+from atoll.telemetry.event_text import perplexity
 from atoll.telemetry.memory import MemorySummary, read_memory
 from atoll.telemetry.overlap import OverlapSummary, read_overlap, worth_telling
-from atoll.telemetry.tally import Tally
-from atoll.telemetry.wording import perplexity
+from atoll.telemetry.running_totals import Tally
 
 
 @dataclass(frozen=True, kw_only=True)

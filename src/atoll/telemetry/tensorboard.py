@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from atoll.events import Arrived, Compared, Evaluated, Event, RoundFinished, WindowClosed
-from atoll.extras import require
+from atoll.core.events import Arrived, Compared, Evaluated, Event, RoundFinished, WindowClosed
+from atoll.core.optional_imports import require
 from atoll.telemetry.clocks import clock_at
-from atoll.telemetry.tally import Tally
+from atoll.telemetry.running_totals import Tally
 
 
 class TensorBoardSink:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from atoll.errors import AtollError
-from atoll.events import (
+from atoll.core.errors import AtollError
+from atoll.core.events import (
     CaughtUp,
     Computed,
     Evaluated,
@@ -27,9 +27,9 @@ from atoll.events import (
     RunStarted,
     UpdateSkipped,
 )
-from atoll.telemetry.asynchrony import is_asynchronous
-from atoll.telemetry.jsonl import read_events
-from atoll.telemetry.levels import by_device, device_name
+from atoll.telemetry.async_summary import is_asynchronous
+from atoll.telemetry.device_events import by_device, device_name
+from atoll.telemetry.event_log import read_events
 from atoll.telemetry.perfetto import Timeline
 from atoll.telemetry.trace_async import draw_hub
 from atoll.telemetry.trace_rows import CLUSTER, EVALUATIONS, ROUNDS, background, computing, draw_common, name_devices, network

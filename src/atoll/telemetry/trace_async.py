@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from atoll.events import (
+from atoll.core.events import (
     Arrived,
     Computed,
     Dispatched,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from atoll.events import Evaluated, IslandLeft, RunStarted
+from atoll.core.events import Evaluated, IslandLeft, RunStarted
 from atoll.telemetry.clocks import clock_of
-from atoll.telemetry.levels import device_name
+from atoll.telemetry.device_events import device_name
 from atoll.telemetry.perfetto import Row, Timeline
 
 CLUSTER = 1

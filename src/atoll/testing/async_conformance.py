@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from atoll.engines.sim.async_engine import AsyncSimEngine
-from atoll.engines.sim.world import Cluster, Lost, Outage
-from atoll.events import Arrived, Dispatched, Evaluated, Returned, RoundFinished, WindowClosed
+from atoll.core.events import Arrived, Dispatched, Evaluated, Returned, RoundFinished, WindowClosed
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Arrival, AsyncAlgorithm
+from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.protocols import Arrival, AsyncAlgorithm
+from atoll.runs.cluster import Cluster, Lost, Outage
 from atoll.testing.conformance import detached, digests
 from atoll.testing.fakes import FakeReplica, ScriptedHub, drive
-from atoll.testing.simulate import Recorder, Simulated, simulate, simulator
+from atoll.testing.simulated_runs import Recorder, Simulated, simulate, simulator
 from atoll.testing.workloads import Regression
-from atoll.tree import Tree
 
 
 def check_async_algorithm(algorithm: AsyncAlgorithm[Any]) -> None:

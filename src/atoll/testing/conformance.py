@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from atoll import chunks
-from atoll.engines.sim.engine import SimEngine
-from atoll.engines.sim.world import Away, Cluster, Lost
-from atoll.events import Exchanged, IslandJoined
-from atoll.leaves import trees
+from atoll.core import chunked_elementwise
+from atoll.core.events import Exchanged, IslandJoined
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Algorithm, Owner, Rule, fields_owned
+from atoll.core.pytree import trees
+from atoll.engines.simulator.engine import SimEngine
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.protocols import Algorithm, Owner, Rule, fields_owned
+from atoll.runs.cluster import Away, Cluster, Lost
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
-from atoll.testing.simulate import Recorder, simulate, simulator
+from atoll.testing.simulated_runs import Recorder, simulate, simulator
 from atoll.testing.workloads import Regression
-from atoll.tree import Tree
 
 # --------------------------------------------------------------------------------------------------------------- rules
 
@@ -61,7 +61,7 @@ def _check_descent(rule: Rule, start: Tree) -> None:
 
 def _check_cuts(rule: Rule) -> None:
     """Larger than a chunk, so that it is cut; and in two shards, as a sharded optimizer holds it."""
-    numel = chunks.CHUNK + 1000
+    numel = chunked_elementwise.CHUNK + 1000
     generator = torch.Generator().manual_seed(1)
     params = Tree.of({"w": torch.randn(numel // 100, 100, generator=generator), "b": torch.randn(333, generator=generator)})
     gradient = params * 0.5 + 0.1

@@ -14,9 +14,9 @@ from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from atoll.engines.sim.room import ordered_sum, weighted_mean
-from atoll.protocols import Algorithm, Gradient, Mean, Scattered, Task, Weigh, Work
-from atoll.tree import Tree
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Algorithm, Gradient, Mean, Scattered, Task, Weigh, Work
+from atoll.engines.simulator.collectives import ordered_sum, weighted_mean
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 
 HEADER_BYTES = 66
 """Of Ethernet, IP and TCP with its time stamps: what each packet carries besides its payload."""

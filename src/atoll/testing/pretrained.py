@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from atoll.extras import require
+from atoll.core.optional_imports import require
 
 SUMS = tuple({"prompt": f"{a}+{b}=", "completion": f"{a + b}" + "!" * (a % 4)} for a in range(8) for b in range(8))
 """Examples of different lengths: additions of one digit, with some noise about them."""

@@ -17,17 +17,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from atoll.engines.dealing import Dealing
-from atoll.engines.dist.driving import Line
-from atoll.engines.dist.peers import DistPeers
-from atoll.engines.dist.replica import DistReplica
-from atoll.engines.dist.wire import Wire
-from atoll.engines.local import InnerRule, LocalReplica
-from atoll.engines.states import given
-from atoll.errors import ExchangeFailed
+from atoll.core.errors import ExchangeFailed
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Algorithm, HoldsWeights, Workload
+from atoll.engines.data_positions import Dealing
+from atoll.engines.processes.collectives import Wire
+from atoll.engines.processes.communication_thread import Line
+from atoll.engines.processes.peers import DistPeers
+from atoll.engines.processes.replica import DistReplica
+from atoll.engines.replicated_state import given
 from atoll.optim.sgd import SGD
-from atoll.protocols import Algorithm, HoldsWeights, Workload
-from atoll.tree import Tree
+from atoll.replica.local_replica import InnerRule, LocalReplica
 
 T = TypeVar("T")
 _LIMIT_S = 60.0
@@ -36,7 +36,7 @@ _LIMIT_S = 60.0
 def _context() -> Any:
     """Processes are forked off one that has imported what they need, and has done nothing else."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["atoll.testing.distributed"])
+    context.set_forkserver_preload(["atoll.testing.process_runs"])
     return context
 
 

@@ -6,15 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from atoll.engines.dist.clock import Limit, WallClock
-from atoll.engines.dist.diary import Diary
-from atoll.engines.elastic.generation import NOTHING, Generation
-from atoll.engines.elastic.judging import Judge
-from atoll.engines.elastic.leases import Unit
-from atoll.engines.elastic.meetings import Meetings
+from atoll.core.flat_tree import Tree
+from atoll.engines.elastic.commit import Meetings
+from atoll.engines.elastic.data_leases import Unit
 from atoll.engines.elastic.membership import Found, Member
 from atoll.engines.elastic.peers import ElasticPeers
-from atoll.tree import Tree
+from atoll.engines.elastic.state_version import NOTHING, Generation
+from atoll.engines.elastic.update_validation import Judge
+from atoll.engines.processes.round_record import Diary
+from atoll.engines.processes.wall_clock import Limit, WallClock
 
 NAMES, NOW = ("a", "b"), Generation(3, 7)
 STATE, BROUGHT, LENGTH, TEXT, VOTE = range(5)

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
+from atoll.core.events import Evaluated, Saved
+from atoll.core.flat_tree import Tree
 from atoll.engines.ray.engine import RayEngine
-from atoll.engines.ray.orders import News, ToJudge
-from atoll.engines.ray.wire import bits_of
-from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
-from atoll.events import Evaluated, Saved
-from atoll.telemetry.fanout import Remembered
-from atoll.tree import Tree
+from atoll.engines.ray.hub_spec import News, ToJudge
+from atoll.engines.ray.messages import bits_of
+from atoll.telemetry.sinks import Remembered
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})
 

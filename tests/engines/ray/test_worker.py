@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
-from atoll.engines.local import LocalReplica
-from atoll.engines.masters import initial
-from atoll.engines.ray.wire import Told, bits_of, dtype_name, tree_over
+from atoll.core.errors import ConfigError
+from atoll.core.protocols import Work
+from atoll.engines.ray.messages import Told, bits_of, dtype_name, tree_over
 from atoll.engines.ray.worker import Worker, WorkerOrder
-from atoll.errors import ConfigError
 from atoll.optim.adam import AdamW
-from atoll.protocols import Work
+from atoll.replica.local_replica import LocalReplica
+from atoll.replica.master_weights import initial
 from atoll.testing.workloads import Regression
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.errors import ConfigError
+from atoll.core.errors import ConfigError
 from atoll.testing.chaos import LIGHTHOUSE, At, Cut, Freeze, FullDisk, Kill, Script, Slow, Spoil, at_random, spoils_at_random
 
 NAMES = [f"island-{number:04d}" for number in range(8)]

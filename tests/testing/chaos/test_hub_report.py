@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from atoll.errors import ConfigError
-from atoll.events import Dispatched, Evaluated, HubRestarted, IslandJoined, IslandLeft, Refused, Returned, SaveFailed
-from atoll.telemetry.jsonl import JsonlSink
-from atoll.testing.arrivals import arrived
+from atoll.core.errors import ConfigError
+from atoll.core.events import Dispatched, Evaluated, HubRestarted, IslandJoined, IslandLeft, Refused, Returned, SaveFailed
+from atoll.telemetry.event_log import JsonlSink
+from atoll.testing.async_events import arrived
 from atoll.testing.chaos import CHAOS_LOG, hub_in_words, hub_report_of
 from atoll.testing.chaos.hub_report import counted_once
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from atoll.errors import ConfigError
-from atoll.events import Attended, Evaluated, Leased
-from atoll.telemetry.jsonl import JsonlSink
+from atoll.core.errors import ConfigError
+from atoll.core.events import Attended, Evaluated, Leased
+from atoll.telemetry.event_log import JsonlSink
 from atoll.testing.chaos import exactly_once, report_of
 
 

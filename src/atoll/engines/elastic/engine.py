@@ -11,26 +11,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.engines.books import MOST_SKIPPED, Books
-from atoll.engines.dist.clock import WallClock
-from atoll.engines.dist.diary import Diary, Stretch
-from atoll.engines.dist.driving import Line
-from atoll.engines.dist.replica import DistReplica
-from atoll.engines.elastic.alike import check_elastic, digest_of
-from atoll.engines.elastic.chronicle import Chronicle
-from atoll.engines.elastic.generation import NOTHING, Generation
-from atoll.engines.elastic.idle import IdleReplica
-from atoll.engines.elastic.judging import Judge
-from atoll.engines.elastic.leases import Leases, Settled, Unit
-from atoll.engines.elastic.meetings import APART, LeftBehind, Meetings, Met, Unvouched
+from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
+from atoll.core.events import Event
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Algorithm, Batches, Work
+from atoll.core.pytree import recycle
+from atoll.engines.accounting import MOST_SKIPPED, Books
+from atoll.engines.elastic.accounting import Chronicle
+from atoll.engines.elastic.commit import APART, LeftBehind, Meetings, Met, Unvouched
+from atoll.engines.elastic.data_leases import Leases, Settled, Unit
+from atoll.engines.elastic.observer_replica import IdleReplica
 from atoll.engines.elastic.peers import Agreed, ElasticPeers
-from atoll.engines.local import LocalReplica
-from atoll.engines.states import on_device, shared_fields, with_shared
-from atoll.errors import ConfigError, ExchangeFailed, TrainingDiverged
-from atoll.events import Event
-from atoll.leaves import recycle
-from atoll.protocols import Algorithm, Batches, Work
-from atoll.tree import Tree
+from atoll.engines.elastic.state_digest import check_elastic, digest_of
+from atoll.engines.elastic.state_version import NOTHING, Generation
+from atoll.engines.elastic.update_validation import Judge
+from atoll.engines.processes.communication_thread import Line
+from atoll.engines.processes.replica import DistReplica
+from atoll.engines.processes.round_record import Diary, Stretch
+from atoll.engines.processes.wall_clock import WallClock
+from atoll.engines.replicated_state import on_device, shared_fields, with_shared
+from atoll.replica.local_replica import LocalReplica
 
 _ANEW = 1 << 20
 """Epochs: where nothing fails a commit takes at most 256, so that 4,096 commits after a checkpoint do not take more."""

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from atoll.engines.dist.carrier import first_sentence
-from atoll.engines.elastic.generation import Generation
-from atoll.engines.elastic.reminding import reminding
-from atoll.engines.elastic.roll import open_store
-from atoll.errors import ExchangeFailed
-from atoll.extras import require
+from atoll.core.errors import ExchangeFailed
+from atoll.core.optional_imports import require
+from atoll.engines.elastic.registry import open_store
+from atoll.engines.elastic.state_version import Generation
+from atoll.engines.elastic.wait_log import reminding
+from atoll.engines.processes.transport import first_sentence
 
 _BEAT = timedelta(milliseconds=100)
 _ANSWER = timedelta(seconds=10)

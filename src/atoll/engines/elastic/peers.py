@@ -9,19 +9,19 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from atoll.engines.dist.clock import WallClock
-from atoll.engines.dist.diary import Diary, Likeness, Meeting
-from atoll.engines.dist.driving import Flight, Line, Request
-from atoll.engines.dist.wire import Wire
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.layout import shard_range
+from atoll.core.protocols import Mean, Scattered, Work
 from atoll.engines.elastic.checksum import checksum, combined
-from atoll.engines.elastic.generation import Generation
-from atoll.engines.elastic.judging import Brought, Judge
-from atoll.engines.elastic.leases import Unit
-from atoll.engines.elastic.meetings import Disagreed, Meetings, Met
-from atoll.errors import ConfigError
-from atoll.layout import shard_range
-from atoll.protocols import Mean, Scattered, Work
-from atoll.tree import Tree
+from atoll.engines.elastic.commit import Disagreed, Meetings, Met
+from atoll.engines.elastic.data_leases import Unit
+from atoll.engines.elastic.state_version import Generation
+from atoll.engines.elastic.update_validation import Brought, Judge
+from atoll.engines.processes.collectives import Wire
+from atoll.engines.processes.communication_thread import Flight, Line, Request
+from atoll.engines.processes.round_record import Diary, Likeness, Meeting
+from atoll.engines.processes.wall_clock import WallClock
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from atoll.engines.ray import door
-from atoll.engines.ray.orders import HubOrder
-from atoll.engines.ray.server import HubServer
+from atoll.engines.ray import bootstrap
+from atoll.engines.ray.hub_actor import HubServer
+from atoll.engines.ray.hub_spec import HubOrder
 from atoll.engines.ray.worker import Worker, WorkerOrder
 
 _CALLS = 16  # besides those of workers
@@ -16,14 +16,14 @@ class HubActor(HubServer):
     """The hub."""
 
     def __init__(self, order: HubOrder) -> None:
-        super().__init__(order, door.library().put)
+        super().__init__(order, bootstrap.library().put)
 
 
 class WorkerActor(Worker):
     """A worker."""
 
     def __init__(self, order: WorkerOrder, hub: Any) -> None:
-        super().__init__(order, door.library(), hub)
+        super().__init__(order, bootstrap.library(), hub)
 
 
 def start_hub(ray: Any, order: HubOrder) -> Any:

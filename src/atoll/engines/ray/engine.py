@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from atoll.core.errors import ExchangeFailed, TrainingDiverged
+from atoll.core.events import Progress, RunFinished
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Sink
 from atoll.engines.ray.actors import start_hub
-from atoll.engines.ray.crew import Crew
-from atoll.engines.ray.orders import HubOrder, News, ToJudge
-from atoll.engines.ray.reaching import Reach
-from atoll.engines.ray.wire import own_tree, tensors_of
+from atoll.engines.ray.hub_client import Reach
+from atoll.engines.ray.hub_spec import HubOrder, News, ToJudge
+from atoll.engines.ray.messages import own_tree, tensors_of
 from atoll.engines.ray.worker import WorkerOrder
-from atoll.errors import ExchangeFailed, TrainingDiverged
-from atoll.events import Progress, RunFinished
-from atoll.protocols import Sink
-from atoll.tree import Tree
+from atoll.engines.ray.worker_pool import Crew
 
 _PATIENCE_S = 0.5
 _LAST_SAVE_S = 30.0

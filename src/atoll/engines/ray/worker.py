@@ -19,16 +19,16 @@ from typing import Any, Protocol
 
 import torch
 
-from atoll.engines.dist.clock import WallClock
-from atoll.engines.dist.diary import Stretch
-from atoll.engines.dist.replica import DistReplica
-from atoll.engines.local import LocalReplica
-from atoll.engines.ray.reaching import Reach
-from atoll.engines.ray.wire import Brought, Ticket, Told, Verdict, arrays_of, bits_of, expect_read_only, own_tree
-from atoll.engines.visits import visit
-from atoll.errors import ConfigError
-from atoll.protocols import AsyncAlgorithm, Task
-from atoll.tree import Tree
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import AsyncAlgorithm, Task
+from atoll.engines.processes.replica import DistReplica
+from atoll.engines.processes.round_record import Stretch
+from atoll.engines.processes.wall_clock import WallClock
+from atoll.engines.ray.hub_client import Reach
+from atoll.engines.ray.messages import Brought, Ticket, Told, Verdict, arrays_of, bits_of, expect_read_only, own_tree
+from atoll.engines.worker_round import visit
+from atoll.replica.local_replica import LocalReplica
 
 _ANSWER_S = 5.0  # so long a pull waits for work before it is answered with nothing
 

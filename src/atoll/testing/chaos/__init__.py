@@ -11,7 +11,7 @@
 (At(at_s=20.0, fault=Kill(victim='island-0000')), At(at_s=40.0, fault=Kill(victim='island-0001')))
 """
 
-from atoll.testing.chaos.breaking import Chaos, Process
+from atoll.testing.chaos.fault_injector import Chaos, Process
 from atoll.testing.chaos.faults import (
     LIGHTHOUSE,
     At,
@@ -27,11 +27,11 @@ from atoll.testing.chaos.faults import (
     spoils_at_random,
 )
 from atoll.testing.chaos.hub_report import HubReport, hub_in_words, hub_report_of
-from atoll.testing.chaos.inside import Spoiler
-from atoll.testing.chaos.lines import Line
-from atoll.testing.chaos.ray_run import HUB, RayChaos, RayProcess, ray_processes, refuse_on_ray
+from atoll.testing.chaos.in_process_faults import Spoiler
+from atoll.testing.chaos.network_links import Line
+from atoll.testing.chaos.ray_faults import HUB, RayChaos, RayProcess, ray_processes, refuse_on_ray
 from atoll.testing.chaos.report import CHAOS_LOG, Report, exactly_once, report_of
-from atoll.testing.chaos.words import in_words
+from atoll.testing.chaos.report_text import in_words
 
 __all__ = [
     "CHAOS_LOG",

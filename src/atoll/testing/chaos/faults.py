@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from atoll.checks import check_types
-from atoll.errors import ConfigError
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
 
 LIGHTHOUSE = "lighthouse"
 """The name of the process that islands find each other by."""

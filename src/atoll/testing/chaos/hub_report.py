@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from atoll.errors import ConfigError
-from atoll.events import (
+from atoll.core.errors import ConfigError
+from atoll.core.events import (
     Arrived,
     Dispatched,
     Evaluated,
@@ -22,7 +22,7 @@ from atoll.events import (
     Returned,
     SaveFailed,
 )
-from atoll.telemetry.jsonl import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.report import CHAOS_LOG
 
 E = TypeVar("E", bound=Event)

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from atoll.errors import ConfigError
-from atoll.events import Attended, Evaluated, Event, Leased, Refused, SaveFailed
-from atoll.telemetry.jsonl import read_events
+from atoll.core.errors import ConfigError
+from atoll.core.events import Attended, Evaluated, Event, Leased, Refused, SaveFailed
+from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.faults import LIGHTHOUSE
 
 CHAOS_LOG = "chaos.jsonl"

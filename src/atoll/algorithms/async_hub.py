@@ -1,0 +1,242 @@
+"""The hub: the scheduler together with the weights it hands out. What a real server would be, without its sockets and its clock.
+
+It applies an update when it is pushed, before it decides who is sent off next, and refuses what it cannot use: from a worker that
+it does not know, in a round that is over (delivered twice, or by one who was given up), of another shape, or not finite. What is
+refused changes no weight. A worker whose update was unusable is sent off again; a round that came to nothing is put back.
+
+>>> import torch
+>>> from atoll.algorithms.async_local_sgd import AsyncLocalSGD
+>>> from atoll.optim.sgd import SGD
+>>> weights = Tree.of({"w": torch.ones(2)})
+>>> hub = Hub(AsyncLocalSGD(inner_steps=3, outer=SGD(lr=1.0)), weights, examples=[10], updates=6, draw=lambda round: 0.0)
+>>> [first] = hub.join(0, now_s=0.0)
+>>> first.steps, first.work.start
+(3, 0)
+>>> applied, closing, second = hub.push(Push(0, first.round, weights * 0.5), now_s=1.5, next_s=None)
+>>> hub.params["w"], second.work.start
+(tensor([0.5000, 0.5000]), 3)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from atoll.algorithms.async_scheduler import Closing, Decision, Dispatch, Return, Scheduler
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Arrival, AsyncAlgorithm, Task
+from atoll.core.pytree import memories, memory_of
+
+
+class Push(NamedTuple):
+    """What a worker brings: how far it moved in which round, and how many seconds it computed, where that is known."""
+
+    worker: int
+    round: int
+    delta: Tree
+    seconds: float | None = None
+
+
+class Applied(NamedTuple):
+    """An update was taken. `counted` is false if the algorithm left it out, as too stale; `moved` is whether the weights changed,
+    which they need not if the algorithm only takes note of it for now."""
+
+    dispatch: Dispatch
+    window: int
+    time_s: float
+    version: int
+    staleness: int
+    counted: bool
+    moved: bool
+    norm: float
+
+
+class Refusal(NamedTuple):
+    """An update was not taken. `known` is whether it was its worker's to bring, so that the worker was sent off again."""
+
+    worker: int
+    round: int
+    time_s: float
+    reason: str
+    known: bool
+
+
+Outcome = Applied | Refusal | Dispatch | Closing | Return
+
+
+class Hub:
+    """The state machine with its weights. As the scheduler, it is told the time and returns what it decided, in order.
+
+    Args:
+        algorithm: whose hub it is.
+        params: the weights to begin with. The hub takes them: their buffer goes back into circulation when nobody is out with them.
+        examples: of each shard.
+        updates: local updates after which it sends nobody off any more.
+        draw: for each round a number in [0, 1); see `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        algorithm: AsyncAlgorithm[Any],
+        params: Tree,
+        *,
+        examples: Sequence[int],
+        updates: int,
+        draw: Callable[[int], float],
+    ) -> None:
+        self.algorithm = algorithm
+        self.state = algorithm.init(params)
+        self.scheduler = Scheduler(algorithm.plan, examples, updates, draw)
+        self.version = 0
+        """Updates applied so far."""
+        self._sent: dict[int, Tree] = {}
+        """The weights that each worker was sent off with."""
+        self._holders: Counter[int | None] = Counter()
+        """How many workers are out with weights that lie there in memory."""
+
+    @property
+    def params(self) -> Tree:
+        params: Tree = self.state.params
+        return params
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has its local updates."""
+        return self.scheduler.done
+
+    def task(self, dispatch: Dispatch) -> Task:
+        """What goes to a worker that is sent off."""
+        return Task(self._sent[dispatch.worker], dispatch.steps, dispatch.work)
+
+    # ------------------------------------------------------------------------------------------------------------- events
+
+    def join(self, worker: int, now_s: float, speed: float | None = None) -> list[Outcome]:
+        """A worker is there. It begins from the present weights, whether a window is open or not."""
+        return self.join_all({worker: speed}, now_s)
+
+    def join_all(self, speeds: Mapping[int, float | None], now_s: float) -> list[Outcome]:
+        """Several workers are there, with their speeds in steps per second where the driver knows them."""
+        return self._send(self.scheduler.join_all(speeds, now_s, self.version))
+
+    def leave(self, worker: int, now_s: float, next_s: float | None = None) -> list[Outcome]:
+        """A worker is gone, whatever it was doing."""
+        decisions = self.scheduler.leave(worker, now_s, self.version, next_s)
+        self._forget(worker)
+        return self._send(decisions)
+
+    def give_up(self, worker: int, now_s: float) -> list[Outcome]:
+        """What a worker sent will not come: its round is put back, and it is sent off again."""
+        return self._send(self.scheduler.send_again(worker, now_s, self.version))
+
+    def tick(self, now_s: float, next_s: float | None = None) -> list[Outcome]:
+        """Time has passed. A driver that does not know who comes next ticks when `scheduler.deadline_s` has come."""
+        return self._send(self.scheduler.tick(now_s, self.version, next_s))
+
+    def push(self, push: Push, now_s: float, next_s: float | None) -> list[Outcome]:
+        """A worker's update is there; `next_s` is when the earliest *other* worker can be.
+
+        A delta that was given (`give()`) is the hub's: its buffer goes back into circulation.
+        """
+        dispatch = self.scheduler.out(push.worker, push.round)
+        reason, norm = self._look_at(push, dispatch)
+        if reason is not None or dispatch is None:
+            return self._refuse(push, now_s, reason or "", dispatch)
+        before = self.tick(now_s, now_s)  # a window that had run out sends off its workers with the weights it closed with
+        staleness = self.version - dispatch.version
+        arrival = Arrival(push.delta, self._sent[push.worker], staleness, len(self.scheduler.workers))
+        old, self.state = self.state, self._step(arrival)
+        counted, moved = self.state is not old, self.state.params is not old.params
+        self.version += counted
+        self._recycle(old.params, *([push.delta] if push.delta.spare else []))
+        window, after = self.scheduler.arrive(push.worker, now_s, self.version, next_s, push.seconds)
+        self._forget(push.worker)
+        applied = Applied(dispatch, window, now_s, self.version, staleness, counted, moved, norm)
+        return [*before, applied, *self._send(after)]
+
+    def _step(self, arrival: Arrival) -> Any:
+        if hasattr(self.algorithm, "step_taking"):
+            return self.algorithm.step_taking(self.state, arrival)
+        plain = Tree(arrival.delta.layout, arrival.delta.flat)  # a pure step may read it more than once
+        return self.algorithm.step(self.state, arrival._replace(delta=plain))
+
+    def _look_at(self, push: Push, dispatch: Dispatch | None) -> tuple[str | None, float]:
+        """Why an update cannot be taken, if it cannot, and the norm of its delta, if that could be looked at."""
+        if self.done:
+            return "the run has its local updates", math.nan
+        here = self.scheduler.workers.get(push.worker)
+        if here is None:
+            return f"there is no worker {push.worker} among the {len(self.scheduler.workers)} that are here", math.nan
+        if dispatch is None:
+            now = "waits to be sent off" if here.out is None else f"is in round {here.out.round}"
+            return f"round {push.round} is not open: worker {push.worker} {now}. It was delivered twice, or given up", math.nan
+        if push.delta.layout != self.params.layout:
+            return f"its delta is {push.delta!r}, and the hub's weights are {self.params!r}", math.nan
+        norm = push.delta.rough_norm()
+        return (None if math.isfinite(norm) else f"its delta is not finite (norm {norm})"), norm
+
+    def _refuse(self, push: Push, now_s: float, reason: str, dispatch: Dispatch | None) -> list[Outcome]:
+        """It changes nothing; whose round it was is sent off again, unless there is nothing left to do."""
+        again = dispatch is not None and not self.done
+        refusal = Refusal(push.worker, push.round, now_s, reason, again)
+        return [refusal, *(self.give_up(push.worker, now_s) if again else [])]
+
+    def _send(self, decisions: Sequence[Decision]) -> list[Outcome]:
+        """Whoever is sent off now is given the present weights."""
+        for decision in decisions:
+            if isinstance(decision, Dispatch):
+                self._forget(decision.worker)
+                self._sent[decision.worker] = self.params
+                self._holders[memory_of(self.params)] += 1
+        return list(decisions)
+
+    def _forget(self, worker: int) -> None:
+        """A worker no longer holds what it was sent off with."""
+        held = self._sent.pop(worker, None)
+        if held is not None:
+            self._holders[memory_of(held)] -= 1
+            self._recycle(held)
+
+    def _recycle(self, *trees: Tree) -> None:
+        """Puts buffers back into circulation that nobody holds any more: neither the hub's State nor a worker that is out."""
+        used = memories(self.state)
+        for tree in trees:
+            memory = memory_of(tree)
+            if memory is not None and memory not in used and not self._holders[memory]:
+                del self._holders[memory]
+                tree.release()
+
+    # ------------------------------------------------------------------------------------------------------------- saving
+
+    def hold(self) -> list[Tree]:
+        """The present weights and those that workers are out with: no buffer of theirs is reused until they are let go."""
+        held = list({id(tree): tree for tree in (self.params, *self._sent.values())}.values())
+        for tree in held:
+            self._holders[memory_of(tree)] += 1
+        return held
+
+    def let_go(self, held: Sequence[Tree]) -> None:
+        for tree in held:
+            self._holders[memory_of(tree)] -= 1
+            self._recycle(tree)
+
+    def to_parts(self) -> dict[str, Any]:
+        """All of its state: the algorithm's, the weights that workers are out with (each once), and plain data."""
+        versions = {id(tree): f"{number}" for number, tree in enumerate({id(t): t for t in self._sent.values()}.values())}
+        return {
+            "state": self.state,
+            "versions": {versions[id(tree)]: tree for tree in self._sent.values()},
+            "plain": {
+                "version": self.version,
+                "sent": [[worker, versions[id(tree)]] for worker, tree in self._sent.items()],
+                "scheduler": self.scheduler.to_parts(),
+            },
+        }
+
+    def from_parts(self, state: Any, versions: Mapping[str, Tree], plain: Mapping[str, Any]) -> None:
+        self.state = state
+        self.version = plain["version"]
+        self._sent = {worker: versions[name] for worker, name in plain["sent"]}
+        self._holders = Counter(memory_of(tree) for tree in self._sent.values())
+        self.scheduler.from_parts(plain["scheduler"])

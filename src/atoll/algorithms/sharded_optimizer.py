@@ -1,0 +1,148 @@
+"""A sharded optimizer: what ZeRO-1 and the algorithms that hide its exchanges have in common.
+
+Each island keeps a slice of the weights in single precision, with the optimizer's moments for it, and nobody else has them. An
+exchange is a reduce-scatter of gradients, a step on the slice, and an all-gather of the new weights. The whole of the weights lies
+in the replica alone, in the model's own precision, from one round to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from atoll.algorithms.ddp import check_accumulation, check_clip_norm
+from atoll.core.config.type_checks import check_types
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Gradient, Peers, Replica, Rule, Weigh
+from atoll.optim import chunked_step
+from atoll.optim.adam import AdamW
+from atoll.optim.chunked_step import Stepped
+
+Precision = Literal["own", "fp32", "bf16"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Reduced(NamedTuple):
+    """This island's slice of the gradients of all islands, added up.
+
+    Attributes:
+        sum: the slice; a step writes the new weights into its buffer.
+        weight: of all of them together.
+        shortening: what the mean gradient is multiplied by, so that it is no longer than it may be.
+    """
+
+    sum: Tree
+    weight: float
+    shortening: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """Settings that all of them have, and their steps.
+
+    Args:
+        optimizer: the rule applied to the mean gradient, elementwise. None: the run's inner optimizer.
+        clip_norm: mean gradients longer than this, as a whole, are shortened to it. None: the run's.
+        weigh: whether each batch weighs the same in the mean, or each token: for batches that are padded.
+        wire: in which precision gradients and weights travel; own: the model's.
+        sums: in which precision gradients are added up, over batches and over islands; own: the model's, and of what travels.
+    """
+
+    optimizer: Rule | None = None
+    clip_norm: float | None = None
+    weigh: Weigh = "batches"
+    wire: Precision = "own"
+    sums: Literal["own", "fp32"] = "own"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_clip_norm(self.clip_norm)
+
+    @property
+    def steps_per_round(self) -> int:
+        return 1
+
+    @property
+    def rule(self) -> Rule:
+        return self.optimizer or AdamW(lr=4e-4)
+
+    def cut(self, params: Tree, peers: Peers) -> tuple[Tree, Any]:
+        """This island's slice of these weights, and an optimizer state for it."""
+        mine = self.master(params.shard(peers.rank, peers.size))
+        return mine, self.rule.init(mine)
+
+    def master(self, mine: Tree) -> Tree:
+        """A slice as it is kept: in single precision, with a buffer of its own."""
+        return mine.copy() if mine.wide() is mine else mine.wide()
+
+    def travelling(self, tree: Tree) -> torch.dtype:
+        """The precision in which this travels."""
+        return _DTYPES.get(self.wire, tree.layout.dtype)
+
+    async def add_up(
+        self, replica: Replica, peers: Peers, count: int, *, pieces: int = 1, onto: Gradient | None = None
+    ) -> Gradient:
+        """The gradients of this island's next batches, or pieces of them, at the weights that its replica holds."""
+        total = onto
+        for _ in range(count):
+            work = peers.work(0, 1, pieces=pieces)
+            given = total if total is None or total is onto else total.give()
+            total = await replica.gradient(work, onto=given, weigh=self.weigh, wide=self.sums == "fp32")
+        assert total is not None, "nothing was to be added up"
+        return total
+
+    async def reduce(self, gradient: Gradient, peers: Peers) -> Reduced | None:
+        """Gradients of all islands, added up: in their buffer if they were given, else in a copy. None if there is nothing to step
+        with, as all islands then know: somebody's are not finite, or nobody has any."""
+        mine = gradient.sum
+        buffer = (mine.cast(self.travelling(mine)) if mine.spare else self.travelling_copy(mine)).give()
+        summed = await peers.reduce_scatter(buffer, gradient.weight, wide=self.sums == "fp32")
+        if not summed.finite or summed.weight == 0:
+            return None
+        if self.clip_norm is None:
+            return Reduced(summed.value, summed.weight, 1.0)
+        # The norm of the whole: each island knows the squares of its own slice.
+        length = math.sqrt(await peers.total(summed.value.dot(summed.value))) / summed.weight
+        shortening = self.clip_norm / (length + 1e-6) if length > self.clip_norm else 1.0
+        return Reduced(summed.value, summed.weight, shortening)
+
+    def glance(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced) -> Tree:
+        """The slice of the weights after a step, as it travels. Nothing is kept of the step."""
+        over, times, sent = reduced.weight, reduced.shortening, self.travelling(params)
+        return chunked_step.glance(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent)
+
+    def step(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced) -> Stepped:
+        """A step on the slice."""
+        over, times, sent = reduced.weight, reduced.shortening, self.travelling(params)
+        return chunked_step.step(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent)
+
+    def travelling_copy(self, tree: Tree) -> Tree:
+        """A copy as it travels. What was given stays as it is."""
+        plain = Tree(tree.layout, tree.flat)
+        return plain.copy() if plain.flat.dtype == self.travelling(tree) else plain.cast(self.travelling(tree))
+
+    def travelling_slice(self, params: Tree) -> Tree:
+        """The slice as it travels."""
+        return params.cast(self.travelling(params))
+
+    def held(self, state: Any) -> Tree:
+        """The slice of the weights that replicas hold between rounds: they came by wire."""
+        return self.travelling_slice(state.params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulating(Sharded):
+    """Those that add up whole batches before they talk.
+
+    Args:
+        accumulation: how many batches.
+    """
+
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_accumulation(self.accumulation)

@@ -1,0 +1,78 @@
+"""Elementwise mathematics, chunk by chunk.
+
+In eager PyTorch each operator is a pass over memory. An elementwise rule that is applied to a chunk which fits in cache keeps its
+temporaries there, so that its text can stay that of the equation and still run at a few passes over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+
+from atoll.core.flat_tree import Tree, empty
+
+CHUNK = 1 << 18
+"""Elements at a time. A multiple of every vector width, so that cutting changes no bit."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def elementwise(method: F) -> F:
+    """Applies a method over Trees chunk by chunk, where that pays.
+
+    For methods whose results at a position depend on arguments at that position alone. Arguments and results may be Trees,
+    numbers, and tuples (also named ones) of them; all Trees have one layout. A Tree that was given is put back into circulation.
+    """
+
+    @wraps(method)
+    def chunked(self: Any, first: Tree, *rest: Any) -> Any:
+        arguments = (first, *rest)
+        trees = list(trees_in(arguments))
+        if first.flat.device.type != "cpu" or first.numel <= CHUNK:
+            # Under a plain name each: a rule may read an argument twice, and a spare Tree is read once.
+            result = method(self, *with_trees(arguments, (Tree(tree.layout, tree.flat) for tree in trees)))
+        else:
+            parts = (
+                method(self, *with_trees(arguments, iter(part))) for part in zip(*(t.windows(CHUNK) for t in trees), strict=True)
+            )
+            result = _joined(first, parts)
+        kept = {tree.flat.data_ptr() for tree in trees_in(result)}
+        for tree in trees:
+            if tree.spare and tree.flat.data_ptr() not in kept:
+                tree.release()
+        return result
+
+    return cast(F, chunked)
+
+
+def _joined(model: Tree, parts: Iterator[Any]) -> Any:
+    """The results of all chunks as one: Trees laid end to end, and everything else as the last chunk has it."""
+    part = next(parts)
+    wholes = [Tree(model.layout, empty(model.numel, tree.flat.dtype, tree.flat.device)) for tree in trees_in(part)]
+    for windows in zip(*(torch.split(whole.flat, CHUNK) for whole in wholes), strict=True):
+        for window, tree in zip(windows, trees_in(part), strict=True):
+            window.copy_(tree.flat)
+        part = next(parts, part)
+    return with_trees(part, iter(wholes))
+
+
+def with_trees(value: Any, trees: Iterator[Tree]) -> Any:
+    """The same value with the Trees in it replaced, one after the other."""
+    if type(value) is Tree:
+        return next(trees)
+    if not isinstance(value, tuple):
+        return value
+    items = [with_trees(item, trees) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
+def trees_in(value: Any) -> Iterator[Tree]:
+    """The Trees in a Tree or in nested tuples, in order."""
+    if type(value) is Tree:
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from trees_in(item)

@@ -1,0 +1,1 @@
+"""Settings as frozen dataclasses: type checks, overrides by path, and JSON records."""

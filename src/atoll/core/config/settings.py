@@ -1,0 +1,112 @@
+"""Settings: each field of a Run by its path, with its value and what may stand there.
+
+>>> from atoll.core.protocols import Work
+>>> [setting.path for setting in describe(Work(shard=0, start=0, schedule=0, examples=512))]
+['shard', 'start', 'schedule', 'examples', 'pieces']
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from atoll.core.config.type_hints import hints_of, is_protocol, is_record, item_hints, joined, members_of, settable
+
+Candidates = Callable[[Any], Sequence[type]]
+"""Which dataclasses may stand where a Protocol is asked for. A generic Protocol is asked about without its arguments."""
+
+Presets = Mapping[str, Mapping[str, Callable[[], Any]]]
+"""Values that have names: for the path of a setting, what each name that may stand there makes."""
+
+WORDS: Mapping[str, Any] = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+    **dict.fromkeys(("none", "null"), None),
+    **{sign + word: float(sign + word) for sign in ("", "+", "-") for word in ("inf", "nan")},
+}
+"""Words that are values and not text."""
+
+
+NO_PRESETS: Presets = {}
+
+
+def no_candidates(_protocol: Any) -> Sequence[type]:
+    """Only the class that stands there now may stand there."""
+    return ()
+
+
+class Setting(NamedTuple):
+    """One setting of a Run.
+
+    Attributes:
+        path: how `override` calls it.
+        value: what it is now.
+        kind: what may stand there, in words.
+    """
+
+    path: str
+    value: Any
+    kind: str
+
+    @property
+    def text(self) -> str:
+        """The value as `override` reads it. Of a dataclass only the name, since its fields are settings of their own."""
+        return text_of(self.value)
+
+
+def describe(run: Any, candidates: Candidates = no_candidates, presets: Presets = NO_PRESETS) -> list[Setting]:
+    """All settings, in order: a dataclass or tuple before what is in it. Given to `override` they make the same Run again."""
+    settings = _settings(run, candidates, "")
+    return [setting._replace(kind=" | ".join([setting.kind, *presets.get(setting.path, ())])) for setting in settings]
+
+
+def paths(run: Any) -> list[str]:
+    """All dotted paths of this Run."""
+    return [setting.path for setting in describe(run)]
+
+
+def _settings(value: Any, candidates: Candidates, at: str) -> Iterator[Setting]:
+    hints = hints_of(type(value))
+    for name in settable(type(value)):
+        yield from _setting(getattr(value, name), hints[name], candidates, joined(at, name))
+
+
+def _setting(value: Any, hint: Any, candidates: Candidates, at: str) -> Iterator[Setting]:
+    yield Setting(at, value, type_text(hint, candidates))
+    if is_record(value):
+        yield from _settings(value, candidates, at)
+    elif isinstance(value, tuple) and any(map(is_record, value)):  # a tuple of numbers is one line, not one for each
+        for i, inner in enumerate(item_hints(hint, len(value)) or [Any] * len(value)):
+            yield from _setting(value[i], inner, candidates, joined(at, i))
+
+
+def text_of(value: Any) -> str:
+    if is_record(value):
+        return type(value).__name__
+    if isinstance(value, tuple):
+        # Among brackets a keyword of Python would not be read as text.
+        return f"[{', '.join(repr(item) if item in keyword.kwlist else text_of(item) for item in value)}]"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value if value.isidentifier() and value.islower() and value not in WORDS else repr(value)
+    return repr(str(value)) if isinstance(value, Path) else repr(value)
+
+
+def type_text(hint: Any, candidates: Candidates) -> str:
+    return " | ".join(dict.fromkeys(_member_text(member, candidates) for member in members_of(hint)))
+
+
+def _member_text(member: Any, candidates: Candidates) -> str:
+    origin, args = get_origin(member) or member, get_args(member)
+    if origin is NoneType or member is Any:
+        return "none" if origin is NoneType else "any value"
+    if origin is Literal:
+        return " | ".join(map(text_of, args))
+    if origin is tuple:
+        return f"[{', '.join('...' if item is Ellipsis else type_text(item, candidates) for item in args)}]"
+    names = [kind.__name__ for kind in candidates(origin)] if is_protocol(origin) else []
+    return " | ".join(names) or str(getattr(origin, "__name__", origin))

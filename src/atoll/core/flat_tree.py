@@ -1,0 +1,380 @@
+"""Tree: named tensors over one contiguous buffer, with arithmetic.
+
+Weights, gradients and momenta are all Trees, so that a rule reads like its equation and runs in one pass over memory:
+
+>>> import torch
+>>> weights = Tree.of({"w": torch.ones(2, 2), "b": torch.zeros(2)})
+>>> gradient = Tree.of({"w": torch.full((2, 2), 0.5), "b": torch.ones(2)})
+>>> (weights - 0.1 * gradient)["w"][0]
+tensor([0.9500, 0.9500])
+
+A Tree is immutable: every operation gives a new one. Where its last reader is known, `give()` hands the buffer on:
+
+>>> doubled = weights.give() * 2        # computed in the buffer of `weights` ...
+>>> weights["w"]                         # ... which therefore can no longer be read
+Traceback (most recent call last):
+atoll.core.errors.TreeGivenAway: this Tree was given away ...
+
+A Tree may hold a part of larger tensors. Its layout then knows for each piece the whole tensor's name and shape and where in it
+the piece begins, so that shards can be saved, joined and cut again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import TreeGivenAway
+from atoll.core.layout import Layout, Piece, difference, shard_range, viewed
+
+Scalar = float | int
+_CHUNK = 1 << 16
+_DEVICE_CHUNK = 1 << 25
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""To compare bits, by bytes of an element: a GPU compares four bytes as fast as one."""
+
+
+def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """A module's trainable parameters, tied ones once, in the order in which Trees of it are laid out.
+
+    Matrices come first, so that weight decay, which spares biases and norms, is one range of the buffer.
+    """
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return dict(sorted(named, key=lambda item: item[1].dim() < 2))
+
+
+class Tree(Mapping[str, Tensor]):
+    """Named tensors over one contiguous buffer. See the top of this file."""
+
+    __slots__ = ("_flat", "_layout", "_spare", "_window")
+
+    def __init__(self, layout: Layout, flat: Tensor, *, _spare: bool = False) -> None:
+        assert flat.shape == (layout.numel,), (flat.shape, layout.numel)
+        assert flat.is_contiguous()
+        self._layout = layout
+        self._flat: Tensor | None = flat
+        self._spare = _spare
+        self._window = False  # on a larger buffer, which is not its own to hand on
+
+    # ------------------------------------------------------------------------------------------------ making and reading
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor] | torch.nn.Module) -> Tree:
+        """A copy of these tensors, or of a module's trainable parameters."""
+        if isinstance(tensors, torch.nn.Module):
+            tensors = {name: parameter.detach() for name, parameter in trainable(tensors).items()}
+        layout = Layout.of(tensors)
+        device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+        flat = empty(layout.numel, layout.dtype, device)
+        for name, view in layout.views(flat).items():
+            view.copy_(tensors[name])
+        return Tree(layout, flat)
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def flat(self) -> Tensor:
+        """The buffer. Read it; to change a Tree, make another."""
+        if self._flat is None:
+            raise TreeGivenAway("this Tree was given away and its buffer reused. Read it before give(), or do not give it.")
+        return self._flat
+
+    @property
+    def given(self) -> bool:
+        """Whether the buffer has been handed on, so that reading raises."""
+        return self._flat is None
+
+    @property
+    def spare(self) -> bool:
+        """Whether this is the result of `give()`: whoever reads it may compute in its buffer."""
+        return self._spare and self._flat is not None
+
+    @property
+    def numel(self) -> int:
+        return self._layout.numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.flat.element_size()
+
+    def __getitem__(self, name: str) -> Tensor:
+        flat, piece = self.flat, self._layout.index[name]
+        at = self._layout.offsets[name]
+        return viewed(piece, flat[at : at + piece.count])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout.index)
+
+    def __len__(self) -> int:
+        return len(self._layout.pieces)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._layout.index
+
+    # A Mapping would compare tensors with ==, which gives tensors. Two Trees are equal if they are one; `equal` compares values.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        if self.given:
+            return "Tree(given away)"
+        return f"Tree({len(self)} tensors, {self.numel} x {str(self.flat.dtype).removeprefix('torch.')}, {self.flat.device})"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies in the tensors' own dtypes, sharing no memory with this Tree."""
+        views = self._layout.views(self.flat)
+        return {p.name: views[p.name].to(p.dtype, copy=True) for p in self._layout.pieces}
+
+    def equal(self, other: Tree) -> bool:
+        """Whether both have the same layout and the same values (NaN differs from itself)."""
+        return self._layout == other._layout and torch.equal(self.flat, other.flat)
+
+    def same_bits(self, other: Tree) -> bool:
+        """Whether both have the same layout and the same bits (a NaN is the same as itself)."""
+        if self._layout != other._layout or self.flat.dtype != other.flat.dtype:
+            return False
+        words = _WORDS[self.flat.element_size()]
+        return self.flat is other.flat or torch.equal(self.flat.view(words), other.flat.view(words))
+
+    # ----------------------------------------------------------------------------------------------- handing buffers on
+
+    def give(self) -> Tree:
+        """Hand the buffer on: the operation that reads the result computes in it, and this Tree can no longer be read.
+
+        Views that were taken of it before (`tree["w"]`, `tree.flat`) change with the buffer. A window on a larger buffer is read as
+        ever: the rest of the buffer is somebody's.
+        """
+        flat, self._flat = self.flat, None
+        return _tree(self._layout, flat, spare=not self._window, window=self._window)
+
+    def release(self) -> None:
+        """Put the buffer back into circulation. For whoever knows that nobody will read this Tree or a view of it again."""
+        flat, self._flat = self.flat, None
+        if not self._window:
+            _recycle(flat)
+
+    def _take(self) -> Tensor | None:
+        """The buffer, if it was given to be reused."""
+        if not self._spare:
+            return None
+        flat, self._flat = self._flat, None
+        return flat
+
+    # --------------------------------------------------------------------------------------------------------- arithmetic
+
+    def _combine(self, operation: Callable[..., Tensor], *others: Tree | Scalar, **options: Any) -> Tree:
+        mine = self.flat
+        operands = [self._operand(other) for other in others]
+        out = self._take()
+        for other in others:
+            if out is None and type(other) is Tree:
+                out = other._take()
+        if out is None:
+            out = empty(self._layout.numel, mine.dtype, mine.device)
+        return _tree(self._layout, operation(mine, *operands, **options, out=out))
+
+    def _operand(self, other: Tree | Scalar) -> Tensor | Scalar:
+        if type(other) is not Tree:  # Tree is final, and a Mapping's isinstance is slow
+            return cast(Scalar, other)
+        if other._layout != self._layout:
+            raise ValueError(f"these Trees have different layouts: {difference(self._layout, other._layout)}")
+        return other.flat
+
+    def __add__(self, other: Tree | Scalar) -> Tree:
+        return self._combine(torch.add, other)
+
+    def __sub__(self, other: Tree | Scalar) -> Tree:
+        return self._combine(torch.sub, other)
+
+    def __mul__(self, other: Tree | Scalar) -> Tree:
+        return self._combine(torch.mul, other)
+
+    def __truediv__(self, other: Tree | Scalar) -> Tree:
+        return self._combine(torch.div, other)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Tree:
+        return self._combine(torch.neg)
+
+    def add(self, other: Tree, alpha: Scalar) -> Tree:
+        """`self + alpha * other`, rounded once, as torch's own optimizers round."""
+        return self._combine(torch.add, other, alpha=alpha)
+
+    def lerp(self, other: Tree, weight: float) -> Tree:
+        """`self + weight * (other - self)`."""
+        return self._combine(torch.lerp, other, weight)
+
+    def addcmul(self, one: Tree, two: Tree, value: float) -> Tree:
+        """`self + value * one * two`."""
+        return self._combine(torch.addcmul, one, two, value=value)
+
+    def addcdiv(self, one: Tree, two: Tree, value: float) -> Tree:
+        """`self + value * one / two`."""
+        return self._combine(torch.addcdiv, one, two, value=value)
+
+    def sqrt(self) -> Tree:
+        return self._combine(torch.sqrt)
+
+    def zeros(self) -> Tree:
+        """A Tree of the same layout, all zero."""
+        flat = self.flat
+        return Tree(self._layout, empty(flat.numel(), flat.dtype, flat.device).zero_())
+
+    def copy(self) -> Tree:
+        flat = self.flat
+        return Tree(self._layout, empty(flat.numel(), flat.dtype, flat.device).copy_(flat))
+
+    def cast(self, dtype: torch.dtype) -> Tree:
+        """The same pieces over a buffer of this dtype: itself if it has it already, which hands on a Tree that was given."""
+        flat = self.flat
+        if flat.dtype == dtype:
+            return self
+        other = Tree(self._layout, empty(flat.numel(), dtype, flat.device).copy_(flat))
+        if self._spare:
+            self.release()
+        return other
+
+    def wide(self) -> Tree:
+        """In single precision at least: what sums and master weights need."""
+        return self.cast(torch.promote_types(self.flat.dtype, torch.float32))
+
+    def to(self, device: torch.device | str) -> Tree:
+        """On that device; itself if it is there already."""
+        return self if self.flat.device == torch.device(device) else Tree(self._layout, self.flat.to(device))
+
+    # ------------------------------------------------------------------------------------------------------------ figures
+
+    def dot(self, other: Tree) -> float:
+        """The inner product, summed in double precision."""
+        self._operand(other)
+        # The doubles of one chunk stay in a CPU's cache; elsewhere a chunk costs some launches, and its doubles room.
+        on_cpu = self.flat.device.type == "cpu"
+        size = _CHUNK if on_cpu else _DEVICE_CHUNK
+        pairs = zip(torch.split(self.flat, size), torch.split(other.flat, size), strict=True)
+        dots = (torch.dot(one.double(), two.double()) for one, two in pairs)
+        if not on_cpu:  # which is waited for once
+            return float(torch.stack([*dots, torch.zeros((), dtype=torch.float64, device=self.flat.device)]).sum())
+        total = 0.0
+        for dot in dots:
+            total += float(dot)  # not sum(): some versions of Python round it otherwise
+        return total
+
+    def norm(self) -> float:
+        """The Euclidean norm, summed in double precision."""
+        if self.flat.device.type != "cpu":  # one kernel, and no doubles
+            return float(torch.linalg.vector_norm(self.flat, dtype=torch.float64))
+        return math.sqrt(self.dot(self))
+
+    def rough_norm(self) -> float:
+        """The norm to about six digits, in the buffer's own precision: a quarter of the time, for whoever asks often."""
+        size = _CHUNK if self.flat.device.type == "cpu" else max(self.numel, 1)
+        norms = [float(torch.linalg.vector_norm(part)) for part in torch.split(self.flat, size)]
+        norm = math.hypot(*norms)
+        return norm if math.isfinite(norm) else self.norm()  # squares may overflow where the norm does not
+
+    def is_finite(self) -> bool:
+        # A sum is one pass and no temporary; it is finite unless a value is not (or the sum itself overflows: then look closer).
+        return bool(torch.isfinite(self.flat.sum())) or bool(torch.isfinite(self.flat).all())
+
+    def digest(self) -> str:
+        """A hash of names, shapes, dtypes and bits: equal digests mean equal Trees, on any machine of the same byte order."""
+        state = hashlib.blake2b(digest_size=16)
+        for piece in self._layout.pieces:
+            state.update(f"{piece.name}{piece.shape}{piece.dtype}{piece.start}:{piece.count};".encode())
+        state.update(self.flat.detach().cpu().view(torch.uint8).numpy().data)
+        return state.hexdigest()
+
+    # -------------------------------------------------------------------------------------------------------------- shards
+
+    def slice(self, start: int, stop: int) -> Tree:
+        """A window on the buffer, as a Tree that shares its memory."""
+        return _tree(self._layout.slice(start, stop), self.flat[start:stop], window=True)
+
+    def windows(self, size: int) -> list[Tree]:
+        """Consecutive windows of this size on the buffer; the last may be shorter."""
+        flats = torch.split(self.flat, size)
+        return [_tree(layout, flat, window=True) for layout, flat in zip(self._layout.windows(size), flats, strict=False)]
+
+    def shard(self, rank: int, size: int) -> Tree:
+        """This rank's shard, sharing memory with the whole."""
+        return self.slice(*shard_range(self.numel, rank, size))
+
+    @staticmethod
+    def join(shards: Sequence[Tree]) -> Tree:
+        """The whole of which these are the shards, in rank order."""
+        pieces: list[Piece] = []
+        for piece in (piece for shard in shards for piece in shard.layout.pieces):
+            last = pieces[-1] if pieces else None
+            if last is not None and last.name == piece.name and last.start + last.count == piece.start:
+                pieces[-1] = Piece(piece.name, piece.shape, piece.dtype, last.start, last.count + piece.count)
+            else:
+                pieces.append(piece)
+        return Tree(Layout(tuple(pieces)), torch.cat([shard.flat for shard in shards]))
+
+
+def all_finite(trees: Iterable[Tree]) -> bool:
+    """Whether every value of every Tree is finite. On a GPU that is asked for once."""
+    trees = list(trees)
+    if any(tree.flat.device.type == "cpu" for tree in trees):
+        return all(tree.is_finite() for tree in trees)
+    sums = [tree.flat.sum(dtype=torch.float64) for tree in trees]
+    finite = not sums or bool(torch.isfinite(torch.stack(sums)).all())
+    return finite or all(tree.is_finite() for tree in trees)  # the sum of doubles may overflow: look closer
+
+
+def products(trees: Sequence[Tree]) -> list[list[float]]:
+    """The inner products of each with each, summed in double precision. On a GPU they are asked for once."""
+    if not trees or trees[0].flat.device.type == "cpu":
+        rows = [[one.dot(two) if i <= j else 0.0 for j, two in enumerate(trees)] for i, one in enumerate(trees)]
+        return [[rows[min(i, j)][max(i, j)] for j in range(len(trees))] for i in range(len(trees))]
+    size = max(1, _DEVICE_CHUNK // len(trees))
+    total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=trees[0].flat.device)
+    for parts in zip(*(torch.split(tree.flat, size) for tree in trees), strict=True):
+        stacked = torch.stack(parts).double()
+        total.addmm_(stacked, stacked.T)
+    found: list[list[float]] = total.tolist()
+    return found
+
+
+def _tree(layout: Layout, flat: Tensor, *, spare: bool = False, window: bool = False) -> Tree:
+    """A Tree without the checks, where they cannot fail."""
+    tree = object.__new__(Tree)
+    tree._layout, tree._flat, tree._spare, tree._window = layout, flat, spare, window
+    return tree
+
+
+# ------------------------------------------------------------------------------------------------------- recycled buffers
+# A fresh buffer of some megabytes costs more to fault in than to fill. Buffers that were released are used again.
+
+_SPARE: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+_SPARE_AT_MOST = 8  # of one size
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised buffer: a released one if there is one of this size."""
+    try:
+        return _SPARE[numel, dtype, device].pop()  # one step, so that two threads cannot both see the last one
+    except (KeyError, IndexError):
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _recycle(flat: Tensor) -> None:
+    if flat.untyped_storage().nbytes() != flat.nbytes:  # a window: the rest of the buffer is somebody's
+        return
+    spare = _SPARE.setdefault((flat.numel(), flat.dtype, flat.device), [])
+    if len(spare) < _SPARE_AT_MOST and all(flat.data_ptr() != other.data_ptr() for other in spare):
+        spare.append(flat)
+
+
+def forget_spare_buffers() -> None:
+    """Gives the memory of released buffers back. Whoever made them circulate calls it when done."""
+    _SPARE.clear()

@@ -1,0 +1,23 @@
+"""Libraries that not everybody installs: asked for by name when they are needed, with advice when they are missing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from atoll.core.errors import ConfigError
+
+
+def require(module: str, *, extra: str, purpose: str) -> Any:
+    """The module of that name, or a ConfigError that says which extra of atoll brings it.
+
+    >>> require("no_such_library", extra="plot", purpose="plots")
+    Traceback (most recent call last):
+    atoll.core.errors.ConfigError: plots need no_such_library, which cannot be imported ...
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f'{purpose} need {module}, which cannot be imported ({error}). Install it with `pip install "atoll[{extra}]"`.'
+        ) from error

@@ -1,0 +1,60 @@
+"""What is in a nested value (a State, a part of a checkpoint), and which of its buffers can be put back into circulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from atoll.core.flat_tree import Tree
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in a nested value that is not itself a container, with its dotted path."""
+    if isinstance(value, Tree):
+        yield path, value
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from leaves(item, f"{path}.{name}")
+    elif isinstance(value, tuple | list):
+        names = getattr(value, "_fields", range(len(value)))
+        for name, item in zip(names, value, strict=True):
+            yield from leaves(item, f"{path}.{name}")
+    else:
+        yield path, value
+
+
+def trees(value: Any) -> Iterator[Tree]:
+    return (leaf for _, leaf in leaves(value) if isinstance(leaf, Tree))
+
+
+def tree_bytes(value: Any) -> int:
+    """Bytes of all Trees in a value: what it takes to send it."""
+    return sum(tree.nbytes for tree in trees(value))
+
+
+def memories(value: Any) -> set[int]:
+    """Where the Trees and tensors in a value lie."""
+    return {memory for _, leaf in leaves(value) if (memory := memory_of(leaf)) is not None}
+
+
+def recycle(old: Iterable[Any], live: Iterable[Any]) -> None:
+    """Releases the Trees in `old` whose memory nothing in `live` uses, neither a Tree nor a tensor."""
+    used = {memory for value in live for memory in memories(value)}
+    for tree in (tree for value in old for tree in trees(value)):
+        memory = memory_of(tree)
+        if memory is not None and memory not in used:
+            used.add(memory)  # two Trees may share a buffer, which must circulate once
+            tree.release()
+
+
+def memory_of(leaf: Any) -> int | None:
+    """Where a Tree or a tensor lies; none of anything else, and of a Tree that was given away."""
+    if isinstance(leaf, Tree):
+        return None if leaf.given else leaf.flat.untyped_storage().data_ptr()
+    return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None

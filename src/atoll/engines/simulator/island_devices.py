@@ -1,0 +1,274 @@
+"""The devices of one island, which train it together: an algorithm between them over fast lines, and another between islands.
+
+To the algorithm between islands the devices are one Replica. Its `train(n)` is n steps of the algorithm inside, which each device
+runs under the clock of all: its own model, its own slice of the optimizer, its own shard of the data. Weights that islands agreed
+on are put into all devices by the algorithm's own `rebase`; moments stay where they are, and are sent to nobody outside.
+
+An island that is given weights has each of its devices take a slice off the slow line, so the whole is gathered inside before
+training begins. Devices of one island always hear each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.core.flat_tree import Tree
+from atoll.core.memoize import forget
+from atoll.core.protocols import Gradient, HoldsWeights, Owner, Weigh, Work, fields_owned
+from atoll.core.pytree import recycle
+from atoll.engines.replicated_state import agree, given, on_device, shared_fields, waiting_tokens, with_shared
+from atoll.engines.simulator.collectives import Room
+from atoll.engines.simulator.intra_island import Inside
+from atoll.engines.simulator.peers import SimPeers, SimReplica
+from atoll.engines.simulator.resident_weights import check_held, held, load_held
+from atoll.engines.simulator.virtual_clock import Loop, Task, Wait
+from atoll.replica.local_replica import LocalReplica, Trained
+from atoll.runs.two_level import at_position
+
+
+@dataclass
+class Device:
+    """One device of an island."""
+
+    replica: LocalReplica
+    state: Any
+    clock_s: float = 0.0
+    uncommitted_tokens: int = 0
+
+
+class Devices:
+    """The devices of one island.
+
+    Args:
+        inside: what all islands' devices have in common.
+        island: whose they are.
+        params: the weights that they begin with.
+    """
+
+    def __init__(self, inside: Inside, island: int, params: Tree) -> None:
+        self._inside, self._island = inside, island
+        self._room = self._new_room()
+        self._schedule = 0
+        self._moved = False
+        """Whether there are weights that the devices still have to hand each other."""
+        self._dtype = params.flat.dtype
+        """Of the weights that came in, and so of those that go out."""
+        self._committed_tokens = 0
+        self._skipped_in_a_row = 0
+        mine = params.copy()  # buffers of States go back into circulation; the caller keeps its own
+        self.members = [
+            Device(inside.make_replica(reader), inside.algorithm.init(mine, SimPeers(self, self._room, rank)))
+            for rank, reader in enumerate(inside.readers(island))
+        ]
+        for device in self.members:
+            device.state = agree("a device", device.state, shared_fields(self.members[0].state))
+        load_held(inside.algorithm, self.members)
+
+    # ------------------------------------------------------------------------------------------------ seen from the island
+
+    def under(self, loop: Loop) -> IslandReplica:
+        """What the algorithm between islands is handed in a round."""
+        return IslandReplica(self, loop)
+
+    def load(self, params: Tree) -> None:
+        """All devices go on from these weights, unless they hold them already: an island that the others did not hear goes on."""
+        self._dtype = params.flat.dtype
+        if self.params().same_bits(params):
+            return
+        algorithm: Any = self._inside.algorithm
+        whole, before, count = params.copy(), [device.state for device in self.members], len(self.members)
+        for rank, device in enumerate(self.members):
+            mine = whole.shard(rank, count) if isinstance(algorithm, HoldsWeights) else whole
+            device.state = algorithm.rebase(device.state, mine, SimPeers(self, self._room, rank))
+            self._inside.books.totals.dropped_tokens += device.uncommitted_tokens - waiting_tokens(device.state)
+            device.uncommitted_tokens = waiting_tokens(device.state)
+        recycle([whole, *before], [device.state for device in self.members])
+        load_held(algorithm, self.members)
+        self._moved = True
+
+    def params(self) -> Tree:
+        """A copy of the island's weights."""
+        first = self.members[0].state
+        if "params" in shared_fields(first):
+            whole: Tree = first.params.copy()
+        else:
+            whole = Tree.join([device.state.params for device in self.members])
+        return whole.cast(self._dtype)
+
+    def take_tokens(self) -> int:
+        """Tokens in updates of the devices since this was last asked."""
+        tokens, self._committed_tokens = self._committed_tokens, 0
+        return tokens
+
+    def waiting(self) -> list[str]:
+        """Which devices still wait for others, in words."""
+        return self._room.waiting()
+
+    # ----------------------------------------------------------------------------------------------------------- a round
+
+    def begin(self, task: Task) -> None:
+        """The weights that came in, if any did, reach all devices."""
+        start_s = end_s = task.now_s
+        if self._moved and len(self.members) > 1:
+            end_s = self._gather(start_s)
+        self._moved = False
+        for device in self.members:
+            device.clock_s = end_s
+        task.resume_at(end_s, lambda: None)
+
+    def _gather(self, start_s: float) -> float:
+        """Each device has a slice and sends it to the others. When that is over."""
+        algorithm = self._inside.algorithm
+        whole = held(algorithm, self.members) if isinstance(algorithm, HoldsWeights) else self.params()
+        return self._new_room().gather_anew(whole, start_s)
+
+    def start_round(self, loop: Loop, schedule: int, task: Task) -> None:
+        """One round of the algorithm inside, at this position of the schedule. `task` goes on when the last device is through."""
+        self._room, self._schedule = self._new_room(), schedule
+        algorithm = at_position(self._inside.algorithm, schedule)
+        before, under_way = [device.state for device in self.members], set(range(len(self.members)))
+
+        def leave(rank: int, peers: SimPeers, over: Task) -> None:
+            self._leave_round(rank, peers, over)
+            under_way.discard(rank)
+            if not under_way:
+                self._close_round(before)
+                task.resume_at(max(device.clock_s for device in self.members), lambda: None)
+
+        for rank, device in enumerate(self.members):
+            peers = SimPeers(self, self._room, rank, loop)
+            # Devices always hear each other, so no round inside has to be repeated.
+            coroutine = algorithm.round(given(device.state), SimReplica(self, rank, device.replica), peers)
+            loop.spawn(self._room.name(rank), coroutine, device.clock_s, partial(leave, rank, peers))
+
+    def _leave_round(self, rank: int, peers: SimPeers, over: Task) -> None:
+        device, name = self.members[rank], self._room.name(rank)
+        if peers.flying:
+            raise ExchangeFailed(f"{name} leaves a round with a flight open. Await it within the round.")
+        device.clock_s, device.state = over.now_s, over.result
+
+    def _close_round(self, before: Sequence[Any]) -> None:
+        """All devices are through: they must hold the same shared fields, and from now on the same objects."""
+        skipped, after = self._room.skipped, [device.state for device in self.members]
+        self._inside.books.totals.local_updates += len(self.members)
+        for rank, device in enumerate(self.members):
+            device.state = agree(self._room.name(rank), device.state, shared_fields(after[0]))
+            waiting = waiting_tokens(device.state)  # they belong to the next update
+            self._committed_tokens += 0 if skipped else device.uncommitted_tokens - waiting
+            device.uncommitted_tokens = waiting
+        recycle([*before, *after, *self._room.results], [device.state for device in self.members])
+        forget()  # a round between islands has many of these
+        self._skipped_in_a_row = self._inside.books.skipped(skipped, self._skipped_in_a_row, self._inside.sink)
+
+    def check(self) -> None:
+        """After a round between islands: devices hold the weights that their slices make up."""
+        names = {self._room.name(rank): device for rank, device in enumerate(self.members)}
+        check_held(self._inside.algorithm, names, self._inside.books.totals.round)
+
+    @property
+    def steps_per_round(self) -> int:
+        return self._inside.algorithm.steps_per_round
+
+    def _new_room(self) -> Room:
+        cluster, count = self._inside.cluster, self._inside.cluster.devices_per_island
+        return Room(
+            round=self._inside.books.totals.round,
+            islands=range(count),
+            heard=[True] * count,
+            links=[cluster.inside] * count,
+            topology="ring",
+            report=self._inside.sink,
+            account=partial(self._inside.books.sent_inside, self._island),
+            inside=self._island,
+        )
+
+    # ------------------------------------------------------------------------------------------- what devices ask for (Host)
+
+    def compute(
+        self, device: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float, draw: str | None = None
+    ) -> Wait:
+        count = partial(self._count, self.members[device])
+        wait = self._inside.stretches.wait
+        return wait(self._island, function, steps=steps, batches=batches, count=count, device=device, draw=draw)
+
+    def _count(self, device: Device, tokens: int) -> None:
+        device.uncommitted_tokens += tokens
+
+    def hand_out(self, device: int, steps: int, batches: int, pieces: int) -> Work:
+        return self._inside.deal(self._inside.readers(self._island)[device], batches, pieces, self._schedule)
+
+    def catch_up(self, device: int, state: Any) -> None:
+        return None
+
+    # -------------------------------------------------------------------------------------------------------------- saving
+
+    def parts(self) -> dict[str, Any]:
+        """All that a checkpoint must hold. Between two rounds of islands only."""
+        return {
+            "shared": shared_fields(self.members[0].state),
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "devices": [
+                {"rest": rest_of(d.state), "replica": d.replica.state(), "uncommitted_tokens": d.uncommitted_tokens}
+                for d in self.members
+            ],
+        }
+
+    def like(self) -> dict[str, Any]:
+        """What a checkpoint's part is like, for whoever reads it."""
+        return {
+            "shared": shared_fields(self.members[0].state),
+            "devices": [{"rest": rest_of(device.state)} for device in self.members],
+        }
+
+    def restore(self, parts: dict[str, Any]) -> None:
+        """Go on from what `parts` returned."""
+        self._skipped_in_a_row = parts["skipped_in_a_row"]
+        for device, part in zip(self.members, parts["devices"], strict=True):
+            rest = on_device(part["rest"], device.replica.device)
+            device.state = with_shared(device.state, {**parts["shared"], **rest})
+            device.replica.restore(part["replica"])
+            device.uncommitted_tokens = part["uncommitted_tokens"]
+        load_held(self._inside.algorithm, self.members)
+
+
+class IslandReplica:
+    """An island of several devices, seen by the algorithm between islands. A protocols.Replica."""
+
+    def __init__(self, devices: Devices, loop: Loop) -> None:
+        self._devices, self._loop = devices, loop
+
+    def load(self, params: Tree) -> None:
+        self._devices.load(params)
+
+    def params(self) -> Tree:
+        return self._devices.params()
+
+    async def train(self, steps: int, work: Work) -> None:
+        """Where each device reads is dealt out inside; of `work` the position on the schedule counts."""
+        await Wait(self._devices.begin)
+        for step in range(0, steps, self._devices.steps_per_round):
+            await Wait(partial(self._devices.start_round, self._loop, work.schedule + step))
+        self._devices.check()
+
+    async def gradient(
+        self,
+        work: Work,
+        *,
+        at: Tree | None = None,
+        onto: Gradient | None = None,
+        weigh: Weigh = "batches",
+        wide: bool = False,
+    ) -> Gradient:
+        raise ConfigError(
+            "an island whose devices have an algorithm of their own (inside) trains, and has no gradient to give. Use an "
+            "algorithm between islands that trains, such as DiLoCo, or inside=none."
+        )
+
+
+def rest_of(state: Any) -> dict[str, Any]:
+    """The fields of a State that are not shared."""
+    return {**fields_owned(state, Owner.OWN), **fields_owned(state, Owner.SHARDED)}

@@ -1,0 +1,131 @@
+"""One step of an elementwise rule that spares memory: chunk by chunk, and the outcome goes where it is wanted.
+
+A sharded optimizer keeps its slice of the weights in single precision, is given gradients in the precision that travels, and sends
+the new weights in that precision again. Nothing in between needs more room than a chunk:
+
+- `glance` computes the new weights and keeps nothing else. The rule's new state passes away with each chunk.
+- `step` also keeps the new weights and state: in the old ones' buffers where they were given, else in buffers of their own.
+
+Both have the bits of `rule.update`, whatever is given.
+
+>>> import torch
+>>> from atoll.optim.adam import AdamW
+>>> rule, params = AdamW(lr=0.1), Tree.of({"w": torch.ones(3)})
+>>> state, gradient = rule.init(params), params * 2
+>>> glance(rule, params, gradient.copy(), state, over=2.0)["w"]
+tensor([0.9000, 0.9000, 0.9000])
+>>> state.mean["w"]
+tensor([0., 0., 0.])
+>>> step(rule, params, gradient.copy(), state, over=2.0).state.mean["w"]
+tensor([0.1000, 0.1000, 0.1000])
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atoll.core.chunked_elementwise import trees_in, with_trees
+from atoll.core.flat_tree import Tree, empty
+from atoll.core.protocols import Rule
+from atoll.optim.in_place import check_layouts
+
+_CHUNK = 1 << 16  # smaller than for what is computed into buffers of its own: a slice of a model may be small
+_CHUNK_ELSEWHERE = 1 << 22  # where each operation costs a launch, not a trip out of the cache
+_CHUNKS_ELSEWHERE = 32  # of a large slice
+_NOTHING = Tree.of({})
+
+
+class Stepped(NamedTuple):
+    """Attributes:
+    sent: the new weights as they travel.
+    params: the new weights.
+    state: the rule's new state.
+    """
+
+    sent: Tree
+    params: Tree
+    state: Any
+
+
+def glance(
+    rule: Rule,
+    params: Tree,
+    gradient: Tree,
+    state: Any,
+    *,
+    over: float = 1.0,
+    times: float = 1.0,
+    sent: torch.dtype | None = None,
+) -> Tree:
+    """The weights after a step with `gradient / over * times`, in the precision `sent` (none: the gradient's).
+
+    Weights and state are only read. The gradient is given: the new weights lie in its buffer if they have its precision.
+    """
+    check_layouts(params, gradient, *trees_in(state))
+    new = _sent(gradient, sent or gradient.flat.dtype)
+    for (into,), weights, passing in _chunks(rule, params, gradient, state, [new.flat], over, times):
+        into.copy_(weights.flat)
+        del weights, passing  # before the next chunk's are made
+    return new
+
+
+def step(
+    rule: Rule,
+    params: Tree,
+    gradient: Tree,
+    state: Any,
+    *,
+    over: float = 1.0,
+    times: float = 1.0,
+    sent: torch.dtype | None = None,
+) -> Stepped:
+    """`glance`, and the new weights and state are kept. Weights and state that were given are computed in place."""
+    check_layouts(params, gradient, *trees_in(state))
+    new, kept = _sent(gradient, sent or gradient.flat.dtype), [_kept(tree) for tree in trees_in((params, state))]
+    last: Any = state
+    for (into, *places), *made in _chunks(rule, params, gradient, state, [new.flat, *(k.flat for k in kept)], over, times):
+        into.copy_(made[0].flat)
+        for place, tree in zip(places, trees_in(tuple(made)), strict=True):
+            place.copy_(tree.flat)
+        last = with_trees(made[1], itertools.repeat(_NOTHING))
+        del made, tree  # before the next chunk's are made
+    for tree in trees_in((params, state)):
+        if tree.spare:
+            tree.give()  # what was given can no longer be read
+    return Stepped(new, kept[0], with_trees(last, iter(kept[1:])))
+
+
+def kept_as_it_is(params: Tree, state: Any) -> tuple[Tree, Any]:
+    """Weights and a state that no step was taken with, under plain names: what was given goes on in the same buffers."""
+    kept = [_kept(tree) if tree.spare else tree for tree in trees_in((params, state))]
+    return kept[0], with_trees(state, iter(kept[1:]))
+
+
+def _kept(tree: Tree) -> Tree:
+    """Where a Tree's successor lies."""
+    flat = tree.flat
+    return Tree(tree.layout, flat if tree.spare else empty(flat.numel(), flat.dtype, flat.device))
+
+
+def _sent(gradient: Tree, dtype: torch.dtype) -> Tree:
+    flat = gradient.flat
+    return Tree(gradient.layout, flat if flat.dtype == dtype else empty(flat.numel(), dtype, flat.device))
+
+
+def _chunks(
+    rule: Rule, params: Tree, gradient: Tree, state: Any, places: list[Tensor], over: float, times: float
+) -> Iterator[tuple[list[Tensor], Tree, Any]]:
+    """For each chunk: where its outcome goes, its new weights and the rule's new state on it."""
+    on_cpu = params.flat.device.type == "cpu"
+    dtype, size = params.flat.dtype, _CHUNK if on_cpu else max(_CHUNK_ELSEWHERE, params.numel // _CHUNKS_ELSEWHERE)
+    # An island may hold a slice of nothing; its rule still counts the step.
+    olds = zip(*(Tree(t.layout, t.flat).windows(size) or [t] for t in trees_in((params, gradient, state))), strict=True)
+    for (weights, slope, *rest), *into in zip(olds, *(torch.split(place, size) for place in places), strict=True):
+        mean = slope.cast(dtype) / over
+        mean = mean if times == 1.0 else mean.give() * times
+        yield into, *rule.update(weights, mean, with_trees(state, iter(rest)))

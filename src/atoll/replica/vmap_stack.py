@@ -1,0 +1,302 @@
+"""Islands side by side on one device: their weights, gradients and batches stacked along a leading dimension, and one pass for all.
+
+A small batch does not fill a GPU: it waits for the host to launch one small kernel after the other. k islands that train at the
+same time are then as fast as one, if each of their kernels is launched once for all of them. `vmap` does that to any module whose
+operations it knows. The islands' moments stay where they are, and one optimizer steps all that take the same rate. The sums are
+those of one island at a time, within rounding.
+
+A stack has a fixed number of rows, so that it is compiled once. Rows without an island compute on another's batch, in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Gradient
+from atoll.replica.compute_jobs import Asking, Training
+from atoll.replica.cuda_graphs import Replayed
+from atoll.replica.flat_parameters import FlatModule
+from atoll.replica.forward_backward import Loss
+from atoll.replica.local_replica import LocalReplica, Trained
+from atoll.replica.master_weights import InnerRule
+from atoll.replica.micro_batches import mapped, tensors_of, to_device
+from atoll.replica.torch_optimizer import torch_optimizer
+
+
+def why_not(replica: LocalReplica) -> str:
+    """Why such replicas cannot be stacked; nothing if they can."""
+    if not isinstance(replica.weights, FlatModule):
+        return "the parameters have several precisions"
+    if replica.weights.layout.dtype.itemsize < torch.float32.itemsize:
+        return "the module is in half precision, and each island has masters of its own"
+    if replica.micro_batches > 1:
+        return "batches are cut into pieces, so that they fill the device"
+    if replica.draws_randomness:
+        return "the module draws random numbers, and each island has its own"
+    if replica.habits.changes_buffers:
+        return "the module has buffers that change, and each island has its own"
+    return ""
+
+
+def replayable(replica: LocalReplica, compiled: bool) -> bool:
+    """Whether a pass of one row is worth while too: it is recorded."""
+    return compiled and replica.device.startswith("cuda")
+
+
+class Ragged(Exception):
+    """Batches have different shapes, and cannot be stacked.
+
+    Attributes:
+        taken: what each of the islands had trained before that was seen. Their weights and moments are those after it.
+    """
+
+    def __init__(self, why: str, taken: Sequence[Trained] = ()) -> None:
+        super().__init__(why)
+        self.taken = taken
+
+
+class Stack:
+    """Rows for islands.
+
+    Args:
+        like: one of the replicas; all are of its kind.
+        rows: how many can compute at a time.
+        loss: of one module and one batch, not compiled.
+        compiled: whether to compile it; on a GPU a pass is then also recorded, and replayed.
+    """
+
+    def __init__(self, like: LocalReplica, rows: int, loss: Loss, *, compiled: bool) -> None:
+        assert isinstance(like.weights, FlatModule)
+        self._like, self._layout = like, like.weights.layout
+        self._params = like.weights.read().flat.repeat(rows, 1)
+        self._grads = torch.zeros_like(self._params)
+        self._leaves = {f"module.{name}": view.detach().requires_grad_() for name, view in self._views(self._params).items()}
+        self._into = list(self._views(self._grads).values())
+        matrices = sum(part.numel() for part in like.weights.groups()[0])
+        self._rows = [_Row(params, grads, matrices) for params, grads in zip(self._params, self._grads, strict=True)]
+        self._weights = torch.ones(rows, device=like.device)
+        one = _Lossy(like.weights.module, loss)
+
+        def losses(leaves: dict[str, Tensor], batches: Any) -> Tensor:
+            each: Tensor = torch.vmap(lambda leaf, batch: functional_call(one, leaf, (batch,)))(leaves, batches)
+            return each
+
+        if compiled:  # torch counts how often it compiles one text anew; what earlier stacks have recorded needs it no more
+            torch._dynamo.eval_frame.reset_code(losses.__code__)  # type: ignore[attr-defined]
+        # Not with sizes that may change: vmap cannot be traced so.
+        self._losses: Callable[[dict[str, Tensor], Any], Tensor] = torch.compile(losses, dynamic=False) if compiled else losses
+        self._pass: Callable[[Any], Tensor] = Replayed(self._once) if replayable(like, compiled) else self._once
+
+    def _views(self, stacked: Tensor) -> dict[str, Tensor]:
+        """Each parameter of all rows."""
+        layout, rows = self._layout, stacked.shape[0]
+        cuts = zip(layout.pieces, layout.offsets.values(), strict=True)
+        return {piece.name: stacked[:, at : at + piece.count].view(rows, *piece.shape) for piece, at in cuts}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    # -------------------------------------------------------------------------------------------------------------- what it does
+
+    def close(self) -> None:
+        """Gives back what passes were recorded in; nothing is computed any more."""
+        self._pass = _closed
+
+    def train(self, trainings: Sequence[Training]) -> list[Trained]:
+        """What each replica would do by itself. Those that have fewer steps to take are through earlier.
+
+        Raises:
+            Ragged: batches differ in shape.
+        """
+        rows = self._rows[: len(trainings)]
+        for row, training in zip(rows, trainings, strict=True):
+            row.enter(training.replica)
+        readers = [training.replica.read(training.steps, training.work) for training in trainings]
+        tokens, losses = [0] * len(trainings), list[Tensor]()
+        stepping, shapes = _Stepping(self._like.rule), None
+        for step in range(max(training.steps for training in trainings)):
+            if any(training.replica.stopped() for training in trainings):
+                raise CancelledError("nobody waits for these steps any more")
+            active = [number for number, training in enumerate(trainings) if step < training.steps]
+            batches = {number: next(readers[number]) for number in active}
+            found = {_shapes(batch) for batch in batches.values()}
+            shapes = shapes or next(iter(found))
+            if found != {shapes}:
+                self._leave(trainings)
+                raise Ragged(
+                    f"batches have the shapes {sorted({str(shapes), *map(str, found)})}", _taken(trainings, losses, tokens)
+                )
+            losses.append(self._backward(batches))
+            self._clip()
+            rates = {number: trainings[number].replica.rate(step, trainings[number].work) for number in active}
+            stepping.step({number: rows[number] for number in active}, rates)
+            for number in active:
+                trainings[number].replica.steps_taken += 1
+                tokens[number] += self._like.batches.tokens(batches[number])
+        self._leave(trainings)
+        return _taken(trainings, losses, tokens)
+
+    def _leave(self, trainings: Sequence[Training]) -> None:
+        for row, training in zip(self._rows, trainings, strict=False):
+            row.leave(training.replica)
+
+    def gradients(self, asked: Sequence[Asking]) -> list[tuple[Gradient, Trained]]:
+        """What each replica would do by itself.
+
+        Raises:
+            Ragged: batches differ in shape.
+        """
+        read = [ask.replica.read_piece(ask.work, ask.weigh, ask.at) for ask in asked]
+        rows = self._rows[: len(asked)]
+        for row, ask in zip(rows, asked, strict=True):
+            row.load(ask.replica)
+        batches = {number: batch for number, (batch, _, _) in enumerate(read)}
+        if len(found := {_shapes(batch) for batch in batches.values()}) > 1:
+            raise Ragged(f"batches have the shapes {sorted(map(str, found))}")
+        losses = self._backward(batches, [weight for _, _, weight in read]).tolist()
+        answers = []
+        for row, ask, (_, tokens, weight), loss in zip(rows, asked, read, losses, strict=False):
+            if not weight:  # nothing to learn from: its mean loss need not be a number
+                row.grads.zero_()
+                loss = 0.0
+            mine = Tree(self._layout, row.grads)
+            total = mine.copy() if ask.onto is None else ask.onto.sum + mine
+            gradient = ask.replica.counted(ask.work, total, weight, tokens, ask.onto)
+            answers.append((gradient, Trained([float(loss)], tokens, moved=False)))
+        return answers
+
+    def pass_over(self, batches: Sequence[Any]) -> None:
+        """Forwards and backwards, and nothing comes of it."""
+        self._backward(dict(enumerate(batches)))
+
+    def make_room(self) -> None:
+        """Takes as much memory as the islands' moments will, which come with their first step, and gives it back.
+
+        Raises:
+            torch.OutOfMemoryError: there is not as much.
+        """
+        torch.empty(2, *self._params.shape, dtype=self._params.dtype, device=self._params.device)
+
+    # ------------------------------------------------------------------------------------------------------------- a pass
+
+    def _backward(self, batches: dict[int, Any], weights: Sequence[float] | None = None) -> Tensor:
+        """The gradient of each row's mean loss, times its weight, replaces the last one. Returns the losses of all rows."""
+        if weights is None:
+            self._weights.fill_(1.0)
+        else:
+            self._weights.copy_(torch.tensor([*weights, *[0.0] * (len(self) - len(weights))]), non_blocking=True)
+        return self._pass(to_device(self._stacked(batches), self._like.device))
+
+    def _once(self, batches: Any) -> Tensor:
+        with self._like.precision(), _attention_that_stacks(self._like.device):
+            losses = self._losses(self._leaves, batches)
+        total = (losses * self._weights).sum()
+        # Of a parameter that the loss does not use it is zero, as it is for an island by itself.
+        gradients = torch.autograd.grad(total, list(self._leaves.values()), materialize_grads=True)
+        torch._foreach_copy_(self._into, gradients)
+        return losses.detach()
+
+    def _stacked(self, batches: dict[int, Any]) -> Any:
+        idle = next(iter(batches.values()))
+        each = [batches.get(number, idle) for number in range(len(self))]
+        return mapped(lambda *parts: torch.stack(parts), *each)
+
+    def _clip(self) -> None:
+        if self._like.clip_norm is not None:
+            norms = torch.linalg.vector_norm(self._grads, dim=1, keepdim=True)
+            self._grads.mul_(torch.clamp(self._like.clip_norm / (norms + 1e-6), max=1.0))
+
+
+def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(part.shape) for part in tensors_of(batch))
+
+
+def _taken(trainings: Sequence[Training], losses: Sequence[Tensor], tokens: Sequence[int]) -> list[Trained]:
+    """What came of the steps that were taken; the device is waited for once."""
+    table: list[list[float]] = torch.stack(list(losses)).tolist() if losses else []
+    return [Trained([row[number] for row in table[: training.steps]], tokens[number]) for number, training in enumerate(trainings)]
+
+
+def _closed(batches: Any) -> Tensor:
+    raise AssertionError("this stack is closed")
+
+
+class _Lossy(nn.Module):
+    """A module whose output is its loss: what can be called with other parameters."""
+
+    def __init__(self, module: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.module = module
+        self._loss = loss
+
+    def forward(self, batch: Any) -> Tensor:
+        return self._loss(self.module, batch)
+
+
+class _Row:
+    """One row of the stack: the weights of the island that computes in it. Its moments are the island's own."""
+
+    def __init__(self, params: Tensor, grads: Tensor, matrices: int) -> None:
+        self._params, self.grads = params, grads
+        self.parts = [nn.Parameter(part) for part in (params[:matrices], params[matrices:])]
+        for part, grad in zip(self.parts, (grads[:matrices], grads[matrices:]), strict=True):
+            part.grad = grad
+        self.moments: list[dict[str, Any]] = []
+
+    def enter(self, replica: LocalReplica) -> None:
+        """From now on this island trains here."""
+        replica.begin_round()
+        replica.row = (self.grads.data_ptr(), self.grads.nbytes)
+        self.load(replica)
+        # The very same dicts: what an optimizer puts into them is found there when the island is stepped by itself.
+        self.moments = [replica.optimizer.state[group[0]] if group else {} for group in replica.weights.groups()]
+
+    def load(self, replica: LocalReplica) -> None:
+        self._params.copy_(replica.weights.lent().flat)
+
+    def leave(self, replica: LocalReplica) -> None:
+        replica.weights.load(Tree(replica.weights.layout, self._params))
+
+
+class _Stepping:
+    """Steps rows, for the length of one stretch: those that take the same rate by one optimizer."""
+
+    def __init__(self, rule: InnerRule) -> None:
+        self._rule = rule
+        self._made: dict[tuple[int, ...], torch.optim.Optimizer] = {}
+
+    def step(self, rows: Mapping[int, _Row], rates: Mapping[int, float]) -> None:
+        for rate in dict.fromkeys(rates.values()):
+            numbers = tuple(number for number in rows if rates[number] == rate)
+            if numbers not in self._made:
+                self._made[numbers] = self._optimizer([rows[number] for number in numbers])
+            for group in self._made[numbers].param_groups:
+                group["lr"] = rate
+            self._made[numbers].step()
+
+    def _optimizer(self, rows: Sequence[_Row]) -> torch.optim.Optimizer:
+        matrices, rest = ([row.parts[kind] for row in rows if row.parts[kind].numel()] for kind in (0, 1))
+        optimizer = torch_optimizer(self._rule, matrices, rest)
+        for row in rows:
+            for part, moments in zip(row.parts, row.moments, strict=True):
+                optimizer.state[part] = moments
+        return optimizer
+
+
+_STACKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+def _attention_that_stacks(device: str) -> AbstractContextManager[None]:
+    """cuDNN's attention cannot be traced under vmap, the memory-efficient one has a rule for it whose backward pass refuses its own
+    sums ("LSE is not correctly aligned"), and a CPU's has no rule. What is left in single precision is plain products."""
+    kernels: AbstractContextManager[None] = sdpa_kernel(_STACKS if device.startswith("cuda") else SDPBackend.MATH)
+    return kernels

@@ -1,0 +1,216 @@
+"""`atoll run --elastic` as a person meets it: real processes, of which some are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+
+from atoll.cli import run_elastic
+from atoll.core.events import Attended, IslandJoined, IslandLeft, Leased, RoundFinished, RunFinished
+from atoll.engines.elastic.supervisor import log_of
+from atoll.telemetry import read_events
+
+PATIENCE_S = 90.0
+SETTINGS = (
+    "model.hidden=8",
+    "data.examples=512",
+    "data.dimensions=16",
+    "data.clusters_per_class=1",
+    "data.eval_examples=128",
+    "algorithm.inner_steps=2",
+    "train.warm_start_steps=3",
+    "train.batch_size=8",
+    "cluster.step_time_s=[1.0]",
+    "keep.evaluate_every=20",
+    "keep.save_every=4",
+)
+SETS = [part for setting in SETTINGS for part in ("--set", setting)]
+
+
+@contextmanager
+def running(*arguments):
+    """The command, in a session of its own; what is left of it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "atoll", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def end_of(process):
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, out, err
+
+
+def until(condition, what, process):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert process.poll() is None, f"it ended before there was {what}: {process.communicate()}"
+        assert time.monotonic() < deadline_s, f"there was never {what}"
+        time.sleep(0.02)
+
+
+def rounds(folder):
+    log = folder / "events.jsonl"
+    return [event.round for event in read_events(log) if isinstance(event, RoundFinished)] if log.exists() else []
+
+
+def process_of(folder, name):
+    """The process that last began to write the log of this island."""
+    lines = [line for line in log_of(folder, name).read_text().splitlines() if ", process " in line]
+    return int(lines[-1].split(", process ")[1].split(",")[0])
+
+
+def child_of(folder, word):
+    """The process of the command with this word and this folder."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                command = file.read().decode().split("\0")
+        except OSError:
+            continue
+        if word in command and any(str(folder) in part for part in command):
+            return int(pid), command
+    raise AssertionError(f"there is no process {word} of {folder}")
+
+
+def hurry(folder):
+    """Whoever starts after the lighthouse was started again is told by it not to sleep."""
+    invitation = folder / "invitation.json"
+    told = json.loads(invitation.read_text())
+    told["place"]["pace"] = 0.0
+    invitation.write_text(json.dumps(told))
+
+
+def events(folder, kind):
+    return [event for event in read_events(folder / "events.jsonl") if isinstance(event, kind)]
+
+
+def test_who_joins_says_how_long_the_run_is_looked_for(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(run_elastic, "take_part", lambda address, name, *, start_limit_s, **_: asked.append(start_limit_s))
+    monkeypatch.setattr(os, "_exit", lambda code: None)  # which would end the tests
+    monkeypatch.setenv("RUST_LOG", "warn")
+    run_elastic.be_joiner("127.0.0.1:29400", [], None)
+    assert "looking for the run at 127.0.0.1:29400, for at most 3600 s; Ctrl-C ends it before" in capsys.readouterr().err
+    assert asked == [3600.0]
+
+
+def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_joins(tmp_path):
+    folder, steps = tmp_path / "run", 160
+    arguments = ["run", "toy-sync", *SETS, "--set", f"train.steps={steps}", "--elastic", "--processes", 2, "--pace", 0.1]
+    with running(*arguments, "--out", folder) as process:
+        until(lambda: len(rounds(folder)) >= 2, "a round", process)
+        os.kill(process_of(folder, "island-0001"), signal.SIGKILL)
+        until(lambda: any(e.participating == 1 for e in events(folder, Attended)), "a commit without it", process)
+        until(lambda: events(folder, Attended)[-1].participating == 2, "a commit with it again", process)
+        hurry(folder)
+        lighthouse, command = child_of(folder, "harbour")
+        os.kill(lighthouse, signal.SIGKILL)
+        seen = len(rounds(folder))
+        until(lambda: len(rounds(folder)) >= seen + 2, "a commit after the lighthouse came back", process)
+        with running("run", "--join", command[-2], "--devices", 2) as newcomer:
+            until(lambda: events(folder, Attended)[-1].participating == 3, "a commit of three", process)
+            for name in ("island-0000", "island-0001"):
+                os.kill(process_of(folder, name), signal.SIGKILL)
+            newcomer.kill()
+            code, _, err = end_of(process)
+    assert code == 0, err
+    assert err.count("has died (by SIGKILL) and is started again") == 4
+    logs = [log_of(folder, name).read_text() for name in ("island-0000", "island-0001")]
+    assert any("from its checkpoint" in log for log in logs), "the second may fetch it from the first"
+    (finished,) = events(folder, RunFinished)
+    assert finished.local_updates == 2 * steps
+    units = Counter(tuple(unit[1:]) for event in events(folder, Leased) for unit in event.delivered)
+    assert len(units) == steps
+    assert set(units.values()) == {1}, "every unit of data is in exactly one committed delta"
+    assert rounds(folder) == list(range(1, len(rounds(folder)) + 1))
+    assert {event.island for event in events(folder, IslandLeft)} >= {1}
+    assert {event.island for event in events(folder, IslandJoined)} >= {0, 1}
+    commits = [
+        {
+            line.split(" committed ")[1].split(",")[0]
+            for line in log_of(folder, name).read_text().splitlines()
+            if " committed " in line
+        }
+        for name in ("island-0000", "island-0001")
+    ]
+    shared = {line.rsplit(" as ", 1)[0] for line in commits[0]} & {line.rsplit(" as ", 1)[0] for line in commits[1]}
+    assert len(shared) > 10
+    for generation in shared:  # weights, momentum and account of both, to the bit
+        assert {line for line in commits[0] if line.startswith(f"{generation} as ")} == {
+            line for line in commits[1] if line.startswith(f"{generation} as ")
+        }
+
+
+def test_a_run_that_was_stopped_goes_on_with_other_islands(atoll, tmp_path):
+    folder = tmp_path / "run"
+    arguments = ["run", "toy-sync", *SETS, "--set", "train.steps=40", "--elastic", "--processes", 2, "--pace", 0.1]
+    with running(*arguments, "--out", folder) as process:
+        until(lambda: len(rounds(folder)) >= 5, "a checkpoint", process)
+        process.send_signal(signal.SIGINT)
+        code, _, err = end_of(process)
+    assert code == 130, err
+    assert f"Go on: atoll run --resume {folder}" in err
+    for word in ("harbour", "island"):
+        with pytest.raises(AssertionError, match="there is no process"):
+            child_of(folder, word)
+    code, out, err = atoll("run", "--resume", folder, "--processes", 1, "--pace", 0, "--json")
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["local_updates"] == 80
+    assert len({tuple(unit[1:]) for event in events(folder, Leased) for unit in event.delivered}) == 40
+
+
+def test_what_islands_that_come_and_go_cannot_do_is_refused_and_leaves_no_folder(atoll, tmp_path):
+    code, _, err = atoll("run", "demo-acco", "--elastic", "--processes", 2, "--out", tmp_path / "run")
+    assert code == 2
+    assert "each island holds a slice of its state" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--join", "localhost"], "localhost is no address of a run: it is HOST:PORT"),
+        (["toy-sync", "--devices", "2"], "Elsewhere each is a process: use --set cluster.devices_per_island=2"),
+        (["toy-sync", "--join", "127.0.0.1:1", "--set", "seed=1"], "recipe, --set with --join"),
+        (["toy-sync", "--elastic", "--engine", "ray"], "--engine ray with islands that come and go"),
+        (["toy-sync", "--elastic", "--engine", "sim"], "--engine sim with islands that come and go"),
+        (["toy-async", "--engine", "ray", "--chaos", "script.json"], "the script script.json cannot be read"),
+        (["toy-sync", "--elastic", "--ray-address", "here:1", "--backend", "gloo"], "--backend, --ray-address with islands"),
+        (["toy-sync", "--elastic", "--host", "0.0.0.0"], "Give one that this machine has"),
+        (["toy-sync", "--elastic", "--host", "::1"], "over IPv4"),
+        (["toy-sync", "--silence", "0.2"], "at least 0.5"),
+        (["toy-sync", "--elastic", "--chaos", "nowhere.json"], "cannot be read"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_sentence(atoll, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = atoll("run", *arguments)
+    assert code == 2
+    assert says in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("victim", ["island-0002", "box-7-00c0ffee"])
+def test_a_script_for_a_process_that_the_run_does_not_start_is_refused_before_there_is_a_folder(atoll, tmp_path, victim):
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"faults": [{"at_s": 1, "fault": "Kill", "victim": victim}]}))
+    code, _, err = atoll("run", "toy-sync", "--processes", 2, "--chaos", script, "--out", tmp_path / "run")
+    assert code == 2
+    assert f"has {victim} as victims, and the run starts lighthouse, island-0000, island-0001" in err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,407 @@
+"""`atoll run --engine ray` as a person meets it: a real Ray, whose hub and workers are killed."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from atoll.cli.run_ray import _terminable
+from atoll.core.events import (
+    Arrived,
+    Dispatched,
+    Evaluated,
+    HubLoad,
+    HubRestarted,
+    IslandJoined,
+    IslandLeft,
+    RunFinished,
+    RunStarted,
+    Saved,
+)
+from atoll.core.tensor_file import load_tree
+from atoll.telemetry import read_events
+from atoll.testing.chaos import CHAOS_LOG, HUB, At, Chaos, Freeze, Kill, Script, ray_processes
+
+PATIENCE_S = 90.0
+SETTINGS = (
+    "model.hidden=8",
+    "data.examples=512",
+    "data.dimensions=16",
+    "data.clusters_per_class=1",
+    "data.eval_examples=128",
+    "algorithm.inner_steps=4",
+    "algorithm.outer=DelayedNesterov(period=2)",
+    "algorithm.weight=1/k",
+    "algorithm.shards=deficit",
+    "train.fresh_optimizer=false",
+    "train.batch_size=8",
+    "train.warm_start_steps=3",
+)
+STRANGE = "strange.json"
+"""A script with a victim that no run on Ray has."""
+SETS = [part for setting in SETTINGS for part in ("--set", setting)]
+STEPS, WORKERS = 120, 2
+FAULTS = Script(
+    faults=(
+        At(at_s=0.0, fault=Freeze(victim="worker-0", for_s=1000.0)),  # so that there is something left to do when all are back
+        At(at_s=0.0, fault=Kill(victim="worker-1")),
+        At(at_s=1.0, fault=Kill(victim=HUB)),
+    )
+)
+
+
+@contextmanager
+def started(*arguments, program=(sys.executable, "-m", "atoll"), says=subprocess.PIPE):
+    """The command, in a session of its own; it is gone afterwards, with all that it started. Errors go to `says`."""
+    process = subprocess.Popen(
+        [*program, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=says,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        everybody = family(process.pid)
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+        for one in everybody:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+def family(pid):
+    """A process and all that it has started."""
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end_of(process):
+    try:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"it did not end:\n{out}\n{err}") from None
+    return process.returncode, out, err
+
+
+def until(condition, what, process):
+    """Waits until there is something, and returns it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert process.poll() is None, f"it ended before {what}: {process.communicate()}"
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+    return found
+
+
+def logged(folder, name, pattern):
+    """All that a log says of this kind."""
+    path = folder / "logs" / f"{name}.log"
+    return re.findall(pattern, path.read_text()) if path.exists() else []
+
+
+def events(folder, *kinds):
+    return [event for event in read_events(folder / "events.jsonl") if not kinds or isinstance(event, kinds)]
+
+
+def beginning(folder, *more):
+    """Arguments of a run that takes some seconds."""
+    arguments = [
+        "--set",
+        f"train.steps={STEPS}",
+        "--set",
+        "keep.evaluate_every=40",
+        "--processes",
+        WORKERS,
+        "--pace",
+        0.02,
+        "--devices",
+        2,
+    ]
+    return ["run", "toy-async", *SETS, *arguments, "--engine", "ray", "--save-every", 0.3, "--out", folder, *more]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def listens(port):
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def a_cluster(tmp_path_factory):
+    """The address of a Ray cluster on the loopback, with a token, and its process."""
+    token, port = tmp_path_factory.mktemp("cluster") / "token", free_port()
+    token.write_text("f" * 64)
+    token.chmod(0o600)
+    ray = Path(sys.executable).parent / "ray"
+    where = ["--node-ip-address", "127.0.0.1", "--port", port, "--temp-dir", tempfile.mkdtemp()]
+    least = ["--num-cpus", WORKERS, "--include-dashboard=false", "--disable-usage-stats", "--object-store-memory", 2**27]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        environment.setenv("RAY_AUTH_MODE", "token")
+        with started("start", "--head", "--block", *where, *least, program=(ray,)) as process:
+            until(lambda: listens(port), "a cluster", process)
+            yield f"127.0.0.1:{port}", process
+    shutil.rmtree(where[-1], ignore_errors=True)
+
+
+def text_of(folder):
+    return (folder / "events.jsonl").read_text()
+
+
+def listening_of(process):
+    """What its processes listen on."""
+    sockets = [(one, connection) for one in family(process.pid) for connection in one.net_connections("inet")]
+    return {(one.name(), connection.laddr.ip) for one, connection in sockets if connection.status == psutil.CONN_LISTEN}
+
+
+class Interrupted(NamedTuple):
+    """A run that was broken and then interrupted: what it said, and what was seen of it."""
+
+    folder: Path
+    code: int
+    err: str
+    listening: set
+    token: tuple
+    alive: list
+    arrived: int
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A run on a Ray of its own, one of whose workers is killed, and then its hub. When all are back somebody presses Ctrl-C."""
+    folder = tmp_path_factory.mktemp("ray") / "run"
+    said = folder.parent / "said"
+    with said.open("w") as says, started(*beginning(folder), says=says) as process:
+        until(lambda: logged(folder, "hub", "saved round [1-9]"), "a checkpoint of some rounds", process)
+        token, there, listening = folder / "ray_token", ray_processes(folder), listening_of(process)
+        seen = token.stat().st_mode & 0o777, len(token.read_text())
+        assert {name: one.poll() for name, one in there.items()} == dict.fromkeys(["hub", "worker-0", "worker-1"])
+        chaos = Chaos(FAULTS, folder.parent / CHAOS_LOG)  # by a clock of the test's own: machines may be slow
+        try:
+            chaos.emit(next(event for event in events(folder, Arrived)))
+            chaos.step(0.0, there)
+            until(lambda: '"IslandLeft", "island": 1' in text_of(folder), "the hub to hear of it", process)
+            chaos.step(1.0, ray_processes(folder))
+            until(lambda: len(logged(folder, "hub", "worker 1, life")) > 1, "another hub and another worker", process)
+        finally:
+            chaos.close()
+        until(lambda: '"Arrived"' in text_of(folder).partition('"HubRestarted"')[2], "more updates", process)
+        for news in ("the hub answers again", "another hub goes on"):  # which come by two ways, in any order
+            until(lambda news=news: news in said.read_text(), f"whoever drives to hear that {news}", process)
+        everybody = family(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        code, *_ = end_of(process)
+        _, alive = psutil.wait_procs(everybody, timeout=20)
+    return Interrupted(folder, code, said.read_text(), listening, seen, alive, len(events(folder, Arrived)))
+
+
+@pytest.fixture(scope="module")
+def survived(interrupted, a_cluster):
+    """The same run, which goes on to its end on a cluster that exists, and is broken there by a script. And what it says then."""
+    folder = interrupted.folder
+    script = folder.parent / "script.json"
+    script.write_text(Script(faults=(At(at_s=0.0, fault=Freeze(victim=HUB, for_s=0.2)),)).to_text())
+    how = ["--ray-address", a_cluster[0], "--processes", 1, "--pace", 0.005, "--limit", 60]
+    with started("run", "--resume", folder, *how, "--chaos", script, "--json", "--quiet") as process:
+        code, out, err = end_of(process)
+    assert code == 0, err
+    return folder, out, err
+
+
+def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(interrupted):
+    assert interrupted.code == 130, interrupted.err
+    assert f"Go on: atoll run --resume {interrupted.folder}" in interrupted.err
+    assert "Traceback" not in interrupted.err
+    assert not interrupted.alive, interrupted.alive
+
+
+def test_a_run_goes_on_from_the_hubs_checkpoint(interrupted, survived):
+    folder, *_ = survived
+    arrived = events(folder, Arrived)
+    assert 0 < interrupted.arrived < len(arrived)
+    assert {event.island for event in arrived[interrupted.arrived :]} == {0}, "by one worker"
+    lost = [event.lost_rounds for event in events(folder, HubRestarted)[1:]]
+    assert sum(lost) <= WORKERS, "but for what was on its way when it was interrupted"
+
+
+def test_a_cluster_that_exists_is_used_with_its_token_and_left_as_it_was(survived, a_cluster):
+    address, cluster = a_cluster
+    folder, *_ = survived
+    assert json.loads((folder / "engine.json").read_text())["address"] == address
+    assert not (folder / "ray_token").exists(), "it has one of its own"
+    assert cluster.poll() is None
+    assert listens(int(address.rpartition(":")[2]))
+
+
+def test_a_script_breaks_a_run_on_ray_and_what_became_of_it_is_told(survived):
+    folder, _, err = survived
+    actions = [json.loads(line) for line in (folder / CHAOS_LOG).read_text().splitlines()]
+    assert [action["did"]["victim"] for action in actions if "did" in action] == [HUB]
+    assert [action["mended"] for action in actions if "mended" in action] == [{"fault": "Freeze", "done": True}]
+    told = err[err.index("faults") :].splitlines()
+    assert told[0].split() == ["faults", "1", "Freeze"]
+    assert f"with {STEPS * WORKERS} local updates: none twice" in told[1]
+    assert f"restarted {len(events(folder, HubRestarted))} times" in told[3]
+
+
+def test_with_hub_and_worker_killed_a_run_ends_with_its_local_updates_and_takes_none_twice(survived):
+    folder, out, err = survived
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["engine"], summary["islands"], summary["virtual_time_s"]) == ("ray", WORKERS, None)
+    assert summary["local_updates"] == STEPS * WORKERS
+    arrived = events(folder, Arrived)
+    assert sum(event.steps for event in arrived) == STEPS * WORKERS
+    assert [event.version for event in arrived] == list(range(1, len(arrived) + 1)), "every update is the hub's next"
+    assert max(Counter((event.island, event.round) for event in arrived).values()) == 1
+    begun = {event.round: event for event in events(folder, Dispatched)}
+    read = Counter(
+        (begun[event.round].shard, begun[event.round].start + step) for event in arrived for step in range(begun[event.round].steps)
+    )
+    assert max(read.values()) == 1, "and no batch is in two of them"
+    assert load_tree(folder / "final.safetensors").digest() == summary["digest"]
+    assert "Traceback" not in err
+
+
+def test_what_died_is_in_the_log_and_was_said(interrupted, survived):
+    folder, err = survived[0], interrupted.err
+    restarted = events(folder, HubRestarted)[0]
+    assert restarted.checkpoint is not None
+    assert err.count("another hub goes on") == 1
+    assert (
+        len({event.island for event in events(folder, IslandLeft)} & {event.island for event in events(folder, IslandJoined)}) > 0
+    )
+    assert "worker 1 is gone" in err
+    assert "the hub answers again" in err
+    assert logged(folder, "hub", r"goes on from checkpoint \d{8}")
+
+
+def test_the_log_has_one_clock_and_all_that_a_run_reports(survived):
+    folder, *_ = survived
+    found = events(folder)
+    assert isinstance(found[0], RunStarted)
+    assert isinstance(found[-1], RunFinished)
+    for kind in (Dispatched, Arrived, Evaluated, Saved, HubLoad):
+        assert events(folder, kind), kind.__name__
+    times = [event.wall_time_s for event in found if isinstance(event, Arrived)]
+    assert times == sorted(times)
+    assert all(event.virtual_time_s is None for event in found if hasattr(event, "virtual_time_s"))
+    last = events(folder, Evaluated)[-1]
+    assert (last.local_updates, last.loss) == (STEPS * WORKERS, found[-1].val_loss)
+
+
+def test_nothing_listens_on_another_interface_and_the_token_is_its_owners(interrupted):
+    assert {"raylet", "gcs_server"} <= {name for name, _ in interrupted.listening}
+    assert {ip for _, ip in interrupted.listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert interrupted.token == (0o600, 64)
+    assert not (interrupted.folder / "ray_token").exists(), "it is gone with the Ray that it was made for"
+
+
+def test_its_log_is_replayed_to_the_same_weights(survived, atoll):
+    folder, *_ = survived
+    code, out, err = atoll("replay", folder, "--json", "--quiet")
+    found = json.loads(out)
+    assert code == 0, err
+    assert (found["local_updates"], found["agrees"]) == (STEPS * WORKERS, True)
+    assert found["same_bits"], found
+
+
+def test_a_finished_run_is_reported_compared_and_resumed_without_ray(survived, atoll, tmp_path):
+    folder, *_ = survived
+    code, out, err = atoll("report", folder)
+    assert code == 0, err
+    assert "trace:" in out
+    assert "asynchrony.png" in out
+    code, out, err = atoll("compare", folder, folder, "--out", tmp_path, "--json")
+    assert code == 0, err
+    code, out, _ = atoll("run", "--resume", folder, "--json")
+    assert (code, json.loads(out)["run_dir"]) == (0, str(folder))
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_again_in_silence(survived, atoll, tmp_path):
+    folder = shutil.copytree(survived[0], tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "final.safetensors").unlink()
+    log = (folder / "events.jsonl").read_bytes()
+    code, _, err = atoll("run", "--resume", folder)
+    assert code == 2
+    assert f"has no checkpoint, but its log has {len(events(folder, Arrived))} rounds" in err
+    assert (folder / "events.jsonl").read_bytes() == log
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), _terminable():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "toy-sync", "--engine", "ray"], "DiLoCo has rounds that all islands take part in"),
+        (["run", "toy-async", "--engine", "dist"], "Use --engine ray or sim"),
+        (["run", "--engine", "ray"], "no recipe was given"),
+        (["run", "toy-async", "--processes", 3, "--workers-most", 2], "most=2: at least as many as there are workers"),
+        (["run", "toy-async", "--engine", "ray", "--save-every", 0], "save_every_s=0.0: it is more than 0 seconds"),
+        (["run", "toy-async", "--engine", "dist", "--ray-address", "127.0.0.1:1"], "another --engine with a run on Ray"),
+        (["run", "toy-async", "--engine", "ray", "--backend", "gloo"], "Leave them out"),
+        (
+            ["run", "toy-async", "--engine", "ray", "--chaos", STRANGE],
+            "and the run starts hub, worker-0, worker-1, worker-2, worker-3.",
+        ),
+        (["run", "toy-async", "--workers-most", 5, "--chaos", STRANGE], "worker-3, worker-4. Name some of these"),
+        (["run", "toy-async", "--engine", "ray", "--chaos", "nowhere"], "the script nowhere cannot be read"),
+        (["run", "toy-async", *SETS, "--set", "data.shards=1000", "--engine", "ray"], "shards=1000"),
+    ],
+)
+def test_what_is_impossible_is_refused_and_leaves_no_folder(atoll, tmp_path, monkeypatch, arguments, says):
+    (tmp_path / STRANGE).write_text(Script(faults=(At(at_s=1.0, fault=Kill(victim="island-0000")),)).to_text())
+    monkeypatch.chdir(tmp_path)
+    code, _, err = atoll(*arguments)
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in err
+    assert [path.name for path in Path().iterdir()] == [STRANGE]
+
+
+def test_without_ray_the_message_names_the_extra(atoll, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    code, _, err = atoll("run", "toy-async", *SETS, "--engine", "ray", "--out", tmp_path / "run")
+    assert code == 2
+    assert 'pip install "atoll[ray]"' in err
+
+
+def test_a_folder_stays_with_its_engine(survived, atoll, tmp_path):
+    folder, *_ = survived
+    code, _, err = atoll("run", "--resume", folder, "--engine", "dist")
+    assert (code, "another --engine" in err) == (2, True)
+    code, _, err = atoll("run", "toy-async", "--resume", folder)
+    assert (code, "goes on as it began" in err) == (2, True)
+    code, _, err = atoll("run", "--resume", folder, "--out", tmp_path / "new")
+    assert (code, "in its own folder" in err) == (2, True)

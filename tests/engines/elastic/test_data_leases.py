@@ -1,0 +1,124 @@
+"""Data in units: whatever islands do, each unit ends in exactly one commit."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.engines.elastic.data_leases import Leases, Unit
+
+ISLANDS = ["a", "b", "c", "d"]
+ROUNDS = st.lists(
+    st.tuples(st.sets(st.sampled_from(ISLANDS), min_size=1), st.sets(st.sampled_from(ISLANDS))), min_size=1, max_size=40
+)
+
+
+@given(ROUNDS, st.integers(1, 5), st.integers(1, 30))
+def test_whoever_comes_and_dies_no_unit_is_delivered_twice_or_lost(rounds, shards, units):
+    leases, delivered = Leases(shards=shards, batches=3, units=units), []
+    for here, died in rounds:
+        out = leases.lease(sorted(here))
+        assert len(out) == min(len(here), units - leases.delivered)
+        settled = leases.settle(here - died if out.keys() >= here - died else set(out) - died)
+        delivered += settled.delivered.values()
+        leases.check()
+    assert len(set(delivered)) == len(delivered) == leases.delivered <= units
+    while not leases.done:  # somebody stays
+        leases.lease(["a"])
+        delivered += leases.settle(["a"]).delivered.values()
+    leases.check()
+    assert len(set(delivered)) == len(delivered) == units
+    for shard in range(shards):  # and no batch before the last one is left out
+        starts = sorted(unit.start for unit in delivered if unit.shard == shard)
+        assert starts == list(range(0, 3 * len(starts), 3))
+
+
+def test_with_all_there_each_island_reads_its_own_shard_in_order():
+    leases = Leases(shards=3, batches=2, units=9)
+    for number in range(3):
+        out = leases.lease(["a", "b", "c"])
+        assert out == {name: Unit(shard, 2 * number, 2) for shard, name in enumerate("abc")}
+        leases.settle(out)
+    assert leases.done
+    assert leases.lease(["a", "b", "c"]) == {}
+
+
+def test_islands_that_share_a_shard_never_read_the_same():
+    leases = Leases(shards=2, batches=1, units=8)
+    out = leases.lease(["a", "b", "c", "d"])
+    assert [unit.shard for unit in out.values()] == [0, 1, 0, 1]
+    assert len(set(out.values())) == 4
+
+
+def test_an_account_goes_on_from_its_parts():
+    leases, other = Leases(shards=2, batches=4, units=20), Leases(shards=2, batches=4, units=20)
+    leases.lease(["a", "b", "c"])
+    leases.settle(["b"])
+    leases.lease(["b", "d"])
+    other.from_parts(leases.to_parts())
+    assert other.to_parts() == leases.to_parts()
+    assert other.settle(["d"]) == leases.settle(["d"])
+    assert other.lease(["b", "a"]) == leases.lease(["b", "a"])
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="at least one of each"):
+        Leases(shards=0, batches=1, units=1)
+    leases = Leases(shards=1, batches=1, units=5)
+    leases.lease(["a"])
+    with pytest.raises(ExchangeFailed, match=r"\['b'\] delivered without a lease"):
+        leases.settle(["b"])
+    with pytest.raises(ConfigError, match="of 1 shards, and there are 2"):
+        Leases(shards=2, batches=1, units=5).from_parts(leases.to_parts())
+    leases.delivered = 3
+    with pytest.raises(ExchangeFailed, match="the account of data is wrong"):
+        leases.check()
+
+
+def refused_until_dropped(islands, units, poison):
+    """How often, and whose deltas of one unit are refused, until everything is settled."""
+    leases, refusals, delivered = Leases(shards=2, batches=2, units=units), [], []
+    while not leases.done:
+        out = leases.lease(islands)
+        bad = [name for name, unit in out.items() if unit == poison]
+        settled = leases.settle(out.keys() - bad, bad)
+        leases.check()
+        refusals += bad
+        delivered += settled.delivered.values()
+        if settled.dropped:
+            assert list(settled.dropped.values()) == [poison]
+    assert leases.dropped == 1
+    assert len(set(delivered)) == len(delivered) == units - 1
+    return refusals
+
+
+def test_a_unit_that_nobody_can_deliver_is_tried_by_two_and_then_dropped():
+    refusals = refused_until_dropped(["a", "b"], 12, Unit(1, 2, 2))
+    assert len(refusals) == 3
+    assert set(refusals) == {"a", "b"}
+
+
+@pytest.mark.parametrize("units", [2, 6])
+def test_an_island_that_is_alone_drops_it_after_three_refusals(units):
+    assert refused_until_dropped(["a"], units, Unit(1, 0, 2)) == ["a"] * 3
+
+
+def test_an_island_whose_every_delta_is_refused_drops_nothing_that_another_can_deliver():
+    leases, delivered = Leases(shards=2, batches=2, units=10), []
+    while not leases.done:
+        out = leases.lease(["a", "b"])
+        delivered += leases.settle(out.keys() - {"a"}, out.keys() & {"a"}).delivered.values()
+    assert leases.dropped == 0
+    assert len(set(delivered)) == 10
+
+
+def test_refusals_go_with_the_account():
+    leases, other = Leases(shards=1, batches=2, units=3), Leases(shards=1, batches=2, units=3)
+    for _ in range(2):
+        leases.lease(["a"])
+        leases.settle([], ["a"])
+    other.from_parts(json.loads(json.dumps(leases.to_parts())))
+    other.lease(["a"])
+    assert other.settle([], ["a"]).dropped == {"a": Unit(0, 0, 2)}

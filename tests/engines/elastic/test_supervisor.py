@@ -1,0 +1,228 @@
+"""Processes that are kept going, and a log that is followed."""
+
+import os
+import re
+import signal
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atoll import recipes
+from atoll.cli import run_elastic as command
+from atoll.core.errors import CheckpointError, ConfigError, DataError
+from atoll.core.events import RunFinished, RunStarted, Saved
+from atoll.core.flat_tree import Tree
+from atoll.core.tensor_file import save_tree
+from atoll.engines.elastic.launch import place_again
+from atoll.engines.elastic.recovery import NoState
+from atoll.engines.elastic.registry import listening
+from atoll.engines.elastic.rendezvous import free_port
+from atoll.engines.elastic.spec import Elastic, Invitation
+from atoll.engines.elastic.supervisor import REFUSED, STATELESS, Child, IslandFailed, Supervisor, Tail, island_name
+from atoll.engines.processes.spec import placed
+from atoll.runs.folder import RunFolder
+from atoll.testing.simulated_runs import Recorder
+
+HOST = "127.0.0.1"
+
+
+def child(tmp_path, code):
+    return Child("island-0000", [sys.executable, "-c", code], tmp_path / "logs" / "island.log")
+
+
+def ended(one):
+    one.process.wait(30.0)
+    return one
+
+
+def test_names_sort_as_numbers_do():
+    assert sorted(island_name(number) for number in range(12)) == [island_name(number) for number in range(12)]
+
+
+def test_a_child_that_was_killed_is_started_again(tmp_path):
+    one = child(tmp_path, "import sys; sys.stdin.read()")
+    one.start()
+    os.kill(one.process.pid, signal.SIGKILL)
+    ended(one).died(alone=True)
+    assert (one.started, one.code) == (2, None)
+    one.let_go()  # it reads the end of its input
+    assert ended(one).code == 0
+
+
+def test_a_child_that_refuses_to_start_is_given_up_with_its_words(tmp_path):
+    one = child(tmp_path, "import sys; print('error: no such text.'); sys.exit(2)")
+    one.start()
+    ended(one).died(alone=False)
+    assert (one.given_up, one.started) == ("no such text", 1)
+    one.let_go()
+
+
+def test_a_child_that_finds_no_state_is_started_again_as_long_as_somebody_may_have_it(tmp_path):
+    one = child(tmp_path, "raise SystemExit(4)")
+    one.start()
+    for _ in range(6):
+        ended(one).died(alone=False)
+    assert (one.given_up, one.started) == ("", 7)
+    ended(one).died(alone=True)
+    assert one.given_up
+    one.let_go()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(NoState, STATELESS), (CheckpointError, 1), (ConfigError, REFUSED), (DataError, REFUSED)]
+)
+def test_an_island_that_cannot_read_a_checkpoint_has_not_refused_to_start(monkeypatch, error, code):
+    def fail(*given, **named):
+        raise error("no")
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(command, "take_part", fail)
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setenv("RUST_LOG", "warn")
+    with pytest.raises(SystemExit) as left:
+        command.be_island("127.0.0.1:1", "island-0000", None)
+    assert left.value.code == code
+
+
+def test_a_child_that_dies_at_once_again_and_again_is_given_up(tmp_path):
+    one = child(tmp_path, "raise SystemExit(1)")
+    one.start()
+    for _ in range(4):
+        ended(one).died(alone=True)
+    assert not one.given_up
+    ended(one).died(alone=True)
+    assert re.match(r"see .*island\.log", one.given_up)
+    one.let_go()
+
+
+def test_what_a_child_said_before_it_was_last_started_is_no_reason_to_give_it_up(tmp_path):
+    one = child(tmp_path, "print('12:00:00 island-0000 on box (127.0.0.1), process 7, 1 thread(s)'); raise SystemExit(2)")
+    one.log.parent.mkdir()
+    one.log.write_text("error: of another time.\n")
+    one.start()
+    ended(one).died(alone=True)
+    assert one.given_up.startswith("see ")
+    one.let_go()
+
+
+def kept_going(tmp_path, *programs, finished=True):
+    """A supervisor whose lighthouse sleeps and whose islands are these programs; and what it said."""
+    said = []
+    if finished:
+        save_tree(RunFolder(tmp_path).final, Tree.of({"w": torch.zeros(1)}), {})
+        RunFolder(tmp_path).events.write_text(lines(STARTED, FINISHED))
+    supervisor = Supervisor(placed(recipes.ALL["toy-sync"](), 1), Elastic(processes=1), tmp_path, say=said.append)
+    supervisor.harbour = Child("lighthouse", ["sleep", "600"], tmp_path / "lighthouse.log")
+    supervisor.islands = [
+        Child(island_name(number), [sys.executable, "-S", "-c", program], tmp_path / f"{number}.log")
+        for number, program in enumerate(programs)
+    ]
+    return supervisor, said
+
+
+REFUSES = "print('error: my card is broken.'); raise SystemExit(2)"
+
+
+def test_an_island_that_cannot_be_kept_going_does_not_end_the_others(tmp_path):
+    marker = tmp_path / "done"
+    supervisor, said = kept_going(tmp_path, f"import os\nwhile not os.path.exists({str(marker)!r}): pass", REFUSES)
+    supervisor._say = lambda text: (said.append(text), marker.touch())  # the healthy one ends after the other was given up
+    supervisor.keep_going()
+    assert said == ["island-0001 cannot be kept going, and the others go on without it: my card is broken"]
+    assert [one.code for one in supervisor.islands] == [0, 2]
+
+
+def test_islands_that_all_ended_without_an_error_have_not_finished_the_run_unless_it_is_finished(tmp_path):
+    supervisor, _ = kept_going(tmp_path, "pass", finished=False)
+    with pytest.raises(IslandFailed, match=r"the run is not finished\. See .*--resume"):
+        supervisor.keep_going()
+
+
+def test_a_run_of_which_no_island_can_be_kept_going_ends_with_what_the_last_one_said(tmp_path):
+    supervisor, _ = kept_going(tmp_path, REFUSES, REFUSES)
+    with pytest.raises(IslandFailed, match=r"cannot be kept going: my card is broken\."):
+        supervisor.keep_going()
+    assert supervisor.harbour.code is not None
+
+
+def test_islands_that_all_find_no_state_do_not_wait_for_each_other(tmp_path):
+    supervisor, said = kept_going(tmp_path, "raise SystemExit(4)", "raise SystemExit(4)")
+    with pytest.raises(IslandFailed):
+        supervisor.keep_going()
+    assert sum(one.started for one in supervisor.islands) <= 4, said
+
+
+STARTED = RunStarted(recipe="r", algorithm="DiLoCo", islands=1, params=1, steps=1, seed=0)
+FINISHED = RunFinished(
+    rounds=1,
+    outer_steps=1,
+    steps=1,
+    tokens=1,
+    warm_start_tokens=0,
+    local_updates=1,
+    virtual_time_s=None,
+    wall_time_s=1.0,
+    utilisation=1.0,
+    sent_bytes_per_island=0.0,
+    control_bytes_per_island=0.0,
+    val_loss=1.0,
+    digest="0",
+)
+EVENTS = [Saved(round=n, name=f"{n:08}") for n in range(4)]
+
+
+def lines(*events):
+    return "".join(event.to_json() + "\n" for event in events)
+
+
+def test_a_tail_passes_on_what_is_new_and_whole(tmp_path):
+    log, seen = tmp_path / "events.jsonl", Recorder()
+    log.write_text(lines(EVENTS[0]))
+    tail = Tail(tmp_path, [seen])
+    tail.follow()
+    assert seen.events == []
+    with log.open("a") as file:
+        file.write(lines(EVENTS[1], EVENTS[2])[:-5])
+        file.flush()
+        tail.follow()
+        assert seen.events == [EVENTS[1]]
+        file.write(lines(EVENTS[2])[-5:])
+    tail.follow()
+    assert seen.events == EVENTS[1:3]
+
+
+def test_a_log_that_was_cut_and_has_grown_again_is_followed_from_its_next_whole_line(tmp_path):
+    log, seen = tmp_path / "events.jsonl", Recorder()
+    tail = Tail(tmp_path, [seen])
+    log.write_text(lines(*EVENTS[:2]))
+    tail.follow()
+    longer = RunStarted(recipe="a" * 200, algorithm="DiLoCo", islands=1, params=1, steps=1, seed=0)
+    log.write_text(lines(longer, EVENTS[2]))
+    tail.follow()
+    assert seen.events == [*EVENTS[:2], EVENTS[2]]
+    log.write_text(lines(EVENTS[3]))
+    tail.follow()
+    with log.open("a") as file:
+        file.write(lines(EVENTS[3]))
+    tail.follow()
+    assert seen.events[-1] == EVENTS[3]
+
+
+def test_a_run_goes_on_where_it_was_found_before_unless_somebody_else_is_there_now(tmp_path):
+    before = Elastic(processes=1, port=free_port(HOST))
+    assert place_again(before, {"pace": 1.0}) == replace(before, pace=1.0)
+    with listening(HOST, before.port):
+        assert place_again(before, {}).port == 0
+        assert place_again(before, {"port": before.port}).port == before.port, "who asks for it is told that it is taken"
+
+
+def test_a_lighthouse_is_found_where_it_was_before(tmp_path):
+    first, second = (
+        Supervisor(placed(recipes.ALL["toy-sync"](), 1), Elastic(processes=1), tmp_path, say=print)._invitation.read_text()
+        for _ in range(2)
+    )
+    assert Invitation.from_text(first).lighthouse == Invitation.from_text(second).lighthouse

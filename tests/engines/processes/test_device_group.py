@@ -1,0 +1,147 @@
+"""Islands of several devices: what they send, and what one process per island would have trained."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from atoll.algorithms.acco import ACCO
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.zero1 import ZeRO1
+from atoll.core.errors import ConfigError
+from atoll.core.events import Compared, Computed, Exchanged, RoundFinished, UpdateSkipped
+from atoll.optim.adam import AdamW
+from atoll.optim.sgd import SGD
+from atoll.runs.cluster import Cluster
+from atoll.testing.process_runs import engine_of, world_of
+from atoll.testing.simulated_runs import simulate
+from atoll.testing.workloads import Regression, RegressionBatches
+
+OUTER = DiLoCo(inner_steps=2)
+INSIDE = [DDP(optimizer=SGD(lr=0.05)), ZeRO1(optimizer=AdamW(lr=0.05)), ACCO(optimizer=AdamW(lr=0.05))]
+WORKLOAD = Regression(hidden=3)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What the two devices of an island read, as one batch."""
+
+    single: RegressionBatches
+
+    @property
+    def num_shards(self):
+        return self.single.num_shards // 2
+
+    @property
+    def dimensions(self):
+        return self.single.dimensions
+
+    def examples(self, shard):
+        return 2 * self.single.shard_examples
+
+    def batch(self, shard, position):
+        pair = [self.single.batch(2 * shard + device, position) for device in (0, 1)]
+        return tuple(torch.cat(parts) for parts in zip(*pair, strict=True))
+
+    def tokens(self, batch):
+        return len(batch[0])
+
+    def all_examples(self):
+        return self.single.all_examples()
+
+
+def named(algorithm):
+    return type(algorithm).__name__
+
+
+def of(events, kind):
+    return [event for event in events if isinstance(event, kind)]
+
+
+def played(group, algorithm, workload, steps, inside=None, devices=1):
+    engine, sink = engine_of(world_of(group, devices, inside=inside is not None), algorithm, workload, steps, None, inside)
+    before = engine.world.islands.sent_bytes
+    finished = engine.run()
+    sent_bytes = engine.world.islands.sent_bytes - before
+    params = engine.params().copy()
+    engine.close()
+    return params, finished, sink.events, sent_bytes
+
+
+def test_two_devices_that_agree_on_every_gradient_train_as_one_process_with_twice_the_batch(four):
+    together = four.run(played, OUTER, WORKLOAD, 8, INSIDE[0], 2)
+    alone = four.run(played, OUTER, Regression(Pairs(WORKLOAD.batches), hidden=3), 8, size=2)
+    assert all(params.equal(together[0][0]) for params, *_ in together)
+    torch.testing.assert_close(together[0][0].flat, alone[0][0].flat, rtol=1e-5, atol=1e-6)
+    assert together[0][1].tokens == alone[0][1].tokens
+    assert together[0][1].sent_bytes_per_island == alone[0][1].sent_bytes_per_island
+
+
+@pytest.mark.parametrize("inside", INSIDE, ids=named)
+def test_each_device_sends_between_islands_half_of_what_it_would_send_alone(four, inside):
+    _, _, _, alone = zip(*four.run(played, OUTER, WORKLOAD, 6, size=2), strict=True)
+    _, _, _, together = zip(*four.run(played, OUTER, WORKLOAD, 6, inside, 2), strict=True)
+    assert [2 * sent_bytes for sent_bytes in together] == [alone[0], alone[0], alone[1], alone[1]]
+    assert alone[0] > 0
+
+
+@pytest.mark.parametrize("inside", INSIDE, ids=named)
+def test_events_of_both_levels_are_the_simulators_but_for_their_times(four, inside):
+    expected = simulate(OUTER, steps=6, cluster=Cluster(islands=2, devices_per_island=2), workload=WORKLOAD, inside=inside)
+    (_, _, events, _), *_ = four.run(played, OUTER, WORKLOAD, 6, inside, 2)
+    assert stretches(events) == stretches(expected.events)
+    assert meetings(events) == meetings(expected.events)
+    for one, two in zip(of(events, Compared), expected.of(Compared), strict=True):
+        assert one.norms == pytest.approx(two.norms, rel=1e-5)
+        assert one.mean_norm == pytest.approx(two.mean_norm, rel=1e-5)
+        assert one.cosine_mean == pytest.approx(two.cosine_mean, abs=1e-5)
+    finished = [
+        [(e.round, e.islands, e.steps, e.tokens, e.local_updates) for e in of(es, RoundFinished)]
+        for es in (events, expected.events)
+    ]
+    assert finished[0] == finished[1]
+
+
+def stretches(events):
+    return sorted((e.round, e.island, e.device, e.batches, e.tokens, e.loss) for e in of(events, Computed))
+
+
+def meetings(events):
+    """Payload only: the simulator counts fewer control bytes, and asks nobody whether there is something to take in."""
+    places = [(e.round, -1 if e.inside is None else e.inside, e.what, e.sent_bytes) for e in of(events, Exchanged)]
+    return sorted(place for place in places if place[2] != "total")
+
+
+def test_what_a_device_may_not_do_on_a_slice_is_refused(four):
+    told = four.run(refused, DiLoCo(inner_steps=2, pruned=0.5), INSIDE[0])
+    assert all("algorithm.pruned=0.5" in text and "pruned=0" in text for text in told)
+
+
+def refused(group, algorithm, inside):
+    try:
+        engine_of(world_of(group, 2, inside=True), algorithm, WORKLOAD, 2, None, inside)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True)
+class Poisoned(RegressionBatches):
+    """One device reads a batch whose targets are no numbers."""
+
+    def batch(self, shard, position):
+        inputs, targets = super().batch(shard, position)
+        return inputs, targets * float("nan") if (shard, position) == (3, 1) else targets
+
+
+@pytest.mark.parametrize("inside", INSIDE, ids=named)
+def test_an_update_that_a_device_spoils_is_left_out_by_its_island_alone(four, inside):
+    workload = Regression(hidden=3, batches=Poisoned())
+    expected = simulate(OUTER, steps=6, cluster=Cluster(islands=2, devices_per_island=2), workload=workload, inside=inside)
+    (params, finished, events, _), *_ = four.run(played, OUTER, workload, 6, inside, 2)
+    assert params.equal(expected.params)
+    skipped = [[(e.round, e.islands, e.inside) for e in of(es, UpdateSkipped)] for es in (events, expected.events)]
+    assert skipped[0] == skipped[1]
+    assert [(islands, island) for _, islands, island in skipped[0]] == [([1], 1)]
+    assert (finished.tokens, finished.local_updates) == (expected.finished.tokens, expected.finished.local_updates)

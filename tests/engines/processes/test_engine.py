@@ -1,0 +1,138 @@
+"""Runs on real processes: the simulator's weights, losses, tokens and bytes, and times that were measured."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from atoll.algorithms.acco import ACCO
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.delayed_update import DPU
+from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.fsdp import FSDP
+from atoll.algorithms.weight_prediction import WP
+from atoll.algorithms.zero1 import ZeRO1
+from atoll.core.events import Compared, Computed, Evaluated, Exchanged, RoundFinished
+from atoll.optim.adam import AdamW
+from atoll.optim.schedules import Cosine
+from atoll.runs.cluster import Cluster
+from atoll.testing.process_runs import ran
+from atoll.testing.simulated_runs import simulate
+from atoll.testing.workloads import Regression, RegressionBatches
+
+RULE = AdamW(lr=0.05)
+ALGORITHMS = [
+    DDP(optimizer=RULE, accumulation=2),
+    ZeRO1(optimizer=RULE, clip_norm=0.5),
+    DiLoCo(inner_steps=3),
+    ACCO(optimizer=RULE, pieces_per_half=2),
+    ACCO(optimizer=RULE, wire="bf16", sums="fp32"),
+    DPU(optimizer=RULE, warmup=1),
+    WP(optimizer=RULE, warmup=1),
+]
+SENT = ("sent_bytes_per_island", "control_bytes_per_island")
+SAME = ("rounds", "outer_steps", "steps", "tokens", "local_updates", *SENT, "val_loss", "digest")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_weights_losses_tokens_and_bytes_are_the_simulators(four, size):
+    # Large enough for whole vectors in every slice: torch's kernels round otherwise there than at the ends.
+    workload = Regression(hidden=150, batches=RegressionBatches(num_shards=size))
+    for algorithm in ALGORITHMS:
+        steps = 4 * algorithm.steps_per_round
+        expected = simulate(algorithm, steps=steps, cluster=Cluster(islands=size), workload=workload)
+        first, *rest = four.run(ran, algorithm, workload, steps, size=size)
+        assert first.params.equal(expected.params), algorithm
+        assert all(other.params.equal(expected.params) and other.finished is None for other in rest)
+        for name in SAME:
+            assert getattr(first.finished, name) == getattr(expected.finished, name), (algorithm, name)
+        losses = [[e.loss for e in events if isinstance(e, Evaluated)] for events in (first.events, expected.events)]
+        assert losses[0] == losses[1], algorithm
+        for kind in (Computed, Exchanged, Compared, RoundFinished):
+            assert len([e for e in first.events if isinstance(e, kind)]) == len(expected.of(kind)), (algorithm, kind)
+
+
+@pytest.mark.parametrize("wire", ["own", "fp32"])
+@pytest.mark.parametrize("kind", [ZeRO1, ACCO, DPU, WP])
+def test_a_model_all_in_bfloat16_has_the_simulators_weights_in_all_their_digits(four, kind, wire):
+    workload, algorithm = Regression(hidden=150, dtype=torch.bfloat16), kind(optimizer=RULE, wire=wire)
+    expected = simulate(algorithm, steps=4, cluster=Cluster(islands=2), workload=workload)
+    first, _ = four.run(ran, algorithm, workload, 4, size=2)
+    assert first.params.flat.dtype == torch.float32
+    assert first.params.equal(expected.params)
+    assert [getattr(first.finished, name) for name in SAME] == [getattr(expected.finished, name) for name in SAME]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_who_shares_a_shard_with_somebody_slower_reads_the_same_as_on_processes(four, devices):
+    """Nobody there hears who asks first."""
+    workload = Regression(hidden=3, batches=RegressionBatches(num_shards=1, shard_examples=256))
+    cluster = Cluster(islands=2, devices_per_island=devices, step_time_s=(1.0, 5.0))
+    inner = ACCO(optimizer=RULE, pieces_per_half=2)
+    algorithm, inside = (inner, None) if devices == 1 else (DiLoCo(inner_steps=2), inner)
+    expected = simulate(algorithm, steps=4, cluster=cluster, workload=workload, inside=inside)
+    first, *_ = four.run(ran, algorithm, workload, 4, None, inside, devices, size=2 * devices)
+    assert first.params.equal(expected.params)
+    assert [getattr(first.finished, name) for name in SAME] == [getattr(expected.finished, name) for name in SAME]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("inside", [kind(optimizer=RULE) for kind in (DDP, ZeRO1, ACCO)], ids=lambda a: type(a).__name__)
+def test_islands_of_two_devices_give_the_simulators_two_levels(four, inside, dtype):
+    workload, algorithm = Regression(hidden=3, dtype=dtype), DiLoCo(inner_steps=2)
+    cluster = Cluster(islands=2, devices_per_island=2)
+    expected = simulate(algorithm, steps=6, cluster=cluster, workload=workload, inside=inside)
+    first, *_ = four.run(ran, algorithm, workload, 6, None, inside, 2)
+    assert first.params.equal(expected.params)
+    for name in (*SAME, "inside_bytes_per_device", "inside_dropped_tokens"):
+        assert getattr(first.finished, name) == getattr(expected.finished, name), name
+
+
+@pytest.mark.parametrize("inside", [kind(optimizer=RULE) for kind in (DDP, ZeRO1, FSDP)], ids=lambda a: type(a).__name__)
+def test_two_devices_to_an_island_are_one_with_the_double_batch_within_rounding(fresh_four, inside):
+    halves, steps = RegressionBatches(num_shards=4, batch_size=4, shard_examples=32), 6
+    together, *_ = fresh_four.run(ran, DiLoCo(inner_steps=3), Regression(hidden=3, batches=halves), steps, None, inside, 2)
+    doubled = Regression(hidden=3, batches=Doubled(halves))
+    alone, *_ = fresh_four.run(ran, DiLoCo(inner_steps=3), doubled, steps, RULE, size=2)
+    torch.testing.assert_close(together.params.flat, alone.params.flat, rtol=1e-5, atol=1e-6)
+    assert together.finished.sent_bytes_per_island == alone.finished.sent_bytes_per_island
+    assert together.finished.tokens == alone.finished.tokens
+
+
+def test_fsdp2_clips_accumulates_and_follows_the_schedule_as_zero1_does(fresh_four):
+    rule = AdamW(lr=Cosine(lr=0.2, warmup=2, steps=6), betas=(0.5, 0.9))
+    settings = {"optimizer": rule, "accumulation": 2, "clip_norm": 0.3}
+    workload, outer = Regression(hidden=3, batches=RegressionBatches(batch_size=4)), DiLoCo(inner_steps=3)
+    sharded, *_ = fresh_four.run(ran, outer, workload, 6, None, FSDP(**settings), 2)
+    plain, *_ = fresh_four.run(ran, outer, workload, 6, None, ZeRO1(**settings), 2)
+    torch.testing.assert_close(sharded.params.flat, plain.params.flat, rtol=1e-5, atol=1e-6)
+    other, *_ = fresh_four.run(ran, outer, workload, 6, None, ZeRO1(**{**settings, "clip_norm": None}), 2)
+    assert not torch.allclose(sharded.params.flat, other.params.flat, rtol=1e-3), "or clipping is not seen here"
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Two shards of other batches as one, with batches of both."""
+
+    halves: RegressionBatches
+
+    @property
+    def num_shards(self):
+        return self.halves.num_shards // 2
+
+    def examples(self, shard):
+        return 2 * self.halves.shard_examples
+
+    def batch(self, shard, position):
+        both = [self.halves.batch(2 * shard + half, position) for half in (0, 1)]
+        return tuple(torch.cat(parts) for parts in zip(*both, strict=True))
+
+    def tokens(self, batch):
+        return len(batch[0])
+
+    def all_examples(self):
+        return self.halves.all_examples()
+
+    @property
+    def dimensions(self):
+        return self.halves.dimensions

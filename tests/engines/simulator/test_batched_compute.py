@@ -1,0 +1,315 @@
+"""Islands that share one device: stacked or apart, the numbers are the same within rounding."""
+
+import gc
+import json
+import shutil
+import weakref
+
+import pytest
+import torch
+
+from atoll import recipes
+from atoll.core.config.overrides import override
+from atoll.core.errors import ConfigError
+from atoll.core.events import Arranged, Computed, Evaluated, MemoryCounted
+from atoll.core.protocols import Work
+from atoll.engines import driver
+from atoll.engines.simulator.batched_compute import Together
+from atoll.models.gpt import GPT
+from atoll.optim.adam import AdamW
+from atoll.replica.compute_jobs import Asking, Training
+from atoll.replica.local_replica import LocalReplica
+from atoll.replica.vmap_stack import Stack
+from atoll.runs.run import candidates
+from atoll.telemetry.event_log import read_events
+from atoll.testing.island_memory import OneBatch, SmallBatches
+from atoll.testing.small_runs import SMALL
+
+torch.set_num_threads(1)
+
+SHORT = [*SMALL, "train.steps=12", "train.warm_start_steps=0", "keep.evaluate_every=6", "keep.save_every=6"]
+SHORT += ["optimizer.lr.lr=0.003"]  # at the demo's rate a difference of 1e-7 is one of 1e-2 after ten steps
+DILOCO = [*SHORT, "algorithm.inner_steps=3"]
+ASYNC = [*SHORT, "algorithm.inner_steps=3", "algorithm.grace_s=100", "cluster.step_time_s=[1,1,2,3]"]
+RECIPES = {
+    "diloco": (recipes.demo_diloco, DILOCO),
+    "diloco with half its messages lost": (recipes.demo_diloco, [*DILOCO, "cluster.drop_probability=0.5"]),
+    "diloco with a pool that grows": (recipes.demo_diloco, [*DILOCO, "cluster.pool=ramp_up"]),
+    "ddp": (recipes.demo_ddp, SHORT),
+    "acco": (recipes.demo_acco, SHORT),
+    "async": (recipes.demo_async, ASYNC),
+}
+
+
+def the_run(name, together, folder, **options):
+    recipe, settings = RECIPES[name]
+    run = override(recipe(), [*settings, f"train.together={together}"], candidates)
+    return driver.run(run, out=folder, **options)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_whose_islands_are_stacked_has_the_numbers_of_one_whose_islands_are_apart(name, tmp_path):
+    apart, stacked = (the_run(name, how, tmp_path / how) for how in ("apart", "stacked"))
+    losses = [
+        [event.metrics["loss"] for event in read_events(run.folder / "events.jsonl", [Evaluated])] for run in (apart, stacked)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-4)
+    computed = [list(read_events(run.folder / "events.jsonl", [Computed])) for run in (apart, stacked)]
+    assert [(e.island, e.start_s, e.end_s, e.steps) for e in computed[0]] == [
+        (e.island, e.start_s, e.end_s, e.steps) for e in computed[1]
+    ]
+    held = [
+        [event.gradients_bytes for event in read_events(run.folder / "events.jsonl", [MemoryCounted])] for run in (apart, stacked)
+    ]
+    assert bool(held[0]) == (name != "async"), "of a hub's workers it is not counted"
+    assert held[0] == held[1], "what an island holds does not depend on how it is computed"
+    assert [e.how for e in read_events(stacked.folder / "events.jsonl", [Arranged])] == ["stacked"]
+    assert not list(read_events(apart.folder / "events.jsonl", [Arranged]))
+
+
+@pytest.mark.parametrize("name", ["diloco", "async"])
+def test_a_stacked_run_that_is_stopped_and_goes_on_has_the_bits_of_one_that_is_not(name, tmp_path):
+    straight = the_run(name, "stacked", tmp_path / "straight")
+    again = the_run(name, "stacked", tmp_path / "again")
+    assert (straight.folder / "final.safetensors").read_bytes() == (again.folder / "final.safetensors").read_bytes()
+    checkpoints = sorted((again.folder / "checkpoints").iterdir())
+    for late in (*checkpoints[1:], again.folder / "final.safetensors", again.folder / "result.json"):
+        remove(late)
+    resumed = driver.resume(again.folder)
+    assert (straight.folder / "final.safetensors").read_bytes() == (resumed.folder / "final.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("more", [[], ["cluster.drop_probability=0.2", "cluster.step_time_jitter=0.3"]])
+def test_a_stacked_run_without_windows_has_the_same_bits_wherever_it_was_cut(more, tmp_path):
+    """Who is computed together with whom depends on where it was."""
+    settings = [
+        *SHORT,
+        "algorithm.inner_steps=3",
+        "algorithm.grace_s=0",
+        "cluster.step_time_s=[1,1,2,3]",
+        "keep.save_every=1",
+        *more,
+    ]
+    settings += ["keep.checkpoints=50", "train.together=stacked"]
+    straight = driver.run(override(recipes.demo_async(), settings, candidates), out=tmp_path / "straight")
+    final = (straight.folder / "final.safetensors").read_bytes()
+    names = sorted(path.name for path in (straight.folder / "checkpoints").iterdir())
+    assert len(names) > 5
+    for cut in range(1, len(names) - 1, 2):
+        again = tmp_path / f"cut{cut}"
+        shutil.copytree(straight.folder, again)
+        for late in (
+            *(again / "checkpoints" / name for name in names[cut + 1 :]),
+            again / "final.safetensors",
+            again / "result.json",
+        ):
+            remove(late)
+        assert (driver.resume(again).folder / "final.safetensors").read_bytes() == final
+
+
+def remove(path):
+    if path.is_dir():
+        for inner in path.iterdir():
+            remove(inner)
+        path.rmdir()
+    elif path.exists():
+        path.unlink()
+
+
+def replicas(count, **options):
+    workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
+    return workload, [LocalReplica(workload, optimizer=AdamW(lr=0.01), **options) for _ in range(count)]
+
+
+def trainings(made):
+    return [Training(replica, 2, Work(shard=0, start=0, schedule=0, examples=1)) for replica in made]
+
+
+def test_measuring_leaves_no_trace():
+    workload, made = replicas(3)
+    before = made[0].params()
+    together = Together("auto", 3, workload.loss, compiled=False, tell=print)
+    together._measure(trainings(made))
+    assert made[0].params().equal(before)
+    assert not made[0].optimizer.state
+    assert made[0].steps_taken == 0
+
+
+@pytest.mark.parametrize(
+    ("one_s", "all_s", "how", "pays_from"),
+    [(0.01, 0.015, "stacked", 2), (0.01, 0.025, "stacked", 3), (0.01, 0.04, "apart", 4), (1.0, 0.1, "apart", 2)],
+)
+def test_auto_takes_what_was_faster(one_s, all_s, how, pays_from, monkeypatch):
+    workload, made = replicas(3)
+    times = iter([one_s, all_s])
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
+    told = []
+    together = Together("auto", 3, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    answers = together(trainings(made))
+    together.report()
+    together.report()
+    assert together.how == how
+    assert together._pays_from == pays_from
+    assert [news[0] for news in told] == [how]
+    assert [len(trained.losses) for _, trained in answers] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "pass_s", "why"),
+    [
+        (1, 0.01, "one island computes at a time"),
+        (2, 0.2, "one island's batch fills the device"),
+        (2, 0.01, "it was measured to be faster"),
+    ],
+)
+def test_why_islands_compute_apart_is_told(rows, pass_s, why, monkeypatch):
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
+    workload, made = replicas(rows)
+    times, told = iter([pass_s, 3 * pass_s]), []
+    together = Together("auto", rows, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together(trainings(made))
+    together.report()
+    assert told == [("apart", why)]
+
+
+@pytest.mark.parametrize(("one_s", "all_s"), [(0.01, 0.025), (0.01, 0.04)])
+def test_who_goes_on_computes_as_was_settled_before_and_measures_nothing(one_s, all_s, monkeypatch):
+    workload, made = replicas(3)
+    times, told = iter([one_s, all_s]), []
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
+    first, second = (Together("auto", 3, workload.loss, compiled=False, tell=lambda *news: told.append(news)) for _ in range(2))
+    unsettled = first.to_part()
+    first(trainings(made))
+    second.from_part(unsettled)
+    assert second.how == "auto", "nothing was settled yet"
+    second.from_part(json.loads(json.dumps(first.to_part())))
+    assert second.to_part() == first.to_part(), "also if it is saved again before anything was computed"
+    second(trainings(made))
+    second.report()
+    assert second.to_part() == first.to_part()
+    assert second.to_part()["all"] == (first.how == "stacked")
+    assert told == [], "the log says so already"
+
+
+def test_what_cannot_be_stacked_computes_apart_and_says_why():
+    workload, made = replicas(2, micro_batches=2)
+    told = []
+    together = Together("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together(trainings(made))
+    together.report()
+    assert told == [("apart", "batches are cut into pieces, so that they fill the device")]
+    with pytest.raises(ConfigError, match=r"train\.together=stacked: batches are cut"):
+        Together("stacked", 2, workload.loss, compiled=False, tell=print)(trainings(made))
+
+
+class Shorter(OneBatch):
+    """Fewer tokens in shard 1 from the second batch on."""
+
+    def batch(self, shard, position):
+        generator = torch.Generator().manual_seed(position)
+        return torch.randint(13, (2, 5 if shard and position else 9), generator=generator)
+
+
+def test_where_batches_differ_in_shape_auto_goes_on_apart_and_says_why(monkeypatch):
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
+    workload = SmallBatches(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
+    alone, stacked = ([LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)] for _ in range(2))
+    jobs = [Training(replica, 3, Work(shard=number, start=0, schedule=0, examples=1)) for number, replica in enumerate(stacked)]
+    times, told = iter([0.01, 0.012]), []
+    together = Together("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    answers = together(jobs)
+    together.report()
+    for number, replica in enumerate(alone):
+        whole = replica.train(3, jobs[number].work)
+        assert answers[number][1].losses == pytest.approx(whole.losses, rel=1e-5)
+        assert answers[number][1].tokens == whole.tokens
+        assert torch.allclose(replica.params().flat, stacked[number].params().flat, atol=1e-6)
+    ((how, why),) = told
+    assert how == "apart"
+    assert "(2, 5)" in why
+    asks = [
+        Asking(replica, Work(shard=number, start=1, schedule=0, examples=1), None, None, "batches", False)
+        for number, replica in enumerate(stacked)
+    ]
+    assert [gradient.tokens for gradient, _ in together(asks)] == [16, 8]
+    times = iter([0.01, 0.012])
+    fresh = Together("auto", 2, workload.loss, compiled=False, tell=print)
+    assert [gradient.tokens for gradient, _ in fresh(asks)] == [16, 8]
+    assert fresh.how == "apart"
+    with pytest.raises(ConfigError, match=r"train\.together=stacked: batches have the shapes .* Use train\.together=auto"):
+        Together("stacked", 2, workload.loss, compiled=False, tell=print)(jobs)
+
+
+def test_a_stack_is_gone_when_it_is_closed_and_made_again_when_it_is_needed():
+    workload, made = replicas(2)
+    together = Together("stacked", 2, workload.loss, compiled=False, tell=print)
+    together(trainings(made))
+    gone = weakref.ref(together._all)
+    gc.disable()
+    try:
+        settled = together.to_part()
+        together.close()
+        assert gone() is None, "without waiting for a collector, which knows nothing of a device's memory"
+    finally:
+        gc.enable()
+    assert together.to_part() == settled
+    together(trainings(made))
+    assert together._all is not None
+
+
+def test_a_stack_whose_batches_differ_is_gone_at_once(monkeypatch):
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
+    workload = SmallBatches(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
+    made, times = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)], iter([0.01, 0.012])
+    together = Together("auto", 2, workload.loss, compiled=False, tell=print)
+    first, second = (
+        [Training(replica, 1, Work(shard=shard, start=start, schedule=0, examples=1)) for shard, replica in enumerate(made)]
+        for start in (0, 1)
+    )
+    together(first)
+    gone = weakref.ref(together._all)
+    gc.disable()
+    try:
+        together(second)
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_stack_that_there_is_no_room_for_is_gone_at_once(monkeypatch):
+    made = []
+
+    class TooLarge(Stack):
+        def make_room(self):
+            made.append(weakref.ref(self))
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute.Stack", TooLarge)
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._FILLED_S", 60.0)  # on a machine that is busy, too
+    workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
+    replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)]
+    together, told = Together("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news)), []
+    gc.disable()
+    try:
+        together([Training(one, 1, Work(shard=at, start=0, schedule=0, examples=1)) for at, one in enumerate(replicas)])
+        assert [one() for one in made] == [None]
+    finally:
+        gc.enable()
+    together.report()
+    assert told == [("apart", "stacked it fails: OutOfMemoryError no room")]
+
+
+def test_a_module_that_fails_stacked_computes_apart():
+    class Asks(SmallBatches):
+        def loss(self, module, batch):
+            loss = super().loss(module, batch)
+            return loss * float(loss.detach() > 0)  # a number of one island cannot be asked for
+
+    workload = Asks.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
+    made = [LocalReplica(Asks(workload.model, workload.batches, 13), optimizer=AdamW(lr=0.01)) for _ in range(2)]
+    told = []
+    together = Together("auto", 2, made[0]._passes.plain_loss, compiled=False, tell=lambda *news: told.append(news))
+    assert [len(trained.losses) for _, trained in together(trainings(made))] == [2, 2]
+    together.report()
+    assert told[0][0] == "apart"
+    assert "stacked it fails" in told[0][1]

@@ -1,0 +1,84 @@
+"""What is given to a run from Python: another thing than was asked for is refused before there is a folder."""
+
+import pytest
+import torch
+
+from atoll import recipes
+from atoll.algorithms.diloco import DiLoCo
+from atoll.core.config.overrides import override
+from atoll.core.errors import ConfigError
+from atoll.engines import driver
+from atoll.runs.run import candidates
+from atoll.testing.small_runs import SMALL
+from atoll.testing.workloads import Regression
+
+RUN = override(recipes.demo_diloco(), [*SMALL, "train.steps=2", "train.warm_start_steps=0", "algorithm.inner_steps=1"], candidates)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run."""
+    return driver.run(RUN, out=tmp_path_factory.mktemp("finished") / "run").folder
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("demo-diloco", r"run='demo-diloco' is not a Run. Give one, such as atoll.recipes.demo_diloco\(\)\."),
+        (recipes.demo_diloco, r"run is the function demo_diloco, not a Run. If it returns one, call it: demo_diloco\(...\)\."),
+        (DiLoCo(inner_steps=2), r"run is a DiLoCo, not a Run. Give one, such as"),
+    ],
+)
+def test_what_is_no_run_is_refused_before_there_is_a_folder(given, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        driver.run(given, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"out=1 is not text"):
+        driver.run(RUN, out=1)
+    with pytest.raises(ConfigError, match=r"out is a Run, not text"):
+        driver.resume(RUN)
+    with pytest.raises(ConfigError, match=r"expected='demo-diloco' is not a Run"):
+        driver.resume(tmp_path, expected="demo-diloco")
+
+
+class NoLoss:
+    """A workload without a loss."""
+
+    batches = Regression().batches
+
+    def module(self):
+        return torch.nn.Linear(2, 1)
+
+    def evaluate(self, module):
+        return {"loss": 0.0}
+
+
+class NoShards(NoLoss):
+    """A workload whose batches are a list."""
+
+    batches = ()
+
+    def loss(self, module, batch):
+        return module(batch).sum()
+
+
+@pytest.mark.parametrize(
+    ("workload", "said"),
+    [
+        (
+            NoLoss(),
+            r"workload is a \S*NoLoss, not a Workload: it has no loss. Give something that has batches, module, loss, evaluate",
+        ),
+        (Regression, r"workload is the class Regression, not a Workload. Give one: Regression\(...\)\."),
+        (NoShards(), r"workload.batches=\(\) is not a Batches. Give something that has num_shards, examples, batch, tokens"),
+    ],
+)
+def test_a_workload_that_lacks_something_is_refused_before_there_is_a_folder(workload, said, tmp_path, finished):
+    with pytest.raises(ConfigError, match=said):
+        driver.run(RUN, out=tmp_path / "run", workload=workload)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=said):
+        driver.resume(finished, workload=workload)

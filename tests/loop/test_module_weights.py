@@ -1,0 +1,150 @@
+"""A user's module stays as it is, whatever it is made of."""
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.zero1 import ZeRO1
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.optim.sgd import SGD, Nesterov
+from atoll.replica.module_weights import ModuleWeights
+
+
+class Odd(nn.Module):
+    """Tied, frozen and unused weights, a buffer, and two precisions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(6, 4, dtype=torch.bfloat16)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(4, 6, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        hidden = self.norm(self.frozen(self.embed(tokens).float()))
+        return self.head(hidden.bfloat16()).float().square().mean()
+
+
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        model(torch.arange(6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_parameters_are_never_rebound_and_frozen_ones_stay():
+    model = Odd()
+    objects, places = list(model.parameters()), [parameter.data_ptr() for parameter in model.parameters()]
+    frozen, still = model.frozen.weight.clone(), model.unused.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with atoll.islands(model, optimizer, DiLoCo(inner_steps=2)) as islands:
+        train(model, optimizer, 5)
+        assert set(islands.weights()) == {"embed.weight", "norm.weight", "norm.bias", "unused"}
+    assert all(one is two for one, two in zip(model.parameters(), objects, strict=True))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.frozen.weight, frozen)
+    assert torch.equal(model.unused, still)
+    assert model.embed.weight.dtype == torch.bfloat16
+
+
+def test_agreeing_alone_on_what_one_did_changes_nothing():
+    """One island and an outer step of rate 1: the identity, in two precisions."""
+    models = [Odd(), Odd()]
+    plain, wrapped = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    train(models[0], plain, 6)
+    with atoll.islands(models[1], wrapped, DiLoCo(inner_steps=2, outer=SGD(lr=1.0))):
+        train(models[1], wrapped, 6)
+    one, other = (Tree.of(model) for model in models)
+    torch.testing.assert_close(one.flat, other.flat, rtol=1e-6, atol=1e-6)
+
+
+def test_agreed_weights_keep_digits_that_a_module_in_half_precision_has_not():
+    """Each round moves it by less than bfloat16 can tell from nothing; what the islands agreed on adds up all the same."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    model.weight.data.fill_(1.0)
+    step = 2.0**-8  # half of the distance to the next number above 1; downwards it is a whole one
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    seen = []
+    with atoll.islands(model, optimizer, DiLoCo(inner_steps=1, outer=Nesterov(lr=0.125, momentum=0.0))) as islands:
+        for _ in range(8):
+            model.weight.grad = torch.full_like(model.weight, step)
+            optimizer.step()
+            seen.append(float(model.weight.detach()))
+            agreed = float(islands._alive().state.params.flat)
+    assert agreed == 1.0 - step
+    assert seen[0] == 1.0
+    assert seen[-1] == agreed
+
+
+@pytest.mark.parametrize("algorithm", [DDP(optimizer=SGD(lr=0.1)), ZeRO1(optimizer=SGD(lr=0.1), wire="fp32")])
+def test_gradients_of_two_precisions_step_as_torch_steps_them(algorithm):
+    model, expected = Odd(), Odd()
+    with atoll.islands(model, None, algorithm) as islands:
+        model(torch.arange(6)).backward()
+        islands.step()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    train(expected, optimizer, 1)
+    torch.testing.assert_close(Tree.of(model).flat, Tree.of(expected).flat, rtol=1e-2, atol=1e-3)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_slices_of_two_precisions_do_not_travel_in_the_models_own():
+    with (
+        pytest.raises(ConfigError, match=r'differs from slice to slice\. Give the algorithm wire="fp32"'),
+        atoll.islands(Odd(), None, ZeRO1(optimizer=SGD(lr=0.1))),
+    ):
+        pass
+
+
+def test_sparse_gradients_are_taken_too():
+    model = nn.Embedding(4, 2, sparse=True)
+    model.weight.data.zero_()
+    with atoll.islands(model, None, DDP(optimizer=SGD(lr=1.0))) as islands:
+        model(torch.tensor([1, 1])).sum().backward()
+        islands.step()
+    assert model.weight.tolist() == [[0, 0], [-2, -2], [0, 0], [0, 0]]
+
+
+def test_a_module_that_changes_in_the_block_is_noticed():
+    for change in (
+        lambda model: model.frozen.requires_grad_(True),
+        lambda model: model.unused.requires_grad_(False),
+        lambda model: model.load_state_dict(model.state_dict(), assign=True),
+    ):
+        model = Odd()
+        weights = ModuleWeights(model)
+        weights.read()
+        change(model)
+        with pytest.raises(ConfigError, match="not those that it entered the block with"):
+            weights.read()
+
+
+def test_a_module_that_is_moved_in_the_block_is_noticed():
+    model = nn.Linear(2, 1)
+    weights = ModuleWeights(model)
+    model.bfloat16()
+    with pytest.raises(ConfigError, match=r"weight entered the block as torch.float32 on cpu, and is torch.bfloat16 on cpu now"):
+        weights.read()
+
+
+def test_names_are_the_modules_own_whether_it_is_compiled_or_not():
+    plain, whole, part = Odd(), torch.compile(Odd(), backend="eager"), Odd()
+    part.frozen = torch.compile(part.frozen, backend="eager")
+    for model in (whole, part):
+        assert ModuleWeights(model).layout == ModuleWeights(plain).layout
+        assert [name for name, _ in ModuleWeights(model).others()] == [name for name, _ in ModuleWeights(plain).others()]
+
+
+def test_a_module_with_nothing_to_train_is_refused():
+    with pytest.raises(ConfigError, match="no trainable parameters"):
+        ModuleWeights(nn.Linear(2, 1).requires_grad_(False))
+    with pytest.raises(ConfigError, match=r"weight is torch.complex64: .* Freeze it"):
+        ModuleWeights(nn.Linear(2, 1, dtype=torch.complex64))

@@ -1,0 +1,122 @@
+"""Steps that spare memory: the bits of the plain rule, whatever is given and wherever the outcome goes."""
+
+import pytest
+import torch
+
+from atoll.core.chunked_elementwise import CHUNK
+from atoll.core.errors import TreeGivenAway
+from atoll.core.flat_tree import Tree
+from atoll.core.pytree import trees
+from atoll.optim.adam import AdamW
+from atoll.optim.chunked_step import glance, kept_as_it_is, step
+from atoll.optim.schedules import Cosine
+from atoll.optim.sgd import SGD, Nesterov
+from atoll.testing.conformance import digests
+
+RULES = [AdamW(lr=Cosine(lr=0.1, steps=9)), AdamW(lr=0.1, weight_decay=0.5, decay="all"), Nesterov(lr=0.1), SGD(lr=0.1)]
+each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+
+
+def case(rule, numel=37, dtype=torch.float32):
+    """Weights, a gradient and a state that is not the first."""
+    generator = torch.Generator().manual_seed(0)
+    params = Tree.of({"w": torch.randn(numel // 4, 4, generator=generator), "b": torch.randn(3, generator=generator)})
+    gradient = Tree(params.layout, torch.randn(params.numel, generator=generator).to(dtype))
+    _, state = rule.update(params, params * 0.5, rule.init(params))
+    return params, gradient, state
+
+
+def given(value):
+    if isinstance(value, Tree):
+        return value.give()
+    return type(value)(*map(given, value)) if isinstance(value, tuple) else value
+
+
+@each_rule
+@pytest.mark.parametrize("numel", [37, 2 * CHUNK + 52], ids=["few", "chunks"])
+def test_a_step_has_the_bits_of_the_rule_and_a_glance_those_of_its_weights(rule, numel):
+    params, gradient, state = case(rule, numel)
+    expected = rule.update(params, (gradient / 3.0) * 0.5, state)
+    before = digests((params, state))
+    seen = glance(rule, params, gradient.copy(), state, over=3.0, times=0.5)
+    sent, new, kept = step(rule, params, gradient.copy(), state, over=3.0, times=0.5)
+    assert seen.same_bits(expected[0])
+    assert sent.same_bits(expected[0])
+    assert digests((new, kept)) == digests(expected)
+    assert kept.step == state.step + 1
+    assert digests((params, state)) == before, "what was not given is only read"
+
+
+@each_rule
+def test_a_slice_of_nothing_still_counts_the_step(rule):
+    params, gradient, _ = (value.shard(0, 100) if isinstance(value, Tree) else value for value in case(rule))
+    assert params.numel == 0
+    sent, new, state = step(rule, params, gradient, rule.init(params))
+    assert (sent.numel, new.numel, state.step) == (0, 0, 1)
+    assert glance(rule, params, gradient, state).numel == 0
+
+
+@each_rule
+def test_given_weights_and_moments_are_stepped_in_their_own_buffers(rule):
+    params, gradient, state = case(rule, 2 * CHUNK)
+    expected = digests(rule.update(params, gradient, state))
+    places = [tree.flat.data_ptr() for tree in trees((params, state))]
+    spare, moments = given(params), given(state)
+    _, new, kept = step(rule, spare, gradient, moments)
+    assert digests((new, kept)) == expected
+    assert [tree.flat.data_ptr() for tree in trees((new, kept))] == places
+    for old in trees((params, state, spare, moments)):
+        with pytest.raises(TreeGivenAway):
+            old.flat  # noqa: B018
+
+
+@each_rule
+def test_a_glance_reads_weights_and_moments_also_where_they_were_given(rule):
+    params, gradient, state = case(rule)
+    before, spare, moments = digests((params, state)), given(params), given(state)
+    glance(rule, spare, gradient, moments)
+    assert digests((spare, moments)) == before
+    assert spare.spare
+
+
+def test_the_new_weights_lie_in_the_gradients_buffer_where_they_have_its_precision():
+    rule = AdamW(lr=0.1)
+    params, gradient, state = case(rule)
+    place = gradient.flat.data_ptr()
+    assert glance(rule, params, gradient, state).flat.data_ptr() == place
+    params, gradient, state = case(rule, dtype=torch.bfloat16)
+    place = gradient.flat.data_ptr()
+    assert step(rule, params, gradient, state).sent.flat.data_ptr() == place
+    params, gradient, state = case(rule, dtype=torch.bfloat16)
+    assert step(rule, params, gradient, state, sent=torch.float32).sent.flat.dtype == torch.float32
+
+
+def test_gradients_in_half_precision_move_weights_in_single():
+    """The step is the rule's on the widened gradient; what is sent is rounded, what is kept is not."""
+    rule = AdamW(lr=1e-4)
+    params, gradient, state = case(rule, dtype=torch.bfloat16)
+    wide, _ = rule.update(params, gradient.wide() / 7.0, state)
+    sent, new, _ = step(rule, params, gradient.copy(), state, over=7.0)
+    assert new.same_bits(wide)
+    assert sent.flat.dtype == torch.bfloat16
+    assert torch.equal(sent.flat, wide.flat.bfloat16())
+    assert not torch.equal(new.flat, new.flat.bfloat16().float())
+
+
+@pytest.mark.parametrize("mark", [lambda value: value, given], ids=["kept", "given"])
+def test_without_a_step_the_same_buffers_go_on_under_plain_names(mark):
+    rule = AdamW(lr=0.1)
+    params, _, state = case(rule)
+    before, places = digests((params, state)), [tree.flat.data_ptr() for tree in trees((params, state))]
+    kept = kept_as_it_is(mark(params), mark(state))
+    assert digests(kept) == before
+    assert [tree.flat.data_ptr() for tree in trees(kept)] == places
+    assert not any(tree.spare for tree in trees(kept))
+
+
+@pytest.mark.parametrize("operation", [glance, step])
+def test_a_gradient_of_another_model_is_refused(operation):
+    rule = AdamW(lr=0.1)
+    params, _, state = case(rule)
+    with pytest.raises(ValueError, match="layout"):
+        operation(rule, params, Tree.of({"other": torch.ones(39)}), state)

@@ -1,0 +1,380 @@
+"""The inner loop: exactly what a plain PyTorch loop does with the same batches."""
+
+import math
+
+import pytest
+import torch
+
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Gradient, Work
+from atoll.optim.adam import Adam, AdamW
+from atoll.optim.schedules import WSD, Constant, Cosine
+from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.replica.evaluator import Evaluator
+from atoll.replica.local_replica import LocalReplica
+from atoll.replica.micro_batches import a_few, length
+from atoll.testing.workloads import Regression
+
+WORKLOAD = Regression(hidden=6)
+
+
+def work(start=0, shard=0):
+    return Work(shard=shard, start=start, schedule=start, examples=1)
+
+
+def torch_loop(optimizer_of, steps, clip_norm=None, lr=None):
+    module = WORKLOAD.module()
+    optimizer = optimizer_of(module.parameters())
+    for step in range(steps):
+        if lr is not None:
+            optimizer.param_groups[0]["lr"] = lr(step)
+        optimizer.zero_grad()
+        WORKLOAD.loss(module, WORKLOAD.batches.batch(0, step)).backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
+        optimizer.step()
+    return Tree.of(module)
+
+
+@pytest.mark.parametrize(
+    ("rule", "optimizer_of"),
+    [
+        (
+            AdamW(lr=0.01, weight_decay=0.1, decay="all"),
+            lambda p: torch.optim.AdamW(p, 0.01, (0.9, 0.95), weight_decay=0.1, fused=True),
+        ),
+        (Adam(lr=0.01), lambda p: torch.optim.Adam(p, 0.01, fused=True)),
+        (SGD(lr=0.05), lambda p: torch.optim.SGD(p, 0.05)),
+        (Momentum(lr=0.05, momentum=0.9), lambda p: torch.optim.SGD(p, 0.05, momentum=0.9)),
+        (Nesterov(lr=0.05, momentum=0.9), lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_training_is_a_plain_loop(rule, optimizer_of):
+    replica = LocalReplica(WORKLOAD, optimizer=rule)
+    replica.train(25, work())
+    expected = torch_loop(optimizer_of, 25)
+    if isinstance(
+        rule, Adam | AdamW
+    ):  # the fused kernel rounds the last few numbers of a tensor otherwise: those of a buffer are others
+        assert float((replica.params().flat - expected.flat).abs().max()) < 1e-6
+    else:
+        assert replica.params().equal(expected)
+
+
+def test_the_schedule_is_read_at_the_works_position():
+    schedule = Cosine(lr=0.1, steps=30, warmup=5, floor=0.01)
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=schedule))
+    for start in (0, 10, 20):
+        replica.train(10, work(start))
+    assert replica.params().equal(torch_loop(lambda p: torch.optim.SGD(p, 1.0), 30, lr=schedule))
+
+
+def test_clipping_is_torchs_clipping():
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.05), clip_norm=0.1)
+    replica.train(20, work())
+    expected = torch_loop(lambda p: torch.optim.SGD(p, 0.05), 20, clip_norm=0.1)
+    assert float((replica.params().flat - expected.flat).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 8])
+def test_micro_batches_change_nothing_but_rounding(pieces):
+    whole, cut = (LocalReplica(WORKLOAD, optimizer=AdamW(lr=0.01), micro_batches=n) for n in (1, pieces))
+    one, two = whole.train(20, work()), cut.train(20, work())
+    assert one.losses == pytest.approx(two.losses, rel=1e-4)
+    assert one.tokens == two.tokens == 20 * 8
+    assert float((whole.params().flat - cut.params().flat).abs().max()) < 1e-4
+
+
+def test_gradients_add_up():
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1))
+    at = Tree.of(WORKLOAD.module())
+    first, trained = replica.gradient(work(0), at=at)
+    alone, _ = replica.gradient(work(1))
+    both, _ = replica.gradient(work(1), onto=first)
+    assert (first.weight, both.weight) == (1.0, 2.0)
+    assert (first.tokens, both.tokens) == (8, 16)
+    assert both.sum.equal(first.sum + alone.sum)
+    assert trained.losses == [pytest.approx(WORKLOAD.loss(WORKLOAD.module(), WORKLOAD.batches.batch(0, 0)).item())]
+    assert isinstance(both, Gradient)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_saved_state_goes_on_to_the_bit_with_moments_and_randomness(dropout):
+    workload = Regression(hidden=6, dropout=dropout)
+    straight = LocalReplica(workload, optimizer=AdamW(lr=0.01), seed=5)
+    straight.train(20, work())
+    first = LocalReplica(workload, optimizer=AdamW(lr=0.01), seed=5)
+    first.train(12, work())
+    second = LocalReplica(workload, optimizer=AdamW(lr=0.01), seed=99)
+    second.load(first.params())
+    second.restore(first.state())
+    second.train(8, work(12))
+    assert second.params().equal(straight.params())
+    assert straight.draws_randomness == (dropout > 0)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_habits_are_found_out_with_two_examples_and_the_plain_loss(micro_batches):
+    class Counts(Regression):
+        def loss(self, module, batch):
+            seen.append(length(batch))
+            return super().loss(module, batch)
+
+    seen = []
+    compiled = Regression(hidden=6, dropout=0.5).loss
+    replica = LocalReplica(Counts(hidden=6, dropout=0.5), optimizer=SGD(lr=0.1), loss=compiled, micro_batches=micro_batches)
+    replica.train(2, work())
+    assert replica.draws_randomness
+    assert seen == [2]
+
+
+def test_a_replica_leaves_the_global_generator_alone():
+    replica = LocalReplica(Regression(hidden=6, dropout=0.5), optimizer=SGD(lr=0.1))
+    before = torch.get_rng_state()
+    replica.train(3, work())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_whose_tensors_do_not_all_count_examples_are_tried_whole():
+    alike, packed = {"x": torch.zeros(8, 3), "y": torch.zeros(8)}, {"tokens": torch.zeros(30), "ends": torch.zeros(4)}
+    assert [part.shape[0] for part in a_few(alike).values()] == [2, 2]
+    assert a_few(packed) is packed
+    assert length(a_few(torch.zeros(1, 3))) == 1
+
+
+def test_an_island_holds_weights_gradients_and_two_moments():
+    replica = LocalReplica(WORKLOAD, optimizer=AdamW(lr=0.01))
+    replica.train(1, work())
+    params = replica.params().nbytes
+    assert 4 * params <= replica.nbytes <= 4 * params + 16  # the step counters
+
+
+def test_evaluating_disturbs_nobody_and_switches_dropout_off():
+    workload = Regression(hidden=6, dropout=0.5)
+    evaluator, params = Evaluator(workload), Tree.of(workload.module())
+    assert evaluator(params) == evaluator(params)
+
+
+def test_one_compiled_loss_serves_every_replica_and_survives_loading():
+    """With the tracing part of torch.compile alone: generating code would change last bits and take half a minute."""
+    frames = []
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(WORKLOAD.loss, backend=backend)
+    plain = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.05))
+    for _ in range(2):
+        replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.05), loss=compiled)
+        replica.load(Tree.of(WORKLOAD.module()))
+        plain.load(Tree.of(WORKLOAD.module()))
+        replica.train(5, work())
+        plain.train(5, work())
+        assert replica.params().equal(plain.params())
+    assert len(frames) == 1
+
+
+def test_decay_spares_vectors_unless_all_is_asked_for():
+    """One step from large weights: what decays shrinks by lr times decay beyond what Adam moves, which is at most lr."""
+    big = Tree.of(WORKLOAD.module()) * 0.0 + 100.0
+    moved = {}
+    for decay in ("matrices", "all"):
+        replica = LocalReplica(WORKLOAD, optimizer=AdamW(lr=0.01, weight_decay=0.5, decay=decay))
+        replica.load(big)
+        replica.train(1, work())
+        moved[decay] = {name: float((big[name] - tensor).abs().max()) for name, tensor in replica.params().items()}
+    assert moved["matrices"]["0.weight"] > 0.4
+    assert moved["matrices"]["0.bias"] < 0.02
+    assert moved["all"]["0.bias"] > 0.4
+
+
+def test_a_batch_cannot_be_cut_into_more_pieces_than_it_has_examples():
+    with pytest.raises(ConfigError, match=r"holds 8 examples.*cut into 9.*train.micro_batches"):
+        LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1), micro_batches=9).train(1, work())
+
+
+def test_a_workload_that_returns_one_module_twice_is_found_out():
+    module = WORKLOAD.module()
+
+    class Careless(Regression):
+        def module(self):
+            return module
+
+    LocalReplica(Careless(), optimizer=SGD(lr=0.1))
+    with pytest.raises(ConfigError, match=r"must return a new module"):
+        LocalReplica(Careless(), optimizer=SGD(lr=0.1))
+
+
+# ----------------------------------------------------------------------------------------------- habits of the authors' toy
+
+
+@pytest.mark.parametrize("rule", [AdamW(lr=0.01), Adam(lr=0.01), Momentum(lr=0.05, momentum=0.9)], ids=lambda r: type(r).__name__)
+def test_a_fresh_optimizer_makes_every_round_that_of_a_new_replica(rule):
+    old = LocalReplica(WORKLOAD, optimizer=rule, fresh_optimizer=True)
+    keeping = LocalReplica(WORKLOAD, optimizer=rule)
+    for round in range(3):
+        new = LocalReplica(WORKLOAD, optimizer=rule)
+        new.load(old.params())
+        for replica in (old, new, keeping):
+            replica.train(5, work(5 * round))
+        assert old.params().equal(new.params())
+    assert not keeping.params().equal(old.params()), "moments matter here, so that forgetting them shows"
+
+
+def test_a_fresh_optimizer_has_no_moments_worth_saving_and_goes_on_to_the_bit():
+    straight, first, second = (LocalReplica(WORKLOAD, optimizer=AdamW(lr=0.01), fresh_optimizer=True) for _ in range(3))
+    straight.train(5, work())
+    straight.train(5, work(5))
+    first.train(5, work())
+    assert not any(first.state()["optimizer"])
+    second.load(first.params())
+    second.restore(first.state())
+    second.train(5, work(5))
+    assert second.params().equal(straight.params())
+
+
+def test_with_peak_first_a_round_begins_at_the_highest_rate_and_goes_on_along_the_schedule():
+    """By hand: the first step of every round of ten at 0.1, the k-th after it at the schedule's position of the round plus k."""
+    schedule = Cosine(lr=0.1, steps=30, floor=0.01)
+    rates = [0.1 if step % 10 == 0 else schedule(step) for step in range(30)]
+    assert rates[10] > schedule(10)
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=schedule), peak_first=True)
+    for start in (0, 10, 20):
+        replica.train(10, work(start))
+    assert replica.params().equal(torch_loop(lambda p: torch.optim.SGD(p, 1.0), 30, lr=lambda step: rates[step]))
+
+
+def test_the_peak_is_the_schedules_highest_rate_also_while_it_warms_up_and_a_constant_rate_is_its_own():
+    for schedule in (Cosine(lr=0.1, steps=20, warmup=10), WSD(lr=0.1, steps=20, warmup=5, decay=5), Constant(lr=0.1), 0.1):
+        one = LocalReplica(WORKLOAD, optimizer=SGD(lr=schedule), peak_first=True)
+        one.train(1, work())
+        assert one.params().equal(torch_loop(lambda p: torch.optim.SGD(p, 0.1), 1))
+
+
+# -------------------------------------------------------------------------------------------------- pieces, and what they weigh
+
+
+def piece(start, pieces):
+    return Work(shard=0, start=start, schedule=0, examples=1, pieces=pieces)
+
+
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+def test_the_pieces_of_a_batch_add_up_to_the_whole_of_it(pieces):
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1))
+    for batch in range(3):
+        whole, trained = replica.gradient(work(batch))
+        total, losses = None, []
+        for number in range(pieces):
+            given = None if total is None else total.give()
+            total, part = replica.gradient(piece(batch * pieces + number, pieces), onto=given)
+            losses += part.losses
+        assert torch.allclose(total.sum.flat / total.weight, whole.sum.flat, atol=1e-6)
+        assert (total.weight, total.tokens) == (pieces, whole.tokens)
+        assert sum(losses) / pieces == pytest.approx(trained.losses[0], rel=1e-5)
+        assert not trained.moved
+    assert replica.steps_taken == 6
+
+
+def test_gradients_are_added_in_place_where_they_were_given_and_left_alone_where_not():
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1))
+    first, _ = replica.gradient(work(0))
+    bits = first.sum.digest()
+    both, _ = replica.gradient(work(1), onto=first)
+    assert first.sum.digest() == bits
+    place = first.sum.flat.data_ptr()
+    again, _ = replica.gradient(work(1), onto=first.give())
+    assert again.sum.flat.data_ptr() == place
+    assert again.sum.equal(both.sum)
+    assert first.sum.given
+
+
+def test_a_gradient_is_taken_where_the_replica_is_unless_it_is_told_where():
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1))
+    other = Tree.of(WORKLOAD.module()) * 2.0
+    told, _ = replica.gradient(work(), at=other)
+    stays, _ = replica.gradient(work())
+    assert told.sum.equal(stays.sum)
+    assert replica.params().equal(other)
+
+
+class PaddedBatches:
+    """Batches of 8 whose last examples are padding: as many are real as `real` says, one figure a batch."""
+
+    num_shards = 1
+
+    def __init__(self, *real):
+        self.real = real
+
+    def examples(self, shard):
+        return 8
+
+    def batch(self, shard, position):
+        inputs, targets = WORKLOAD.batches.batch(shard, position)
+        return {"inputs": inputs, "targets": targets, "real": torch.arange(8) < self.real[position]}
+
+    def tokens(self, batch):
+        return int(batch["real"].sum())
+
+
+class Padded(Regression):
+    """The mean over what is real: not a number where nothing is."""
+
+    def module(self):
+        return WORKLOAD.module()
+
+    def loss(self, module, batch):
+        error = module(batch["inputs"]).squeeze(1) - batch["targets"]
+        return (error.square() * batch["real"]).sum() / batch["real"].sum()
+
+
+def slope_of(batches):
+    """Of the mean over all real examples of these batches, by plain torch."""
+    module = WORKLOAD.module()
+    parts = [{name: part[batch["real"]] for name, part in batch.items()} for batch in batches]
+    joined = {name: torch.cat([part[name] for part in parts]) for name in ("inputs", "targets")}
+    (module(joined["inputs"]).squeeze(1) - joined["targets"]).square().mean().backward()
+    return Tree.of({name: dict(module.named_parameters())[name].grad for name in Tree.of(module)})
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_weighed_by_tokens_padded_batches_are_one_batch_of_what_is_real(pieces, micro_batches):
+    """Also where a piece, or one of its micro-batches, has nothing but padding."""
+    batches = PaddedBatches(3, 8, 0, 5)
+    replica = LocalReplica(Padded(batches), optimizer=SGD(lr=0.1), micro_batches=micro_batches)
+    total = None
+    for number in range(4 * pieces):
+        given = None if total is None else total.give()
+        total, trained = replica.gradient(piece(number, pieces), onto=given, weigh="tokens")
+        assert math.isfinite(trained.losses[0])
+    assert (total.weight, total.tokens) == (16.0, 16)
+    expected = slope_of([batches.batch(0, number) for number in range(4)])
+    assert torch.allclose(total.sum.flat / total.weight, expected.flat, atol=1e-6)
+
+
+def test_micro_batches_of_a_padded_batch_weigh_what_is_real_in_them():
+    batches = PaddedBatches(5)
+    for pieces in (1, 2, 4, 8):
+        replica = LocalReplica(Padded(batches), optimizer=SGD(lr=0.1), micro_batches=pieces)
+        gradient, _ = replica.gradient(work())
+        assert torch.allclose(gradient.sum.flat, slope_of([batches.batch(0, 0)]).flat, atol=1e-6)
+
+
+def test_a_batch_of_padding_alone_adds_nothing_and_weighs_nothing():
+    replica = LocalReplica(Padded(PaddedBatches(0)), optimizer=SGD(lr=0.1))
+    gradient, trained = replica.gradient(work(), weigh="tokens")
+    assert not gradient.sum.flat.any()
+    assert (gradient.weight, gradient.tokens, trained.losses) == (0.0, 0, [0.0])
+
+
+def test_weights_that_are_lent_are_the_present_ones_without_a_copy():
+    replica = LocalReplica(Regression(hidden=3), optimizer=SGD(lr=0.1))
+    assert replica.lent().equal(replica.params())
+    assert replica.lent().flat.data_ptr() == replica.lent().flat.data_ptr() != replica.params().flat.data_ptr()
+    origin = replica.params()
+    replica.train(2, Work(shard=0, start=0, schedule=0, examples=1))
+    assert (origin - replica.lent()).equal(origin - replica.params())
+    assert replica.lent().equal(replica.params()), "reading it has changed nothing"

@@ -1,0 +1,99 @@
+"""What is held is found wherever it is, once; and the paper's formulas have the run's own widths."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from atoll.algorithms.acco import ACCO
+from atoll.algorithms.async_local_sgd import AsyncLocalSGD
+from atoll.algorithms.ddp import DDP
+from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.zero1 import ZeRO1
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Gradient, Work
+from atoll.models.gpt import GPT
+from atoll.optim.adam import AdamW
+from atoll.optim.sgd import SGD, Nesterov
+from atoll.replica.compute_jobs import Training
+from atoll.replica.local_replica import LocalReplica
+from atoll.replica.memory_accounting import STATE, Holding, by_kind, formula, hold, hold_replica, total_bytes
+from atoll.replica.vmap_stack import Stack
+from atoll.testing.island_memory import SmallBatches
+from atoll.testing.workloads import Regression
+
+
+def tree(count=10):
+    return Tree.of({"w": torch.zeros(count)})
+
+
+@dataclass
+class Record:
+    params: Tree
+    rest: object
+
+
+def test_a_storage_counts_once_and_as_what_it_was_found_as_first():
+    whole, holding = tree(), Holding()
+    hold(holding, [whole, whole.slice(0, 3)], "gradients")
+    hold(holding, {"again": (whole["w"],)}, "communication")
+    assert list(holding.values()) == [("gradients", 40)]
+
+
+def test_a_window_holds_all_of_its_buffer():
+    holding = Holding()
+    hold(holding, tree().slice(0, 1), "communication")
+    assert total_bytes(holding) == 40
+
+
+def test_gradients_are_known_by_their_type_and_a_states_own_by_their_names():
+    holding = Holding()
+    hold(holding, Record(tree(1), (Gradient(tree(2), 1.0, 1), tree(3))), "communication", frozenset({"params"}))
+    assert sorted(holding.values()) == [("communication", 12), ("gradients", 8), (STATE, 4)]
+
+
+def test_what_was_given_away_is_held_by_nobody_here():
+    given, holding = tree(), Holding()
+    given.give()
+    hold(holding, [given, None, 3, "text"], "communication")
+    assert not holding
+
+
+def test_an_island_that_left_a_stack_holds_its_own_gradients_alone():
+    workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
+    left, never = (LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2))
+    job = Training(left, 1, Work(shard=0, start=0, schedule=0, examples=1))
+    stack = Stack(left, 1, workload.loss, compiled=False)
+    stack.train([job])
+    stacked, own, expected = Holding(), Holding(), Holding()
+    hold_replica(stacked, left)
+    for replica, holding in ((left, own), (never, expected)):
+        replica.train(job.steps, job.work)
+        hold_replica(holding, replica)
+    assert by_kind(stacked, trains=True) == by_kind(own, trains=True) == by_kind(expected, trains=True)
+
+
+@pytest.mark.parametrize(("trains", "kind"), [(False, "optimizer"), (True, "copies")])
+def test_a_state_is_the_optimizers_or_a_copy_where_replicas_train(trains, kind):
+    assert by_kind({1: (STATE, 8), 2: ("parameters", 4)}, trains=trains)[kind] == 8
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "half", "single"),
+    [
+        (DDP(optimizer=AdamW()), "2+2+12", "4+4+12"),
+        (ZeRO1(optimizer=SGD(lr=0.1)), "2+2+4/3", "4+4+4/3"),
+        (ACCO(optimizer=AdamW()), "2+2+2+12/3", "4+4+4+12/3"),
+        (DiLoCo(inner_steps=1), "2+2+8+2*2", "4+4+4+2*4"),
+    ],
+    ids=["DDP", "ZeRO1 with SGD", "ACCO", "DiLoCo with Nesterov inside"],
+)
+def test_the_formulas_have_the_runs_own_widths(algorithm, half, single):
+    for text, dtype in ((half, torch.bfloat16), (single, torch.float32)):
+        paper = formula(algorithm, LocalReplica(Regression(dtype=dtype), optimizer=Nesterov()), 3)
+        assert paper.text == text
+        assert paper.per_param == eval(text)
+
+
+def test_an_algorithm_that_the_paper_has_not_has_no_formula():
+    assert formula(AsyncLocalSGD(inner_steps=1), LocalReplica(Regression(), optimizer=SGD(lr=0.1)), 3) is None

@@ -1,0 +1,171 @@
+"""Hub and workers of a run on Ray are found by what they say of themselves, and broken."""
+
+import json
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atoll.core.errors import ConfigError
+from atoll.testing.async_events import arrived
+from atoll.testing.chaos import (
+    CHAOS_LOG,
+    HUB,
+    At,
+    Chaos,
+    Cut,
+    Freeze,
+    FullDisk,
+    Kill,
+    RayChaos,
+    Script,
+    Spoil,
+    ray_processes,
+    refuse_on_ray,
+)
+
+NODE = platform.node()
+FIRST = arrived()
+
+
+def title_of(process):
+    return Path(f"/proc/{process.pid}/cmdline").read_bytes()
+
+
+def state_of(process):
+    """As Linux has it: T is one that is stopped."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def until(condition):
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+@pytest.fixture
+def processes():
+    """Two that have the title of Ray's, and one that has not."""
+    started = [
+        subprocess.Popen([title, "-c", "input()"], executable=sys.executable, stdin=subprocess.PIPE)
+        for title in ("ray::HubActor", "ray::WorkerActor.work", "somebody else")
+    ]
+    until(lambda: all(title_of(process) for process in started))  # which a process has a moment after it has begun
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def write(folder, name, *lines):
+    (folder / "logs").mkdir(exist_ok=True)
+    (folder / "logs" / f"{name}.log").write_text("".join(f"01:02:03 {line}\n" for line in lines))
+
+
+def test_hub_and_workers_are_found_as_their_logs_last_name_them(tmp_path, processes):
+    hub, worker, other = (process.pid for process in processes)
+    write(tmp_path, "hub", f"hub on {NODE}, process {other}, 1 thread(s)", f"hub on {NODE}, process {hub}, 1 thread(s)")
+    write(tmp_path, "worker-0", f"worker 0: life 0: process {worker} on {NODE}, 1 thread(s)", "worker 0: round 3: again")
+    write(tmp_path, "worker-1", f"worker 1: life 1: process {other} on {NODE}, 1 thread(s)")
+    write(tmp_path, "worker-2", f"worker 2: life 2: process {worker} on far.away, 1 thread(s)")
+    write(tmp_path, "worker-3")
+    found = ray_processes(tmp_path)
+    assert {name: process.pid for name, process in found.items()} == {HUB: hub, "worker-0": worker, "worker-1": other}
+    assert [found[name].poll() is None for name in (HUB, "worker-0", "worker-1")] == [True, True, False], "not one with its number"
+
+
+def test_a_script_kills_a_hub_and_its_clock_begins_with_the_first_update_that_arrives(tmp_path, processes):
+    hub, worker, _ = processes
+    write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
+    chaos = Chaos(Script(faults=(At(at_s=5.0, fault=Kill(victim=HUB)),)), tmp_path / "chaos.jsonl")
+    chaos.step(100.0, ray_processes(tmp_path))
+    chaos.emit(FIRST)
+    chaos.step(104.0, ray_processes(tmp_path))
+    assert hub.poll() is None
+    chaos.step(105.0, ray_processes(tmp_path))
+    assert hub.wait() == -signal.SIGKILL
+    assert ray_processes(tmp_path)[HUB].poll() is not None
+    assert worker.poll() is None
+
+
+# ---------------------------------------------------------------------------------------------- by whoever drives such a run
+
+
+def script(*faults):
+    return Script(faults=tuple(At(at_s=0.0, fault=fault) for fault in faults))
+
+
+def done(folder):
+    return [json.loads(line) for line in (folder / CHAOS_LOG).read_text().splitlines()]
+
+
+def test_faults_happen_while_whoever_drives_waits_and_victims_elsewhere_are_skipped(tmp_path, processes):
+    hub, worker, _ = processes
+    write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
+    write(tmp_path, "worker-0", f"worker 0: life 0: process {worker.pid} on {NODE}, 1 thread(s)")
+    write(tmp_path, "worker-1", f"worker 1: life 1: process {worker.pid} on far.away, 1 thread(s)")
+    with RayChaos(script(Kill(victim="worker-1"), Kill(victim=HUB)), tmp_path) as chaos:
+        assert done(tmp_path) == [], "its clock has not begun"
+        chaos.emit(FIRST)
+        assert hub.wait(timeout=20) == -signal.SIGKILL
+    assert worker.poll() is None
+    skipped, killed = done(tmp_path)
+    assert skipped["skipped"] == {"fault": "Kill", "victim": "worker-1", "why": "there is none"}
+    assert killed["did"] == {"fault": "Kill", "victim": HUB, "pid": hub.pid}
+
+
+def test_a_hub_that_is_frozen_is_thawed_when_the_run_ends_whatever_it_ends_with(tmp_path, processes):
+    hub, *_ = processes
+    write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
+
+    def interrupted(chaos):
+        chaos.emit(FIRST)
+        until(lambda: state_of(hub) == "T")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), RayChaos(script(Freeze(victim=HUB, for_s=1000.0)), tmp_path) as chaos:
+        interrupted(chaos)
+    until(lambda: state_of(hub) != "T")
+    assert [list(one)[1] for one in done(tmp_path)] == ["did", "mended"]
+
+
+def test_a_fault_that_cannot_be_written_down_does_not_happen_and_is_told_at_the_end(tmp_path, processes):
+    hub, *_ = processes
+    write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
+    chaos = RayChaos(script(Kill(victim=HUB)), tmp_path)
+    (tmp_path / CHAOS_LOG).unlink()
+    (tmp_path / CHAOS_LOG).mkdir()
+    chaos.__enter__()
+    chaos.emit(FIRST)
+    until(lambda: not chaos._thread.is_alive())
+    with pytest.raises(IsADirectoryError):
+        chaos.__exit__(None, None, None)
+    assert hub.poll() is None
+
+
+def test_what_can_happen_to_a_run_on_ray_is_let_through():
+    refuse_on_ray(script(Kill(victim=HUB), Freeze(victim="worker-1", for_s=1.0), FullDisk(victim=HUB, file_bytes=1, for_s=1.0)), 2)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (
+            script(Kill(victim="worker-2")),
+            r"has worker-2 as victims, and the run starts hub, worker-0, worker-1\. Name some of these",
+        ),
+        (script(Kill(victim="island-0000"), Kill(victim="lighthouse")), "has island-0000, lighthouse as victims"),
+        (
+            script(Cut(line="line", for_s=1.0)),
+            r"the lines line, .* there are none.*FullDisk of hub, worker-0, worker-1.*Leave out Cut",
+        ),
+        (Script(spoils=(Spoil(island=HUB, round=1, how="nan"),)), r"spoils what hub brings.*\(--elastic\).*Leave out the spoils"),
+    ],
+)
+def test_what_cannot_happen_to_a_run_on_ray_is_refused_and_what_can_is_named(script, says):
+    with pytest.raises(ConfigError, match=says):
+        refuse_on_ray(script, 2)
