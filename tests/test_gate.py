@@ -20,7 +20,7 @@ def python_files(*folders):
 def paths_of(*command):
     """The paths that a tool prints, one per line."""
     printed = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return {(ROOT / line.partition("::")[0]).resolve() for line in printed.splitlines()}
+    return {(ROOT / line.partition(":")[0]).resolve() for line in printed.splitlines()}
 
 
 def test_every_test_file_is_collected(collected):
