@@ -1,12 +1,13 @@
 # make install   the environment in .venv, and the command .venv/bin/atoll
 # make demo      several algorithms on the same simulated cluster, a table and a plot
 # make test      lint, types, tests
+# make test-slow fuzzers, soaks in small, network namespaces
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test lint types clean
+.PHONY: install demo test test-slow lint types clean
 
 install: $(STAMP)
 
@@ -22,7 +23,10 @@ demo: $(STAMP)
 	$(BIN)/atoll compare demo-ddp demo-diloco demo-async demo-acco
 
 test: $(STAMP) lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow tests
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
