@@ -21,7 +21,7 @@ from atoll.loop import context
 from atoll.loop.topology import find_place
 from atoll.loop.uneven_inputs import Company
 from atoll.optim.sgd import SGD
-from atoll.replica.module_weights import ModuleWeights
+from atoll.replica.flat_parameters import ModuleWeights
 
 
 def module(seed):

@@ -16,7 +16,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.replica.micro_batches import cut
+from atoll.replica.micro_batches import split_batch
 from atoll.runs.cluster import Cluster
 from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression
@@ -66,7 +66,7 @@ def stepped(group, algorithms):
         pieces, accumulation = getattr(algorithm, "pieces", 1), getattr(algorithm, "accumulation", 1)
         with atoll.islands(model, None, algorithm) as islands:
             for position in range(ROUNDS * accumulation):
-                for piece in cut(WORKLOAD.batches.batch(rank(), position), pieces):
+                for piece in split_batch(WORKLOAD.batches.batch(rank(), position), pieces):
                     WORKLOAD.loss(model, piece).backward()
                     islands.step()
         assert islands.rounds == ROUNDS

@@ -11,7 +11,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.optim.sgd import SGD, Nesterov
-from atoll.replica.module_weights import ModuleWeights
+from atoll.replica.flat_parameters import ModuleWeights
 
 
 class Odd(nn.Module):

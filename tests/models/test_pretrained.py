@@ -13,7 +13,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.tensor_file import read_tensors, write_tensors
 from atoll.models.pretrained import Pretrained
-from atoll.replica.flat_parameters import weights_of
+from atoll.replica.flat_parameters import trainable_weights
 from atoll.testing.pretrained import save_tiny_model
 
 TOKENS = torch.arange(60).view(2, 30)
@@ -67,7 +67,7 @@ def test_dropout_is_what_the_config_says_while_it_trains_and_none_while_it_is_ju
 
 
 def test_tied_weights_stay_tied_also_in_a_flat_buffer(folder):
-    weights = weights_of(built(folder))
+    weights = trainable_weights(built(folder))
     module = weights.module
     assert module.lm_head.weight is module.transformer.wte.weight
     weights.load(weights.read() * 2)

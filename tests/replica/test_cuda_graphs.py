@@ -8,10 +8,9 @@ from atoll.core.protocols import Work
 from atoll.engines.simulator.batched_compute import Together
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
-from atoll.replica.compute_jobs import Training
-from atoll.replica.cuda_graphs import _MOST, Replayed
-from atoll.replica.local_replica import LocalReplica
-from atoll.replica.vmap_stack import Stack
+from atoll.replica.cuda_graphs import _MAX_GRAPHS, CudaGraphCache
+from atoll.replica.local_replica import LocalReplica, TrainJob
+from atoll.replica.vmap_stack import VmapStack
 from atoll.testing.island_memory import OneBatch, SmallBatches
 
 pytestmark = [
@@ -47,7 +46,7 @@ def replicas(count, *, bf16):
 
 
 def trainings(made):
-    return [Training(replica, STEPS, Work(shard=shard, start=0, schedule=0, examples=1)) for shard, replica in enumerate(made)]
+    return [TrainJob(replica, STEPS, Work(shard=shard, start=0, schedule=0, examples=1)) for shard, replica in enumerate(made)]
 
 
 def trained_apart(bf16):
@@ -64,7 +63,7 @@ def test_recorded_and_stacked_passes_train_as_islands_do_by_themselves(rows, bf1
     expected, moved = trained_apart(bf16)
     work, made = replicas(3, bf16=bf16)
     before = [replica.params().flat.clone() for replica in made]
-    stack = Stack(made[0], rows, work.loss, compiled=True)
+    stack = VmapStack(made[0], rows, work.loss, compiled=True)
     jobs = trainings(made)
     found = [one for at in range(0, len(jobs), rows) for one in stack.train(jobs[at : at + rows])]
     for number, one in enumerate(found):
@@ -76,13 +75,13 @@ def test_recorded_and_stacked_passes_train_as_islands_do_by_themselves(rows, bf1
 
 def test_a_recorded_pass_reads_weights_where_they_lie_and_more_shapes_than_are_recorded_are_computed():
     weights = torch.ones(4, device=DEVICE)
-    replayed = Replayed(lambda batch: (weights * batch["x"]).sum())
+    replayed = CudaGraphCache(lambda batch: (weights * batch["x"]).sum())
     for turn in range(2):
         weights.fill_(turn + 2.0)
-        for rows in range(1, _MOST + 3):
+        for rows in range(1, _MAX_GRAPHS + 3):
             batch = {"x": torch.full((rows, 4), 3.0, device=DEVICE)}
             assert replayed(batch).item() == (turn + 2.0) * 3.0 * 4 * rows
-    assert len(replayed._recorded) == _MOST
+    assert len(replayed._recorded) == _MAX_GRAPHS
 
 
 def test_a_stack_that_does_not_fit_is_left_and_islands_compute_apart():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from atoll.core.flat_tree import Tree
-from atoll.replica.flat_parameters import BorrowedModule, FlatModule, weights_of
+from atoll.replica.flat_parameters import FlatModule, UnflattenedModule, trainable_weights
 
 
 def make(seed=0):
@@ -83,8 +83,8 @@ def test_a_module_that_left_its_buffer_is_noticed(leave):
 def test_mixed_dtypes_are_borrowed_and_lose_nothing():
     module = make()
     module[2].bfloat16()
-    weights = weights_of(module)
-    assert isinstance(weights, BorrowedModule)
+    weights = trainable_weights(module)
+    assert isinstance(weights, UnflattenedModule)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     weights.load(weights.read())
     assert all(torch.equal(p, before[name]) and p.dtype == before[name].dtype for name, p in module.named_parameters())
@@ -93,7 +93,7 @@ def test_mixed_dtypes_are_borrowed_and_lose_nothing():
 def test_a_borrowed_module_keeps_its_own_parameters():
     module = make()
     identities = [id(p) for p in module.parameters()], [p.data_ptr() for p in module.parameters()]
-    weights = BorrowedModule(module)
+    weights = UnflattenedModule(module)
     weights.load(weights.read() + 1.0)
     assert identities == ([id(p) for p in module.parameters()], [p.data_ptr() for p in module.parameters()])
 
@@ -122,7 +122,9 @@ def mixed():
     return module
 
 
-@pytest.mark.parametrize("kind", [lambda: FlatModule(make()), lambda: BorrowedModule(make()), lambda: weights_of(mixed())])
+@pytest.mark.parametrize(
+    "kind", [lambda: FlatModule(make()), lambda: UnflattenedModule(make()), lambda: trainable_weights(mixed())]
+)
 def test_collecting_adds_to_what_was_there_and_starts_from_zero_otherwise(kind):
     weights = kind()
     weights.collect(None)
@@ -203,7 +205,7 @@ def test_half_precision_adds_up_in_single_if_it_is_asked_to():
 
 
 def test_a_module_holds_what_it_was_loaded_with_once_that_is_in_its_precision():
-    for weights in (FlatModule(make().bfloat16()), BorrowedModule(make().bfloat16())):
+    for weights in (FlatModule(make().bfloat16()), UnflattenedModule(make().bfloat16())):
         fine = Tree.of(make(1).bfloat16()).wide() * 1.001
         weights.load(fine)
         assert weights.holds(fine)

@@ -13,7 +13,7 @@ from atoll.optim.schedules import WSD, Constant, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica
-from atoll.replica.micro_batches import a_few, length
+from atoll.replica.micro_batches import batch_length, two_examples
 from atoll.testing.workloads import Regression
 
 WORKLOAD = Regression(hidden=6)
@@ -119,7 +119,7 @@ def test_saved_state_goes_on_to_the_bit_with_moments_and_randomness(dropout):
 def test_habits_are_found_out_with_two_examples_and_the_plain_loss(micro_batches):
     class Counts(Regression):
         def loss(self, module, batch):
-            seen.append(length(batch))
+            seen.append(batch_length(batch))
             return super().loss(module, batch)
 
     seen = []
@@ -139,9 +139,9 @@ def test_a_replica_leaves_the_global_generator_alone():
 
 def test_batches_whose_tensors_do_not_all_count_examples_are_tried_whole():
     alike, packed = {"x": torch.zeros(8, 3), "y": torch.zeros(8)}, {"tokens": torch.zeros(30), "ends": torch.zeros(4)}
-    assert [part.shape[0] for part in a_few(alike).values()] == [2, 2]
-    assert a_few(packed) is packed
-    assert length(a_few(torch.zeros(1, 3))) == 1
+    assert [part.shape[0] for part in two_examples(alike).values()] == [2, 2]
+    assert two_examples(packed) is packed
+    assert batch_length(two_examples(torch.zeros(1, 3))) == 1
 
 
 def test_an_island_holds_weights_gradients_and_two_moments():

@@ -13,7 +13,7 @@ from atoll.optim.adam import Adam, AdamW
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica, torch_threads
-from atoll.replica.master_weights import in_precision, initial
+from atoll.replica.master_weights import cast_parameters, initial_weights
 from atoll.runs.cluster import Cluster
 from atoll.testing.simulated_runs import Recorder, simulate
 from atoll.testing.workloads import Regression
@@ -54,14 +54,14 @@ def work(start=0):
 
 def replica(rule=RULES[0], **options):
     made = LocalReplica(WORKLOAD, optimizer=rule, dtype=HALF, **options)
-    made.load(initial(WORKLOAD, "cpu", HALF))
+    made.load(initial_weights(WORKLOAD, "cpu", HALF))
     return made
 
 
 def test_parameters_are_cast_and_buffers_stay_as_they_are():
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     module[0].bias.requires_grad_(False)
-    in_precision(module, HALF)
+    cast_parameters(module, HALF)
     assert {p.dtype for p in module.parameters()} == {HALF}
     assert module[1].running_mean.dtype == torch.float32
 
@@ -80,7 +80,7 @@ def test_updates_too_small_for_half_precision_add_up(rule):
 
 
 def test_masters_begin_with_all_digits_of_what_was_loaded():
-    full = initial(WORKLOAD, "cpu", HALF)
+    full = initial_weights(WORKLOAD, "cpu", HALF)
     assert full.flat.dtype == torch.float32
     assert full.layout == replica().weights.layout
     assert not full.equal(full.cast(HALF).wide()), "these weights have digits that half precision has not"
@@ -129,7 +129,7 @@ def half_run(algorithm, workload=WORKLOAD):
     engine = SimEngine(
         algorithm=algorithm,
         cluster=Cluster(islands=2),
-        params=initial(workload, "cpu", HALF),
+        params=initial_weights(workload, "cpu", HALF),
         batches=workload.batches,
         make_replica=lambda island: LocalReplica(workload, optimizer=AdamW(lr=0.01), dtype=HALF),
         evaluate=Evaluator(workload, dtype=HALF),
@@ -157,7 +157,7 @@ def test_an_asynchronous_worker_has_masters_too():
 
 
 def test_weights_are_judged_in_half_precision():
-    full = initial(WORKLOAD, "cpu", HALF)
+    full = initial_weights(WORKLOAD, "cpu", HALF)
     rounded = Tree(full.layout, full.cast(HALF).wide().flat)
     judge = Evaluator(WORKLOAD, dtype=HALF)
     assert judge(full) == judge(rounded)

@@ -15,10 +15,9 @@ from atoll.core.protocols import Gradient, Work
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD, Nesterov
-from atoll.replica.compute_jobs import Training
-from atoll.replica.local_replica import LocalReplica
-from atoll.replica.memory_accounting import STATE, Holding, by_kind, formula, hold, hold_replica, total_bytes
-from atoll.replica.vmap_stack import Stack
+from atoll.replica.local_replica import LocalReplica, TrainJob
+from atoll.replica.memory_accounting import STATE, Storages, add_replica, add_storages, by_kind, paper_formula, total_bytes
+from atoll.replica.vmap_stack import VmapStack
 from atoll.testing.island_memory import SmallBatches
 from atoll.testing.workloads import Regression
 
@@ -34,42 +33,42 @@ class Record:
 
 
 def test_a_storage_counts_once_and_as_what_it_was_found_as_first():
-    whole, holding = tree(), Holding()
-    hold(holding, [whole, whole.slice(0, 3)], "gradients")
-    hold(holding, {"again": (whole["w"],)}, "communication")
+    whole, holding = tree(), Storages()
+    add_storages(holding, [whole, whole.slice(0, 3)], "gradients")
+    add_storages(holding, {"again": (whole["w"],)}, "communication")
     assert list(holding.values()) == [("gradients", 40)]
 
 
 def test_a_window_holds_all_of_its_buffer():
-    holding = Holding()
-    hold(holding, tree().slice(0, 1), "communication")
+    holding = Storages()
+    add_storages(holding, tree().slice(0, 1), "communication")
     assert total_bytes(holding) == 40
 
 
 def test_gradients_are_known_by_their_type_and_a_states_own_by_their_names():
-    holding = Holding()
-    hold(holding, Record(tree(1), (Gradient(tree(2), 1.0, 1), tree(3))), "communication", frozenset({"params"}))
+    holding = Storages()
+    add_storages(holding, Record(tree(1), (Gradient(tree(2), 1.0, 1), tree(3))), "communication", frozenset({"params"}))
     assert sorted(holding.values()) == [("communication", 12), ("gradients", 8), (STATE, 4)]
 
 
 def test_what_was_given_away_is_held_by_nobody_here():
-    given, holding = tree(), Holding()
+    given, holding = tree(), Storages()
     given.give()
-    hold(holding, [given, None, 3, "text"], "communication")
+    add_storages(holding, [given, None, 3, "text"], "communication")
     assert not holding
 
 
 def test_an_island_that_left_a_stack_holds_its_own_gradients_alone():
     workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     left, never = (LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2))
-    job = Training(left, 1, Work(shard=0, start=0, schedule=0, examples=1))
-    stack = Stack(left, 1, workload.loss, compiled=False)
+    job = TrainJob(left, 1, Work(shard=0, start=0, schedule=0, examples=1))
+    stack = VmapStack(left, 1, workload.loss, compiled=False)
     stack.train([job])
-    stacked, own, expected = Holding(), Holding(), Holding()
-    hold_replica(stacked, left)
+    stacked, own, expected = Storages(), Storages(), Storages()
+    add_replica(stacked, left)
     for replica, holding in ((left, own), (never, expected)):
         replica.train(job.steps, job.work)
-        hold_replica(holding, replica)
+        add_replica(holding, replica)
     assert by_kind(stacked, trains=True) == by_kind(own, trains=True) == by_kind(expected, trains=True)
 
 
@@ -90,10 +89,10 @@ def test_a_state_is_the_optimizers_or_a_copy_where_replicas_train(trains, kind):
 )
 def test_the_formulas_have_the_runs_own_widths(algorithm, half, single):
     for text, dtype in ((half, torch.bfloat16), (single, torch.float32)):
-        paper = formula(algorithm, LocalReplica(Regression(dtype=dtype), optimizer=Nesterov()), 3)
+        paper = paper_formula(algorithm, LocalReplica(Regression(dtype=dtype), optimizer=Nesterov()), 3)
         assert paper.text == text
         assert paper.per_param == eval(text)
 
 
 def test_an_algorithm_that_the_paper_has_not_has_no_formula():
-    assert formula(AsyncLocalSGD(inner_steps=1), LocalReplica(Regression(), optimizer=SGD(lr=0.1)), 3) is None
+    assert paper_formula(AsyncLocalSGD(inner_steps=1), LocalReplica(Regression(), optimizer=SGD(lr=0.1)), 3) is None

@@ -11,9 +11,8 @@ from atoll.models.gpt import GPT
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Nesterov
-from atoll.replica.compute_jobs import Asking, Training
-from atoll.replica.local_replica import LocalReplica
-from atoll.replica.vmap_stack import Ragged, Stack, why_not
+from atoll.replica.local_replica import GradientJob, LocalReplica, TrainJob
+from atoll.replica.vmap_stack import RaggedBatches, VmapStack, why_not_stackable
 from atoll.testing.island_memory import OneBatch, SmallBatches
 
 torch.set_num_threads(1)
@@ -50,8 +49,8 @@ def work(shard: int, start: int = 0, schedule: int = 0, pieces: int = 1) -> Work
     return Work(shard=shard, start=start, schedule=schedule, examples=1, pieces=pieces)
 
 
-def stack(like: LocalReplica, rows: int) -> Stack:
-    return Stack(like, rows, workload().loss, compiled=False)
+def stack(like: LocalReplica, rows: int) -> VmapStack:
+    return VmapStack(like, rows, workload().loss, compiled=False)
 
 
 def close(one: Tree, two: Tree) -> bool:
@@ -64,7 +63,7 @@ def test_a_stack_trains_each_island_as_it_would_train_by_itself(rule):
     rows = stack(together[0], 4)
     for start in (0, 4):  # twice: moments are carried over
         expected = [replica.train(4, work(0, start + number)) for number, replica in enumerate(alone)]
-        found = rows.train([Training(replica, 4, work(0, start + number)) for number, replica in enumerate(together)])
+        found = rows.train([TrainJob(replica, 4, work(0, start + number)) for number, replica in enumerate(together)])
         for one, two in zip(expected, found, strict=True):
             assert two.losses == pytest.approx(one.losses, rel=1e-4)
             assert two.tokens == one.tokens
@@ -79,7 +78,7 @@ def test_islands_with_fewer_steps_are_through_earlier_and_rates_may_differ():
     alone, together = replicas(3, rule), replicas(3, rule)
     todo = [(5, work(0, 0, schedule=0)), (2, work(0, 3, schedule=4)), (3, work(0, 1, schedule=4))]
     expected = [replica.train(steps, at) for replica, (steps, at) in zip(alone, todo, strict=True)]
-    found = stack(together[0], 3).train([Training(r, steps, at) for r, (steps, at) in zip(together, todo, strict=True)])
+    found = stack(together[0], 3).train([TrainJob(r, steps, at) for r, (steps, at) in zip(together, todo, strict=True)])
     assert [len(trained.losses) for trained in found] == [5, 2, 3]
     for one, two, a, b in zip(expected, found, alone, together, strict=True):
         assert two.losses == pytest.approx(one.losses, rel=1e-4)
@@ -93,7 +92,7 @@ def test_moments_go_on_whether_an_island_is_stacked_or_steps_by_itself():
     rows = stack(mixed[0], 2)
     mixed[0].train(2, work(0))  # by itself, then stacked with one that has no moments yet, then by itself again
     mixed[1].train(2, work(0))
-    rows.train([Training(replica, 2, work(0, 2)) for replica in mixed])
+    rows.train([TrainJob(replica, 2, work(0, 2)) for replica in mixed])
     for replica in mixed:
         replica.train(2, work(0, 4))
     for one, two in zip(alone, mixed, strict=True):
@@ -106,7 +105,7 @@ def test_fresh_moments_are_fresh_in_a_stack_too():
     for start in (0, 3):
         for replica in alone:
             replica.train(3, work(0, start))
-        rows.train([Training(replica, 3, work(0, start)) for replica in together])
+        rows.train([TrainJob(replica, 3, work(0, start)) for replica in together])
     assert close(alone[1].params(), together[1].params())
 
 
@@ -117,7 +116,7 @@ def test_gradients_are_those_of_each_island_added_onto_what_there_was(pieces):
     before: list[object] = [None] * 3
     stacked: list[object] = [None] * 3
     for start in range(3):
-        asks = [Asking(r, work(0, start + n, pieces=pieces), at, stacked[n], "tokens", False) for n, r in enumerate(together)]
+        asks = [GradientJob(r, work(0, start + n, pieces=pieces), at, stacked[n], "tokens", False) for n, r in enumerate(together)]
         for number, replica in enumerate(alone):
             ask = work(0, start + number, pieces=pieces)
             before[number], _ = replica.gradient(ask, at=at, onto=before[number], weigh="tokens")
@@ -143,8 +142,8 @@ def test_where_batches_differ_in_shape_islands_have_taken_the_steps_before(shard
         for _ in range(2)
     )
     asked = [(replica, work(number * shard)) for number, replica in enumerate(together)]
-    with pytest.raises(Ragged, match=r"shapes .*\(2, 7\).*\(2, 9\)") as seen:
-        stack(together[0], 2).train([Training(replica, 5, what) for replica, what in asked])
+    with pytest.raises(RaggedBatches, match=r"shapes .*\(2, 7\).*\(2, 9\)") as seen:
+        stack(together[0], 2).train([TrainJob(replica, 5, what) for replica, what in asked])
     rest = [replica.train(5, what, after=len(taken.losses)) for (replica, what), taken in zip(asked, seen.value.taken, strict=True)]
     for number, replica in enumerate(alone):
         whole, taken = replica.train(5, work(number * shard)), seen.value.taken[number]
@@ -157,8 +156,8 @@ def test_where_batches_differ_in_shape_islands_have_taken_the_steps_before(shard
 
 def test_gradients_of_batches_that_differ_in_shape_are_refused_before_anything_is_counted():
     two = [LocalReplica(workload(Shorter), optimizer=RULES[0]) for _ in range(2)]
-    asks = [Asking(replica, work(number, 2), None, None, "batches", False) for number, replica in enumerate(two)]
-    with pytest.raises(Ragged):
+    asks = [GradientJob(replica, work(number, 2), None, None, "batches", False) for number, replica in enumerate(two)]
+    with pytest.raises(RaggedBatches):
         stack(two[0], 2).gradients(asks)
     assert [replica.steps_taken for replica in two] == [0, 0]
 
@@ -171,11 +170,11 @@ class Dropping(SmallBatches):
 
 
 def test_what_cannot_be_stacked_is_told():
-    assert why_not(LocalReplica(workload(), optimizer=RULES[0])) == ""
-    assert "pieces" in why_not(LocalReplica(workload(), optimizer=RULES[0], micro_batches=2))
-    assert "masters" in why_not(LocalReplica(workload(), optimizer=RULES[0], dtype=torch.bfloat16))
+    assert why_not_stackable(LocalReplica(workload(), optimizer=RULES[0])) == ""
+    assert "pieces" in why_not_stackable(LocalReplica(workload(), optimizer=RULES[0], micro_batches=2))
+    assert "masters" in why_not_stackable(LocalReplica(workload(), optimizer=RULES[0], dtype=torch.bfloat16))
     drops = Dropping(MODEL, Positions(torch.zeros(2, 9, dtype=torch.int64)), 31)
-    assert "random" in why_not(LocalReplica(drops, optimizer=RULES[0]))
+    assert "random" in why_not_stackable(LocalReplica(drops, optimizer=RULES[0]))
 
 
 class Besides(torch.nn.Module):
@@ -213,9 +212,9 @@ def test_buffers_that_stay_are_stacked_and_buffers_that_change_are_not(persisten
 
     Stays.persistent = Counts.persistent = persistent
     batches = Positions(torch.zeros(2, 9, dtype=torch.int64))
-    assert why_not(LocalReplica(Stays(MODEL, batches, 31), optimizer=RULES[0])) == ""
+    assert why_not_stackable(LocalReplica(Stays(MODEL, batches, 31), optimizer=RULES[0])) == ""
     counting = LocalReplica(Counts(MODEL, batches, 31), optimizer=RULES[0])
-    assert "buffers that change" in why_not(counting)
+    assert "buffers that change" in why_not_stackable(counting)
     assert float(counting.weights.module.seen) == 0, "finding out leaves no trace"
 
 
@@ -223,7 +222,7 @@ def test_a_parameter_that_the_loss_does_not_use_is_stepped_as_by_an_island_alone
     batches = Positions(torch.zeros(2, 9, dtype=torch.int64))
     one, two = (LocalReplica(BesidesBatches(MODEL, batches, 31), optimizer=RULES[0]) for _ in range(2))
     one.train(2, work(0))
-    Stack(two, 2, BesidesBatches(MODEL, batches, 31).loss, compiled=False).train([Training(two, 2, work(0))])
+    VmapStack(two, 2, BesidesBatches(MODEL, batches, 31).loss, compiled=False).train([TrainJob(two, 2, work(0))])
     assert close(one.params(), two.params())
     assert not torch.equal(two.params()["unused"], torch.ones(3, 3)), "it decays"
 
@@ -248,7 +247,7 @@ def test_batches_may_be_any_mapping():
     wrapped = Wrapped(MODEL, WrappedPositions(torch.zeros(2, 9, dtype=torch.int64)), 31)
     for replica in together:
         replica.batches = wrapped.batches
-    Stack(together[0], 2, wrapped.loss, compiled=False).train([Training(replica, 2, work(0)) for replica in together])
+    VmapStack(together[0], 2, wrapped.loss, compiled=False).train([TrainJob(replica, 2, work(0)) for replica in together])
     for one, two in zip(alone, together, strict=True):
         one.train(2, work(0))
         assert close(one.params(), two.params())

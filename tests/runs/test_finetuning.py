@@ -21,7 +21,7 @@ from atoll.models.pretrained import Pretrained
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
-from atoll.replica.flat_parameters import weights_of
+from atoll.replica.flat_parameters import trainable_weights
 from atoll.runs.cluster import Cluster
 from atoll.runs.finetuning import FinetuningWorkload
 from atoll.runs.run import Keep, Run, Train
@@ -259,4 +259,4 @@ def test_another_models_tokenizer_is_refused(workload):
 
 
 def test_the_weights_lie_in_one_buffer_as_those_of_other_models(workload):
-    assert type(weights_of(workload.module())).__name__ == "FlatModule"
+    assert type(trainable_weights(workload.module())).__name__ == "FlatModule"

@@ -14,7 +14,7 @@ from typing import Any
 from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.events import Computed, Evaluated, RoundFinished, RunFinished, UpdateSkipped
 from atoll.core.protocols import Sink
-from atoll.replica.local_replica import Trained
+from atoll.replica.local_replica import ComputeResult
 
 MOST_SKIPPED = 20
 """Updates in a row, before a run is given up."""
@@ -98,7 +98,7 @@ class Books:
         end_s: float,
         steps: int,
         batches: float,
-        trained: Trained,
+        trained: ComputeResult,
         round: int | None = None,
         device: int | None = None,
     ) -> Computed:

@@ -31,7 +31,7 @@ from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.warm_start import Cache as Cache
 from atoll.engines.warm_start import WarmStart, load_data, warm_up
 from atoll.replica.evaluator import Evaluator
-from atoll.replica.master_weights import initial
+from atoll.replica.master_weights import initial_weights
 from atoll.runs.finetuning import check_given
 from atoll.runs.folder import RunFolder, default_path, write_text
 from atoll.runs.run import Run, device_of, dtype_of
@@ -300,7 +300,7 @@ def refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> None
         data = load_data(run, cache)
         plain = plain_workload(run, data)
         if not needs_weights(run):  # which are still to be trained
-            island_workload(run, data, initial(plain, device_of(run), dtype_of(run)))
+            island_workload(run, data, initial_weights(plain, device_of(run), dtype_of(run)))
 
 
 def check_complete(workload: Workload | None) -> None:

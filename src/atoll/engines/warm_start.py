@@ -21,7 +21,7 @@ from atoll.core.tensor_file import load_tree, read_tensors, save_tree
 from atoll.engines.build import loss_of, replica_of
 from atoll.optim.schedules import WSD, at
 from atoll.replica.local_replica import torch_threads
-from atoll.replica.master_weights import initial
+from atoll.replica.master_weights import initial_weights
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.workloads import Loaded, dealt, fingerprint, whole
 
@@ -120,7 +120,7 @@ def _common(run: Run, cache: Cache, origin: str, make: Callable[[], WarmStart]) 
 
 def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float], None]) -> WarmStart:
     """Plain training of one replica: the inner rule at a constant rate after a warm-up. The schedule proper comes later."""
-    steps, begin = run.train.warm_start_steps, initial(workload, device_of(run), dtype_of(run))
+    steps, begin = run.train.warm_start_steps, initial_weights(workload, device_of(run), dtype_of(run))
     if steps == 0:
         return WarmStart(begin, 0, float("nan"))
     replica = replica_of(_plain(run), workload, loss_of(run, workload), island=-1)

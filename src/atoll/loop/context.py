@@ -25,8 +25,8 @@ from atoll.loop.settings import Settings
 from atoll.loop.state_dict import Saved, unpack_state
 from atoll.loop.topology import Place, find_place
 from atoll.loop.uneven_inputs import Company
-from atoll.replica.exchange_precision import check_travels
-from atoll.replica.module_weights import ModuleWeights
+from atoll.replica.flat_parameters import ModuleWeights
+from atoll.replica.master_weights import check_exchange_dtype
 
 _LAST_WORDS_S = 1.0
 """How long a process that ends waits for its last words to be posted, which they are at once unless an exchange is stuck."""
@@ -44,7 +44,7 @@ class Live:
     def __init__(self, settings: Settings, optimizer: IslandsOptimizer | None, saved: Saved | None) -> None:
         self._settings, self._optimizer = settings, optimizer
         self._module = ModuleWeights(settings.model)
-        check_travels(settings.algorithm, self._module.layout)
+        check_exchange_dtype(settings.algorithm, self._module.layout)
         check_optimizer(settings, self._module, optimizer)
         self.place = find_place(settings.mesh, settings.limit_s)
         self._check_whole()

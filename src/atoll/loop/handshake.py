@@ -16,7 +16,7 @@ from atoll.loop.notices import warn
 from atoll.loop.settings import Settings
 from atoll.loop.state_dict import Saved
 from atoll.loop.topology import Place
-from atoll.replica.module_weights import ModuleWeights
+from atoll.replica.flat_parameters import ModuleWeights
 
 
 class Entry:

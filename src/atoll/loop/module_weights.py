@@ -12,7 +12,7 @@ from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
 from atoll.engines.processes.collectives import Wire
 from atoll.engines.processes.communication_thread import Line
-from atoll.replica.module_weights import ModuleWeights
+from atoll.replica.flat_parameters import ModuleWeights
 
 
 class Weights(Protocol):

@@ -22,7 +22,7 @@ from atoll.engines.processes.communication_thread import Request
 from atoll.engines.processes.round_record import Meeting
 from atoll.loop.notices import warn
 from atoll.loop.uneven_inputs import Company
-from atoll.replica.module_weights import local
+from atoll.replica.flat_parameters import local
 
 _KEPT = "What was last agreed on is in islands.state_dict()."
 

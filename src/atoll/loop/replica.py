@@ -10,7 +10,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Weigh, Work
 from atoll.engines.processes.communication_thread import Request
 from atoll.loop.module_weights import Weights, loses_digits, with_digits
-from atoll.replica.module_weights import ModuleWeights
+from atoll.replica.flat_parameters import ModuleWeights
 
 Form = Literal["train", "gradient"]
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.protocols import Workload
-from atoll.replica.flat_parameters import FlatModule, Weights, copy_buffers, weights_of
-from atoll.replica.master_weights import in_precision
+from atoll.replica.flat_parameters import FlatModule, TrainableWeights, copy_buffers, trainable_weights
+from atoll.replica.master_weights import cast_parameters
 
 Part = TypeVar("Part")
 Pass = Callable[[nn.Module, str, Part], Tensor | None]
 """Adds the gradient of a part of a batch to that of the module on this device; the part's share of the loss, if it has any."""
 
 
-class Helpers:
+class DataParallelDevices:
     """The further devices.
 
     Args:
@@ -36,10 +36,14 @@ class Helpers:
 
     def __init__(self, workload: Workload, devices: Sequence[str], dtype: torch.dtype | None) -> None:
         self.devices = tuple(devices)
-        self.copies: list[Weights] = [weights_of(in_precision(workload.module().to(device), dtype)) for device in devices]
+        self.copies: list[TrainableWeights] = [
+            trainable_weights(cast_parameters(workload.module().to(device), dtype)) for device in devices
+        ]
         self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="device")
 
-    def backward(self, own: Weights, device: str, parts: Sequence[Part], compute: Pass[Part], *, in_turn: bool) -> Tensor | None:
+    def backward(
+        self, own: TrainableWeights, device: str, parts: Sequence[Part], compute: Pass[Part], *, in_turn: bool
+    ) -> Tensor | None:
         """Adds the gradient of all parts to the module's own.
 
         Args:
@@ -53,7 +57,7 @@ class Helpers:
         for copy in self.copies:  # before anybody computes: a pass may change them
             copy_buffers(copy.module, dict(own.module.named_buffers()))
 
-        def help_with(copy: Weights, there: str, part: Part) -> Tensor | None:
+        def help_with(copy: TrainableWeights, there: str, part: Part) -> Tensor | None:
             torch.set_num_threads(threads)
             with torch.cuda.device(there) if there.startswith("cuda") else nullcontext():
                 copy.load(weights)
@@ -78,7 +82,7 @@ class Helpers:
         }
 
 
-def _add(own: Weights, copy: Weights) -> None:
+def _add(own: TrainableWeights, copy: TrainableWeights) -> None:
     """The gradients of a copy, to the replica's own."""
     if isinstance(own, FlatModule):
         own.gather_gradient()

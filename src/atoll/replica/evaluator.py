@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Workload
-from atoll.replica.flat_parameters import copy_buffers, weights_of
-from atoll.replica.master_weights import in_precision
+from atoll.replica.flat_parameters import copy_buffers, trainable_weights
+from atoll.replica.master_weights import cast_parameters
 
 
 class Evaluator:
@@ -18,7 +18,7 @@ class Evaluator:
 
     def __init__(self, workload: Workload, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
         self._workload = workload
-        self._weights = weights_of(in_precision(workload.module().to(device), dtype))
+        self._weights = trainable_weights(cast_parameters(workload.module().to(device), dtype))
 
     def load(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> None:
         """Take these weights, and buffers if the module has some, judging nothing."""

@@ -7,22 +7,22 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Batches
-from atoll.replica.data_parallel import Helpers
-from atoll.replica.flat_parameters import Weights
-from atoll.replica.micro_batches import a_few, cut, length, to_device
+from atoll.replica.data_parallel import DataParallelDevices
+from atoll.replica.flat_parameters import TrainableWeights
+from atoll.replica.micro_batches import batch_length, split_batch, to_device, two_examples
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passes:
+class ForwardBackward:
     """What a replica computes gradients with.
 
     Attributes:
@@ -35,12 +35,12 @@ class Passes:
         autocast: run forward passes in bfloat16 (CUDA only).
     """
 
-    weights: Weights
+    weights: TrainableWeights
     batches: Batches
     loss: Loss
     plain_loss: Loss
     device: str
-    helpers: Helpers | None
+    helpers: DataParallelDevices | None
     autocast: bool
 
     def backward(self, batch: Any, weight: float, *, micro_batches: int, in_turn: bool) -> Tensor:
@@ -68,7 +68,7 @@ class Passes:
         """A pass, on this device alone, of which nothing comes. With the plain loss: what a compiler makes of it draws as often. Of
         a few examples: a plain pass over a whole batch may need more memory than all that is computed later."""
         self.weights.collect(None)
-        few = [(a_few(self.batches.batch(0, 0)), 1.0)]
+        few = [(two_examples(self.batches.batch(0, 0)), 1.0)]
         self._pass(self.weights.module, self.device, few, weight=1.0, loss=self.plain_loss)
         self.weights.collected()
 
@@ -80,8 +80,8 @@ class Passes:
     def _pieces(self, batch: Any, micro_batches: int) -> list[tuple[Any, float | None]]:
         """The batch in pieces for all devices, and each one's share of its mean loss; none for what cannot be learnt from."""
         devices = 1 if self.helpers is None else 1 + len(self.helpers.devices)
-        pieces = list(cut(batch, micro_batches * devices))
-        size = sum(length(piece) for piece in pieces)
+        pieces = list(split_batch(batch, micro_batches * devices))
+        size = sum(batch_length(piece) for piece in pieces)
         if size < len(pieces):
             raise ConfigError(
                 f"a batch, or piece of one, holds {size} examples and is to be cut into {len(pieces)}: each needs at least one. "
@@ -104,3 +104,31 @@ class Passes:
             (mean if weight == 1.0 else mean * weight).backward()  # type: ignore[no-untyped-call]
             total = mean.detach() if total is None else total + mean.detach()
         return total
+
+
+class ModuleTraits(NamedTuple):
+    """What a step does besides: draw from torch's global generators, as dropout does; change something in the module that is no
+    parameter, as BatchNorm does."""
+
+    draws_randomness: bool
+    changes_buffers: bool
+
+
+def probe_module(module: nn.Module, device: str, step: Callable[[], object]) -> ModuleTraits:
+    """Takes a step of this module on this device, and leaves no trace of it."""
+    on_cuda = device.startswith("cuda")
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        before = _generators(on_cuda)
+        step()
+        draws = not all(torch.equal(one, two) for one, two in zip(before, _generators(on_cuda), strict=True))
+    changes = False
+    for name, buffer in module.named_buffers():
+        changes = changes or not torch.equal(buffer, buffers[name])
+        buffer.copy_(buffers[name])
+    return ModuleTraits(draws, changes)
+
+
+def _generators(on_cuda: bool) -> list[Tensor]:
+    """The states of those that everybody draws from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]

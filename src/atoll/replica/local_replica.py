@@ -10,24 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, ReadsAhead, Weigh, Work, Workload
+from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Schedule, at
-from atoll.replica.data_parallel import Helpers
-from atoll.replica.flat_parameters import Weights, copy_buffers, weights_of
-from atoll.replica.forward_backward import Loss, Passes
+from atoll.optim.sgd import SGD, Nesterov
+from atoll.replica.data_parallel import DataParallelDevices
+from atoll.replica.flat_parameters import TrainableWeights, copy_buffers, trainable_weights
+from atoll.replica.forward_backward import ForwardBackward, Loss, ModuleTraits, probe_module
 from atoll.replica.master_weights import InnerRule as InnerRule
-from atoll.replica.master_weights import Masters, in_precision, needs_masters
-from atoll.replica.micro_batches import cut
-from atoll.replica.module_probe import Habits, habits_of
-from atoll.replica.torch_optimizer import torch_optimizer
+from atoll.replica.master_weights import MasterWeights, cast_parameters, needs_master_weights
+from atoll.replica.micro_batches import split_batch
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Trained(NamedTuple):
+class ComputeResult(NamedTuple):
     """What some steps brought: the loss of each, the tokens read in all, and whether the weights moved."""
 
     losses: list[float]
@@ -83,7 +83,7 @@ class LocalReplica:
         fresh_optimizer: bool = False,
         peak_first: bool = False,
     ) -> None:
-        self.weights: Weights = weights_of(in_precision(workload.module().to(device), dtype))
+        self.weights: TrainableWeights = trainable_weights(cast_parameters(workload.module().to(device), dtype))
         self.steps_taken = 0
         self.trains = False
         """Whether it has been asked to, and not for gradients alone."""
@@ -94,14 +94,14 @@ class LocalReplica:
         self.optimizer = torch_optimizer(optimizer, *self.weights.groups())
         self.row: tuple[int, int] | None = None
         """Where its gradients lie, and how many bytes they are, if it computed in a stack last."""
-        self._masters: Masters | None = None
+        self._masters: MasterWeights | None = None
         """Made when a module in half precision is first trained: whoever asks for gradients alone keeps masters of its own."""
         self._full: Tree | None = None
         """The weights that were loaded last, until something is computed, if they have digits that the module has not."""
         self.clip_norm, self.micro_batches = clip_norm, micro_batches
         self.device = device
-        self._helpers = Helpers(workload, more_devices, dtype) if more_devices else None
-        self._passes = Passes(
+        self._helpers = DataParallelDevices(workload, more_devices, dtype) if more_devices else None
+        self._passes = ForwardBackward(
             weights=self.weights,
             batches=workload.batches,
             loss=loss or workload.loss,
@@ -118,7 +118,7 @@ class LocalReplica:
         self.weights.load(params)
         if self._masters is not None:
             self._masters.load(params)
-        elif needs_masters(self.weights):
+        elif needs_master_weights(self.weights):
             self._full = params if params.flat.dtype.itemsize > params.layout.dtype.itemsize else None
 
     def params(self) -> Tree:
@@ -131,7 +131,7 @@ class LocalReplica:
         """The present weights without a copy where that is possible, to be read before anything is computed again."""
         return self.weights.lent() if self._masters is None and self._full is None else self.params()
 
-    def train(self, steps: int, work: Work, after: int = 0) -> Trained:
+    def train(self, steps: int, work: Work, after: int = 0) -> ComputeResult:
         """Take `steps` optimizer steps on consecutive batches.
 
         Args:
@@ -155,9 +155,9 @@ class LocalReplica:
                     masters.step(self.rate(step, work), self.clip_norm)
                 self.steps_taken += 1
         # One wait for the device at the end, not one per step.
-        return Trained([float(loss) for loss in torch.stack(losses).tolist()], tokens)
+        return ComputeResult([float(loss) for loss in torch.stack(losses).tolist()], tokens)
 
-    def begin_round(self) -> Masters | None:
+    def begin_round(self) -> MasterWeights | None:
         """Before the first of some steps; returns the masters, if it is they who step."""
         self.trains = True
         masters = self._masters = self._masters or self._make_masters()
@@ -179,7 +179,7 @@ class LocalReplica:
         onto: Gradient | None = None,
         weigh: Weigh = "batches",
         wide: bool = False,
-    ) -> tuple[Gradient, Trained]:
+    ) -> tuple[Gradient, ComputeResult]:
         """The gradient of the batch, or piece of one, that `work` begins with; see `protocols.Replica`."""
         self.row = None
         batch, tokens, weight = self.read_piece(work, weigh, at)
@@ -187,7 +187,7 @@ class LocalReplica:
             self.weights.collect(None if onto is None else onto.sum, wide=wide)
             # A batch without tokens has nothing to learn from: its mean loss need not be a number.
             loss = self._backward(batch, weight) if weight else torch.zeros(())
-        return self.counted(work, self.weights.collected(), weight, tokens, onto), Trained([float(loss)], tokens, moved=False)
+        return self.counted(work, self.weights.collected(), weight, tokens, onto), ComputeResult([float(loss)], tokens, moved=False)
 
     def read_piece(self, work: Work, weigh: Weigh, at: Tree | None) -> tuple[Any, int, float]:
         """Before a gradient: takes the weights that it is to be of. Returns its batch, or piece of one, the tokens in it, and its
@@ -197,7 +197,7 @@ class LocalReplica:
         self._full = None
         batch = next(self.read(1, replace(work, start=work.start // work.pieces)))
         if work.pieces > 1:
-            batch = list(cut(batch, work.pieces))[work.start % work.pieces]
+            batch = list(split_batch(batch, work.pieces))[work.start % work.pieces]
         tokens = self.batches.tokens(batch)
         return batch, tokens, float(tokens) if weigh == "tokens" else 1.0
 
@@ -207,12 +207,12 @@ class LocalReplica:
         before = (0.0, 0) if onto is None else (onto.weight, onto.tokens)
         return Gradient(total, before[0] + weight, before[1] + tokens)
 
-    def _make_masters(self) -> Masters | None:
+    def _make_masters(self) -> MasterWeights | None:
         """None where the module has single precision itself."""
-        if not needs_masters(self.weights):
+        if not needs_master_weights(self.weights):
             return None
         full, self._full = self._full or self.weights.read(), None
-        return Masters(self.weights, self.rule, full)
+        return MasterWeights(self.weights, self.rule, full)
 
     def _step(self, lr: float) -> None:
         self._clip()
@@ -250,12 +250,12 @@ class LocalReplica:
 
     @property
     def draws_randomness(self) -> bool:
-        return self.habits.draws_randomness
+        return self.traits.draws_randomness
 
     @cached_property
-    def habits(self) -> Habits:
+    def traits(self) -> ModuleTraits:
         """Replicas of one kind have the same."""
-        return habits_of(self.weights.module, self.device, self._passes.try_a_few)
+        return probe_module(self.weights.module, self.device, self._passes.try_a_few)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
@@ -306,7 +306,7 @@ class LocalReplica:
                 }
         self._masters = None
         if state["masters"] is not None:
-            self._masters = Masters(self.weights, self.rule, self.weights.read())
+            self._masters = MasterWeights(self.weights, self.rule, self.weights.read())
             self._masters.restore(state["masters"])
         self._random = state["random"].clone()
         self.steps_taken = state["steps"]
@@ -334,3 +334,55 @@ class LocalReplica:
 def peak(lr: float | Schedule) -> float:
     """The highest rate of a schedule."""
     return lr.lr if isinstance(lr, Schedule) else lr
+
+
+def torch_optimizer(rule: InnerRule, matrices: Sequence[nn.Parameter], rest: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's own optimizer for an inner rule. Two groups: what decays, and what does not."""
+    lr = at(rule.lr, 0)
+    if isinstance(rule, AdamW):
+        spared = rule.weight_decay if rule.decay == "all" else 0.0
+        groups = [{"params": matrices, "weight_decay": rule.weight_decay}, {"params": rest, "weight_decay": spared}]
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, lr=lr, betas=rule.betas, eps=rule.eps, fused=True)
+    parameters = [*matrices, *rest]
+    if isinstance(rule, Adam):
+        return torch.optim.Adam(parameters, lr=lr, betas=rule.betas, eps=rule.eps, fused=True)
+    momentum = 0.0 if isinstance(rule, SGD) else rule.momentum
+    nesterov = isinstance(rule, Nesterov)
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=rule.weight_decay)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainJob:
+    """Some steps of one replica."""
+
+    replica: LocalReplica
+    steps: int
+    work: Work
+
+    def __call__(self) -> tuple[None, ComputeResult]:
+        return None, self.replica.train(self.steps, self.work)
+
+    def first_batch(self) -> Any:
+        return next(self.replica.read(1, self.work))
+
+
+@dataclass(frozen=True, eq=False)
+class GradientJob:
+    """A gradient of one replica; see `protocols.Replica.gradient`."""
+
+    replica: LocalReplica
+    work: Work
+    at: Tree | None
+    onto: Gradient | None
+    weigh: Weigh
+    wide: bool
+
+    def __call__(self) -> tuple[Gradient, ComputeResult]:
+        return self.replica.gradient(self.work, at=self.at, onto=self.onto, weigh=self.weigh, wide=self.wide)
+
+    def first_batch(self) -> Any:
+        return self.replica.read_piece(self.work, self.weigh, self.at)[0]
+
+
+ComputeJob = TrainJob | GradientJob

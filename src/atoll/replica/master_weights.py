@@ -19,18 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.chunked_elementwise import trees_in, with_trees
+from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
-from atoll.core.protocols import Workload
+from atoll.core.protocols import HoldsWeights, Workload
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.chunked_step import step
 from atoll.optim.sgd import SGD, Momentum, Nesterov
-from atoll.replica.flat_parameters import FlatModule, Weights
+from atoll.replica.flat_parameters import FlatModule, TrainableWeights
 
 InnerRule = AdamW | Adam | SGD | Momentum | Nesterov
 
 
-def in_precision(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """The module with its parameters in this dtype, frozen ones too; none leaves them. Buffers stay as they are: tables of
     positions and running means are not what takes the memory, and they need their digits."""
     for parameter in module.parameters():
@@ -39,7 +40,7 @@ def in_precision(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return module
 
 
-def initial(workload: Workload, device: str, dtype: torch.dtype | None = None) -> Tree:
+def initial_weights(workload: Workload, device: str, dtype: torch.dtype | None = None) -> Tree:
     """The weights that a workload's module begins with, in all their digits, for a module in this dtype."""
     tree = Tree.of(workload.module().to(device))
     if dtype is None:
@@ -47,12 +48,12 @@ def initial(workload: Workload, device: str, dtype: torch.dtype | None = None) -
     return Tree(Layout(tuple(replace(piece, dtype=dtype) for piece in tree.layout.pieces)), tree.wide().flat)
 
 
-def needs_masters(weights: Weights) -> bool:
+def needs_master_weights(weights: TrainableWeights) -> bool:
     """Whether all that is trained has half precision. Where a module's dtypes are mixed, that is its owner's choice."""
     return isinstance(weights, FlatModule) and weights.layout.dtype.itemsize < torch.float32.itemsize
 
 
-class Masters:
+class MasterWeights:
     """The weights of a module in single precision, and an optimizer for them.
 
     Args:
@@ -61,7 +62,7 @@ class Masters:
         params: what they begin with, in any precision.
     """
 
-    def __init__(self, weights: Weights, rule: InnerRule, params: Tree) -> None:
+    def __init__(self, weights: TrainableWeights, rule: InnerRule, params: Tree) -> None:
         self._weights, self._rule = weights, rule
         wide = params.wide()
         self._params = wide.copy() if wide is params else wide
@@ -125,3 +126,13 @@ def _filled(state: Any, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     items = [_filled(item, leaves) for item in state]
     return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
+
+
+def check_exchange_dtype(algorithm: Any, layout: Layout) -> None:
+    """Refuses slices of several precisions, where each travels in its own: islands would send each other what nobody expects."""
+    dtypes = {piece.dtype for piece in layout.pieces}
+    if isinstance(algorithm, HoldsWeights) and len(dtypes) > 1 and getattr(algorithm, "wire", "") == "own":
+        raise ConfigError(
+            f"the model has parameters in {sorted(map(str, dtypes))}, and slices of it travel in the precision of the model, which "
+            f'differs from slice to slice. Give the algorithm wire="fp32".'
+        )

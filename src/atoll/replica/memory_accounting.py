@@ -34,11 +34,11 @@ from atoll.replica.local_replica import LocalReplica
 STATE = "state"
 """Of what lies in a State, until it is known whether the replica trains: the optimizer's, or copies."""
 
-Holding = dict[int, tuple[str, int]]
+Storages = dict[int, tuple[str, int]]
 """What is held: for each storage its kind and its bytes."""
 
 
-def hold(holding: Holding, value: Any, kind: str, named: frozenset[str] = frozenset()) -> None:
+def add_storages(holding: Storages, value: Any, kind: str, named: frozenset[str] = frozenset()) -> None:
     """Add the storages in a nested value. What is known already stays what it is.
 
     Args:
@@ -76,20 +76,20 @@ def _records(items: Iterable[tuple[Any, Any]], kind: str, named: frozenset[str])
         yield from _tensors(item, STATE if name in named else kind, named)
 
 
-def hold_replica(holding: Holding, replica: LocalReplica) -> None:
+def add_replica(holding: Storages, replica: LocalReplica) -> None:
     """Add what a replica holds. Not while it computes."""
     for kind, tensors in replica.tensors().items():
-        hold(holding, tensors, kind)
+        add_storages(holding, tensors, kind)
     if replica.row is not None:  # a part of a storage, which is all islands' together
         address, num_bytes = replica.row
         holding.setdefault(address, ("gradients", num_bytes))
 
 
-def total_bytes(holding: Holding) -> int:
+def total_bytes(holding: Storages) -> int:
     return sum(num_bytes for _, num_bytes in holding.values())
 
 
-def by_kind(holding: Holding, *, trains: bool) -> dict[str, int]:
+def by_kind(holding: Storages, *, trains: bool) -> dict[str, int]:
     """Bytes of each kind."""
     sums = dict.fromkeys(MEMORY_KINDS, 0)
     for kind, num_bytes in holding.values():
@@ -101,7 +101,7 @@ def by_kind(holding: Holding, *, trains: bool) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Formula:
+class MemoryFormula:
     """What an algorithm takes by ACCO's paper (arXiv 2406.02613, Table 1), in bytes a parameter.
 
     Attributes:
@@ -114,7 +114,7 @@ class Formula:
     per_param: float
 
 
-def formula(algorithm: Any, replica: LocalReplica, islands: int) -> Formula | None:
+def paper_formula(algorithm: Any, replica: LocalReplica, islands: int) -> MemoryFormula | None:
     """The paper's formula with this run's own widths; none of an algorithm that the paper does not have.
 
     The paper has weights of 2 bytes and an optimizer of 12: masters in single precision and Adam's two moments. Here weights have
@@ -124,17 +124,17 @@ def formula(algorithm: Any, replica: LocalReplica, islands: int) -> Formula | No
     width = replica.weights.layout.dtype.itemsize
     if isinstance(algorithm, DiLoCo):
         optimizer = 4 * _moments(replica.rule) + (4 if width < 4 else 0)
-        return Formula(f"{width}+{width}+{optimizer}+2*{width}", 4 * width + optimizer)
+        return MemoryFormula(f"{width}+{width}+{optimizer}+2*{width}", 4 * width + optimizer)
     if not isinstance(algorithm, DDP | ZeRO1 | ACCO | DPU | WP):
         return None
     optimizer = 4 + 4 * _moments(algorithm.rule)
     if isinstance(algorithm, DDP):
-        return Formula(f"{width}+{width}+{optimizer}", 2 * width + optimizer)
+        return MemoryFormula(f"{width}+{width}+{optimizer}", 2 * width + optimizer)
     gradients = width + 4 if algorithm.sums == "fp32" and width < 4 else width  # added up beside the module's own
     travelling = {"own": width, "bf16": 2, "fp32": 4}[algorithm.wire]
     buffer = [] if isinstance(algorithm, ZeRO1) and travelling == width else [travelling]  # ZeRO-1's gradients travel as they lie
     whole = [width, gradients, *buffer]
-    return Formula("+".join(map(str, whole)) + f"+{optimizer}/{islands}", sum(whole) + optimizer / islands)
+    return MemoryFormula("+".join(map(str, whole)) + f"+{optimizer}/{islands}", sum(whole) + optimizer / islands)
 
 
 def _moments(rule: Any) -> int:

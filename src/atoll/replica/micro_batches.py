@@ -9,55 +9,55 @@ import torch
 from torch import Tensor
 
 
-def cut(batch: Any, pieces: int) -> Iterator[Any]:
+def split_batch(batch: Any, pieces: int) -> Iterator[Any]:
     """The batch in pieces along its first dimension."""
     if pieces == 1:
         yield batch
     elif isinstance(batch, Tensor):
         yield from torch.tensor_split(batch, pieces)
     elif isinstance(batch, Mapping):
-        for parts in zip(*(cut(item, pieces) for item in batch.values()), strict=True):
+        for parts in zip(*(split_batch(item, pieces) for item in batch.values()), strict=True):
             yield dict(zip(batch, parts, strict=True))
     else:
-        for parts in zip(*(cut(item, pieces) for item in batch), strict=True):
+        for parts in zip(*(split_batch(item, pieces) for item in batch), strict=True):
             yield type(batch)(parts)
 
 
-def a_few(batch: Any) -> Any:
+def two_examples(batch: Any) -> Any:
     """Two of its examples: one would be too few for BatchNorm. All of it where tensors differ in their first dimension, which then
     need not count examples.
 
     >>> a_few({"tokens": torch.zeros(16, 3)})["tokens"].shape
     torch.Size([2, 3])
     """
-    lengths = {part.shape[0] if part.dim() else 0 for part in tensors_of(batch)}
-    return next(cut(batch, max(1, min(lengths) // 2))) if len(lengths) == 1 else batch
+    lengths = {part.shape[0] if part.dim() else 0 for part in batch_tensors(batch)}
+    return next(split_batch(batch, max(1, min(lengths) // 2))) if len(lengths) == 1 else batch
 
 
-def length(batch: Any) -> int:
+def batch_length(batch: Any) -> int:
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
     return batch.shape[0]
 
 
 def to_device(batch: Any, device: str) -> Any:
-    return batch if device == "cpu" else mapped(lambda part: part.to(device, non_blocking=True), batch)
+    return batch if device == "cpu" else map_tensors(lambda part: part.to(device, non_blocking=True), batch)
 
 
-def tensors_of(batch: Any) -> Iterator[Tensor]:
+def batch_tensors(batch: Any) -> Iterator[Tensor]:
     """All that a batch holds, in order."""
     if isinstance(batch, Tensor):
         yield batch
     else:
         for item in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from tensors_of(item)
+            yield from batch_tensors(item)
 
 
-def mapped(function: Callable[..., Tensor], *batches: Any) -> Any:
+def map_tensors(function: Callable[..., Tensor], *batches: Any) -> Any:
     """A batch of what the function makes of each tensor, or of the tensors at the same place in several batches."""
     first = batches[0]
     if isinstance(first, Tensor):
         return function(*batches)
     if isinstance(first, Mapping):
-        return {name: mapped(function, *(batch[name] for batch in batches)) for name in first}
-    return type(first)(mapped(function, *items) for items in zip(*batches, strict=True))
+        return {name: map_tensors(function, *(batch[name] for batch in batches)) for name in first}
+    return type(first)(map_tensors(function, *items) for items in zip(*batches, strict=True))

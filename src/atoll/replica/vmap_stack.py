@@ -22,17 +22,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient
-from atoll.replica.compute_jobs import Asking, Training
-from atoll.replica.cuda_graphs import Replayed
+from atoll.replica.cuda_graphs import CudaGraphCache
 from atoll.replica.flat_parameters import FlatModule
 from atoll.replica.forward_backward import Loss
-from atoll.replica.local_replica import LocalReplica, Trained
+from atoll.replica.local_replica import ComputeResult, GradientJob, LocalReplica, TrainJob, torch_optimizer
 from atoll.replica.master_weights import InnerRule
-from atoll.replica.micro_batches import mapped, tensors_of, to_device
-from atoll.replica.torch_optimizer import torch_optimizer
+from atoll.replica.micro_batches import batch_tensors, map_tensors, to_device
 
 
-def why_not(replica: LocalReplica) -> str:
+def why_not_stackable(replica: LocalReplica) -> str:
     """Why such replicas cannot be stacked; nothing if they can."""
     if not isinstance(replica.weights, FlatModule):
         return "the parameters have several precisions"
@@ -42,29 +40,29 @@ def why_not(replica: LocalReplica) -> str:
         return "batches are cut into pieces, so that they fill the device"
     if replica.draws_randomness:
         return "the module draws random numbers, and each island has its own"
-    if replica.habits.changes_buffers:
+    if replica.traits.changes_buffers:
         return "the module has buffers that change, and each island has its own"
     return ""
 
 
-def replayable(replica: LocalReplica, compiled: bool) -> bool:
+def uses_cuda_graphs(replica: LocalReplica, compiled: bool) -> bool:
     """Whether a pass of one row is worth while too: it is recorded."""
     return compiled and replica.device.startswith("cuda")
 
 
-class Ragged(Exception):
+class RaggedBatches(Exception):
     """Batches have different shapes, and cannot be stacked.
 
     Attributes:
         taken: what each of the islands had trained before that was seen. Their weights and moments are those after it.
     """
 
-    def __init__(self, why: str, taken: Sequence[Trained] = ()) -> None:
+    def __init__(self, why: str, taken: Sequence[ComputeResult] = ()) -> None:
         super().__init__(why)
         self.taken = taken
 
 
-class Stack:
+class VmapStack:
     """Rows for islands.
 
     Args:
@@ -82,9 +80,9 @@ class Stack:
         self._leaves = {f"module.{name}": view.detach().requires_grad_() for name, view in self._views(self._params).items()}
         self._into = list(self._views(self._grads).values())
         matrices = sum(part.numel() for part in like.weights.groups()[0])
-        self._rows = [_Row(params, grads, matrices) for params, grads in zip(self._params, self._grads, strict=True)]
+        self._rows = [_StackRow(params, grads, matrices) for params, grads in zip(self._params, self._grads, strict=True)]
         self._weights = torch.ones(rows, device=like.device)
-        one = _Lossy(like.weights.module, loss)
+        one = _LossModule(like.weights.module, loss)
 
         def losses(leaves: dict[str, Tensor], batches: Any) -> Tensor:
             each: Tensor = torch.vmap(lambda leaf, batch: functional_call(one, leaf, (batch,)))(leaves, batches)
@@ -94,7 +92,7 @@ class Stack:
             torch._dynamo.eval_frame.reset_code(losses.__code__)  # type: ignore[attr-defined]
         # Not with sizes that may change: vmap cannot be traced so.
         self._losses: Callable[[dict[str, Tensor], Any], Tensor] = torch.compile(losses, dynamic=False) if compiled else losses
-        self._pass: Callable[[Any], Tensor] = Replayed(self._once) if replayable(like, compiled) else self._once
+        self._pass: Callable[[Any], Tensor] = CudaGraphCache(self._once) if uses_cuda_graphs(like, compiled) else self._once
 
     def _views(self, stacked: Tensor) -> dict[str, Tensor]:
         """Each parameter of all rows."""
@@ -111,7 +109,7 @@ class Stack:
         """Gives back what passes were recorded in; nothing is computed any more."""
         self._pass = _closed
 
-    def train(self, trainings: Sequence[Training]) -> list[Trained]:
+    def train(self, trainings: Sequence[TrainJob]) -> list[ComputeResult]:
         """What each replica would do by itself. Those that have fewer steps to take are through earlier.
 
         Raises:
@@ -122,7 +120,7 @@ class Stack:
             row.enter(training.replica)
         readers = [training.replica.read(training.steps, training.work) for training in trainings]
         tokens, losses = [0] * len(trainings), list[Tensor]()
-        stepping, shapes = _Stepping(self._like.rule), None
+        stepping, shapes = _RowOptimizers(self._like.rule), None
         for step in range(max(training.steps for training in trainings)):
             if any(training.replica.stopped() for training in trainings):
                 raise CancelledError("nobody waits for these steps any more")
@@ -132,7 +130,7 @@ class Stack:
             shapes = shapes or next(iter(found))
             if found != {shapes}:
                 self._leave(trainings)
-                raise Ragged(
+                raise RaggedBatches(
                     f"batches have the shapes {sorted({str(shapes), *map(str, found)})}", _taken(trainings, losses, tokens)
                 )
             losses.append(self._backward(batches))
@@ -145,11 +143,11 @@ class Stack:
         self._leave(trainings)
         return _taken(trainings, losses, tokens)
 
-    def _leave(self, trainings: Sequence[Training]) -> None:
+    def _leave(self, trainings: Sequence[TrainJob]) -> None:
         for row, training in zip(self._rows, trainings, strict=False):
             row.leave(training.replica)
 
-    def gradients(self, asked: Sequence[Asking]) -> list[tuple[Gradient, Trained]]:
+    def gradients(self, asked: Sequence[GradientJob]) -> list[tuple[Gradient, ComputeResult]]:
         """What each replica would do by itself.
 
         Raises:
@@ -161,7 +159,7 @@ class Stack:
             row.load(ask.replica)
         batches = {number: batch for number, (batch, _, _) in enumerate(read)}
         if len(found := {_shapes(batch) for batch in batches.values()}) > 1:
-            raise Ragged(f"batches have the shapes {sorted(map(str, found))}")
+            raise RaggedBatches(f"batches have the shapes {sorted(map(str, found))}")
         losses = self._backward(batches, [weight for _, _, weight in read]).tolist()
         answers = []
         for row, ask, (_, tokens, weight), loss in zip(rows, asked, read, losses, strict=False):
@@ -171,7 +169,7 @@ class Stack:
             mine = Tree(self._layout, row.grads)
             total = mine.copy() if ask.onto is None else ask.onto.sum + mine
             gradient = ask.replica.counted(ask.work, total, weight, tokens, ask.onto)
-            answers.append((gradient, Trained([float(loss)], tokens, moved=False)))
+            answers.append((gradient, ComputeResult([float(loss)], tokens, moved=False)))
         return answers
 
     def pass_over(self, batches: Sequence[Any]) -> None:
@@ -208,7 +206,7 @@ class Stack:
     def _stacked(self, batches: dict[int, Any]) -> Any:
         idle = next(iter(batches.values()))
         each = [batches.get(number, idle) for number in range(len(self))]
-        return mapped(lambda *parts: torch.stack(parts), *each)
+        return map_tensors(lambda *parts: torch.stack(parts), *each)
 
     def _clip(self) -> None:
         if self._like.clip_norm is not None:
@@ -217,20 +215,22 @@ class Stack:
 
 
 def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(part.shape) for part in tensors_of(batch))
+    return tuple(tuple(part.shape) for part in batch_tensors(batch))
 
 
-def _taken(trainings: Sequence[Training], losses: Sequence[Tensor], tokens: Sequence[int]) -> list[Trained]:
+def _taken(trainings: Sequence[TrainJob], losses: Sequence[Tensor], tokens: Sequence[int]) -> list[ComputeResult]:
     """What came of the steps that were taken; the device is waited for once."""
     table: list[list[float]] = torch.stack(list(losses)).tolist() if losses else []
-    return [Trained([row[number] for row in table[: training.steps]], tokens[number]) for number, training in enumerate(trainings)]
+    return [
+        ComputeResult([row[number] for row in table[: training.steps]], tokens[number]) for number, training in enumerate(trainings)
+    ]
 
 
 def _closed(batches: Any) -> Tensor:
     raise AssertionError("this stack is closed")
 
 
-class _Lossy(nn.Module):
+class _LossModule(nn.Module):
     """A module whose output is its loss: what can be called with other parameters."""
 
     def __init__(self, module: nn.Module, loss: Loss) -> None:
@@ -242,7 +242,7 @@ class _Lossy(nn.Module):
         return self._loss(self.module, batch)
 
 
-class _Row:
+class _StackRow:
     """One row of the stack: the weights of the island that computes in it. Its moments are the island's own."""
 
     def __init__(self, params: Tensor, grads: Tensor, matrices: int) -> None:
@@ -267,14 +267,14 @@ class _Row:
         replica.weights.load(Tree(replica.weights.layout, self._params))
 
 
-class _Stepping:
+class _RowOptimizers:
     """Steps rows, for the length of one stretch: those that take the same rate by one optimizer."""
 
     def __init__(self, rule: InnerRule) -> None:
         self._rule = rule
         self._made: dict[tuple[int, ...], torch.optim.Optimizer] = {}
 
-    def step(self, rows: Mapping[int, _Row], rates: Mapping[int, float]) -> None:
+    def step(self, rows: Mapping[int, _StackRow], rates: Mapping[int, float]) -> None:
         for rate in dict.fromkeys(rates.values()):
             numbers = tuple(number for number in rows if rates[number] == rate)
             if numbers not in self._made:
@@ -283,7 +283,7 @@ class _Stepping:
                 group["lr"] = rate
             self._made[numbers].step()
 
-    def _optimizer(self, rows: Sequence[_Row]) -> torch.optim.Optimizer:
+    def _optimizer(self, rows: Sequence[_StackRow]) -> torch.optim.Optimizer:
         matrices, rest = ([row.parts[kind] for row in rows if row.parts[kind].numel()] for kind in (0, 1))
         optimizer = torch_optimizer(self._rule, matrices, rest)
         for row in rows:

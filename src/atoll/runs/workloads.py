@@ -28,9 +28,9 @@ from atoll.data.tokenizer import Tokenizer
 from atoll.models.gpt import GPT, Decoder
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained
-from atoll.replica.flat_parameters import weights_of
+from atoll.replica.flat_parameters import trainable_weights
 from atoll.replica.local_replica import torch_threads
-from atoll.replica.master_weights import in_precision
+from atoll.replica.master_weights import cast_parameters
 from atoll.runs.finetuning import FinetuningWorkload
 from atoll.runs.run import Run, device_of, dtype_of
 
@@ -148,7 +148,7 @@ def _features(run: Run, loaded: Loaded, params: Tree) -> Features | None:
         return None
     device, module = device_of(run), plain_workload(run, loaded).module()
     assert isinstance(module, Decoder)
-    weights_of(in_precision(module.to(device), dtype_of(run))).load(params)
+    trainable_weights(cast_parameters(module.to(device), dtype_of(run))).load(params)
 
     def features(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         with torch.no_grad(), torch_threads(run.cluster.threads_per_island):

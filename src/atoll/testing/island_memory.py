@@ -16,7 +16,7 @@ from atoll.models.gpt import GPT, Decoder
 from atoll.optim.adam import AdamW
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import InnerRule, LocalReplica
-from atoll.replica.master_weights import initial
+from atoll.replica.master_weights import initial_weights
 from atoll.testing.echo_peers import EchoPeers, EchoReplica, take_turns
 from atoll.testing.storage_tracker import Site, Storages
 
@@ -130,7 +130,7 @@ def hold(
 
 def _begun(algorithm: Algorithm[Any], workload: SmallBatches, replica: LocalReplica, peers: EchoPeers, dtype: Any) -> Any:
     """The first State, of weights that nobody else holds."""
-    params = initial(workload, replica.device, dtype)
+    params = initial_weights(workload, replica.device, dtype)
     replica.load(params)
     return algorithm.init(params, peers)
 

@@ -13,7 +13,7 @@ from atoll.engines.ray.messages import Told, bits_of, dtype_name, tree_over
 from atoll.engines.ray.worker import Worker, WorkerOrder
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica
-from atoll.replica.master_weights import initial
+from atoll.replica.master_weights import initial_weights
 from atoll.testing.workloads import Regression
 
 
@@ -42,7 +42,7 @@ class FakeHub:
     """Answers pulls as it is told to, and remembers what it is brought."""
 
     def __init__(self, made, words, verdicts=(), hello=""):
-        self.weights = initial(made.workload, "cpu")
+        self.weights = initial_weights(made.workload, "cpu")
         self.words, self.verdicts, self.reason = list(words), list(verdicts), hello
         self.hellos, self.pulls, self.pushed, self.begun, self.asked_again = [], [], [], [], []
 

@@ -17,9 +17,8 @@ from atoll.engines import driver
 from atoll.engines.simulator.batched_compute import Together
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
-from atoll.replica.compute_jobs import Asking, Training
-from atoll.replica.local_replica import LocalReplica
-from atoll.replica.vmap_stack import Stack
+from atoll.replica.local_replica import GradientJob, LocalReplica, TrainJob
+from atoll.replica.vmap_stack import VmapStack
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import read_events
 from atoll.testing.island_memory import OneBatch, SmallBatches
@@ -122,7 +121,7 @@ def replicas(count, **options):
 
 
 def trainings(made):
-    return [Training(replica, 2, Work(shard=0, start=0, schedule=0, examples=1)) for replica in made]
+    return [TrainJob(replica, 2, Work(shard=0, start=0, schedule=0, examples=1)) for replica in made]
 
 
 def test_measuring_leaves_no_trace():
@@ -214,7 +213,7 @@ def test_where_batches_differ_in_shape_auto_goes_on_apart_and_says_why(monkeypat
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
     workload = SmallBatches(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
     alone, stacked = ([LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)] for _ in range(2))
-    jobs = [Training(replica, 3, Work(shard=number, start=0, schedule=0, examples=1)) for number, replica in enumerate(stacked)]
+    jobs = [TrainJob(replica, 3, Work(shard=number, start=0, schedule=0, examples=1)) for number, replica in enumerate(stacked)]
     times, told = iter([0.01, 0.012]), []
     together = Together("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
     answers = together(jobs)
@@ -228,7 +227,7 @@ def test_where_batches_differ_in_shape_auto_goes_on_apart_and_says_why(monkeypat
     assert how == "apart"
     assert "(2, 5)" in why
     asks = [
-        Asking(replica, Work(shard=number, start=1, schedule=0, examples=1), None, None, "batches", False)
+        GradientJob(replica, Work(shard=number, start=1, schedule=0, examples=1), None, None, "batches", False)
         for number, replica in enumerate(stacked)
     ]
     assert [gradient.tokens for gradient, _ in together(asks)] == [16, 8]
@@ -263,7 +262,7 @@ def test_a_stack_whose_batches_differ_is_gone_at_once(monkeypatch):
     made, times = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)], iter([0.01, 0.012])
     together = Together("auto", 2, workload.loss, compiled=False, tell=print)
     first, second = (
-        [Training(replica, 1, Work(shard=shard, start=start, schedule=0, examples=1)) for shard, replica in enumerate(made)]
+        [TrainJob(replica, 1, Work(shard=shard, start=start, schedule=0, examples=1)) for shard, replica in enumerate(made)]
         for start in (0, 1)
     )
     together(first)
@@ -279,19 +278,19 @@ def test_a_stack_whose_batches_differ_is_gone_at_once(monkeypatch):
 def test_a_stack_that_there_is_no_room_for_is_gone_at_once(monkeypatch):
     made = []
 
-    class TooLarge(Stack):
+    class TooLarge(VmapStack):
         def make_room(self):
             made.append(weakref.ref(self))
             raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("atoll.engines.simulator.batched_compute.Stack", TooLarge)
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute.VmapStack", TooLarge)
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._FILLED_S", 60.0)  # on a machine that is busy, too
     workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)]
     together, told = Together("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news)), []
     gc.disable()
     try:
-        together([Training(one, 1, Work(shard=at, start=0, schedule=0, examples=1)) for at, one in enumerate(replicas)])
+        together([TrainJob(one, 1, Work(shard=at, start=0, schedule=0, examples=1)) for at, one in enumerate(replicas)])
         assert [one() for one in made] == [None]
     finally:
         gc.enable()

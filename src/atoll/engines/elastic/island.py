@@ -36,7 +36,7 @@ from atoll.engines.processes.spec import refuse_too_many_devices
 from atoll.engines.processes.wall_clock import Limit
 from atoll.engines.warm_start import Cache, WarmStart, load_data, warm_up
 from atoll.replica.evaluator import Evaluator
-from atoll.replica.master_weights import initial
+from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import device_of, dtype_of
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
@@ -118,7 +118,7 @@ class Island:
         if self._folder is not None:
             warm = warm_up(run, plain, file=self._folder.warm_start, cache=None, sink=Silent())
         else:  # whoever joins is given the weights
-            warm = WarmStart(initial(plain, device_of(run), dtype_of(run)), 0, math.nan)
+            warm = WarmStart(initial_weights(plain, device_of(run), dtype_of(run)), 0, math.nan)
         workload = island_workload(run, data, warm.params)
         origin = {"run": digest_without_size(run), "data": fingerprint(workload)}
         number = _number(self._name)

@@ -34,8 +34,8 @@ from atoll.engines.processes.round_record import Diary
 from atoll.engines.processes.store_messages import Journal
 from atoll.engines.processes.wall_clock import Limit, WallClock
 from atoll.engines.replicated_state import given, on_device, shared_fields, waiting_tokens, with_shared
-from atoll.replica.exchange_precision import check_travels
 from atoll.replica.local_replica import LocalReplica
+from atoll.replica.master_weights import check_exchange_dtype
 
 _ALIVE_S = 0.5  # between two signs of life
 
@@ -124,7 +124,7 @@ class DistEngine:
     def _seated(self, model: LocalReplica | ShardedModel, inside: Algorithm[Any] | None, params: Tree, pause_s: float) -> Seat:
         self._dealing.check_shared(self.world.size, self.algorithm, inside)
         for one in (self.algorithm, inside):
-            check_travels(one, params.layout)
+            check_exchange_dtype(one, params.layout)
         if inside is not None:
             check_sliced(self.algorithm)
         common: dict[str, Any] = {"deal": self._deal, "diary": lambda: self._diary, "clock": self.clock}

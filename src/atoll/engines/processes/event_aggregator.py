@@ -11,7 +11,7 @@ from atoll.core.events import Compared, Event, Exchanged, UpdateSkipped
 from atoll.core.protocols import Sink
 from atoll.engines.accounting import Books
 from atoll.engines.processes.round_record import Diary, Likeness, Meeting
-from atoll.replica.local_replica import Trained
+from atoll.replica.local_replica import ComputeResult
 
 
 class Clerk:
@@ -60,7 +60,7 @@ class Clerk:
         for rank, diary in enumerate(diaries):
             island, device = divmod(rank, self._devices)
             for one in diary.stretches:
-                trained = Trained([one.loss], one.tokens, moved=False)
+                trained = ComputeResult([one.loss], one.tokens, moved=False)
                 at = device if self._inside else None
                 yield self._books.computed(
                     self._numbers[island], one.start_s, one.end_s, one.steps, one.batches, trained, device=at

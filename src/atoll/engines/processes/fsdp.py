@@ -30,11 +30,10 @@ from atoll.engines.processes.process_group import World
 from atoll.engines.processes.round_record import Diary, Stretch
 from atoll.engines.processes.wall_clock import WallClock
 from atoll.optim.schedules import at
-from atoll.replica.flat_parameters import copy_buffers
+from atoll.replica.flat_parameters import ModuleWeights, copy_buffers
 from atoll.replica.forward_backward import Loss
+from atoll.replica.local_replica import torch_optimizer
 from atoll.replica.micro_batches import to_device
-from atoll.replica.module_weights import ModuleWeights
-from atoll.replica.torch_optimizer import torch_optimizer
 
 
 class ShardedModel:

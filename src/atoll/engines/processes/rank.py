@@ -40,7 +40,7 @@ from atoll.engines.processes.wall_clock import Limit
 from atoll.engines.warm_start import Cache, WarmStart, load_data, warm_up
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
-from atoll.replica.master_weights import initial
+from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
@@ -210,7 +210,7 @@ class Share:
             world.leave_word("warm", json.dumps([warm.tokens, repr(warm.loss)]))
         else:
             tokens, loss = json.loads(world.word("warm", of=0))
-            warm = WarmStart(initial(plain, self._device, dtype_of(run)), tokens, float(loss))
+            warm = WarmStart(initial_weights(plain, self._device, dtype_of(run)), tokens, float(loss))
         deals_by_weights = self._given is None and needs_weights(run)
         return self._handed_out(warm) if deals_by_weights or not resuming else warm
 

@@ -12,7 +12,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Weigh, Work
 from atoll.engines.processes.round_record import Stretch
 from atoll.engines.processes.wall_clock import WallClock
-from atoll.replica.local_replica import LocalReplica, Trained
+from atoll.replica.local_replica import ComputeResult, LocalReplica
 
 
 class DistReplica:
@@ -61,13 +61,13 @@ class DistReplica:
         weigh: Weigh = "batches",
         wide: bool = False,
     ) -> Gradient:
-        def compute() -> tuple[Gradient, Trained]:
+        def compute() -> tuple[Gradient, ComputeResult]:
             return self._replica.gradient(work, at=at, onto=onto, weigh=weigh, wide=wide)
 
         gradient: Gradient = self._computed(compute, 0, 1 / work.pieces)
         return gradient
 
-    def _computed(self, compute: Callable[[], tuple[Any, Trained]], steps: int, batches: float) -> Any:
+    def _computed(self, compute: Callable[[], tuple[Any, ComputeResult]], steps: int, batches: float) -> Any:
         start_s = self._clock.now_s()
         result, trained = compute()
         if self._pause_s:

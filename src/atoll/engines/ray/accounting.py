@@ -13,7 +13,7 @@ from atoll.engines.accounting import Books, Ledger
 from atoll.engines.ray.messages import Brought
 from atoll.engines.ray.worker_slots import Seat, on_the_wall
 from atoll.engines.simulator import async_events
-from atoll.replica.local_replica import Trained
+from atoll.replica.local_replica import ComputeResult
 from atoll.runs.network import CONTROL_BYTES
 
 
@@ -48,7 +48,7 @@ class Accounts:
         """The hub took a step."""
         dispatch, totals = applied.dispatch, self.books.totals
         for stretch in brought.stretches:
-            trained = Trained([stretch.loss], stretch.tokens, stretch.moved)
+            trained = ComputeResult([stretch.loss], stretch.tokens, stretch.moved)
             span = (stretch.start_s, min(stretch.end_s, applied.time_s))
             self._emit(self.books.computed(dispatch.worker, *span, stretch.steps, stretch.batches, trained, round=dispatch.round))
             totals.tokens += stretch.tokens * applied.counted

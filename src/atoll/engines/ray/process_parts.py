@@ -24,7 +24,7 @@ from atoll.engines.ray.spec import devices_beside
 from atoll.engines.ray.storage import Kept, Log, Lost
 from atoll.engines.warm_start import Cache, load_data
 from atoll.replica.local_replica import LocalReplica
-from atoll.replica.master_weights import initial
+from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.workloads import Loaded, fingerprint, island_workload, plain_workload
@@ -62,7 +62,7 @@ class Made:
         run = self._run
         if not weights:  # then nobody looks at any
             return island_workload(run, data, Tree.of({}))
-        like = initial(plain_workload(run, data), device_of(run), dtype_of(run))
+        like = initial_weights(plain_workload(run, data), device_of(run), dtype_of(run))
         return island_workload(run, data, tree_over(bootstrap.library().get(weights[0]), like.layout, dtype_name(like)).copy())
 
     @property

@@ -31,7 +31,7 @@ from atoll.engines.simulator.batched_compute import Together
 from atoll.engines.simulator.compute_pool import Computing
 from atoll.engines.simulator.peers import SimReplica
 from atoll.engines.simulator.virtual_clock import Loop, Task, Wait
-from atoll.replica.local_replica import LocalReplica, Trained
+from atoll.replica.local_replica import ComputeResult, LocalReplica
 from atoll.runs.cluster import Cluster, draw
 from atoll.runs.network import CONTROL_BYTES
 
@@ -219,12 +219,12 @@ class AsyncSimEngine:
     # ------------------------------------------------------------------------------------------------- what workers ask for
 
     def compute(
-        self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float, draw: str | None = None
+        self, island: int, function: Callable[[], tuple[Any, ComputeResult]], *, steps: int, batches: float, draw: str | None = None
     ) -> Wait:
         return Wait(partial(self._start_computing, self.workers[island], function, steps, batches))
 
     def _start_computing(
-        self, worker: SimWorker, function: Callable[[], tuple[Any, Trained]], steps: int, batches: float, task: Task
+        self, worker: SimWorker, function: Callable[[], tuple[Any, ComputeResult]], steps: int, batches: float, task: Task
     ) -> None:
         assert worker.dispatch is not None
         start_s = task.now_s

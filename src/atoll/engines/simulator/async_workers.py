@@ -14,8 +14,8 @@ from atoll.core.protocols import Task as Sent
 from atoll.engines.accounting import Books
 from atoll.engines.simulator.compute_pool import Computing
 from atoll.engines.simulator.virtual_clock import Task, Wait
-from atoll.replica.local_replica import LocalReplica, Trained
-from atoll.replica.module_probe import Habits
+from atoll.replica.forward_backward import ModuleTraits
+from atoll.replica.local_replica import ComputeResult, LocalReplica
 from atoll.runs.cluster import Cluster
 
 
@@ -26,7 +26,7 @@ class Stretch(NamedTuple):
     end_s: float
     steps: int
     batches: float
-    trained: Trained
+    trained: ComputeResult
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Crew:
         self.workers: dict[int, SimWorker] = {}
         self._cluster, self._seed, self._books, self._computing = cluster, seed, books, computing
         self._make_replica = make_replica
-        self._habits: Habits | None = None
+        self._habits: ModuleTraits | None = None
 
     def admit(self, island: int, now_s: float) -> None:
         self.workers[island] = SimWorker(island, self.replica(island), now_s)
@@ -112,8 +112,8 @@ class Crew:
         replica = self._computing.aside(lambda: self._make_replica(island))
         replica.stopped = self._computing.closing
         if self._habits is None:  # all are of one kind: find out once
-            self._habits = replica.habits
-        replica.habits = self._habits
+            self._habits = replica.traits
+        replica.traits = self._habits
         return replica
 
     # ------------------------------------------------------------------------------------------------- what can be foreseen

@@ -13,10 +13,9 @@ from typing import Any, Literal
 import torch
 
 from atoll.core.errors import ConfigError
-from atoll.replica.compute_jobs import Asking, Job, Training
 from atoll.replica.forward_backward import Loss
-from atoll.replica.local_replica import LocalReplica, Trained
-from atoll.replica.vmap_stack import Ragged, Stack, replayable, why_not
+from atoll.replica.local_replica import ComputeJob, ComputeResult, GradientJob, LocalReplica, TrainJob
+from atoll.replica.vmap_stack import RaggedBatches, VmapStack, uses_cuda_graphs, why_not_stackable
 
 How = Literal["auto", "stacked", "apart"]
 _WARM, _TIMED = 2, 3
@@ -46,15 +45,15 @@ class Together:
         self._why, self._tell, self._untold = "it was asked for", tell, False
         self._rows, self._loss, self._compiled = rows, loss, compiled
         self._settled = how == "apart"
-        self._one: Stack | None = None
+        self._one: VmapStack | None = None
         """For one island at a time, where a recorded pass is faster than the replica's own."""
-        self._all: Stack | None = None
+        self._all: VmapStack | None = None
         self._pays_from = 2
         """So many islands are faster together than one after the other."""
         self._before: dict[str, Any] | None = None
         """What was settled before a run was interrupted."""
 
-    def __call__(self, jobs: Sequence[Job]) -> list[tuple[Any, Any]]:
+    def __call__(self, jobs: Sequence[ComputeJob]) -> list[tuple[Any, Any]]:
         """What each of these comes to, in order."""
         answers: dict[int, tuple[Any, Any]] = {}
         for group in _alike(jobs):
@@ -90,21 +89,21 @@ class Together:
         if part["settled"]:
             self.how, self._pays_from, self._before = part["how"], part["pays_from"], part
 
-    def _compute(self, jobs: Sequence[Job]) -> Sequence[tuple[Any, Any]]:
+    def _compute(self, jobs: Sequence[ComputeJob]) -> Sequence[tuple[Any, Any]]:
         if not self._settled:
             self._settle(jobs)
         if self._all is not None and len(jobs) >= self._pays_from:
             return self._in(self._all, jobs)
         return [answer for job in jobs for answer in ([job()] if self._one is None else self._in(self._one, [job]))]
 
-    def _in(self, stack: Stack, jobs: Sequence[Job]) -> Sequence[tuple[Any, Any]]:
+    def _in(self, stack: VmapStack, jobs: Sequence[ComputeJob]) -> Sequence[tuple[Any, Any]]:
         """What a stack makes of jobs of one kind. If it cannot, each goes on by itself, and so do all to come."""
-        trainings = [job for job in jobs if isinstance(job, Training)]
+        trainings = [job for job in jobs if isinstance(job, TrainJob)]
         try:
             if trainings:
                 return [(None, trained) for trained in stack.train(trainings)]
-            return stack.gradients([job for job in jobs if isinstance(job, Asking)])
-        except Ragged as ragged:
+            return stack.gradients([job for job in jobs if isinstance(job, GradientJob)])
+        except RaggedBatches as ragged:
             if self._asked == "stacked":
                 raise ConfigError(f"train.together=stacked: {ragged}. Use train.together=auto.") from ragged
             self._give_back()
@@ -115,9 +114,9 @@ class Together:
 
     # ------------------------------------------------------------------------------------------------------------ the choice
 
-    def _settle(self, jobs: Sequence[Job]) -> None:
+    def _settle(self, jobs: Sequence[ComputeJob]) -> None:
         self._settled, self._untold = True, self._before is None  # else the log says so already
-        refused = why_not(jobs[0].replica)
+        refused = why_not_stackable(jobs[0].replica)
         if self.how == "stacked" and refused:
             raise ConfigError(f"train.together=stacked: {refused}. Use train.together=auto.")
         if self._before is not None:
@@ -134,13 +133,13 @@ class Together:
             if not refused:
                 self._measure(jobs)
 
-    def _stack(self, replica: LocalReplica, rows: int) -> Stack | None:
+    def _stack(self, replica: LocalReplica, rows: int) -> VmapStack | None:
         """None of one row, if a replica does as well by itself."""
-        if rows == 1 and not replayable(replica, self._compiled):
+        if rows == 1 and not uses_cuda_graphs(replica, self._compiled):
             return None
-        return Stack(replica, rows, self._loss, compiled=self._compiled)
+        return VmapStack(replica, rows, self._loss, compiled=self._compiled)
 
-    def _measure(self, jobs: Sequence[Job]) -> None:
+    def _measure(self, jobs: Sequence[ComputeJob]) -> None:
         replica, batch = jobs[0].replica, jobs[0].first_batch()
         apart_s = _timed(lambda: replica.pass_over(batch), replica.device)
         if _fills(lambda: replica.pass_over(batch), replica.device, apart_s):
@@ -155,7 +154,7 @@ class Together:
         elif self._one is not None:
             self._why += "; passes of one island are recorded"
 
-    def _tried(self, replica: LocalReplica, batch: Any, rows: int, otherwise_s: float) -> tuple[Stack | None, float]:
+    def _tried(self, replica: LocalReplica, batch: Any, rows: int, otherwise_s: float) -> tuple[VmapStack | None, float]:
         """A stack and the seconds of a pass, if that is faster than what would be done otherwise."""
         stack = None
         try:
@@ -176,20 +175,20 @@ class Together:
         return None, otherwise_s
 
 
-def _rest(job: Training, taken: Trained) -> Trained:
+def _rest(job: TrainJob, taken: ComputeResult) -> ComputeResult:
     """The steps of a replica that are left after those."""
     after = len(taken.losses)
     if after == job.steps:
         return taken
     rest = job.replica.train(job.steps, job.work, after)
-    return Trained([*taken.losses, *rest.losses], taken.tokens + rest.tokens)
+    return ComputeResult([*taken.losses, *rest.losses], taken.tokens + rest.tokens)
 
 
-def _alike(jobs: Sequence[Job]) -> list[list[int]]:
+def _alike(jobs: Sequence[ComputeJob]) -> list[list[int]]:
     """Numbers of jobs that can be computed together."""
     groups: dict[Any, list[int]] = {}
     for number, job in enumerate(jobs):
-        kind = "training" if isinstance(job, Training) else f"gradient of 1/{job.work.pieces}"
+        kind = "training" if isinstance(job, TrainJob) else f"gradient of 1/{job.work.pieces}"
         groups.setdefault(kind, []).append(number)
     return list(groups.values())
 

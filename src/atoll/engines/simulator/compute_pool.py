@@ -19,8 +19,7 @@ import torch
 
 from atoll.core.flat_tree import forget_spare_buffers
 from atoll.engines.simulator.batched_compute import Together
-from atoll.replica.compute_jobs import Job
-from atoll.replica.local_replica import LocalReplica, torch_threads
+from atoll.replica.local_replica import ComputeJob, LocalReplica, torch_threads
 from atoll.runs.cluster import Cluster
 
 T = TypeVar("T")
@@ -40,7 +39,7 @@ class Computing:
     def __init__(self, cluster: Cluster, sign_of_life: Callable[[], None], together: Together | None = None) -> None:
         self._threads = cluster.threads_per_island
         self.together = together
-        self._filed: dict[Future[Any], Job] = {}
+        self._filed: dict[Future[Any], ComputeJob] = {}
         self._sign_of_life = sign_of_life
         self._pool: ThreadPoolExecutor | None = None
         self._closing = False
@@ -89,7 +88,7 @@ class Computing:
     def begin(self, function: Callable[[], T]) -> Future[T]:
         """Start computing, or file it."""
         assert self._pool is not None, "open() comes first"
-        if self.together is None or not isinstance(function, Job):
+        if self.together is None or not isinstance(function, ComputeJob):
             return self._pool.submit(function)
         future: Future[Any] = Future()
         self._filed[future] = function

@@ -11,10 +11,10 @@ from atoll.core.protocols import Sink
 from atoll.engines.accounting import Books
 from atoll.engines.simulator.compute_pool import Computing
 from atoll.engines.simulator.virtual_clock import Task, Wait
-from atoll.replica.local_replica import Trained
+from atoll.replica.local_replica import ComputeResult
 from atoll.runs.cluster import Cluster
 
-Function = Callable[[], tuple[Any, Trained]]
+Function = Callable[[], tuple[Any, ComputeResult]]
 
 
 class Stretches:
@@ -31,7 +31,7 @@ class Stretches:
     def __init__(self, cluster: Cluster, seed: int, computing: Computing, books: Books, sink: Sink) -> None:
         self._cluster, self._seed = cluster, seed
         self._computing, self._books, self._sink = computing, books, sink
-        self._begun: dict[tuple[int, int | None], Future[tuple[Any, Trained]]] = {}
+        self._begun: dict[tuple[int, int | None], Future[tuple[Any, ComputeResult]]] = {}
         """What each is computing."""
 
     def wait(

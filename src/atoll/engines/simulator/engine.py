@@ -38,8 +38,8 @@ from atoll.engines.simulator.memory_counter import MemoryCount, is_counted
 from atoll.engines.simulator.peers import SimPeers, SimReplica
 from atoll.engines.simulator.resident_weights import check_held, held, load_held
 from atoll.engines.simulator.virtual_clock import Loop, Task, Wait
-from atoll.replica.exchange_precision import check_travels
-from atoll.replica.local_replica import LocalReplica, Trained
+from atoll.replica.local_replica import ComputeResult, LocalReplica
+from atoll.replica.master_weights import check_exchange_dtype
 from atoll.runs.cluster import Cluster
 from atoll.runs.two_level import check_inside
 
@@ -91,10 +91,10 @@ class SimEngine:
                 f"cluster.topology=star, but {type(algorithm).__name__} scatters and gathers slices, which go round a ring. Use "
                 f"cluster.topology=ring, or an algorithm that takes means."
             )
-        check_travels(algorithm, params.layout)
+        check_exchange_dtype(algorithm, params.layout)
         if inside is not None:
             check_inside(algorithm, inside)
-            check_travels(inside, params.layout)
+            check_exchange_dtype(inside, params.layout)
         per_round = algorithm.steps_per_round
         if steps < 1 or steps % per_round:
             raise ConfigError(
@@ -315,7 +315,7 @@ class SimEngine:
     # -------------------------------------------------------------------------------------------- what islands ask for (Host)
 
     def compute(
-        self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float, draw: str | None = None
+        self, island: int, function: Callable[[], tuple[Any, ComputeResult]], *, steps: int, batches: float, draw: str | None = None
     ) -> Wait:
         count = partial(self._count, island)
         return self._stretches.wait(island, function, steps=steps, batches=batches, count=count, draw=draw)
@@ -357,7 +357,7 @@ class SimEngine:
         replica = self._make_replica(number)
         replica.stopped = self._computing.closing
         if self.islands:  # all are of one kind: find out once
-            replica.habits = next(iter(self.islands.values())).replica.habits
+            replica.traits = next(iter(self.islands.values())).replica.traits
         return replica
 
     def introduce(self, islands: Sequence[int], rank: int) -> SimPeers:

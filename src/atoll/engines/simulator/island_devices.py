@@ -26,7 +26,7 @@ from atoll.engines.simulator.intra_island import Inside
 from atoll.engines.simulator.peers import SimPeers, SimReplica
 from atoll.engines.simulator.resident_weights import check_held, held, load_held
 from atoll.engines.simulator.virtual_clock import Loop, Task, Wait
-from atoll.replica.local_replica import LocalReplica, Trained
+from atoll.replica.local_replica import ComputeResult, LocalReplica
 from atoll.runs.two_level import at_position
 
 
@@ -189,7 +189,7 @@ class Devices:
     # ------------------------------------------------------------------------------------------- what devices ask for (Host)
 
     def compute(
-        self, device: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float, draw: str | None = None
+        self, device: int, function: Callable[[], tuple[Any, ComputeResult]], *, steps: int, batches: float, draw: str | None = None
     ) -> Wait:
         count = partial(self._count, self.members[device])
         wait = self._inside.stretches.wait

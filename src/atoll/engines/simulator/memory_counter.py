@@ -18,7 +18,7 @@ from typing import Any
 from atoll.core.events import MemoryCounted
 from atoll.engines.simulator.virtual_clock import Task
 from atoll.replica.local_replica import LocalReplica
-from atoll.replica.memory_accounting import STATE, Holding, by_kind, formula, hold, hold_replica, total_bytes
+from atoll.replica.memory_accounting import STATE, Storages, add_replica, add_storages, by_kind, paper_formula, total_bytes
 
 _NOT_HELD = {"self", "replica", "peers"}
 """Local variables that are no values of an algorithm."""
@@ -38,12 +38,12 @@ class _Island:
     replica: LocalReplica
     state: Any
     named: frozenset[str]
-    known: Holding
+    known: Storages
     """What its State held when the round began: computed in place, it may go by other names."""
     flight: Task | None = None
-    noted: list[Holding] = field(default_factory=list)
+    noted: list[Storages] = field(default_factory=list)
     """What its flight held since its main coroutine was last looked at."""
-    peak: Holding = field(default_factory=dict)
+    peak: Storages = field(default_factory=dict)
 
 
 class MemoryCount:
@@ -54,8 +54,8 @@ class MemoryCount:
 
     def watch(self, task: Task, island: int, replica: LocalReplica, state: Any) -> None:
         """Count what this island holds, whose coroutine this is."""
-        named, known = frozenset(f.name for f in fields(state)), Holding()
-        hold(known, state, STATE, named)
+        named, known = frozenset(f.name for f in fields(state)), Storages()
+        add_storages(known, state, STATE, named)
         self._islands[task] = _Island(island, replica, state, named, known)
 
     def __call__(self, task: Task, value: Any) -> None:
@@ -67,9 +67,9 @@ class MemoryCount:
             island.noted.append(self._beside(island, value))
 
     def _look(self, island: _Island, task: Task, value: Any) -> None:
-        base = Holding()
-        hold_replica(base, island.replica)
-        hold(base, island.state, STATE, island.named)
+        base = Storages()
+        add_replica(base, island.replica)
+        add_storages(base, island.state, STATE, island.named)
         _hold_locals(base, task, island.named)
         for flying in (*island.noted, self._flying(island, None)):
             self._compare(island, {**flying, **base})
@@ -78,25 +78,25 @@ class MemoryCount:
             result = island.flight is not None and value is island.flight.result
             island.flight = None if result else island.flight
             brought = self._flying(island, None)
-            hold(base, value, "communication", island.named)
+            add_storages(base, value, "communication", island.named)
             self._compare(island, {**brought, **base})
 
-    def _flying(self, island: _Island, value: Any) -> Holding:
+    def _flying(self, island: _Island, value: Any) -> Storages:
         """What a flight holds now, with what it is about to be handed."""
-        holding = Holding()
+        holding = Storages()
         if island.flight is not None:
             _hold_locals(holding, island.flight, island.named)
-            hold(holding, island.flight.result, "communication", island.named)
-            hold(holding, value, "communication", island.named)
+            add_storages(holding, island.flight.result, "communication", island.named)
+            add_storages(holding, value, "communication", island.named)
         return holding
 
-    def _beside(self, island: _Island, value: Any) -> Holding:
+    def _beside(self, island: _Island, value: Any) -> Storages:
         """What a flight holds of its own while its island may be computing: neither the State's nor gradients, which are the
         island's. By the time the island is looked at, a buffer of these may be another's, so they go by addresses of their own."""
         flying = self._flying(island, value)
         return {-at: held for at, held in flying.items() if at not in island.known and held[0] != "gradients"}
 
-    def _compare(self, island: _Island, holding: Holding) -> None:
+    def _compare(self, island: _Island, holding: Storages) -> None:
         if total_bytes(holding) > total_bytes(island.peak):
             island.peak = holding
 
@@ -105,7 +105,7 @@ class MemoryCount:
         for island in self._islands.values():
             peak = {at: island.known[at] if island.known.get(at) == (STATE, held[1]) else held for at, held in island.peak.items()}
             kinds = by_kind(peak, trains=island.replica.trains)
-            paper = formula(algorithm, island.replica, len(self._islands))
+            paper = paper_formula(algorithm, island.replica, len(self._islands))
             params = island.replica.weights.layout.numel
             yield MemoryCounted(
                 island=island.id,
@@ -118,9 +118,11 @@ class MemoryCount:
             )
 
 
-def _hold_locals(holding: Holding, task: Task, named: frozenset[str]) -> None:
+def _hold_locals(holding: Storages, task: Task, named: frozenset[str]) -> None:
     """Add what a suspended coroutine can reach, and those that it awaits."""
     coroutine: Any = task.coroutine
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        hold(holding, {name: value for name, value in frame.f_locals.items() if name not in _NOT_HELD}, "communication", named)
+        add_storages(
+            holding, {name: value for name, value in frame.f_locals.items() if name not in _NOT_HELD}, "communication", named
+        )
         coroutine = coroutine.cr_await

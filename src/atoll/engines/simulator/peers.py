@@ -12,8 +12,7 @@ from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
 from atoll.engines.simulator.background_exchange import SimFlight
 from atoll.engines.simulator.collectives import Arrival, Room
 from atoll.engines.simulator.virtual_clock import Loop, Task, Wait
-from atoll.replica.compute_jobs import Asking, Training
-from atoll.replica.local_replica import LocalReplica, Trained
+from atoll.replica.local_replica import ComputeResult, GradientJob, LocalReplica, TrainJob
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -23,7 +22,7 @@ class Computes(Protocol):
     """What an engine does for an island's replica."""
 
     def compute(
-        self, island: int, function: Callable[[], tuple[Any, Trained]], *, steps: int, batches: float, draw: str | None = None
+        self, island: int, function: Callable[[], tuple[Any, ComputeResult]], *, steps: int, batches: float, draw: str | None = None
     ) -> Wait:
         """`draw` names what the time it takes is drawn by, where that is not the stretch itself."""
 
@@ -49,7 +48,7 @@ class SimReplica:
         return self._replica.params()
 
     async def train(self, steps: int, work: Work) -> None:
-        await self._host.compute(self._island, Training(self._replica, steps, work), steps=steps, batches=steps)
+        await self._host.compute(self._island, TrainJob(self._replica, steps, work), steps=steps, batches=steps)
 
     async def gradient(
         self,
@@ -62,7 +61,7 @@ class SimReplica:
     ) -> Gradient:
         gradient: Gradient = await self._host.compute(
             self._island,
-            Asking(self._replica, work, at, onto, weigh, wide),
+            GradientJob(self._replica, work, at, onto, weigh, wide),
             steps=0,  # what is made of gradients is one update a round, and counted there
             batches=1 / work.pieces if work.pieces > 1 else 1,
             draw=f"{work.shard}.{work.start // work.pieces}" if work.pieces > 1 else None,  # pieces of a batch are slow together

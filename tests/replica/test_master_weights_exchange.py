@@ -10,7 +10,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
-from atoll.replica.exchange_precision import check_travels
+from atoll.replica.master_weights import check_exchange_dtype
 from atoll.runs.cluster import Cluster
 from atoll.testing.process_runs import ran
 from atoll.testing.simulated_runs import simulate
@@ -45,7 +45,7 @@ def test_slices_that_would_travel_in_several_precisions_are_refused_before_anyth
             simulate(algorithm, steps=1, workload=workload)
     layout = Tree.of(workload.module()).layout
     for algorithm in (ZeRO1(wire="fp32"), DDP(), DiLoCo(inner_steps=2)):
-        check_travels(algorithm, layout)
+        check_exchange_dtype(algorithm, layout)
 
 
 def test_in_single_precision_they_travel_on_processes_as_in_the_simulator(four):

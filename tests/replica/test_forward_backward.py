@@ -1,0 +1,27 @@
+"""What a step does besides computing, and that nothing of the trial is left."""
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.replica.forward_backward import ModuleTraits, probe_module
+
+INPUT = torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (nn.Linear(3, 3), ModuleTraits(draws_randomness=False, changes_buffers=False)),
+        (nn.Dropout(0.5), ModuleTraits(draws_randomness=True, changes_buffers=False)),
+        (nn.BatchNorm1d(3), ModuleTraits(draws_randomness=False, changes_buffers=True)),
+        (nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5)), ModuleTraits(draws_randomness=True, changes_buffers=True)),
+        (nn.BatchNorm1d(3, track_running_stats=False), ModuleTraits(draws_randomness=False, changes_buffers=False)),
+    ],
+    ids=["neither", "dropout", "running statistics", "both", "statistics of a batch alone"],
+)
+def test_habits_are_found_and_nothing_is_left_of_the_step(layer, expected):
+    before, buffers = torch.get_rng_state(), [buffer.clone() for buffer in layer.buffers()]
+    assert probe_module(layer, "cpu", lambda: layer(INPUT)) == expected
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(one, two) for one, two in zip(buffers, layer.buffers(), strict=True))
