@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer on islands: one call at the top, and a callback. (Needs `pip install "atoll[hf]"`.)
+"""Hugging Face's Trainer on islands: one call at the top and one callback. Needs `pip install "atoll[hf]"`.
 
     torchrun --nproc-per-node 2 examples/hf_trainer.py
 
-Each process trains a tiny GPT-2 on its own half of the text, with a Trainer of its own. Every 10 steps they agree.
+Each process is an island. It trains a tiny GPT-2 on its half of the text with its own Trainer. The islands average every 10 steps.
 """
 
 import inspect
@@ -13,14 +13,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import atoll
 from atoll.integrations.hf import IslandsCallback, alone
 
-rank, size = alone()  # before there are TrainingArguments: they would take torchrun's processes for their own
+rank, size = alone()  # before TrainingArguments, which would set up data-parallel training over torchrun's processes
 text = torch.tensor(list(inspect.getsource(inspect).encode()))  # bytes of the standard library
-pieces = text[: len(text) // 32 * 32].view(-1, 32)[:512]
-mine = [{"input_ids": piece, "labels": piece} for piece in pieces[rank::size]]  # this island's share
+sequences = text[: len(text) // 32 * 32].view(-1, 32)[:512]
+shard = [{"input_ids": sequence, "labels": sequence} for sequence in sequences[rank::size]]
 
 model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2))
 arguments = TrainingArguments(
-    output_dir=f"out/island{rank}",  # each island saves its own
+    output_dir=f"out/island{rank}",  # every island saves its own checkpoints
     num_train_epochs=2,
     per_device_train_batch_size=8,
     learning_rate=3e-3,
@@ -30,13 +30,13 @@ arguments = TrainingArguments(
     disable_tqdm=True,
 )
 callback = IslandsCallback(atoll.DiLoCo(inner_steps=10))
-trainer = Trainer(model, arguments, train_dataset=mine, callbacks=[callback])
-with callback:  # so that the others hear at once if this one fails
+trainer = Trainer(model, arguments, train_dataset=shard, callbacks=[callback])
+with callback:  # if this island raises, the other islands learn it at once
     trainer.train()
-trainer.save_model()  # what all agreed on; checkpoints on the way are this island's own
+trainer.save_model()  # the agreed weights; checkpoints during training hold this island's own weights
 
 islands = callback.islands
 with torch.no_grad():
-    held_out = pieces[-8:].to(model.device)
+    held_out = sequences[-8:].to(model.device)
     loss = model(input_ids=held_out, labels=held_out).loss
-print(f"island {islands.rank} of {islands.size}: loss {loss:.4f} after {islands.rounds} agreements", flush=True)
+print(f"island {islands.rank} of {islands.size}: loss {loss:.4f} after {islands.rounds} rounds", flush=True)

@@ -1,6 +1,6 @@
-"""How fast must the line be? DDP and DiLoCo on the same work, over lines of different speed, in virtual time.
+"""DDP and DiLoCo with the same work on links of different bandwidth, in virtual time.
 
-The training is real and the clock is not: a line of 1 Mbit/s takes no longer to try than one of 100.
+The simulator trains the model for real and computes the time: a link of 1 Mbit/s takes no longer to simulate than one of 100.
 """
 
 from dataclasses import replace
@@ -10,16 +10,16 @@ import atoll
 from atoll.engines.driver import Cache
 
 STEPS = 10
-small = atoll.GPT(layers=1, width=64, heads=2, head_size=32)
-cache = Cache()  # text and warm start are made once for all runs
+model = atoll.GPT(layers=1, width=64, heads=2, head_size=32)
+cache = Cache()  # all runs share the tokenized text and the initial weights
 
 
 def virtual_time_s(algorithm: atoll.DDP | atoll.DiLoCo, mbit_per_s: float) -> float:
-    """How long the simulated cluster takes for so many steps."""
+    """Virtual seconds that the simulated cluster needs for STEPS steps."""
     base = atoll.recipes.demo_diloco()
     run = replace(
         base,
-        model=small,
+        model=model,
         data=replace(base.data, limit_bytes=200_000, eval_batches=1),
         algorithm=algorithm,
         optimizer=atoll.AdamW(lr=1e-3),
@@ -31,7 +31,7 @@ def virtual_time_s(algorithm: atoll.DDP | atoll.DiLoCo, mbit_per_s: float) -> fl
         return atoll.run(run, out=f"{folder}/run", cache=cache).summary.virtual_time_s or 0.0
 
 
-print(f"{STEPS} steps of 0.1 s: computing alone takes {STEPS * 0.1:.1f} s")
+print(f"{STEPS} steps of 0.1 s: computation alone takes {STEPS * 0.1:.1f} s")
 print("Mbit/s      DDP   DiLoCo")
 for mbit_per_s in (1, 10, 100):
     ddp = virtual_time_s(atoll.DDP(), mbit_per_s)

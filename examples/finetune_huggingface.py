@@ -1,8 +1,8 @@
-"""Fine-tune a Hugging Face model of your own on a file of prompts and answers, and get a folder back that transformers loads.
+"""Fine-tune a Hugging Face model on a file of prompts and answers, and export a folder that transformers loads.
 
-So that it runs at once, the model is made on the spot: twelve thousand parameters that know nothing, and sums of digits to learn
-from, of which so small a model learns what answers look like, not how to add. For your own, give the paths of your model's
-folder and of your file in the place of the two that are made here. Needs `pip install "atoll[hf]"`.
+The example runs offline: it creates a model of twelve thousand random parameters and a file of sums of digits. A model of that size
+learns the form of the answers and not how to add. For your own model and data, replace the two paths `model` and `examples`. Needs
+`pip install "atoll[hf]"`.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ model = save_tiny_model("models/tiny")
 examples = write_jsonl("sums.jsonl", SUMS)
 
 run = replace(
-    atoll.recipes.finetune(),  # ACCO's settings for GPT-Neo; every token weighs the same
+    atoll.recipes.finetune(),  # ACCO with the paper's settings for GPT-Neo; every token has the same weight
     model=atoll.Pretrained(path=str(model)),
     data=atoll.Instructions(path=str(examples), learn="answer"),
     optimizer=atoll.AdamW(lr=atoll.Cosine(lr=0.01, warmup=5, floor=0.0)),
@@ -37,4 +37,4 @@ tuned, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.f
 prompt = tokenizer("2+3=", return_tensors="pt")
 with torch.no_grad():
     answer = tuned.generate(**prompt, max_new_tokens=4, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-print(f"{folder} says {tokenizer.decode(answer[0], skip_special_tokens=True)!r}")
+print(f"{folder} generates {tokenizer.decode(answer[0], skip_special_tokens=True)!r}")

@@ -1,6 +1,7 @@
-"""Islands that come and go, and messages that are lost: training goes on with whoever is there.
+"""Islands leave and join, and the network drops exchanges: the islands that are present train on.
 
-One island is away for two rounds, one joins half-way, and every fifth message is lost. A sink sees what happens as it happens.
+Island 1 is away in rounds 2 and 3, island 3 joins half-way, and every exchange of an island is lost with probability 0.2. A sink
+prints the membership events as the engine emits them.
 """
 
 from dataclasses import replace
@@ -10,19 +11,19 @@ from atoll.core.events import CaughtUp, Event, Exchanged, IslandJoined, IslandLe
 from atoll.runs.cluster import Away
 
 
-class Harbour:
-    """Takes events, and tells of arrivals, departures and silence."""
+class MembershipPrinter:
+    """An event sink."""
 
     def emit(self, event: Event) -> None:
         if isinstance(event, IslandLeft):
             print(f"round {event.round}: island {event.island} leaves")
         elif isinstance(event, IslandJoined):
-            print(f"round {event.round}: island {event.island} joins, given {event.sent_bytes:,} bytes by island {event.donor}")
+            print(f"round {event.round}: island {event.island} joins with {event.sent_bytes:,} bytes from island {event.donor}")
         elif isinstance(event, CaughtUp):
             print(f"round {event.round}: island {event.island} catches up with island {event.donor}")
         elif isinstance(event, Exchanged) and not all(event.heard):
-            silent = [island for island, heard in zip(event.islands, event.heard, strict=True) if not heard]
-            print(f"round {event.round}: not heard: {silent}; agreed: {sum(event.heard)} of {len(event.heard)}")
+            missed = [island for island, heard in zip(event.islands, event.heard, strict=True) if not heard]
+            print(f"round {event.round}: islands {missed} missed the exchange of {len(event.heard)} islands")
 
 
 base = atoll.recipes.demo_diloco()
@@ -34,8 +35,8 @@ run = replace(
     train=replace(base.train, steps=40, batch_size=8, warm_start_steps=20),
     cluster=atoll.Cluster(islands=4, pool=(3, 4), away=(Away(island=1, start=2, stop=4),), drop_probability=0.2),
 )
-result = atoll.run(run, sinks=[Harbour()])
+result = atoll.run(run, sinks=[MembershipPrinter()])
 
 summary = result.summary
 print(f"validation loss {result.val_loss:.3f} after {summary.outer_steps} outer steps in {summary.rounds} rounds")
-print(f"the islands took {summary.local_updates} steps; the weights hold {summary.tokens:,} tokens of them")
+print(f"the islands took {summary.local_updates} steps; {summary.tokens:,} tokens of them reached the weights")

@@ -1,7 +1,7 @@
-"""Your own module, data and loss: anything with a loss can be trained, not only decoders on text.
+"""Train your own module on your own data with your own loss: a workload replaces the recipe's model and text.
 
-A workload says how to make the module, what it reads, what its loss is and how it is judged. Here: which of two spirals a point
-lies on. Each island sees one stretch of the spirals only: alone it cannot know the rest, together they do.
+A workload makes the module and its batches, and defines loss and evaluation. This one classifies points of two spirals. Each shard
+holds one stretch of the spirals: one island alone cannot learn the rest, four islands together can.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ import atoll
 
 @dataclass(frozen=True)
 class Spirals:
-    """Batches by position: the same shard and position give the same points to anybody."""
+    """Batches by shard and position: the same two numbers give the same points on every island."""
 
     num_shards: int = 4
 
@@ -37,7 +37,7 @@ class Classifier:
 
     def module(self) -> nn.Module:
         with torch.random.fork_rng():
-            torch.manual_seed(0)  # the same weights at every call
+            torch.manual_seed(0)  # every call returns the same initial weights
             return nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -45,14 +45,14 @@ class Classifier:
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         held_out = [self.batches.batch(shard, 10**6) for shard in range(4)]
-        right = [module(points).argmax(dim=1) == arms for points, arms in held_out]
+        correct = [module(points).argmax(dim=1) == arms for points, arms in held_out]
         losses = [self.loss(module, batch).item() for batch in held_out]
-        return {"loss": sum(losses) / 4, "accuracy": torch.cat(right).float().mean().item()}
+        return {"loss": sum(losses) / 4, "accuracy": torch.cat(correct).float().mean().item()}
 
 
 run = replace(atoll.recipes.demo_diloco(), algorithm=atoll.DiLoCo(inner_steps=5), optimizer=atoll.AdamW(lr=0.01))
 run = replace(run, train=atoll.Train(steps=200, batch_size=64), keep=atoll.Keep(evaluate_every=200, save_every=200))
 for islands in (1, 4):
     run = replace(run, cluster=replace(run.cluster, islands=islands))
-    result = atoll.run(run, workload=Classifier())  # in place of the recipe's model and text
-    print(f"{islands} of 4 islands: {Classifier().evaluate(result.module)['accuracy']:.0%} of held-out points right")
+    result = atoll.run(run, workload=Classifier())
+    print(f"{islands} of 4 islands: {Classifier().evaluate(result.module)['accuracy']:.0%} of held-out points correct")

@@ -1,9 +1,9 @@
-"""Your own PyTorch loop, on islands: one `with` around it.
+"""Your own PyTorch loop on islands: one `with` around it.
 
-    torchrun --nproc-per-node 2 examples/own_loop.py
+    torchrun --nproc-per-node 2 examples/pytorch_loop.py
 
-Each process is an island and sees its own stretch of two spirals only. With DiLoCo your optimizer trains, and every 20 steps the
-islands agree. With ACCO atoll owns the optimizer: each island keeps a slice of its state, and gradients travel while you compute.
+Each process is an island and sees its own stretch of two spirals. With DiLoCo your optimizer steps and the islands average every 20
+steps. With ACCO the algorithm steps: every island holds a slice of the optimizer's state, and gradients are sent while you compute.
 """
 
 import torch
@@ -13,7 +13,7 @@ import atoll
 
 
 def spirals(island: int, islands: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Points of an island's stretch, and which of the two spirals they lie on."""
+    """Points on this island's stretch, and the spiral that each point lies on."""
     random = torch.Generator().manual_seed(seed)
     along = (island + torch.rand(128, generator=random)) / islands
     arm = torch.randint(2, (128,), generator=random)
@@ -26,17 +26,17 @@ def classifier() -> nn.Module:
 
 
 def report(name: str, model: nn.Module, islands: atoll.Islands) -> None:
-    points, arms = spirals(0, 1, seed=10**6)  # of the whole
-    right = (model(points).argmax(dim=1) == arms).float().mean()
+    points, arms = spirals(0, 1, seed=10**6)  # the whole spirals
+    correct = (model(points).argmax(dim=1) == arms).float().mean()
     if islands.is_first:
-        sent = f"{islands.rounds} agreements, {islands.sent_bytes / 1e6:.1f} MB sent"
-        print(f"{name} on {islands.size} islands: {islands.steps} steps, {sent}, {right:.0%} right", flush=True)
+        sent = f"{islands.rounds} rounds, {islands.sent_bytes / 1e6:.1f} MB sent"
+        print(f"{name} on {islands.size} islands: {islands.steps} steps, {sent}, {correct:.0%} correct", flush=True)
 
 
-model = classifier()  # each process has other weights: on entry all take over the first one's
+model = classifier()  # initial weights differ per process; on entry every island loads island 0's
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 with atoll.islands(model, optimizer, atoll.DiLoCo(inner_steps=20)) as islands:
-    for step in range(300 + 10 * islands.rank):  # islands need not have the same number of batches
+    for step in range(300 + 10 * islands.rank):  # islands may have different numbers of batches
         points, arms = spirals(islands.rank, islands.size, seed=step)
         nn.functional.cross_entropy(model(points), arms).backward()
         optimizer.step()

@@ -1,7 +1,7 @@
-"""Write an algorithm and drive it by hand, with fakes in place of a model and a network.
+"""Write an algorithm and run its rounds with a fake model and a fake network.
 
-SlowMo (Wang et al., arXiv 1910.00643) averages the islands' weights after `inner_steps` steps of rate `base_lr`, and adds a slow
-momentum `u` that is measured in gradients:
+SlowMo (Wang et al., arXiv 1910.00643) averages the islands' weights after `inner_steps` steps of rate `base_lr`. Then it applies a
+slow momentum `u`, measured in gradients:
 
     u <- beta * u + (weights before - mean of weights after) / base_lr
     w <- w - alpha * base_lr * u
@@ -50,10 +50,10 @@ class SlowMo:
 slowmo = SlowMo(inner_steps=4, base_lr=0.1)
 diloco = DiLoCo(inner_steps=4, outer=Momentum(lr=1.0, momentum=0.7))
 start = Tree.of({"w": torch.zeros(2)})
-peers = ScriptedPeers(Tree.of({"w": torch.tensor([0.6, 0.2])}))  # there is one other island, which always moves like this
-mine, theirs = slowmo.init(start, peers), diloco.init(start, peers)
-for number in range(3):  # an island that moves by -0.1 at each step, so by -0.4 in a round
-    mine = one_round(slowmo, FakeReplica(moves_by=-0.1), peers, params=start, state=mine)
-    theirs = one_round(diloco, FakeReplica(moves_by=-0.1), peers, params=start, state=theirs)
-    print(f"round {number}: SlowMo at {mine.params['w'].tolist()}, DiLoCo with outer momentum at {theirs.params['w'].tolist()}")
-assert torch.allclose(mine.params["w"], theirs.params["w"]), "at a constant rate the two are the same"
+peers = ScriptedPeers(Tree.of({"w": torch.tensor([0.6, 0.2])}))  # one other island, which sends this delta in every round
+slowmo_state, diloco_state = slowmo.init(start, peers), diloco.init(start, peers)
+for number in range(3):  # the fake replica moves by -0.1 per step, so by -0.4 per round
+    slowmo_state = one_round(slowmo, FakeReplica(moves_by=-0.1), peers, params=start, state=slowmo_state)
+    diloco_state = one_round(diloco, FakeReplica(moves_by=-0.1), peers, params=start, state=diloco_state)
+    print(f"round {number}: SlowMo {slowmo_state.params['w'].tolist()}, DiLoCo with Momentum {diloco_state.params['w'].tolist()}")
+assert torch.allclose(slowmo_state.params["w"], diloco_state.params["w"]), "at a constant rate SlowMo is DiLoCo with Momentum"

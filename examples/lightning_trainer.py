@@ -1,8 +1,8 @@
-"""Lightning on islands: one call at the top, and a callback.
+"""Lightning's Trainer on islands: one call at the top and one callback. Needs `pip install "atoll[lightning]"`.
 
-    torchrun --nproc-per-node 2 examples/lightning_fit.py
+    torchrun --nproc-per-node 2 examples/lightning_trainer.py
 
-Each process fits the same line to its own half of noisy points, with a Trainer of its own. Every 10 steps they agree.
+Each process is an island. It fits a line to its half of noisy points with its own Trainer. The islands average every 10 steps.
 """
 
 import lightning.pytorch as lightning
@@ -14,7 +14,7 @@ import atoll
 from atoll.integrations.lightning import IslandsCallback, alone
 
 
-class Line(lightning.LightningModule):
+class LinearRegression(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(1, 1)
@@ -27,11 +27,11 @@ class Line(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-rank, size = alone()  # before there is a Trainer: it would take torchrun's processes for its own
+rank, size = alone()  # before the Trainer, which would set up data-parallel training over torchrun's processes
 random = torch.Generator().manual_seed(0)
 inputs = torch.rand(512, 1, generator=random)
 targets = 3 * inputs - 1 + 0.1 * torch.randn(512, 1, generator=random)
-mine = TensorDataset(inputs[rank::size], targets[rank::size])  # this island's share
+shard = TensorDataset(inputs[rank::size], targets[rank::size])
 
 callback = IslandsCallback(atoll.DiLoCo(inner_steps=10))
 trainer = lightning.Trainer(
@@ -43,9 +43,9 @@ trainer = lightning.Trainer(
     enable_progress_bar=False,
     callbacks=[callback],
 )
-module = Line()
-trainer.fit(module, DataLoader(mine, batch_size=8))
+module = LinearRegression()
+trainer.fit(module, DataLoader(shard, batch_size=8))
 
 islands = callback.islands
 slope, offset = module.net.weight.item(), module.net.bias.item()
-print(f"island {islands.rank} of {islands.size}: y = {slope:.4f} x + {offset:.4f} after {islands.rounds} agreements", flush=True)
+print(f"island {islands.rank} of {islands.size}: y = {slope:.4f} x + {offset:.4f} after {islands.rounds} rounds", flush=True)
