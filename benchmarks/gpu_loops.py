@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import Computed, Event, RoundFinished
 from atoll.core.flat_tree import Tree
-from atoll.engines.simulator.batched_compute import How, Together
+from atoll.engines.simulator.batched_compute import BatchedCompute, BatchMode
 from atoll.engines.simulator.engine import SimEngine
 from atoll.models.gpt import Decoder
 from atoll.optim.adam import AdamW
@@ -196,16 +196,16 @@ def islands_measured(cell: Cell, subject: Subject, bare: Bare) -> dict[str, Any]
     return clock.found
 
 
-def together_of(cell: Cell, subject: Subject, tell: Callable[[str, str], object]) -> Together | None:
+def together_of(cell: Cell, subject: Subject, tell: Callable[[str, str], object]) -> BatchedCompute | None:
     """What computes for a cell's islands; none where each computes by itself."""
     if cell.way == "apart":
         return None
-    how: How = "auto" if cell.way == "auto" else "stacked"
+    how: BatchMode = "auto" if cell.way == "auto" else "stacked"
     rows = 1 if cell.way == "recorded" else cell.islands
-    return Together(how, rows, subject.loss, compiled=is_cuda(subject.device), tell=tell)
+    return BatchedCompute(how, rows, subject.loss, compiled=is_cuda(subject.device), tell=tell)
 
 
-def chosen_by(together: Together) -> Way:
+def chosen_by(together: BatchedCompute) -> Way:
     """Which way was settled. Where there is a stack of one row, islands that compute one after the other have recorded passes."""
     settled = together.to_part()
     return "stacked" if settled["how"] == "stacked" else "recorded" if settled["one"] else "apart"

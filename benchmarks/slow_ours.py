@@ -12,7 +12,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, HoldsWeights
 from atoll.core.pytree import recycle
-from atoll.engines.data_positions import Dealing
+from atoll.engines.data_positions import DataPositions
 from atoll.engines.processes.collectives import Wire
 from atoll.engines.processes.communication_thread import Line
 from atoll.engines.processes.peers import DistPeers
@@ -39,12 +39,12 @@ class Ours:
         self.exchanges_per_round = 2 if name == "ACCO" else 1
         self.wire, self._line = Wire(meeting.new_group(), limit_s=spec.limit_s), Line()
         workload = workload_of(spec)
-        params, dealing = Tree.of(workload.module()), Dealing(workload.batches)
+        params, dealing = Tree.of(workload.module()), DataPositions(workload.batches)
         replica = LocalReplica(workload, optimizer=INNER)
         replica.load(params)
         self._replica = DistReplica(replica)
         self._peers = DistPeers(
-            self.wire, self._line, lambda steps, batches, pieces: dealing.deal(0, batches, pieces, 0), params.layout
+            self.wire, self._line, lambda steps, batches, pieces: dealing.assign(0, batches, pieces, 0), params.layout
         )
         self._state = self._algorithm.init(params, self._peers)
         if isinstance(self._algorithm, HoldsWeights):

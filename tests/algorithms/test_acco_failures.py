@@ -6,7 +6,7 @@ import torch
 from atoll.algorithms.acco import ACCO
 from atoll.core.events import Computed, Evaluated, Recut, RoundFailed
 from atoll.core.flat_tree import Tree
-from atoll.engines.simulator.collectives import RoundVoid
+from atoll.engines.simulator.collectives import RoundAborted
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Lost
@@ -83,7 +83,7 @@ class Cut:
     def _count(self, what):
         self._left -= 1
         if self._left == 0:
-            raise RoundVoid(what, [1], 100.0)
+            raise RoundAborted(what, [1], 100.0)
 
     async def reduce_scatter(self, tree, weight=1.0, *, wide=False):
         self._count("reduce_scatter")

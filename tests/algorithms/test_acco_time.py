@@ -54,12 +54,12 @@ def test_each_commit_sends_exactly_twice_zero1s_bytes(islands):
 def test_in_the_free_mode_nobody_is_ever_idle_and_a_faster_island_contributes_in_proportion():
     cluster = Cluster(islands=4, step_time_s=(1.0, 1.0, 1.0, 0.25), link=Link(latency_s=0.2))
     done = simulate(ACCO(optimizer=SGD(lr=0.01), batch="free"), steps=20, cluster=cluster, evaluate_every=100)
-    for ledger in done.engine.books.ledgers:
+    for ledger in done.engine.accounting.ledgers:
         assert ledger.computed_s == pytest.approx(ledger.present_s)
     counts = [sum(event.batches for event in done.of(Computed) if event.island == island) for island in range(4)]
     assert counts[3] / counts[0] == pytest.approx(4.0, rel=0.05)
     fixed = simulate(ACCO(optimizer=SGD(lr=0.01)), steps=8, cluster=cluster, evaluate_every=100)
-    assert fixed.engine.books.ledgers[3].computed_s < 0.3 * fixed.engine.books.ledgers[3].present_s
+    assert fixed.engine.accounting.ledgers[3].computed_s < 0.3 * fixed.engine.accounting.ledgers[3].present_s
 
 
 @pytest.mark.parametrize(("latency_s", "halves"), [(0.25, 1), (0.25 + 2.0**-30, 2), (0.25 - 2.0**-30, 1), (0.5, 2)])

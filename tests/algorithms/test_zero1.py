@@ -9,7 +9,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Exchanged, Recut, RoundFailed
 from atoll.core.flat_tree import Tree
-from atoll.engines.resharding import recut
+from atoll.engines.replicated_state import reshard
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
@@ -126,7 +126,7 @@ def test_cut_anew_and_put_together_again_nothing_has_changed(before, after):
     for rank in range(before):
         mine = whole.shard(rank, before)
         slices.append({"slice": mine, "optimizer": rule.update(mine, mine, rule.init(mine))[1]})
-    cut = recut(slices, after)
+    cut = reshard(slices, after)
     assert len(cut) == after
     assert Tree.join([one["slice"] for one in cut]).equal(whole)
     means = [Tree.join([one["optimizer"].mean for one in some]) for some in (slices, cut)]

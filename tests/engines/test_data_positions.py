@@ -7,41 +7,41 @@ import pytest
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
-from atoll.engines.data_positions import Dealing
+from atoll.engines.data_positions import DataPositions
 from atoll.testing.workloads import RegressionBatches
 
 
 def test_readers_of_one_shard_never_read_the_same_batch():
-    dealing = Dealing(RegressionBatches(num_shards=2))
-    works = [dealing.deal(reader, 3, 1, schedule=0) for reader in (0, 1, 2, 3)]
+    dealing = DataPositions(RegressionBatches(num_shards=2))
+    works = [dealing.assign(reader, 3, 1, schedule=0) for reader in (0, 1, 2, 3)]
     assert [(work.shard, work.start) for work in works] == [(0, 0), (1, 0), (0, 3), (1, 3)]
 
 
 def test_who_reads_other_pieces_than_the_last_one_begins_with_a_whole_one():
-    dealing = Dealing(RegressionBatches(num_shards=1))
-    assert dealing.deal(0, 3, 2, schedule=0).start == 0  # one and a half batches
-    assert dealing.deal(0, 1, 1, schedule=0).start == 2
+    dealing = DataPositions(RegressionBatches(num_shards=1))
+    assert dealing.assign(0, 3, 2, schedule=0).start == 0  # one and a half batches
+    assert dealing.assign(0, 1, 1, schedule=0).start == 2
     assert dealing.positions == [Fraction(3)]
 
 
 def test_positions_are_saved_exactly():
-    one, two = (Dealing(RegressionBatches(num_shards=2)) for _ in range(2))
-    one.deal(1, 1, 3, schedule=0)
+    one, two = (DataPositions(RegressionBatches(num_shards=2)) for _ in range(2))
+    one.assign(1, 1, 3, schedule=0)
     two.from_parts(one.to_parts())
     assert two.positions == [Fraction(0), Fraction(1, 3)]
 
 
 def test_a_shard_that_two_devices_share_counts_once():
-    dealing = Dealing(RegressionBatches(num_shards=2, shard_examples=32))
+    dealing = DataPositions(RegressionBatches(num_shards=2, shard_examples=32))
     assert dealing.examples([0, 1]) == 64
     assert dealing.examples([0, 2]) == 32
 
 
 def test_readers_who_ask_alike_are_dealt_in_order_whoever_asks_first():
-    dealing = Dealing(RegressionBatches(num_shards=2))
+    dealing = DataPositions(RegressionBatches(num_shards=2))
     asked = {reader: [] for reader in range(4)}
     for reader in (2, 2, 1, 0, 3, 0, 3, 1):
-        asked[reader].append(dealing.deal_alike(reader, 3, 1, reader, range(4)))
+        asked[reader].append(dealing.assign_in_step(reader, 3, 1, reader, range(4)))
     assert {reader: [work.start for work in works] for reader, works in asked.items()} == {
         0: [0, 6],
         1: [0, 6],
@@ -52,22 +52,22 @@ def test_readers_who_ask_alike_are_dealt_in_order_whoever_asks_first():
 
 
 def test_who_asks_otherwise_than_the_others_is_dealt_what_nobody_reads():
-    dealing = Dealing(RegressionBatches(num_shards=1))
-    assert dealing.deal_alike(0, 3, 1, 0, range(2)).start == 0
-    assert dealing.deal_alike(1, 5, 1, 0, range(2)).start == 6  # it was dealt 3 to 5
+    dealing = DataPositions(RegressionBatches(num_shards=1))
+    assert dealing.assign_in_step(0, 3, 1, 0, range(2)).start == 0
+    assert dealing.assign_in_step(1, 5, 1, 0, range(2)).start == 6  # it was dealt 3 to 5
 
 
 def test_what_was_dealt_in_a_round_is_not_for_the_next():
-    dealing = Dealing(RegressionBatches(num_shards=1))
-    dealing.deal_alike(0, 1, 1, 0, range(2))
+    dealing = DataPositions(RegressionBatches(num_shards=1))
+    dealing.assign_in_step(0, 1, 1, 0, range(2))
     dealing.begin_round()
-    assert dealing.deal_alike(1, 1, 1, 0, range(2)).start == 3
+    assert dealing.assign_in_step(1, 1, 1, 0, range(2)).start == 3
     assert dealing.positions == [Fraction(4)]
 
 
 def test_who_may_ask_for_more_than_others_shares_no_shard_with_them_on_processes():
-    dealing = Dealing(RegressionBatches(num_shards=2))
-    dealing.check_shared(2, ACCO(batch="free"), None)
-    dealing.check_shared(3, ACCO(), None)
+    dealing = DataPositions(RegressionBatches(num_shards=2))
+    dealing.check_readers(2, ACCO(batch="free"), None)
+    dealing.check_readers(3, ACCO(), None)
     with pytest.raises(ConfigError, match=r"3 processes read 2 shards.*data.shards=3, or batch=fixed"):
-        dealing.check_shared(3, DiLoCo(inner_steps=2), ACCO(batch="free"))
+        dealing.check_readers(3, DiLoCo(inner_steps=2), ACCO(batch="free"))

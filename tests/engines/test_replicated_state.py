@@ -4,12 +4,12 @@ import torch
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient
-from atoll.engines.replicated_state import on_device
+from atoll.engines.replicated_state import trees_to_device
 
 
 def test_what_waits_in_a_saved_state_goes_where_the_replica_computes():
     """A fresh State has no waiting gradient whose device could be taken: the file's would stay where files are read."""
     waiting = Gradient(Tree.of({"w": torch.ones(2)}), weight=1.0, tokens=8)
-    placed = on_device({"first": waiting, "dropped": 1.5, "params": (Tree.of({"w": torch.ones(2)}), 3)}, "meta")
+    placed = trees_to_device({"first": waiting, "dropped": 1.5, "params": (Tree.of({"w": torch.ones(2)}), 3)}, "meta")
     assert placed["first"].sum.flat.device.type == placed["params"][0].flat.device.type == "meta"
     assert (placed["first"].tokens, placed["dropped"], placed["params"][1]) == (8, 1.5, 3)

@@ -12,7 +12,7 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import TrainingDiverged
 from atoll.core.flat_tree import Tree
-from atoll.engines.accounting import MOST_SKIPPED
+from atoll.engines.accounting import MAX_SKIPPED
 from atoll.optim.sgd import SGD
 from atoll.testing.workloads import Regression
 
@@ -84,19 +84,19 @@ def test_an_island_whose_moments_are_spoilt_raises_before_it_exchanges_and_the_o
 
 
 def test_an_island_that_never_comes_back_gives_up(two):
-    steps = MOST_SKIPPED + 1
+    steps = MAX_SKIPPED + 1
     one, other = two.run(spoilt, torch.optim.SGD, DiLoCo(inner_steps=1), (steps, steps), range(steps))
-    assert f"so they were in {MOST_SKIPPED} rounds in a row" in other[1]
+    assert f"so they were in {MAX_SKIPPED} rounds in a row" in other[1]
     assert (one[1], one[2]) == (None, 1)
 
 
 @pytest.mark.parametrize("algorithm", [DDP(optimizer=SGD(lr=0.1)), ACCO(optimizer=SGD(lr=0.1))])
 def test_updates_that_somebodys_gradients_spoil_are_left_out_by_all_and_too_many_end_it_everywhere(two, algorithm):
-    steps = 3 * MOST_SKIPPED
+    steps = 3 * MAX_SKIPPED
     start = Tree.of(WORKLOAD.module())
     found = two.run(spoilt, None, algorithm, (steps, steps), range(steps))
     for params, raised, _, _ in found:
-        assert f"{MOST_SKIPPED} updates in a row were left out; at last island 1 brought something that is not finite" in raised
+        assert f"{MAX_SKIPPED} updates in a row were left out; at last island 1 brought something that is not finite" in raised
         assert params.equal(start)
     assert [len(messages) for *_, messages in found] == [1, 0]
     assert "island 1 brought gradients that are not finite" in found[0][3][0]

@@ -5,7 +5,7 @@ import torch
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Work
-from atoll.engines.simulator.batched_compute import Together
+from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.replica.cuda_graphs import _MAX_GRAPHS, CudaGraphCache
@@ -92,7 +92,7 @@ def test_a_stack_that_does_not_fit_is_left_and_islands_compute_apart():
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
     told = []
     try:
-        together = Together("auto", 4096, work.loss, compiled=True, tell=lambda *news: told.append(news))
+        together = BatchedCompute("auto", 4096, work.loss, compiled=True, tell=lambda *news: told.append(news))
         found = together(trainings(made))
         together.report()
     finally:

@@ -1,124 +1,181 @@
-"""An engine's books: what each island did and what all of them did together, since the warm start.
+"""The accounting of a run, for every engine: ledgers per island, totals of the run, and the events that follow from them.
 
-Every figure that is reported comes from here, and all of it is saved with a checkpoint.
+Every reported figure since the warm start comes from here. A checkpoint saves all of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean
-from typing import Any
+from itertools import combinations
+from statistics import fmean, pstdev
+from typing import Any, NamedTuple
 
+from atoll.algorithms.async_hub import Applied, Refusal
+from atoll.algorithms.async_scheduler import Closing, Dispatch, Return
 from atoll.core.errors import ConfigError, TrainingDiverged
-from atoll.core.events import Computed, Evaluated, RoundFinished, RunFinished, UpdateSkipped
+from atoll.core.events import (
+    Arrived,
+    Compared,
+    Computed,
+    Dispatched,
+    Evaluated,
+    Event,
+    Exchanged,
+    Refused,
+    Returned,
+    RoundFinished,
+    RunFinished,
+    UpdateSkipped,
+    WindowClosed,
+)
 from atoll.core.protocols import Sink
 from atoll.replica.local_replica import ComputeResult
 
-MOST_SKIPPED = 20
-"""Updates in a row, before a run is given up."""
+MAX_SKIPPED = 20
+"""Updates skipped in a row that end a run."""
+
+
+class ComputeSpan(NamedTuple):
+    """What an island computed between two moments."""
+
+    start_s: float
+    end_s: float
+    steps: int
+    batches: float
+    result: ComputeResult
 
 
 @dataclass
 class Ledger:
-    """One island's account, which goes on when it leaves and comes back; or one of its devices', whose bytes are those that it sent
-    to the others of the island."""
+    """The account of one island, kept while it is absent; or of one device of an island, whose bytes stay inside the island."""
 
     sent_bytes: int = 0
     control_bytes: int = 0
     computed_s: float = 0.0
     present_s: float = 0.0
-    stretches: int = 0
-    """Of computing, so far."""
+    spans: int = 0
+    """Compute spans so far."""
 
 
 @dataclass
 class Totals:
-    """Over all islands."""
+    """Sums over all islands."""
 
     round: int = 0
     steps: int = 0
     outer_steps: int = 0
     failed_rounds: int = 0
     skipped_in_a_row: int = 0
-    """Updates, up to now."""
     tokens: int = 0
-    """Those in updates that were committed."""
+    """In committed updates."""
     local_updates: int = 0
     version: int = 0
-    """Of the shared fields: the number of commits."""
+    """Commits, which is the version of the shared fields."""
     dropped_tokens: int = 0
-    """Those whose gradients waited in a device when its island was given other weights."""
+    """In pending gradients of devices whose island loaded other weights."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last evaluation."""
 
 
-class Books:
-    """Ledgers and totals of one run, and the events that are drawn up from them.
+class RunAccounting:
+    """Ledgers and totals of one run.
 
     Args:
-        islands: how many there are at most.
-        devices: of each island, where they have an algorithm of their own; else none.
-        real: whether the times that it is given were measured on real machines; else they are a virtual clock's.
+        islands: the planned number; it divides local updates into steps where a hub counts them.
+        devices: per island, if they run an algorithm of their own, else 0.
+        real: times are seconds of a wall clock, else of a virtual clock.
     """
 
     def __init__(self, islands: int, devices: int = 0, *, real: bool = False) -> None:
         self.ledgers = [Ledger() for _ in range(islands)]
-        self.inside = [[Ledger() for _ in range(devices)] for _ in range(islands if devices else 0)]
-        """Of the devices, by island."""
+        self.device_ledgers = [[Ledger() for _ in range(devices)] for _ in range(islands if devices else 0)]
         self.totals = Totals()
-        self.diverged = ""
-        """What there is to say about the last loss that was not finite."""
-        self.counts_inside = True
-        """Whether anybody knows what devices of an island send to each other."""
+        self.divergence = ""
+        """Describes the last loss that was not finite."""
+        self.counts_device_bytes = True
+        """False if the bytes between the devices of an island are unknown."""
         self._losses: list[float] = []
         self._planned, self._real = islands, real
 
-    def sent(self, islands: Sequence[int], payload: Sequence[int], control: Sequence[int]) -> None:
-        """An exchange took place."""
-        for island, payload_bytes, control_bytes in zip(islands, payload, control, strict=True):
-            self.ledgers[island].sent_bytes += payload_bytes
-            self.ledgers[island].control_bytes += control_bytes
-
     def ledger(self, island: int, device: int | None = None) -> Ledger:
-        """An island's account, or one of its devices'."""
-        return self.ledgers[island] if device is None else self.inside[island][device]
+        return self.ledgers[island] if device is None else self.device_ledgers[island][device]
 
-    def sent_inside(self, island: int, payload: Sequence[int], control: Sequence[int]) -> None:
-        """The devices of an island met."""
-        for ledger, payload_bytes, control_bytes in zip(self.inside[island], payload, control, strict=True):
-            ledger.sent_bytes += payload_bytes
-            ledger.control_bytes += control_bytes
+    # ------------------------------------------------------------------------------------------------------ within a round
 
-    def computed(
+    def sent(self, islands: Sequence[int], payload: Sequence[int], control: Sequence[int]) -> None:
+        """Adds the bytes that each island sent."""
+        _add_bytes([self.ledgers[island] for island in islands], payload, control)
+
+    def exchanged(
         self,
-        island: int,
-        start_s: float,
+        what: str,
+        *,
+        islands: Sequence[int],
+        arrived_s: Sequence[float],
         end_s: float,
-        steps: int,
-        batches: float,
-        trained: ComputeResult,
-        round: int | None = None,
-        device: int | None = None,
-    ) -> Computed:
-        """An island, or one of its devices, has computed, in the present round unless another is given. A loss that is not finite
-        ends the run here if the island has trained on; a gradient of it may still be left out."""
+        sent_bytes: Sequence[int],
+        control_bytes: Sequence[int],
+        weight: float,
+        heard: Sequence[bool] | None = None,
+        background: bool = False,
+        inside: int | None = None,
+    ) -> Exchanged:
+        """Accounts one exchange between islands, or between the devices of island `inside`. All take part unless `heard` says
+        otherwise."""
+        ledgers = [self.ledgers[island] for island in islands] if inside is None else self.device_ledgers[inside]
+        _add_bytes(ledgers, sent_bytes, control_bytes)
+        return Exchanged(
+            round=self.totals.round,
+            what=what,
+            islands=list(islands),
+            heard=[True] * len(islands) if heard is None else list(heard),
+            arrived_s=list(arrived_s),
+            start_s=max(arrived_s),
+            end_s=end_s,
+            sent_bytes=list(sent_bytes),
+            control_bytes=list(control_bytes),
+            weight=weight,
+            background=background,
+            inside=inside,
+        )
+
+    def compared(self, products: Sequence[Sequence[float]], mean_norm: float) -> Compared:
+        """Norms and cosines of the contributions to a mean, from the matrix of their inner products."""
+        norms = [math.sqrt(row[i]) for i, row in enumerate(products)]
+        pairs = [(i, j) for i, j in combinations(range(len(norms)), 2) if 0 < norms[i] < math.inf and 0 < norms[j] < math.inf]
+        cosines = [products[i][j] / (norms[i] * norms[j]) for i, j in pairs]
+        return Compared(
+            round=self.totals.round,
+            norms=norms,
+            mean_norm=mean_norm,
+            cosine_mean=fmean(cosines) if cosines else None,
+            cosine_std=pstdev(cosines) if cosines else None,
+        )
+
+    def computed(self, island: int, span: ComputeSpan, round: int | None = None, device: int | None = None) -> Computed:
+        """Accounts a compute span of an island, or of one of its devices, in the present round unless another is given.
+
+        Raises:
+            TrainingDiverged: a loss is not finite, and the island has updated its weights with it. A gradient may still be skipped.
+        """
+        start_s, end_s, steps, batches, result = span
         round = self.totals.round if round is None else round
-        for step, loss in enumerate(trained.losses):
+        for step, loss in enumerate(result.losses):
             if not math.isfinite(loss):
-                step_text = f"at inner step {self.totals.steps + step}" if device is None else f"on its device {device}"
-                self.diverged = (
-                    f"the loss is {loss} on island {island} in round {round}, {step_text}. The run stops; what was saved before "
-                    f"this round stands. Lower the learning rate, set train.clip_norm, or look at the data there."
+                where = f"at inner step {self.totals.steps + step}" if device is None else f"on its device {device}"
+                self.divergence = (
+                    f"the loss is {loss} on island {island} in round {round}, {where}. The run stops; checkpoints from before this "
+                    f"round are valid. Lower the learning rate, set train.clip_norm, or look at this island's data."
                 )
-                if trained.moved:
-                    raise TrainingDiverged(self.diverged)
-        self.ledgers[island].computed_s += (end_s - start_s) / (1 if device is None else len(self.inside[island]))
+                if result.moved:
+                    raise TrainingDiverged(self.divergence)
+        self.ledgers[island].computed_s += (end_s - start_s) / (1 if device is None else len(self.device_ledgers[island]))
         if device is not None:
-            self.inside[island][device].computed_s += end_s - start_s
+            self.device_ledgers[island][device].computed_s += end_s - start_s
         self.totals.local_updates += steps
-        loss = fmean(trained.losses)
+        loss = fmean(result.losses)
         self._losses.append(loss)
         return Computed(
             island=island,
@@ -127,111 +184,102 @@ class Books:
             end_s=end_s,
             steps=steps,
             batches=batches,
-            tokens=trained.tokens,
+            tokens=result.tokens,
             loss=loss,
             device=device,
         )
 
-    def skipped(self, event: UpdateSkipped | None, in_a_row: int, sink: Sink) -> int:
-        """An update was skipped, or made: reports it, and says how many in a row were skipped. Too many end the run."""
+    def count_skipped(self, event: UpdateSkipped | None, in_a_row: int, sink: Sink) -> int:
+        """Reports the skipped update, if there is one, and returns how many were skipped in a row.
+
+        Raises:
+            TrainingDiverged: `MAX_SKIPPED` were.
+        """
         if event is None:
-            self.diverged = ""  # what was left out since has done no harm
+            self.divergence = ""  # the skipped gradients did no harm
             return 0
         sink.emit(event)
-        if in_a_row + 1 == MOST_SKIPPED:
+        if in_a_row + 1 == MAX_SKIPPED:
             where = "" if event.inside is None else f" inside island {event.inside}"
-            why = self.diverged or "gradients were not finite, or nobody had any. Look at the data, or lower the learning rate."
-            raise TrainingDiverged(f"{MOST_SKIPPED} updates in a row were skipped{where}: {why}")
+            why = self.divergence or "gradients were not finite, or empty. Look at the data, or lower the learning rate."
+            raise TrainingDiverged(f"{MAX_SKIPPED} updates in a row were skipped{where}: {why}")
         return in_a_row + 1
 
+    # ---------------------------------------------------------------------------------------------------------- after a round
+
     def round_finished(self, steps: int, islands: int, time_s: float) -> RoundFinished:
-        """A round is over, and so many steps of the run."""
+        """Ends a round of this many present islands, after which the run has taken `steps` steps."""
         self.totals.steps = steps
-        return self._closed(islands, time_s)
-
-    def hub_stepped(self, islands: int, time_s: float) -> RoundFinished:
-        """A worker's round is over. Steps are counted as if the islands that the books began with had shared the local updates
-        evenly, whoever else has come since."""
-        self.totals.steps = self.totals.local_updates // self._planned
-        return self._closed(islands, time_s)
-
-    def _closed(self, islands: int, time_s: float) -> RoundFinished:
         self.totals.round += 1
         losses, self._losses = self._losses, []
-        virtual_s, wall_s = self._clocks(time_s)
-        return RoundFinished(
-            round=self.totals.round,
-            islands=islands,
-            steps=self.totals.steps,
-            virtual_time_s=virtual_s,
-            wall_time_s=wall_s,
-            tokens=self.totals.tokens,
-            local_updates=self.totals.local_updates,
-            loss=fmean(losses) if losses else math.nan,
-            sent_bytes_per_island=self._mean("sent_bytes"),
+        loss = fmean(losses) if losses else math.nan
+        return RoundFinished(round=self.totals.round, islands=islands, loss=loss, **self._figures(time_s))
+
+    def update_applied(
+        self, applied: Applied, spans: Iterable[ComputeSpan], *, pushed_s: float, sent_bytes: int, workers: int
+    ) -> Iterator[Event]:
+        """Accounts the hub step that ends a worker's round. Steps of the run are local updates over the planned islands."""
+        dispatch = applied.dispatch
+        for span in spans:
+            yield self.computed(dispatch.worker, span, round=dispatch.round)
+            self.totals.tokens += span.result.tokens * applied.counted
+        self.totals.version = applied.version
+        self.totals.outer_steps += applied.moved
+        yield Arrived(
+            **_worker_round(dispatch),
+            window=applied.window,
+            pushed_s=pushed_s,
+            version=applied.version,
+            staleness=applied.staleness,
+            applied=applied.counted,
+            norm=applied.norm,
+            sent_bytes=sent_bytes,
+            **clock_fields(applied.time_s, real=self._real),
         )
+        yield self.round_finished(self.totals.local_updates // self._planned, workers, applied.time_s)
 
-    def evaluated(self, metrics: Mapping[str, float], time_s: float) -> Evaluated:
-        """The global weights were judged."""
-        self.judged(metrics)
-        return replace(self.due(time_s), metrics=self.totals.metrics)
+    def evaluation_due(self, time_s: float) -> Evaluated:
+        """The evaluation of the present weights, before its metrics are known."""
+        return Evaluated(round=self.totals.round, metrics={}, **self._figures(time_s))
 
-    def due(self, time_s: float) -> Evaluated:
-        """An evaluation of the present weights, still without its measures."""
-        virtual_s, wall_s = self._clocks(time_s)
-        return Evaluated(
-            round=self.totals.round,
-            steps=self.totals.steps,
-            virtual_time_s=virtual_s,
-            wall_time_s=wall_s,
-            tokens=self.totals.tokens,
-            local_updates=self.totals.local_updates,
-            sent_bytes_per_island=self._mean("sent_bytes"),
-            metrics={},
-        )
-
-    def judged(self, metrics: Mapping[str, float]) -> None:
-        """These are the measures of the last evaluation."""
+    def set_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of the last evaluation."""
         if "loss" not in metrics:
             raise ConfigError(f"Workload.evaluate returned {sorted(metrics)}: it must have at least `loss`. Add it to the mapping.")
         self.totals.metrics = {name: float(value) for name, value in metrics.items()}
 
+    def evaluated(self, metrics: Mapping[str, float], time_s: float) -> Evaluated:
+        """Records an evaluation of the present weights."""
+        self.set_metrics(metrics)
+        return replace(self.evaluation_due(time_s), metrics=self.totals.metrics)
+
     def finished(self, time_s: float, warm_start_tokens: int, digest: str) -> RunFinished:
-        """The run is over."""
-        virtual_s, wall_s = self._clocks(time_s)
+        """The event of the end of the run."""
         return RunFinished(
             rounds=self.totals.round,
             outer_steps=self.totals.outer_steps,
-            steps=self.totals.steps,
-            tokens=self.totals.tokens,
             warm_start_tokens=warm_start_tokens,
-            local_updates=self.totals.local_updates,
-            virtual_time_s=virtual_s,
-            wall_time_s=wall_s,
             utilisation=fmean(ledger.computed_s / ledger.present_s for ledger in self._seen()),
-            sent_bytes_per_island=self._mean("sent_bytes"),
             control_bytes_per_island=self._mean("control_bytes"),
             val_loss=self.totals.metrics["loss"],
             digest=digest,
-            inside_bytes_per_device=self._inside_bytes(),
-            inside_dropped_tokens=self.totals.dropped_tokens if self.inside else None,
+            inside_bytes_per_device=self._bytes_per_device(),
+            inside_dropped_tokens=self.totals.dropped_tokens if self.device_ledgers else None,
+            **self._figures(time_s),
         )
 
-    def _clocks(self, time_s: float) -> tuple[float | None, float | None]:
-        """The same moment on the virtual and on the real clock; None on the one that does not count."""
-        return (None, time_s) if self._real else (time_s, None)
+    def _figures(self, time_s: float) -> dict[str, Any]:
+        """The fields that all events about the run's progress have."""
+        totals = {"steps": self.totals.steps, "tokens": self.totals.tokens, "local_updates": self.totals.local_updates}
+        return {**totals, "sent_bytes_per_island": self._mean("sent_bytes"), **clock_fields(time_s, real=self._real)}
 
-    def _inside_bytes(self) -> float | None:
-        """Over the devices of islands that have been there at all."""
-        seen = (
-            []
-            if not self.counts_inside
-            else [devices for devices, island in zip(self.inside, self.ledgers, strict=False) if island.present_s > 0]
-        )
+    def _bytes_per_device(self) -> float | None:
+        pairs = zip(self.device_ledgers, self.ledgers, strict=False)
+        seen = [devices for devices, island in pairs if island.present_s > 0] if self.counts_device_bytes else []
         return fmean(ledger.sent_bytes for devices in seen for ledger in devices) if seen else None
 
     def _mean(self, name: str) -> float:
-        """Over the islands that have been there at all."""
+        """Over the islands that have ever been present."""
         return fmean(getattr(ledger, name) for ledger in self._seen() or self.ledgers)
 
     def _seen(self) -> list[Ledger]:
@@ -241,10 +289,60 @@ class Books:
         return {
             "totals": asdict(self.totals),
             "ledgers": [asdict(ledger) for ledger in self.ledgers],
-            "inside": [[asdict(ledger) for ledger in devices] for devices in self.inside],
+            "device_ledgers": [[asdict(ledger) for ledger in devices] for devices in self.device_ledgers],
         }
 
     def from_parts(self, parts: Mapping[str, Any]) -> None:
         self.totals = Totals(**parts["totals"])
         self.ledgers = [Ledger(**ledger) for ledger in parts["ledgers"]]
-        self.inside = [[Ledger(**ledger) for ledger in devices] for devices in parts["inside"]]
+        self.device_ledgers = [[Ledger(**ledger) for ledger in devices] for devices in parts["device_ledgers"]]
+
+
+def _add_bytes(ledgers: Sequence[Ledger], payload: Sequence[int], control: Sequence[int]) -> None:
+    for ledger, payload_bytes, control_bytes in zip(ledgers, payload, control, strict=True):
+        ledger.sent_bytes += payload_bytes
+        ledger.control_bytes += control_bytes
+
+
+def clock_fields(time_s: float, *, real: bool) -> dict[str, Any]:
+    """The time of an event: on the wall clock if it is real, else on the virtual clock."""
+    return {"virtual_time_s": None if real else time_s, "wall_time_s": time_s if real else None}
+
+
+# ---------------------------------------------------------------------------------------------------------- decisions of a hub
+
+
+def dispatched(dispatch: Dispatch, begin_s: float, sent_bytes: int, *, real: bool = False, devices: int = 1) -> Dispatched:
+    return Dispatched(
+        **_worker_round(dispatch),
+        version=dispatch.version,
+        start=dispatch.work.start,
+        schedule=dispatch.work.schedule,
+        begin_s=begin_s,
+        sent_bytes=sent_bytes,
+        devices=devices,
+        **clock_fields(dispatch.time_s, real=real),
+    )
+
+
+def window_closed(closing: Closing, *, real: bool = False) -> WindowClosed:
+    return WindowClosed(
+        window=closing.window,
+        islands=list(closing.workers),
+        opened_s=closing.opened_s,
+        idle_s=list(closing.idle_s),
+        **clock_fields(closing.time_s, real=real),
+    )
+
+
+def returned(back: Return, *, real: bool = False) -> Returned:
+    return Returned(**_worker_round(back.dispatch), **clock_fields(back.time_s, real=real))
+
+
+def refused(refusal: Refusal, *, real: bool = False) -> Refused:
+    times = clock_fields(refusal.time_s, real=real)
+    return Refused(island=refusal.worker, round=refusal.round, reason=refusal.reason, **times)
+
+
+def _worker_round(dispatch: Dispatch) -> dict[str, Any]:
+    return {"island": dispatch.worker, "round": dispatch.round, "shard": dispatch.work.shard, "steps": dispatch.steps}

@@ -10,9 +10,9 @@ import torch
 from atoll.core.events import Arranged, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
-from atoll.engines.accounting import Books
+from atoll.engines.accounting import RunAccounting
 from atoll.engines.simulator.async_engine import AsyncSimEngine
-from atoll.engines.simulator.batched_compute import Together
+from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.engine import SimEngine
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
@@ -56,11 +56,11 @@ def seed_of(run: Run, number: int) -> int:
     return run.seed * 100_003 + number
 
 
-def together_of(run: Run, workload: Workload, sink: Sink) -> Together | None:
+def together_of(run: Run, workload: Workload, sink: Sink) -> BatchedCompute | None:
     """What computes for several islands at a time; none where each has threads of its own."""
     if run.train.together == "apart" or (run.train.together == "auto" and device_of(run) == "cpu"):
         return None
-    return Together(
+    return BatchedCompute(
         run.train.together,
         run.world.islands * run.world.devices_per_island,
         workload.loss,
@@ -73,7 +73,7 @@ class Engine(Protocol):
     """What carries out a run: the simulator for rounds in step, or the one with a hub."""
 
     steps: int
-    books: Books
+    accounting: RunAccounting
 
     @property
     def params(self) -> Tree: ...

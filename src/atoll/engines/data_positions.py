@@ -13,7 +13,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.protocols import Batches, Work
 
 
-class Dealing:
+class DataPositions:
     """Deals out the data. Reader i reads shard i, or i modulo the number of shards where there are fewer: those who share a shard
     never read the same batch."""
 
@@ -28,29 +28,29 @@ class Dealing:
         """What was dealt to readers who did not ask for it in the last one is read by nobody."""
         self._dealt.clear()
 
-    def deal_alike(self, reader: int, count: int, pieces: int, schedule: int, readers: Iterable[int]) -> Work:
+    def assign_in_step(self, reader: int, count: int, pieces: int, schedule: int, readers: Iterable[int]) -> Work:
         """The same where readers ask alike in a round: whoever asks first has all who share its shard dealt theirs, in order, so
         that it does not matter who is faster: processes that do not hear of each other's asking deal so."""
         if not self._dealt.get(reader):
             for other in readers:
                 if (other - reader) % self._batches.num_shards == 0:
-                    self._dealt.setdefault(other, deque()).append((count, self.deal(other, count, pieces, schedule)))
+                    self._dealt.setdefault(other, deque()).append((count, self.assign(other, count, pieces, schedule)))
         dealt, work = self._dealt[reader].popleft()
         if (dealt, work.pieces) != (count, pieces):  # it asks otherwise than the others
-            return self.deal(reader, count, pieces, schedule)
+            return self.assign(reader, count, pieces, schedule)
         return replace(work, schedule=schedule)
 
-    def deal(self, reader: int, count: int, pieces: int, schedule: int) -> Work:
+    def assign(self, reader: int, count: int, pieces: int, schedule: int) -> Work:
         """So many batches, or pieces of them, for this reader, who is at this position of the schedule."""
         shard = reader % self._batches.num_shards
         start = math.ceil(self.positions[shard] * pieces)  # who reads other pieces than the last one begins with a whole one
         self.positions[shard] = Fraction(start + count, pieces)
         return Work(shard=shard, start=start, schedule=schedule, examples=self._batches.examples(shard), pieces=pieces)
 
-    def check_shared(self, readers: int, *algorithms: Any) -> None:
+    def check_readers(self, readers: int, *algorithms: Any) -> None:
         """Refuses what has more readers than shards and does not ask alike: nobody would know how far the others have read."""
         shards = len(self.positions)
-        if readers > shards and not ask_alike(*algorithms):
+        if readers > shards and not same_batches_everywhere(*algorithms):
             raise ConfigError(
                 f"{readers} processes read {shards} shards of the data, and with batch=free nobody knows how far the others have "
                 f"read. Use data.shards={readers}, or batch=fixed."
@@ -71,6 +71,6 @@ class Dealing:
         self.positions[shard] = Fraction(*position)
 
 
-def ask_alike(*algorithms: Any) -> bool:
+def same_batches_everywhere(*algorithms: Any) -> bool:
     """Whether all who run these ask for as many batches in a round."""
     return all(getattr(algorithm, "batch", None) != "free" for algorithm in algorithms)

@@ -171,7 +171,10 @@ class Execution:
                 engine.restore(lambda part, like: self._checkpoints.load(checkpoint, part, like))
                 sink.emit(
                     Progress(
-                        phase="resume", done=engine.books.totals.steps, total=engine.steps, note=f"from round {checkpoint.round}"
+                        phase="resume",
+                        done=engine.accounting.totals.steps,
+                        total=engine.steps,
+                        note=f"from round {checkpoint.round}",
                     )
                 )
             finished = engine.run(warm.tokens)

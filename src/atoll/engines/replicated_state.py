@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
+from atoll.core.layout import shard_range
 from atoll.core.protocols import Gradient, Owner, fields_owned
-from atoll.core.pytree import leaves
+from atoll.core.pytree import leaves, trees
 
 
 def shared_fields(state: Any) -> dict[str, Any]:
@@ -34,10 +35,10 @@ def _given(value: Any) -> Any:
     return _with_trees(value, Tree.give)
 
 
-def on_device(value: Any, device: torch.device | str) -> Any:
+def trees_to_device(value: Any, device: torch.device | str) -> Any:
     """The value with all of its Trees there: what comes from a file lies elsewhere, where the fresh State had nothing."""
     if isinstance(value, dict):
-        return {name: on_device(item, device) for name, item in value.items()}
+        return {name: trees_to_device(item, device) for name, item in value.items()}
     return _with_trees(value, lambda tree: tree.to(device))
 
 
@@ -51,18 +52,18 @@ def _with_trees(value: Any, change: Callable[[Tree], Tree]) -> Any:
     return value
 
 
-def waiting_tokens(state: Any) -> int:
+def pending_tokens(state: Any) -> int:
     """Tokens whose gradients wait in the State for a later update."""
     return sum(value.tokens for value in fields_owned(state, Owner.OWN).values() if isinstance(value, Gradient))
 
 
-def agree(name: str, state: Any, shared: Mapping[str, Any]) -> Any:
+def adopt_shared(name: str, state: Any, shared: Mapping[str, Any]) -> Any:
     """Checks that the shared fields have the bits of `shared`, and returns the State with those very objects.
 
     Islands that hold the same bits then hold them once, and a replica that has come apart is found in the round it happened.
     """
     for (path, mine), (_, theirs) in zip(leaves(shared_fields(state)), leaves(shared), strict=True):
-        if not _same(mine, theirs):
+        if not _same_bits(mine, theirs):
             raise ExchangeFailed(
                 f"{name} holds another{path} than the islands it agreed with. Shared fields must have the same bits on every "
                 f"island after a round: compute them from shared fields and from what an exchange returned, and from nothing else."
@@ -70,9 +71,44 @@ def agree(name: str, state: Any, shared: Mapping[str, Any]) -> Any:
     return with_shared(state, shared)
 
 
-def _same(mine: Any, theirs: Any) -> bool:
+def _same_bits(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, Tree):
         return isinstance(theirs, Tree) and mine.same_bits(theirs)
     if isinstance(mine, Tensor):
         return isinstance(theirs, Tensor) and torch.equal(mine, theirs)
     return bool(mine == theirs)
+
+
+def reshard(slices: Sequence[Any], size: int) -> list[Any]:
+    """What every rank holds a slice of, cut anew for another number of ranks. `slices` are in the order of the old ranks; what is
+    no Tree in them is the same everywhere."""
+    return [_slice_for(slices, rank, size) for rank in range(size)]
+
+
+def _slice_for(slices: Sequence[Any], rank: int, size: int) -> Any:
+    first = slices[0]
+    if isinstance(first, Tree):
+        return Tree.join(list(slices)).shard(rank, size).copy()
+    if is_dataclass(first) and not isinstance(first, type):
+        return replace(first, **{f.name: _slice_for([getattr(s, f.name) for s in slices], rank, size) for f in fields(first)})
+    if isinstance(first, Mapping):
+        return {name: _slice_for([s[name] for s in slices], rank, size) for name in first}
+    if isinstance(first, tuple):
+        items = [_slice_for(items, rank, size) for items in zip(*slices, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
+    return first
+
+
+def reshard_bytes(before: Mapping[int, Any], now: Sequence[int]) -> dict[int, int]:
+    """How many bytes each island that is there now sends, so that all have the slices they lack. `before` are the slices by island,
+    in the order of the old ranks; those of islands that left are sent by nobody."""
+    sent = dict.fromkeys(now, 0)
+    for slices in zip(*(trees(held) for held in before.values()), strict=True):  # of one tree, by old rank
+        numel, item_bytes = sum(tree.numel for tree in slices), slices[0].flat.element_size()
+        for rank, island in enumerate(now):
+            start, stop = shard_range(numel, rank, len(now))
+            for other_rank, other in enumerate(before):
+                low, high = shard_range(numel, other_rank, len(before))
+                if other in sent and other != island:
+                    sent[other] += max(0, min(stop, high) - max(start, low)) * item_bytes
+    return sent

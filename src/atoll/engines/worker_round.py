@@ -9,7 +9,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Replica, Task
 
 
-class _Visit:
+class _RoundHub:
     """The hub, seen from one worker in one round. A protocols.Hub."""
 
     def __init__(self, task: Task) -> None:
@@ -23,13 +23,13 @@ class _Visit:
         self.delta = delta
 
 
-def visit(algorithm: AsyncAlgorithm[Any], replica: Replica, task: Task) -> Tree:
+def run_worker_round(algorithm: AsyncAlgorithm[Any], replica: Replica, task: Task) -> Tree:
     """One round of a worker: how far it moved.
 
     Raises:
         ConfigError: the round awaits something else, or ends without a push.
     """
-    hub = _Visit(task)
+    hub = _RoundHub(task)
     coroutine = algorithm.round(replica, hub)
     name = f"{type(algorithm).__name__}.round"
     try:

@@ -16,7 +16,7 @@ from torch import Tensor
 from atoll.core.errors import TrainingDiverged
 from atoll.core.flat_tree import Tree
 from atoll.core.pytree import leaves
-from atoll.engines.accounting import MOST_SKIPPED
+from atoll.engines.accounting import MAX_SKIPPED
 from atoll.engines.processes.collectives import Wire
 from atoll.engines.processes.communication_thread import Request
 from atoll.engines.processes.round_record import Meeting
@@ -61,8 +61,8 @@ class Soundness:
             told = await Request(lambda: inside.tell(finite, lost))
             finite, lost = all(row[0] for row in told), any(row[1] for row in told)
         self._unsound_in_a_row = 0 if finite else self._unsound_in_a_row + 1
-        if lost or self._unsound_in_a_row == MOST_SKIPPED:
-            why = "so are its optimizer's moments" if lost else f"so they were in {MOST_SKIPPED} rounds in a row"
+        if lost or self._unsound_in_a_row == MAX_SKIPPED:
+            why = "so are its optimizer's moments" if lost else f"so they were in {MAX_SKIPPED} rounds in a row"
             raise TrainingDiverged(
                 f"the weights of island {self._island} are not finite, and {why}. It leaves, and brings nothing to the others. "
                 f"{_KEPT} Look at its data, lower the learning rate, or clip gradients."
@@ -84,10 +84,10 @@ class Soundness:
         useless = last is not None and last[0].useless
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if useless else 0
         who = last[1] if last is not None else ""
-        if self._skipped_in_a_row == MOST_SKIPPED:
+        if self._skipped_in_a_row == MAX_SKIPPED:
             why = f"{who} brought something that is not finite" if who else "nobody had anything to bring"
             raise TrainingDiverged(
-                f"{MOST_SKIPPED} updates in a row were left out; at last {why}. {_KEPT} Look at the data there, lower the learning "
+                f"{MAX_SKIPPED} updates in a row were left out; at last {why}. {_KEPT} Look at the data there, lower the learning "
                 f"rate, or use a GradScaler."
             )
         if who and self._skipped_in_a_row == 1 and self._company.rank == 0:

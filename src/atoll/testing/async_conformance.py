@@ -97,7 +97,7 @@ def check_nothing_is_counted_twice_or_lost(algorithm: AsyncAlgorithm[Any]) -> No
     done = Simulated(engine.params, engine, sink.events, None)  # type: ignore[arg-type]
     arrived, back = done.of(Arrived), done.of(Returned)
     assert back, "nothing was put back: the cluster was too kind"
-    assert sum(event.steps for event in arrived) == engine.books.totals.local_updates
+    assert sum(event.steps for event in arrived) == engine.accounting.totals.local_updates
     out = [worker.out for worker in engine.hub.scheduler.workers.values() if worker.out is not None]
     steps = [0] * len(engine.hub.scheduler.shards)
     for shard, count in [(e.shard, e.steps) for e in arrived] + [(d.work.shard, d.steps) for d in out]:

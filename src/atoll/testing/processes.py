@@ -20,7 +20,7 @@ import torch.distributed as dist
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, HoldsWeights, Workload
-from atoll.engines.data_positions import Dealing
+from atoll.engines.data_positions import DataPositions
 from atoll.engines.processes.collectives import Wire
 from atoll.engines.processes.communication_thread import Line
 from atoll.engines.processes.peers import DistPeers
@@ -115,11 +115,11 @@ def played(
 ) -> tuple[Tree, int]:
     """An algorithm's weights after so many rounds, as far as this rank's State has them, and the payload that it sent."""
     wire, line = Wire(group, limit_s=_LIMIT_S, piece_bytes=64), Line()
-    params, dealing = Tree.of(workload.module()), Dealing(workload.batches)
+    params, dealing = Tree.of(workload.module()), DataPositions(workload.batches)
     replica = LocalReplica(workload, optimizer=inner or SGD(lr=0.05), seed=wire.rank)
     replica.load(params)
     done = 0
-    peers = DistPeers(wire, line, lambda steps, batches, pieces: dealing.deal(wire.rank, batches, pieces, done), params.layout)
+    peers = DistPeers(wire, line, lambda steps, batches, pieces: dealing.assign(wire.rank, batches, pieces, done), params.layout)
     state = algorithm.init(params, peers)
     if isinstance(algorithm, HoldsWeights):
         replica.load(line.drive(peers.all_gather(algorithm.held(state))))

@@ -186,7 +186,7 @@ def test_the_last_figures_are_of_the_last_weights_though_another_island_judged_b
     (shore.folder / "final.safetensors").unlink()
     island = shore.one_island()
     island._sources.first(island._engine)
-    island._engine.books.totals.metrics = {"loss": -1.0}  # of weights that have changed since
+    island._engine.accounting.totals.metrics = {"loss": -1.0}  # of weights that have changed since
     island._desk.finish(island._engine, None)
     assert [event.val_loss for event in shore.events(RunFinished)] == [finished.val_loss]
     island.close(wait=False)

@@ -9,7 +9,7 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.events import Attended, Evaluated, RoundFinished, RunFinished, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
-from atoll.engines.accounting import Books
+from atoll.engines.accounting import RunAccounting
 from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.elastic import leader_log as desks
 from atoll.engines.elastic import shutdown
@@ -46,7 +46,7 @@ class Engine:
     replica, clock = SimpleNamespace(buffers=dict), SimpleNamespace(now_s=lambda: 1.0)
 
     def __init__(self):
-        self.generation, self.books = Generation(0, 1), Books(1, real=True)
+        self.generation, self.accounting = Generation(0, 1), RunAccounting(1, real=True)
         self.params = Tree.of({"w": torch.zeros(2)})
 
     @property
@@ -55,9 +55,9 @@ class Engine:
 
     def reach(self, number, epoch):
         self.generation = Generation(number, epoch)
-        self.books.totals.round, self.books.totals.steps = number, self.steps_taken
-        self.books.totals.metrics = {"loss": 1.0}
-        self.books.ledgers[0].present_s = 1.0
+        self.accounting.totals.round, self.accounting.totals.steps = number, self.steps_taken
+        self.accounting.totals.metrics = {"loss": 1.0}
+        self.accounting.ledgers[0].present_s = 1.0
 
     def shared(self):
         return {"params": self.params}
@@ -154,7 +154,7 @@ def test_an_island_that_was_frozen_at_the_end_finishes_the_run_if_whoever_took_t
 def test_when_the_log_is_taken_over_while_the_run_is_finished_that_is_tried_again(island, monkeypatch):
     one, others = island(), []
     one.commit(1, 1)
-    last = one.engine.books.finished
+    last = one.engine.accounting.finished
 
     def frozen(*given):
         if not others:
@@ -162,7 +162,7 @@ def test_when_the_log_is_taken_over_while_the_run_is_finished_that_is_tried_agai
             others[0].commit(1, 1)
         return last(*given)
 
-    one.engine.books.finished = frozen
+    one.engine.accounting.finished = frozen
     monkeypatch.setattr(shutdown, "_AGAIN_S", 0.0)
     shutdown.finish(one.engine, one.desk, None, 60.0, one.said.append)
     assert one.desk.is_finished

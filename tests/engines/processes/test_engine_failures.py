@@ -13,7 +13,7 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.errors import AtollError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Evaluated, RoundFinished, UpdateSkipped
-from atoll.engines.accounting import MOST_SKIPPED
+from atoll.engines.accounting import MAX_SKIPPED
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
@@ -81,10 +81,10 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks_and_the_weights_stand(four, 
     results = four.run(attempted, algorithm, workload, 30, size=3)
     for error, rounds, _ in results:
         assert isinstance(error, TrainingDiverged)
-        assert f"{MOST_SKIPPED} updates in a row were skipped" in str(error)
-        assert rounds == MOST_SKIPPED - 1
+        assert f"{MAX_SKIPPED} updates in a row were skipped" in str(error)
+        assert rounds == MAX_SKIPPED - 1
     losses = [event.loss for event in results[0][2] if isinstance(event, Evaluated)]
-    assert len(losses) == MOST_SKIPPED
+    assert len(losses) == MAX_SKIPPED
     assert len(set(losses)) == 1, "each round was judged, and nothing had changed"
 
 
@@ -92,7 +92,7 @@ def test_too_many_inside_an_island_end_the_run_there_and_say_which_it_was(four):
     workload = Regression(hidden=3, batches=Poisoned(bad_shard=2, bad_from=0))
     told = outcomes(4, inside_attempt, workload)
     for rank in (2, 3):
-        assert f"{MOST_SKIPPED} updates in a row were skipped inside island 1" in told[rank][1]
+        assert f"{MAX_SKIPPED} updates in a row were skipped inside island 1" in told[rank][1]
     for rank in (0, 1):
         assert re.search(r"could not (hear from|send to) rank [23]", told[rank][1])
 

@@ -7,14 +7,14 @@ import torch
 
 from atoll.core.events import Compared, Computed, Exchanged, RoundFinished, UpdateSkipped
 from atoll.core.flat_tree import Tree
-from atoll.engines.accounting import Books
+from atoll.engines.accounting import RunAccounting
 from atoll.engines.processes.event_aggregator import Clerk
 from atoll.engines.processes.round_record import Diary, Likeness, Meeting, Stretch
 from atoll.testing.simulated_runs import Recorder
 
 
 def office(islands=2, devices=1, *, inside=False):
-    books, sink = Books(islands, devices if inside else 0, real=True), Recorder()
+    books, sink = RunAccounting(islands, devices if inside else 0, real=True), Recorder()
     clerk = Clerk(books, devices, inside=inside, sink=sink)
     clerk.begin(0.0)
     return clerk, books, sink
@@ -188,4 +188,4 @@ def test_devices_of_an_island_meet_inside_it_and_their_counterparts_outside():
     (finished,) = of(sink, RoundFinished)
     assert (finished.islands, finished.tokens, finished.local_updates) == (2, 32, 12)
     assert books.totals.dropped_tokens == 6
-    assert [[ledger.sent_bytes for ledger in devices] for devices in books.inside] == [[10, 11], [12, 13]]
+    assert [[ledger.sent_bytes for ledger in devices] for devices in books.device_ledgers] == [[10, 11], [12, 13]]

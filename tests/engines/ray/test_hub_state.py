@@ -92,10 +92,10 @@ def test_an_update_that_comes_twice_counts_once():
     assert one.take(first, delta(), 1.0) == "taken"
     assert one.take(first, delta(), 1.1) == "again"
     assert torch.allclose(one.params["w"], torch.full((3,), 0.9))
-    assert (one.hub.version, one.books.totals.local_updates, len(sink.of(Arrived))) == (1, 4, 1)
+    assert (one.hub.version, one.accounting.totals.local_updates, len(sink.of(Arrived))) == (1, 4, 1)
     assert "delivered twice" in sink.of(Refused)[0].reason
     assert one.standing(0, 0, first.ticket, 1.2)[0] == "go", "it goes on all the same"
-    assert one.books.ledgers[0].sent_bytes == 2 * WEIGHTS.nbytes, "and both were sent"
+    assert one.accounting.ledgers[0].sent_bytes == 2 * WEIGHTS.nbytes, "and both were sent"
 
 
 def test_a_dead_workers_data_is_read_by_another_and_its_late_update_is_not_taken():
@@ -248,7 +248,7 @@ def test_what_is_unusable_is_refused_and_its_data_read_again(what, loss, says):
     again = one.hub.scheduler.workers[0].out
     assert (again.work, again.round > task.round) == (task.work, True)
     assert says in sink.of(Refused)[0].reason
-    assert one.books.ledgers[0].computed_s == 1.0, "it was busy all the same"
+    assert one.accounting.ledgers[0].computed_s == 1.0, "it was busy all the same"
     assert one.standing(0, 0, bad.ticket, 1.0)[::2] == ("go", False), "it has begun anew by itself"
     assert one.hub.version == 0
 
@@ -292,7 +292,7 @@ def test_more_workers_than_before_have_books_of_their_own_and_steps_do_not_go_ba
     wide, again = saved(one, sink, now_s=1.0, epoch=2, updates=400, places=4)
     wide.come({2: 2, 3: 3}, 1.0)
     wide.take(brought(wide, 3, life=3), delta(), 2.0)
-    assert len(wide.books.ledgers) == 4
+    assert len(wide.accounting.ledgers) == 4
     assert [(event.local_updates, event.steps) for event in again.of(RoundFinished)] == [(4, 2), (8, 4), (12, 6)]
 
 
@@ -304,10 +304,10 @@ def test_the_books_know_who_was_there_and_which_tokens_count():
     one.take(brought(one, 0, buffers={"seen": np.array([7])}), delta(), 1.0)
     one.take(brought(one, 1, life=1, buffers={"seen": np.array([8])}), delta(), 2.0)
     assert [event.applied for event in sink.of(Arrived)] == [True, False], "one version late is too late here"
-    assert (one.books.totals.tokens, one.books.totals.local_updates) == (32, 8)
+    assert (one.accounting.totals.tokens, one.accounting.totals.local_updates) == (32, 8)
     assert one.buffers["seen"].tolist() == [8]
     one.go(1, 5.0)
-    assert [ledger.present_s for ledger in one.books.ledgers] == [2.0, 5.0]
+    assert [ledger.present_s for ledger in one.accounting.ledgers] == [2.0, 5.0]
 
 
 def test_a_dispatch_that_the_log_has_is_not_written_again_by_the_next_hub_or_for_another_life():

@@ -228,7 +228,7 @@ def test_a_worker_that_dies_leaves_its_shard_to_the_others_from_where_it_took_it
     assert when(done, Arrived, "virtual_time_s") == [(0, 7.0), (0, 14.0), (0, 21.0), (0, 28.0)]
     assert [(event.shard, event.start, event.schedule) for event in done.of(Dispatched)[2:]] == next_works
     assert done.finished.local_updates == 12
-    ledger = done.engine.books.ledgers[1]
+    ledger = done.engine.accounting.ledgers[1]
     assert (ledger.computed_s, ledger.present_s, ledger.sent_bytes) == (pytest.approx(computed_s), dies_s, 0)
 
 
@@ -289,7 +289,7 @@ def test_a_pause_in_which_nobody_is_there_is_gone_through():
     gone = (Outage(island=0, start_s=9.0, stop_s=50.0), Outage(island=1, start_s=12.0))
     done = run(cluster=two(outages=gone))
     assert when(done, Arrived, "virtual_time_s") == [(0, 7.0), (1, 10.0), (0, 57.0), (0, 64.0)]
-    assert done.engine.books.ledgers[0].present_s == pytest.approx(9.0 + 14.0)
+    assert done.engine.accounting.ledgers[0].present_s == pytest.approx(9.0 + 14.0)
 
 
 def test_one_that_comes_as_another_goes_is_there_before_the_other_is_missed():
@@ -306,9 +306,9 @@ def test_a_message_that_is_lost_costs_its_time_and_its_bytes_and_brings_nothing(
     assert when(done, Returned, "round", "virtual_time_s") == [(1, 1, 10.0)]
     again = done.of(Dispatched)[3]
     assert (again.island, again.shard, again.start, again.version) == (1, 1, 0, 1)
-    assert done.engine.books.ledgers[1].sent_bytes == 2 * PARAMS_BYTES
+    assert done.engine.accounting.ledgers[1].sent_bytes == 2 * PARAMS_BYTES
     # The six seconds of its first round were spent, though nothing came of them. At 21, where the run ends, it pulls.
-    assert done.engine.books.ledgers[1].computed_s == pytest.approx(12.0)
+    assert done.engine.accounting.ledgers[1].computed_s == pytest.approx(12.0)
     assert done.finished.tokens == 12 * 8
 
 
@@ -325,7 +325,7 @@ def test_presence_of_all_workers_adds_up_to_the_time_that_passed():
     cluster = two(outages=(Outage(island=1, start_s=5.0, stop_s=9.0),))
     done = run(cluster=cluster)
     end_s = done.finished.virtual_time_s
-    assert [ledger.present_s for ledger in done.engine.books.ledgers] == pytest.approx([end_s, end_s - 4.0])
+    assert [ledger.present_s for ledger in done.engine.accounting.ledgers] == pytest.approx([end_s, end_s - 4.0])
 
 
 # ------------------------------------------------------------------------------------------------------------- bad updates

@@ -14,7 +14,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Arranged, Computed, Evaluated, MemoryCounted
 from atoll.core.protocols import Work
 from atoll.engines import driver
-from atoll.engines.simulator.batched_compute import Together
+from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import GradientJob, LocalReplica, TrainJob
@@ -127,7 +127,7 @@ def trainings(made):
 def test_measuring_leaves_no_trace():
     workload, made = replicas(3)
     before = made[0].params()
-    together = Together("auto", 3, workload.loss, compiled=False, tell=print)
+    together = BatchedCompute("auto", 3, workload.loss, compiled=False, tell=print)
     together._measure(trainings(made))
     assert made[0].params().equal(before)
     assert not made[0].optimizer.state
@@ -143,7 +143,7 @@ def test_auto_takes_what_was_faster(one_s, all_s, how, pays_from, monkeypatch):
     times = iter([one_s, all_s])
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
     told = []
-    together = Together("auto", 3, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together = BatchedCompute("auto", 3, workload.loss, compiled=False, tell=lambda *news: told.append(news))
     answers = together(trainings(made))
     together.report()
     together.report()
@@ -165,7 +165,7 @@ def test_why_islands_compute_apart_is_told(rows, pass_s, why, monkeypatch):
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
     workload, made = replicas(rows)
     times, told = iter([pass_s, 3 * pass_s]), []
-    together = Together("auto", rows, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together = BatchedCompute("auto", rows, workload.loss, compiled=False, tell=lambda *news: told.append(news))
     together(trainings(made))
     together.report()
     assert told == [("apart", why)]
@@ -176,7 +176,9 @@ def test_who_goes_on_computes_as_was_settled_before_and_measures_nothing(one_s, 
     workload, made = replicas(3)
     times, told = iter([one_s, all_s]), []
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
-    first, second = (Together("auto", 3, workload.loss, compiled=False, tell=lambda *news: told.append(news)) for _ in range(2))
+    first, second = (
+        BatchedCompute("auto", 3, workload.loss, compiled=False, tell=lambda *news: told.append(news)) for _ in range(2)
+    )
     unsettled = first.to_part()
     first(trainings(made))
     second.from_part(unsettled)
@@ -193,12 +195,12 @@ def test_who_goes_on_computes_as_was_settled_before_and_measures_nothing(one_s, 
 def test_what_cannot_be_stacked_computes_apart_and_says_why():
     workload, made = replicas(2, micro_batches=2)
     told = []
-    together = Together("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
     together(trainings(made))
     together.report()
     assert told == [("apart", "batches are cut into pieces, so that they fill the device")]
     with pytest.raises(ConfigError, match=r"train\.together=stacked: batches are cut"):
-        Together("stacked", 2, workload.loss, compiled=False, tell=print)(trainings(made))
+        BatchedCompute("stacked", 2, workload.loss, compiled=False, tell=print)(trainings(made))
 
 
 class Shorter(OneBatch):
@@ -215,7 +217,7 @@ def test_where_batches_differ_in_shape_auto_goes_on_apart_and_says_why(monkeypat
     alone, stacked = ([LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)] for _ in range(2))
     jobs = [TrainJob(replica, 3, Work(shard=number, start=0, schedule=0, examples=1)) for number, replica in enumerate(stacked)]
     times, told = iter([0.01, 0.012]), []
-    together = Together("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
     answers = together(jobs)
     together.report()
     for number, replica in enumerate(alone):
@@ -232,16 +234,16 @@ def test_where_batches_differ_in_shape_auto_goes_on_apart_and_says_why(monkeypat
     ]
     assert [gradient.tokens for gradient, _ in together(asks)] == [16, 8]
     times = iter([0.01, 0.012])
-    fresh = Together("auto", 2, workload.loss, compiled=False, tell=print)
+    fresh = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=print)
     assert [gradient.tokens for gradient, _ in fresh(asks)] == [16, 8]
     assert fresh.how == "apart"
     with pytest.raises(ConfigError, match=r"train\.together=stacked: batches have the shapes .* Use train\.together=auto"):
-        Together("stacked", 2, workload.loss, compiled=False, tell=print)(jobs)
+        BatchedCompute("stacked", 2, workload.loss, compiled=False, tell=print)(jobs)
 
 
 def test_a_stack_is_gone_when_it_is_closed_and_made_again_when_it_is_needed():
     workload, made = replicas(2)
-    together = Together("stacked", 2, workload.loss, compiled=False, tell=print)
+    together = BatchedCompute("stacked", 2, workload.loss, compiled=False, tell=print)
     together(trainings(made))
     gone = weakref.ref(together._all)
     gc.disable()
@@ -260,7 +262,7 @@ def test_a_stack_whose_batches_differ_is_gone_at_once(monkeypatch):
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
     workload = SmallBatches(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
     made, times = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)], iter([0.01, 0.012])
-    together = Together("auto", 2, workload.loss, compiled=False, tell=print)
+    together = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=print)
     first, second = (
         [TrainJob(replica, 1, Work(shard=shard, start=start, schedule=0, examples=1)) for shard, replica in enumerate(made)]
         for start in (0, 1)
@@ -287,7 +289,7 @@ def test_a_stack_that_there_is_no_room_for_is_gone_at_once(monkeypatch):
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._FILLED_S", 60.0)  # on a machine that is busy, too
     workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)]
-    together, told = Together("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news)), []
+    together, told = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news)), []
     gc.disable()
     try:
         together([TrainJob(one, 1, Work(shard=at, start=0, schedule=0, examples=1)) for at, one in enumerate(replicas)])
@@ -307,7 +309,7 @@ def test_a_module_that_fails_stacked_computes_apart():
     workload = Asks.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     made = [LocalReplica(Asks(workload.model, workload.batches, 13), optimizer=AdamW(lr=0.01)) for _ in range(2)]
     told = []
-    together = Together("auto", 2, made[0]._passes.plain_loss, compiled=False, tell=lambda *news: told.append(news))
+    together = BatchedCompute("auto", 2, made[0]._passes.plain_loss, compiled=False, tell=lambda *news: told.append(news))
     assert [len(trained.losses) for _, trained in together(trainings(made))] == [2, 2]
     together.report()
     assert told[0][0] == "apart"

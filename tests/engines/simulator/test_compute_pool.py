@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from atoll.core.protocols import Work
-from atoll.engines.simulator.compute_pool import Computing
+from atoll.engines.simulator.compute_pool import ComputePool
 from atoll.optim.sgd import SGD
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
@@ -17,7 +17,7 @@ from atoll.testing.workloads import Regression
 
 
 def computing(threads=1):
-    return Computing(Cluster(threads_per_island=threads), sign_of_life=lambda: None)
+    return ComputePool(Cluster(threads_per_island=threads), sign_of_life=lambda: None)
 
 
 def replica(dropout=0.0):

@@ -81,7 +81,7 @@ def test_data_parallel_training_leaves_out_an_update_that_is_not_finite_and_says
 def test_who_is_blamed_for_an_end_is_not_whose_update_was_left_out_before():
     workload = Poison(batches=RegressionBatches(num_shards=2))
     done = simulate(ZeRO1(optimizer=SGD(lr=0.05)), steps=4, cluster=Cluster(islands=2), workload=workload)
-    assert done.engine.books.diverged == ""
+    assert done.engine.accounting.divergence == ""
 
 
 def test_a_run_by_samples_ends_with_the_commit_that_completes_them_though_thirds_do_not_add_up():

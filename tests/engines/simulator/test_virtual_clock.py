@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.engines.simulator.virtual_clock import Loop, Wait
+from atoll.engines.simulator.virtual_clock import VirtualClock, Wait
 
 
 def after(seconds, value=None):
@@ -10,7 +10,7 @@ def after(seconds, value=None):
 
 
 def test_tasks_go_on_in_order_of_time_and_then_of_filing():
-    seen, loop = [], Loop()
+    seen, loop = [], VirtualClock()
 
     async def walk(name, *seconds):
         for pause in seconds:
@@ -24,7 +24,7 @@ def test_tasks_go_on_in_order_of_time_and_then_of_filing():
 
 
 def test_a_long_wait_costs_no_time_and_the_clock_shows_it():
-    loop = Loop()
+    loop = VirtualClock()
 
     async def sleeper():
         return await after(1e9, "rested")
@@ -35,7 +35,7 @@ def test_a_long_wait_costs_no_time_and_the_clock_shows_it():
 
 
 def test_a_task_that_waits_for_nothing_is_named():
-    loop = Loop()
+    loop = VirtualClock()
 
     async def forlorn():
         await Wait(lambda task: None)
@@ -45,7 +45,7 @@ def test_a_task_that_waits_for_nothing_is_named():
 
 
 def test_an_error_in_one_task_closes_the_others_and_comes_out():
-    loop, closed = Loop(), []
+    loop, closed = VirtualClock(), []
 
     async def patient():
         try:
@@ -72,14 +72,14 @@ def test_only_what_the_engine_hands_out_can_be_awaited():
     async def lost():
         await Foreign()
 
-    loop = Loop()
+    loop = VirtualClock()
     loop.spawn("lost", lost(), 0.0)
     with pytest.raises(AssertionError, match="only what the engine hands out"):
         loop.run()
 
 
 def test_a_run_can_be_stopped_after_anything_that_happened_and_goes_on_from_there():
-    seen, loop = [], Loop()
+    seen, loop = [], VirtualClock()
 
     async def count(name):
         for number in range(3):
@@ -95,7 +95,7 @@ def test_a_run_can_be_stopped_after_anything_that_happened_and_goes_on_from_ther
 
 
 def test_what_is_filed_for_a_task_that_was_closed_no_longer_happens():
-    seen, loop = [], Loop()
+    seen, loop = [], VirtualClock()
 
     async def worker():
         try:
@@ -114,7 +114,7 @@ def test_what_is_filed_for_a_task_that_was_closed_no_longer_happens():
 
 
 def test_a_value_is_asked_for_only_when_its_time_has_come():
-    seen, loop = [], Loop()
+    seen, loop = [], VirtualClock()
 
     async def early():
         await Wait(lambda task: task.resume_at(2.0, lambda: seen.append("value")))
@@ -130,7 +130,7 @@ def test_a_value_is_asked_for_only_when_its_time_has_come():
 
 
 def test_whoever_waits_for_a_task_is_told_before_anybody_else_goes_on():
-    seen, loop = [], Loop()
+    seen, loop = [], VirtualClock()
 
     async def worker():
         return await after(1.0, "done")
@@ -146,7 +146,7 @@ def test_whoever_waits_for_a_task_is_told_before_anybody_else_goes_on():
 
 
 def test_a_loop_that_is_closed_before_it_ran_leaves_no_coroutine_behind():
-    loop = Loop()
+    loop = VirtualClock()
 
     async def never():
         raise AssertionError

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atoll.core.events import Attended, Event, IslandJoined, IslandLeft, Leased, Refused
-from atoll.engines.accounting import Books, Ledger
+from atoll.engines.accounting import Ledger, RunAccounting
 from atoll.engines.elastic.commit import Met
 from atoll.engines.elastic.data_leases import Settled
 from atoll.engines.elastic.peers import Agreed, Told
@@ -20,13 +20,13 @@ class Chronicle:
     """The chronicle of one island. A protocols.Sink, which keeps what it is given until it is taken."""
 
     def __init__(self) -> None:
-        self.books = Books(0, real=True)
+        self.accounting = RunAccounting(0, real=True)
         self.known: list[str] = []
         """All that ever took part, in the order in which they came."""
         self.here: tuple[str, ...] = ()
         """Who took part in the last commit."""
         self._happened: list[Event] = []
-        self._clerk = Clerk(self.books, 1, inside=False, sink=self)
+        self._clerk = Clerk(self.accounting, 1, inside=False, sink=self)
 
     def emit(self, event: Event) -> None:
         self._happened.append(event)
@@ -52,7 +52,7 @@ class Chronicle:
         for name in met.names:
             if name not in self.known:
                 self.known.append(name)
-                self.books.ledgers.append(Ledger())
+                self.accounting.ledgers.append(Ledger())
         for name, one in told.items():
             if name not in self.here or one.donor is not None:
                 self._welcome(name, one, met, number)
@@ -63,7 +63,7 @@ class Chronicle:
         donor = self.known.index(told.donor) if number and told.donor in self.known else None
         given_bytes = told.given_bytes if donor is not None else 0
         if donor is not None:
-            self.books.sent([donor], [given_bytes], [0])
+            self.accounting.sent([donor], [given_bytes], [0])
         self.emit(IslandJoined(island=self.known.index(name), round=number, donor=donor, sent_bytes=given_bytes, **_at(met)))
 
     def enter(self, met: Met[Agreed], settled: Settled, steps: int, number: int) -> None:
@@ -71,7 +71,7 @@ class Chronicle:
         agreed, numbers = met.result, [self.known.index(name) for name in met.names]
         diaries = [told.diary for told in agreed.told]
         # What was refused is in no update.
-        self.books.totals.local_updates -= sum(one.steps for rank in agreed.refused for one in diaries[rank].stretches)
+        self.accounting.totals.local_updates -= sum(one.steps for rank in agreed.refused for one in diaries[rank].stretches)
         self._clerk.enter(diaries, steps, agreed.now_s, numbers)
         for rank, reason in agreed.refused.items():
             self.emit(Refused(island=numbers[rank], round=number, reason=reason, **_at(met)))
@@ -103,10 +103,10 @@ class Chronicle:
     # ------------------------------------------------------------------------------------------------------------------ saving
 
     def to_parts(self) -> dict[str, Any]:
-        return {"books": self.books.to_parts(), "known": list(self.known), "here": list(self.here)}
+        return {"books": self.accounting.to_parts(), "known": list(self.known), "here": list(self.here)}
 
     def from_parts(self, parts: Mapping[str, Any], now_s: float) -> None:
-        self.books.from_parts(parts["books"])
+        self.accounting.from_parts(parts["books"])
         self.known, self.here = list(parts["known"]), tuple(parts["here"])
         self._happened.clear()
         self.begin(now_s)

@@ -16,7 +16,7 @@ from atoll.core.events import Event
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Batches, Work
 from atoll.core.pytree import recycle
-from atoll.engines.accounting import MOST_SKIPPED, Books
+from atoll.engines.accounting import MAX_SKIPPED, RunAccounting
 from atoll.engines.elastic.accounting import Chronicle
 from atoll.engines.elastic.commit import APART, LeftBehind, Meetings, Met, Unvouched
 from atoll.engines.elastic.data_leases import Leases, Settled, Unit
@@ -29,7 +29,7 @@ from atoll.engines.processes.communication_thread import Line
 from atoll.engines.processes.replica import DistReplica
 from atoll.engines.processes.round_record import Diary, Stretch
 from atoll.engines.processes.wall_clock import WallClock
-from atoll.engines.replicated_state import on_device, shared_fields, with_shared
+from atoll.engines.replicated_state import shared_fields, trees_to_device, with_shared
 from atoll.replica.local_replica import LocalReplica
 
 _ANEW = 1 << 20
@@ -142,8 +142,8 @@ class ElasticEngine:
         return self.leases.settled * self.algorithm.steps_per_round // self._planned
 
     @property
-    def books(self) -> Books:
-        return self._chronicle.books
+    def accounting(self) -> RunAccounting:
+        return self._chronicle.accounting
 
     @property
     def was_given(self) -> bool:
@@ -264,8 +264,8 @@ class ElasticEngine:
 
     def _check(self, after: Any, settled: Settled) -> None:
         self._fruitless = 0 if settled.delivered else self._fruitless + 1
-        if self._fruitless == MOST_SKIPPED:
-            raise TrainingDiverged(f"{MOST_SKIPPED} rounds in a row brought nothing that could be taken. Lower the learning rate.")
+        if self._fruitless == MAX_SKIPPED:
+            raise TrainingDiverged(f"{MAX_SKIPPED} rounds in a row brought nothing that could be taken. Lower the learning rate.")
         if not after.params.is_finite():
             raise TrainingDiverged(
                 f"the global weights are no longer finite after round {self.generation.round}, though every delta was. Lower the "
@@ -311,7 +311,7 @@ class ElasticEngine:
         Raises:
             ExchangeFailed: this is not what was committed. Nothing has changed.
         """
-        shared = on_device(dict(shared), self.replica.device)
+        shared = trees_to_device(dict(shared), self.replica.device)
         if (found := f"{digest_of(shared, plain):08x}") != plain["digest"]:
             raise ExchangeFailed(
                 f"the state that {donor or 'a checkpoint'} has of round {plain['generation'][0]} is damaged: it was committed as "

@@ -125,7 +125,7 @@ class Desk:
 
     def _judge(self, engine: ElasticEngine, log: TakenLog) -> None:
         metrics = self._evaluator(engine.params, engine.replica.buffers())
-        log.emit(engine.books.evaluated(metrics, engine.clock.now_s()))
+        log.emit(engine.accounting.evaluated(metrics, engine.clock.now_s()))
         self._judged, self._judged_at = engine.generation, engine.steps_taken
 
     def _save(self, engine: ElasticEngine, log: TakenLog) -> None:
@@ -271,7 +271,7 @@ class Desk:
         log = self._writing(engine)
         if self._judged != engine.generation:
             self._judge(engine, log)
-        finished = engine.books.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
+        finished = engine.accounting.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
         log.emit(finished)
         self._execution.leave(engine.params, engine.replica.buffers(), finished, checkpoint)
         self._evaluator.load(engine.params, engine.replica.buffers())

@@ -14,7 +14,7 @@ from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Gradient, HoldsWeights, Owner, Replica, Weigh, Work, fields_owned
 from atoll.core.pytree import recycle
-from atoll.engines.accounting import MOST_SKIPPED
+from atoll.engines.accounting import MAX_SKIPPED
 from atoll.engines.processes.communication_thread import Line
 from atoll.engines.processes.island_role import Cut, Load, Part, gathered
 from atoll.engines.processes.peers import DistPeers
@@ -22,7 +22,7 @@ from atoll.engines.processes.process_group import World
 from atoll.engines.processes.replica import DistReplica
 from atoll.engines.processes.round_record import Diary
 from atoll.engines.processes.wall_clock import Limit, WallClock
-from atoll.engines.replicated_state import given, on_device, shared_fields, waiting_tokens, with_shared
+from atoll.engines.replicated_state import given, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.two_level import at_position
 
@@ -140,7 +140,7 @@ class Together:
         algorithm: Any = self._algorithm
         before, holds = self._state, isinstance(algorithm, HoldsWeights)
         self._state = algorithm.rebase(before, came if holds else await self._peers.all_gather(came), self._peers)
-        waiting = waiting_tokens(self._state)
+        waiting = pending_tokens(self._state)
         self._diary().dropped += self._uncommitted - waiting
         self._uncommitted = waiting
         if holds:
@@ -159,7 +159,7 @@ class Together:
             )
         self._recycle(before)
         last = next((m for m in reversed(diary.inside[meetings:]) if m.what in ("mean", "reduce_scatter")), None)
-        useless, waiting = last is not None and last.useless, waiting_tokens(self._state)
+        useless, waiting = last is not None and last.useless, pending_tokens(self._state)
         read = self._uncommitted + sum(stretch.tokens for stretch in diary.stretches[stretches:])
         self._committed += 0 if useless else read - waiting
         self._uncommitted = waiting
@@ -167,9 +167,9 @@ class Together:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if useless else 0
         if last is not None and useless:
             diary.skipped.append(last.unsound)
-        if self._skipped_in_a_row == MOST_SKIPPED:
+        if self._skipped_in_a_row == MAX_SKIPPED:
             raise TrainingDiverged(
-                f"{MOST_SKIPPED} updates in a row were skipped inside island {self._island}: gradients were not finite, or nobody "
+                f"{MAX_SKIPPED} updates in a row were skipped inside island {self._island}: gradients were not finite, or nobody "
                 f"had any. Look at the data, or lower the learning rate."
             )
 
@@ -203,7 +203,7 @@ class Together:
         for kind in ("shared", "sharded"):
             fields.update(load(f"inside-{self._island}-{kind}", here[f"inside-{self._island}-{kind}"]) or {})
         fields.update(own["state"])
-        self._state = with_shared(self._state, on_device(fields, self.replica.device))
+        self._state = with_shared(self._state, trees_to_device(fields, self.replica.device))
         self._uncommitted, self._skipped_in_a_row = own["uncommitted"], own["skipped_in_a_row"]
         self.replica.restore(own["replica"])
         self._load_held()

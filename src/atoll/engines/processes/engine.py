@@ -20,8 +20,8 @@ from atoll.core.events import LimitSet, Progress, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned, whole_steps
 from atoll.core.pytree import recycle, trees
-from atoll.engines.accounting import MOST_SKIPPED, Books
-from atoll.engines.data_positions import Dealing
+from atoll.engines.accounting import MAX_SKIPPED, RunAccounting
+from atoll.engines.data_positions import DataPositions
 from atoll.engines.processes.communication_thread import Line
 from atoll.engines.processes.device_group import Together
 from atoll.engines.processes.event_aggregator import Clerk
@@ -33,7 +33,7 @@ from atoll.engines.processes.replica import DistReplica
 from atoll.engines.processes.round_record import Diary
 from atoll.engines.processes.store_messages import Journal
 from atoll.engines.processes.wall_clock import Limit, WallClock
-from atoll.engines.replicated_state import given, on_device, shared_fields, waiting_tokens, with_shared
+from atoll.engines.replicated_state import given, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
 
@@ -81,7 +81,7 @@ class DistEngine:
         pause_s: float = 0.0,
     ) -> None:
         self.algorithm, self.world, self.steps = algorithm, world, steps
-        self.books = Books(world.size // world.devices, world.devices if inside is not None else 0, real=True)
+        self.accounting = RunAccounting(world.size // world.devices, world.devices if inside is not None else 0, real=True)
         self.clock = WallClock()
         self.round = self.steps_taken = 0
         self._limit = limit or Limit()
@@ -92,16 +92,16 @@ class DistEngine:
         self._evaluate, self._sink, self._save = evaluate, sink, save
         self._evaluate_every, self._save_every = evaluate_every, save_every
         self._layout = params.layout
-        self._clerk = Clerk(self.books, world.devices, inside=inside is not None, sink=sink)
+        self._clerk = Clerk(self.accounting, world.devices, inside=inside is not None, sink=sink)
         self._journal = Journal(world, self._clerk)
-        self._dealing = Dealing(batches)
+        self._dealing = DataPositions(batches)
         self._diary = Diary()
         self._handed_out = self._read = self._uncommitted = self._skipped_in_a_row = 0
         self._seen_s = time.monotonic()
         sharded = make_sharded is not None and isinstance(inside, FSDP)
         model = make_sharded(self._mesh(params)) if make_sharded is not None and sharded else make_replica(world.rank)
         self._line = Line(model.device)
-        self.books.counts_inside = not sharded  # what FSDP2 sends, only torch knows
+        self.accounting.counts_device_bytes = not sharded  # what FSDP2 sends, only torch knows
         # Through the diary of the moment: a new one is begun every round.
         self.peers = DistPeers(
             world.islands,
@@ -122,7 +122,7 @@ class DistEngine:
         return self.world.mesh(params.flat.device.type, self._limit.limit_s)
 
     def _seated(self, model: LocalReplica | ShardedModel, inside: Algorithm[Any] | None, params: Tree, pause_s: float) -> Seat:
-        self._dealing.check_shared(self.world.size, self.algorithm, inside)
+        self._dealing.check_readers(self.world.size, self.algorithm, inside)
         for one in (self.algorithm, inside):
             check_exchange_dtype(one, params.layout)
         if inside is not None:
@@ -153,7 +153,7 @@ class DistEngine:
         params = self.params()
         if not self.world.first:
             return None
-        finished = self.books.finished(self.clock.now_s(), warm_start_tokens, params.digest())
+        finished = self.accounting.finished(self.clock.now_s(), warm_start_tokens, params.digest())
         self._sink.emit(finished)
         return finished
 
@@ -206,13 +206,13 @@ class DistEngine:
     def _count(self, after: Any) -> None:
         """What went into this round's update."""
         useless = next((m.useless for m in reversed(self._diary.meetings) if m.what in ("mean", "reduce_scatter")), False)
-        waiting, read = waiting_tokens(after), self._uncommitted + self._seat.tokens(self._read)
+        waiting, read = pending_tokens(after), self._uncommitted + self._seat.tokens(self._read)
         self._diary.tokens = 0 if useless else read - waiting
         self._uncommitted = waiting
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if useless else 0
-        if self._skipped_in_a_row == MOST_SKIPPED:
+        if self._skipped_in_a_row == MAX_SKIPPED:
             raise TrainingDiverged(
-                f"{MOST_SKIPPED} updates in a row were skipped: gradients were not finite, or nobody had any. Look at the data, or "
+                f"{MAX_SKIPPED} updates in a row were skipped: gradients were not finite, or nobody had any. Look at the data, or "
                 f"lower the learning rate."
             )
 
@@ -243,7 +243,7 @@ class DistEngine:
 
         def judge() -> None:
             metrics = self._evaluate(params, self.buffers())
-            self._sink.emit(self.books.evaluated(metrics, self.clock.now_s()))
+            self._sink.emit(self.accounting.evaluated(metrics, self.clock.now_s()))
 
         self._journal.first_does(self.round, judge)
         self._limit.go_on()
@@ -278,7 +278,7 @@ class DistEngine:
     def _deal(self, batches: int, pieces: int, schedule: int) -> Work:
         """Where several processes share a shard, all of them ask alike, so each knows what the others are dealt."""
         shards, mine = len(self._dealing.positions), self.world.rank
-        dealt = {r: self._dealing.deal(r, batches, pieces, schedule) for r in range(mine % shards, self.world.size, shards)}
+        dealt = {r: self._dealing.assign(r, batches, pieces, schedule) for r in range(mine % shards, self.world.size, shards)}
         return dealt[mine]
 
     def _computed(self, stretch: Any) -> None:
@@ -309,7 +309,7 @@ class DistEngine:
         """What the first rank knows, and what all of them must know to go on. Between two rounds only."""
         progress = {"round": self.round, "steps": self.steps_taken, "wall_time_s": self.clock.now_s()}
         # Of shards that nobody reads now the first rank knows the position; of others those who read them do.
-        return {**self.books.to_parts(), **progress, "positions": self._dealing.to_parts()}
+        return {**self.accounting.to_parts(), **progress, "positions": self._dealing.to_parts()}
 
     def parts(self) -> dict[str, Part]:
         """What this process holds, by part. Parts of one name on several processes are slices of a whole, or equal."""
@@ -337,7 +337,7 @@ class DistEngine:
         self._restore_positions(plain, load)
         device = self._seat.replica.device
         rest = {**(state["sharded"] or {}), **(own["state"] if own is not None else {})}
-        self._state = with_shared(self._state, {**on_device(state["shared"], device), **on_device(rest, device)})
+        self._state = with_shared(self._state, {**trees_to_device(state["shared"], device), **trees_to_device(rest, device)})
         self._seat.restore(load)
         self._load_held()
 
@@ -351,7 +351,10 @@ class DistEngine:
 
     def _restore_books(self, plain: Mapping[str, Any]) -> None:
         """Islands that have gone are forgotten, and new ones begin with nothing."""
-        fresh = Books(len(self.books.ledgers), self.world.devices if self.books.inside else 0, real=True)
-        self.books.from_parts(plain)
-        self.books.ledgers = [*self.books.ledgers, *fresh.ledgers[len(self.books.ledgers) :]][: len(fresh.ledgers)]
-        self.books.inside = [*self.books.inside, *fresh.inside[len(self.books.inside) :]][: len(fresh.inside)]
+        fresh = RunAccounting(len(self.accounting.ledgers), self.world.devices if self.accounting.device_ledgers else 0, real=True)
+        self.accounting.from_parts(plain)
+        self.accounting.ledgers = [*self.accounting.ledgers, *fresh.ledgers[len(self.accounting.ledgers) :]][: len(fresh.ledgers)]
+        self.accounting.device_ledgers = [
+            *self.accounting.device_ledgers,
+            *fresh.device_ledgers[len(self.accounting.device_ledgers) :],
+        ][: len(fresh.device_ledgers)]

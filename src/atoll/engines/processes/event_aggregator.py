@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from statistics import fmean, pstdev
 
 from atoll.core.events import Compared, Event, Exchanged, UpdateSkipped
 from atoll.core.protocols import Sink
-from atoll.engines.accounting import Books
+from atoll.engines.accounting import ComputeSpan, RunAccounting
 from atoll.engines.processes.round_record import Diary, Likeness, Meeting
 from atoll.replica.local_replica import ComputeResult
 
@@ -24,7 +22,7 @@ class Clerk:
         sink: takes events.
     """
 
-    def __init__(self, books: Books, devices: int, *, inside: bool, sink: Sink) -> None:
+    def __init__(self, books: RunAccounting, devices: int, *, inside: bool, sink: Sink) -> None:
         self._books, self._devices, self._inside, self._sink = books, devices, inside, sink
         self._entered_s = 0.0
         self._numbers: list[int] = []
@@ -60,11 +58,11 @@ class Clerk:
         for rank, diary in enumerate(diaries):
             island, device = divmod(rank, self._devices)
             for one in diary.stretches:
-                trained = ComputeResult([one.loss], one.tokens, moved=False)
-                at = device if self._inside else None
-                yield self._books.computed(
-                    self._numbers[island], one.start_s, one.end_s, one.steps, one.batches, trained, device=at
+                span = ComputeSpan(
+                    one.start_s, one.end_s, one.steps, one.batches, ComputeResult([one.loss], one.tokens, moved=False)
                 )
+                at = device if self._inside else None
+                yield self._books.computed(self._numbers[island], span, device=at)
         yield from self._exchanged(diaries)
         yield from self._skipped(diaries)
         yield from (self._compared(likenesses) for likenesses in zip(*(diary.likenesses for diary in diaries), strict=True))
@@ -78,14 +76,12 @@ class Clerk:
             by_island = [meetings[at : at + self._devices] for at in range(0, len(meetings), self._devices)]
             sent = [sum(meeting.sent_bytes for meeting in devices) for devices in by_island]
             control = [sum(meeting.control_bytes for meeting in devices) for devices in by_island]
-            self._books.sent(self._numbers, sent, control)
             arrived = [max(meeting.arrived_s for meeting in devices) for devices in by_island]
             yield self._exchange(meetings, arrived, sent, control)
 
     def _met_inside(self, island: int, diaries: Sequence[Diary]) -> Iterator[Event]:
         for meetings in zip(*(diary.inside for diary in diaries), strict=True):
             sent, control = [m.sent_bytes for m in meetings], [m.control_bytes for m in meetings]
-            self._books.sent_inside(island, sent, control)
             yield self._exchange(meetings, [m.arrived_s for m in meetings], sent, control, island)
         for devices in diaries[0].skipped:
             yield self._update_skipped(devices, diaries[0].inside[-1].end_s, island)
@@ -98,13 +94,10 @@ class Clerk:
         control_bytes: list[int],
         inside: int | None = None,
     ) -> Exchanged:
-        return Exchanged(
-            round=self._books.totals.round,
-            what=meetings[0].what,
-            islands=self._numbers if inside is None else list(range(len(arrived_s))),
-            heard=[True] * len(arrived_s),
+        return self._books.exchanged(
+            meetings[0].what,
+            islands=self._numbers if inside is None else range(len(arrived_s)),
             arrived_s=arrived_s,
-            start_s=max(arrived_s),
             end_s=max(meeting.end_s for meeting in meetings),
             sent_bytes=sent_bytes,
             control_bytes=control_bytes,
@@ -127,18 +120,10 @@ class Clerk:
         """Each rank knows the inner products over its own slice: the whole is their sum."""
         size, weights = len(likenesses[0].weights), likenesses[0].weights
         products = [[_added(one.products[i][j] for one in likenesses) for j in range(size)] for i in range(size)]
-        norms = [math.sqrt(products[i][i]) for i in range(size)]
         counted = [i for i in range(size) if weights[i]]  # what weighs nothing need not be a number
         squared = _added(weights[i] * weights[j] * products[i][j] for i in counted for j in counted)
-        pairs = [pair for pair in itertools.combinations(range(size), 2) if all(0 < norms[i] < math.inf for i in pair)]
-        cosines = [products[i][j] / (norms[i] * norms[j]) for i, j in pairs]
-        return Compared(
-            round=self._books.totals.round,
-            norms=norms,
-            mean_norm=math.sqrt(squared if math.isnan(squared) else max(0.0, squared)) / sum(weights),
-            cosine_mean=fmean(cosines) if cosines else None,
-            cosine_std=pstdev(cosines) if cosines else None,
-        )
+        mean_norm = math.sqrt(squared if math.isnan(squared) else max(0.0, squared)) / sum(weights)
+        return self._books.compared(products, mean_norm)
 
 
 def _added(values: Iterable[float]) -> float:

@@ -77,6 +77,6 @@ class Judging:
     def leave_out(self, number: int) -> None:
         """Nobody can judge what was told under this number: it is lost. The present weights are claimed again."""
         due = self._tidings.take_back(number)
-        if due is not None and due.round == self._desk.books.totals.round:
+        if due is not None and due.round == self._desk.accounting.totals.round:
             self._desk.due = due
             self.claim()

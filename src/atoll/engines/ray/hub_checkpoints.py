@@ -92,7 +92,7 @@ class Saver:
         """What there is to save now, and how long the log is that it goes with. Weights are immutable, and held; the rest, in which
         the outer rule computes, is copied."""
         with self._load.occupied():
-            now_s, round = self._clock.now_s(), self._desk.books.totals.round
+            now_s, round = self._clock.now_s(), self._desk.accounting.totals.round
             self._saved = self._affairs()
             metadata = {
                 "events_bytes": self._log.position(),
@@ -127,7 +127,7 @@ def parts_of(desk: Desk, now_s: float) -> dict[str, Any]:
     hub = desk.hub.to_parts()
     return {
         "engine": {
-            **desk.books.to_parts(),
+            **desk.accounting.to_parts(),
             "hub": hub["plain"],
             "now_s": now_s,
             "seats": [[number, seat.plain()] for number, seat in desk.seats.items()],

@@ -26,11 +26,10 @@ from atoll.core.errors import TrainingDiverged
 from atoll.core.events import Evaluated, IslandJoined, IslandLeft, Refused, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Plan, Sink
-from atoll.engines.accounting import Books
+from atoll.engines.accounting import RunAccounting, returned, window_closed
 from atoll.engines.ray.accounting import Accounts
 from atoll.engines.ray.messages import Brought, Ticket, Verdict, Word, tensors_of
-from atoll.engines.ray.worker_slots import OpenRounds, Seat, on_the_wall
-from atoll.engines.simulator import async_events
+from atoll.engines.ray.worker_slots import OpenRounds, Seat
 
 _MOST_REFUSALS = 3  # of one worker in a row: it will not get better
 _LATE, _SHORT_S, _LONG_S = 10.0, 30.0, 300.0
@@ -94,8 +93,8 @@ class Desk:
         return self.hub.params
 
     @property
-    def books(self) -> Books:
-        return self.accounts.books
+    def accounting(self) -> RunAccounting:
+        return self.accounts.accounting
 
     # ---------------------------------------------------------------------------------------------------- coming and going
 
@@ -213,11 +212,11 @@ class Desk:
         for outcome in outcomes:
             match outcome:
                 case Closing():
-                    self._emit(on_the_wall(async_events.closed(outcome)))
+                    self._emit(window_closed(outcome, real=True))
                 case Return():
                     self._log(outcome.dispatch, outcome.dispatch.time_s)
                     self.rounds.end(outcome.dispatch)
-                    self._emit(on_the_wall(async_events.returned(outcome)))
+                    self._emit(returned(outcome, real=True))
                 case Applied():
                     assert brought is not None
                     self._applied(outcome, brought)
@@ -229,7 +228,7 @@ class Desk:
 
     def _applied(self, applied: Applied, brought: Brought) -> None:
         """The hub took its step: count, report, and see whether it is time to judge."""
-        dispatch, before = applied.dispatch, self.books.totals.local_updates
+        dispatch, before = applied.dispatch, self.accounting.totals.local_updates
         seat = self.seats[dispatch.worker]
         seat.refusals = 0
         seat.step_s = (applied.time_s - dispatch.time_s) / dispatch.steps
@@ -237,7 +236,7 @@ class Desk:
         self.buffers = tensors_of(brought.buffers)
         self.rounds.end(dispatch)
         self.accounts.applied(applied, brought, self.seats, self.params.nbytes)
-        after = self.books.totals.local_updates
+        after = self.accounting.totals.local_updates
         if self.done or after // self._evaluate_every > before // self._evaluate_every:
             self.ask_to_judge(applied.time_s)
 
@@ -281,12 +280,12 @@ class Desk:
 
     def ask_to_judge(self, now_s: float) -> None:
         """The present weights are to be judged."""
-        self.due = self.books.due(now_s)
+        self.due = self.accounting.evaluation_due(now_s)
 
     def judged(self, due: Evaluated, metrics: Mapping[str, float]) -> None:
         """Somebody has judged what was to be judged."""
-        self.books.judged(metrics)
-        self._emit(replace(due, metrics=self.books.totals.metrics))
+        self.accounting.set_metrics(metrics)
+        self._emit(replace(due, metrics=self.accounting.totals.metrics))
 
     def finish(self, now_s: float, warm_start_tokens: int) -> RunFinished:
         """The run is over."""
@@ -294,11 +293,11 @@ class Desk:
         for out in [worker.out for worker in workers.values() if worker.out is not None]:
             self._log(out, out.time_s)
         self.accounts.close(now_s, self.seats, workers)
-        finished = self.books.finished(now_s, warm_start_tokens, self.params.digest())
+        finished = self.accounting.finished(now_s, warm_start_tokens, self.params.digest())
         self._emit(finished)
         return finished
 
     @property
     def _round(self) -> int:
         """Rounds that are over."""
-        return self.books.totals.round
+        return self.accounting.totals.round

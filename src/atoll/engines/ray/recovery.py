@@ -50,7 +50,7 @@ def opened(order: HubOrder, epoch: int) -> Opened:
     if kept is not None:
         now_s = restored(desk, kept.load)
         # The log was cut where this checkpoint was begun, so before the line that says it is there. Who drives has heard of it.
-        log.emit(Saved(round=desk.books.totals.round, name=kept.name))
+        log.emit(Saved(round=desk.accounting.totals.round, name=kept.name))
         # The machine's clock goes on while a hub is away, and this run with it; a run that rests until somebody goes on does not.
         clock.set(max(now_s, time.monotonic() - float(kept.metadata["zero_s"])) if same else now_s)
     if lost.rounds or same:
@@ -58,7 +58,7 @@ def opened(order: HubOrder, epoch: int) -> Opened:
     if not same:  # nobody is left of those who were there
         for number in list(desk.seats):
             desk.go(number, clock.now_s())
-    if desk.done or not desk.books.totals.metrics:
+    if desk.done or not desk.accounting.totals.metrics:
         desk.ask_to_judge(0.0 if kept is None else clock.now_s())
     return Opened(desk, tidings, log, clock, kept is not None, not desk.seats)
 
@@ -85,7 +85,7 @@ def _tell_of_restart(order: HubOrder, kept: Kept | None, lost: Lost, desk: Desk,
     sink.emit(
         HubRestarted(
             checkpoint=None if kept is None else kept.name,
-            round=desk.books.totals.round,
+            round=desk.accounting.totals.round,
             lost_rounds=lost.rounds,
             lost_local_updates=lost.local_updates,
             virtual_time_s=None,

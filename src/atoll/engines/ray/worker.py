@@ -27,7 +27,7 @@ from atoll.engines.processes.round_record import Stretch
 from atoll.engines.processes.wall_clock import WallClock
 from atoll.engines.ray.hub_client import Reach
 from atoll.engines.ray.messages import Brought, Ticket, Told, Verdict, arrays_of, bits_of, expect_read_only, own_tree
-from atoll.engines.worker_round import visit
+from atoll.engines.worker_round import run_worker_round
 from atoll.replica.local_replica import LocalReplica
 
 _ANSWER_S = 5.0  # so long a pull waits for work before it is answered with nothing
@@ -161,7 +161,7 @@ class Worker:
             pause_s=self._order.pause_s,
             tolerant=True,  # the hub refuses what it cannot use, and this worker is sent off again
         )
-        delta = visit(self._order.algorithm, replica, Task(params, told.steps, told.work))
+        delta = run_worker_round(self._order.algorithm, replica, Task(params, told.steps, told.work))
         self._push(told.ticket, begin_s, stretches, delta)
         if not params.given:
             params.release()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from atoll.algorithms.async_scheduler import Dispatch
 from atoll.core.protocols import Sink
+from atoll.engines.accounting import dispatched
 from atoll.engines.ray.messages import Ticket
-from atoll.engines.simulator import async_events
 
 
 @dataclass
@@ -76,8 +76,8 @@ class OpenRounds:
         """It is out since that time at the latest."""
         if dispatch.round not in self._logged:
             self._logged.add(dispatch.round)
-            dispatched = async_events.dispatched(dispatch, max(begin_s, dispatch.time_s), sent_bytes)
-            self._sink.emit(replace(on_the_wall(dispatched), devices=self._devices))
+            begin_s = max(begin_s, dispatch.time_s)
+            self._sink.emit(dispatched(dispatch, begin_s, sent_bytes, real=True, devices=self._devices))
 
     def end(self, dispatch: Dispatch) -> None:
         """A round is over."""
@@ -89,8 +89,3 @@ class OpenRounds:
 
     def restore(self, plain: Mapping[str, Any]) -> None:
         self._logged, self._epochs = set(plain["logged"]), dict(plain["epochs"])
-
-
-def on_the_wall(event: Any) -> Any:
-    """The same event, at a time on the wall."""
-    return replace(event, virtual_time_s=None, wall_time_s=event.virtual_time_s)

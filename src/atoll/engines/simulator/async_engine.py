@@ -24,13 +24,12 @@ from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import IslandJoined, IslandLeft, Progress, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Batches, Sink
-from atoll.engines.accounting import Books
-from atoll.engines.simulator import async_events
-from atoll.engines.simulator.async_workers import Crew, SimHub, SimWorker, Stretch
-from atoll.engines.simulator.batched_compute import Together
-from atoll.engines.simulator.compute_pool import Computing
+from atoll.engines.accounting import ComputeSpan, RunAccounting, dispatched, refused, returned, window_closed
+from atoll.engines.simulator.async_workers import SimHub, SimWorker, SimWorkers
+from atoll.engines.simulator.batched_compute import BatchedCompute
+from atoll.engines.simulator.compute_pool import ComputePool
 from atoll.engines.simulator.peers import SimReplica
-from atoll.engines.simulator.virtual_clock import Loop, Task, Wait
+from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.replica.local_replica import ComputeResult, LocalReplica
 from atoll.runs.cluster import Cluster, draw
 from atoll.runs.network import CONTROL_BYTES
@@ -72,7 +71,7 @@ class AsyncSimEngine:
         evaluate_every: int = 1,
         save: Callable[[AsyncSimEngine], None] | None = None,
         save_every: int = 1,
-        together: Together | None = None,
+        together: BatchedCompute | None = None,
     ) -> None:
         cluster.check_asynchronous()
         if steps < 1:
@@ -81,7 +80,7 @@ class AsyncSimEngine:
         self.cluster = cluster
         self.steps = steps
         self.seed = seed
-        self.books = Books(cluster.islands)
+        self.accounting = RunAccounting(cluster.islands)
         self.hub = Hub(
             algorithm,
             params.copy(),  # the hub's buffers go back into circulation; the caller keeps its own
@@ -94,9 +93,9 @@ class AsyncSimEngine:
         self._evaluate_every = evaluate_every
         self._save = save
         self._save_every = save_every
-        self._computing = Computing(cluster, lambda: sink.emit(self._progress()), together)
-        self.crew = Crew(cluster, seed, self.books, self._computing, make_replica)
-        self._loop = Loop()
+        self._computing = ComputePool(cluster, lambda: sink.emit(self._progress()), together)
+        self.crew = SimWorkers(cluster, seed, self.accounting, self._computing, make_replica)
+        self._loop = VirtualClock()
         self._now_s = 0.0
         self._changes_done = 0
         self._watched_s = math.nan
@@ -114,13 +113,13 @@ class AsyncSimEngine:
         """Until the run has its local updates."""
         with self._computing.open(self._kind):
             begun = self.hub.scheduler.rounds > 0
-            if not self.books.totals.metrics:
+            if not self.accounting.totals.metrics:
                 self._judge()
             if not self.hub.done:
                 self._play(begun)
         for worker in self.workers.values():
             self.crew.settle(worker, self._now_s)
-        finished = self.books.finished(self._now_s, warm_start_tokens, self.params.digest())
+        finished = self.accounting.finished(self._now_s, warm_start_tokens, self.params.digest())
         self._sink.emit(finished)
         return finished
 
@@ -170,7 +169,7 @@ class AsyncSimEngine:
     @property
     def round(self) -> int:
         """Rounds that are over: the hub's steps."""
-        return self.books.totals.round
+        return self.accounting.totals.round
 
     @property
     def virtual_time_s(self) -> float:
@@ -179,7 +178,7 @@ class AsyncSimEngine:
     def _progress(self) -> Progress:
         """What arrived, and how far those who are out have come."""
         out = sum(w.replica.steps_taken - w.steps_before for w in self.workers.values() if w.dispatch is not None)
-        done = (self.books.totals.local_updates + out) // self.cluster.islands
+        done = (self.accounting.totals.local_updates + out) // self.cluster.islands
         return Progress(phase="training", done=min(done, self.steps), total=self.steps)
 
     # -------------------------------------------------------------------------------------------------- what the hub decides
@@ -189,11 +188,11 @@ class AsyncSimEngine:
             match outcome:
                 case Dispatch():
                     self._send_off(outcome)
-                    self._sink.emit(async_events.dispatched(outcome, self.workers[outcome.worker].begin_s, self.params.nbytes))
+                    self._sink.emit(dispatched(outcome, self.workers[outcome.worker].begin_s, self.params.nbytes))
                 case Closing():
-                    self._sink.emit(async_events.closed(outcome))
+                    self._sink.emit(window_closed(outcome))
                 case Return():
-                    self._sink.emit(async_events.returned(outcome))
+                    self._sink.emit(returned(outcome))
                 case Applied():
                     self._take(outcome)
                 case Refusal():
@@ -209,7 +208,7 @@ class AsyncSimEngine:
         coroutine = self.algorithm.round(SimReplica(self, worker.id, worker.replica), hub)
         worker.task = self._loop.spawn(f"worker {worker.id}", coroutine, dispatch.time_s, partial(self._came_back, hub, worker))
 
-    def _came_back(self, hub: SimHub, worker: SimWorker, task: Task) -> None:
+    def _came_back(self, hub: SimHub, worker: SimWorker, task: ClockTask) -> None:
         if not hub.pushed:
             raise ExchangeFailed(
                 f"the round of worker {worker.id} ended without a push, so the hub would wait for it for ever. "
@@ -224,7 +223,7 @@ class AsyncSimEngine:
         return Wait(partial(self._start_computing, self.workers[island], function, steps, batches))
 
     def _start_computing(
-        self, worker: SimWorker, function: Callable[[], tuple[Any, ComputeResult]], steps: int, batches: float, task: Task
+        self, worker: SimWorker, function: Callable[[], tuple[Any, ComputeResult]], steps: int, batches: float, task: ClockTask
     ) -> None:
         assert worker.dispatch is not None
         start_s = task.now_s
@@ -233,12 +232,12 @@ class AsyncSimEngine:
 
         def finish() -> Any:
             result, trained = self._computing.result(future)
-            worker.stretches.append(Stretch(start_s, end_s, steps, batches, trained))
+            worker.stretches.append(ComputeSpan(start_s, end_s, steps, batches, trained))
             return result
 
         task.resume_at(end_s, finish)
 
-    def start_pushing(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, task: Task) -> None:
+    def start_pushing(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, task: ClockTask) -> None:
         line, pushed_s = self.cluster.line(worker.id), task.now_s
         arrival_s = pushed_s + line.latency_s + delta.nbytes / line.up_bytes_per_s
         task.resume_at(arrival_s, lambda: self._arrive(worker, dispatch, delta, arrival_s))
@@ -247,9 +246,9 @@ class AsyncSimEngine:
 
     def _arrive(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, now_s: float) -> None:
         """What the worker brought is there, unless it was lost on the way: then it is sent off again."""
-        self._now_s, before = now_s, self.books.totals.local_updates
+        self._now_s, before = now_s, self.accounting.totals.local_updates
         next_s = self.crew.next_arrival_s(but=worker.id)
-        self.books.sent([worker.id], [delta.nbytes], [CONTROL_BYTES])
+        self.accounting.sent([worker.id], [delta.nbytes], [CONTROL_BYTES])
         if self.cluster.heard(worker.id, dispatch.round, self.seed):
             seconds = math.fsum(stretch.end_s - stretch.start_s for stretch in worker.stretches)
             self._carry_out(self.hub.push(Push(worker.id, dispatch.round, delta, seconds or None), now_s, next_s))
@@ -280,30 +279,26 @@ class AsyncSimEngine:
 
     def _is_due(self, before: int, every: int) -> bool:
         """Whether the local updates have passed a multiple of this; at the end, always."""
-        now = self.books.totals.local_updates
+        now = self.accounting.totals.local_updates
         return now > before and (self.hub.done or now // every > before // every)
 
     def _take(self, applied: Applied) -> None:
         """The hub took its step: count, report and judge."""
-        dispatch, totals = applied.dispatch, self.books.totals
-        worker, before = self.workers[dispatch.worker], totals.local_updates
+        worker, before = self.workers[applied.dispatch.worker], self.accounting.totals.local_updates
         worker.dispatch, worker.refusals = None, 0
-        for stretch in worker.stretches:
-            self._sink.emit(self.books.computed(worker.id, *stretch, round=dispatch.round))
-            totals.tokens += stretch.trained.tokens * applied.counted
-        totals.version = applied.version
-        totals.outer_steps += applied.moved
         self._buffers = copy.deepcopy(worker.replica.buffers())
         pushed_s = worker.stretches[-1].end_s if worker.stretches else worker.begin_s
-        self._sink.emit(async_events.arrived(applied, pushed_s, self.params.nbytes))
         for other in self.workers.values():
             self.crew.note_presence(other, applied.time_s)
-        self._sink.emit(self.books.hub_stepped(len(self.workers), applied.time_s))
+        for event in self.accounting.update_applied(
+            applied, worker.stretches, pushed_s=pushed_s, sent_bytes=self.params.nbytes, workers=len(self.workers)
+        ):
+            self._sink.emit(event)
         if self._is_due(before, self._evaluate_every):
             self._judge()
 
     def _turn_down(self, refusal: Refusal) -> None:
-        self._sink.emit(async_events.refused(refusal))
+        self._sink.emit(refused(refusal))
         if not refusal.known:
             return
         worker = self.workers[refusal.worker]
@@ -323,7 +318,7 @@ class AsyncSimEngine:
                 f"was saved stands. Lower the outer learning rate, or the weight of each arrival."
             )
         metrics = self._computing.result(self._computing.begin(lambda: self._evaluate(self.params, self._buffers)))
-        self._sink.emit(self.books.evaluated(metrics, self._now_s))
+        self._sink.emit(self.accounting.evaluated(metrics, self._now_s))
 
     # ---------------------------------------------------------------------------------------------------- coming and going
 
@@ -356,7 +351,7 @@ class AsyncSimEngine:
         hub = self.hub.to_parts()
         return {
             "engine": {
-                **self.books.to_parts(),
+                **self.accounting.to_parts(),
                 "together": self._computing.to_part(),
                 "hub": hub["plain"],
                 "now_s": self._now_s,
@@ -373,7 +368,7 @@ class AsyncSimEngine:
     def restore(self, load: Callable[[str, Any], Any]) -> None:
         """Go on from a checkpoint. `load(part, like)` gives a part back, with the types of `like`."""
         engine = load("engine", None)
-        self.books.from_parts(engine)
+        self.accounting.from_parts(engine)
         self._computing.from_part(engine.get("together"))
         self._now_s, self._changes_done = engine["now_s"], engine["changes_done"]
         versions = {name: load(f"version-{name}", {"params": self.params})["params"] for name in engine["versions"]}
@@ -386,5 +381,5 @@ class AsyncSimEngine:
             replica.restore(load(f"worker-{island}", None)["replica"])
             out = self.hub.scheduler.workers[island].out
             worker = self.workers[island] = SimWorker(island, replica, since_s, dispatch=out, refusals=refusals)
-            if out is not None:  # a run that is over settles its books without beginning the round again
+            if out is not None:  # a run that is over settles its accounting without beginning the round again
                 self.crew.foresee(worker, out, self.params.nbytes)

@@ -6,27 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from atoll.algorithms.async_scheduler import Dispatch
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Task as Sent
-from atoll.engines.accounting import Books
-from atoll.engines.simulator.compute_pool import Computing
-from atoll.engines.simulator.virtual_clock import Task, Wait
+from atoll.engines.accounting import ComputeSpan, RunAccounting
+from atoll.engines.simulator.compute_pool import ComputePool
+from atoll.engines.simulator.virtual_clock import ClockTask, Wait
 from atoll.replica.forward_backward import ModuleTraits
-from atoll.replica.local_replica import ComputeResult, LocalReplica
+from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
-
-
-class Stretch(NamedTuple):
-    """A worker computed."""
-
-    start_s: float
-    end_s: float
-    steps: int
-    batches: float
-    trained: ComputeResult
 
 
 @dataclass
@@ -36,7 +26,7 @@ class SimWorker:
     id: int
     replica: LocalReplica
     since_s: float
-    """Up to when its presence is in the books."""
+    """Up to when its presence is in the accounting."""
     dispatch: Dispatch | None = None
     """With what it is out."""
     begin_s: float = 0.0
@@ -49,8 +39,8 @@ class SimWorker:
     """Those that its replica had taken by then."""
     before: dict[str, Any] | None = None
     """Its inner optimizer and randomness when it was sent off; none where nothing is saved."""
-    task: Task | None = None
-    stretches: list[Stretch] = field(default_factory=list)
+    task: ClockTask | None = None
+    stretches: list[ComputeSpan] = field(default_factory=list)
     """Of this round."""
     refusals: int = 0
     """In a row."""
@@ -66,7 +56,7 @@ class SimWorker:
 class TakesPushes(Protocol):
     """What an engine does for a worker's hub."""
 
-    def start_pushing(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, task: Task) -> None: ...
+    def start_pushing(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, task: ClockTask) -> None: ...
 
 
 class SimHub:
@@ -85,22 +75,27 @@ class SimHub:
         await Wait(partial(self._engine.start_pushing, self._worker, self._dispatch, delta))
 
 
-class Crew:
+class SimWorkers:
     """All workers that are there: when each will come, and how long it was here and computed.
 
     Args:
         cluster: how fast they are, and over what lines they talk.
         seed: of what the cluster draws.
-        books: take presence and computing.
+        accounting: take presence and computing.
         computing: where they compute.
         make_replica: makes a worker's replica, with a fresh optimizer.
     """
 
     def __init__(
-        self, cluster: Cluster, seed: int, books: Books, computing: Computing, make_replica: Callable[[int], LocalReplica]
+        self,
+        cluster: Cluster,
+        seed: int,
+        accounting: RunAccounting,
+        computing: ComputePool,
+        make_replica: Callable[[int], LocalReplica],
     ) -> None:
         self.workers: dict[int, SimWorker] = {}
-        self._cluster, self._seed, self._books, self._computing = cluster, seed, books, computing
+        self._cluster, self._seed, self._accounting, self._computing = cluster, seed, accounting, computing
         self._make_replica = make_replica
         self._habits: ModuleTraits | None = None
 
@@ -138,7 +133,7 @@ class Crew:
         """When the next of those who are out will be there. Exact for a round that pulls, trains once and pushes."""
         return min((w.arrival_s for w in self.workers.values() if w.dispatch is not None and w.id != but), default=math.inf)
 
-    # ------------------------------------------------------------------------------------------------------------ the books
+    # ------------------------------------------------------------------------------------------------------------ the accounting
 
     def settle(self, worker: SimWorker, now_s: float) -> None:
         """The worker goes, or the run is over: how long it was there, and how long it computed in a round that brought nothing."""
@@ -146,9 +141,9 @@ class Crew:
         self.count_computing(worker, now_s)
 
     def note_presence(self, worker: SimWorker, now_s: float) -> None:
-        self._books.ledgers[worker.id].present_s += now_s - worker.since_s
+        self._accounting.ledgers[worker.id].present_s += now_s - worker.since_s
         worker.since_s = now_s
 
     def count_computing(self, worker: SimWorker, now_s: float) -> None:
         if worker.dispatch is not None:
-            self._books.ledgers[worker.id].computed_s += max(0.0, min(now_s, worker.end_s) - worker.begin_s)
+            self._accounting.ledgers[worker.id].computed_s += max(0.0, min(now_s, worker.end_s) - worker.begin_s)

@@ -17,7 +17,7 @@ from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import ComputeJob, ComputeResult, GradientJob, LocalReplica, TrainJob
 from atoll.replica.vmap_stack import RaggedBatches, VmapStack, uses_cuda_graphs, why_not_stackable
 
-How = Literal["auto", "stacked", "apart"]
+BatchMode = Literal["auto", "stacked", "apart"]
 _WARM, _TIMED = 2, 3
 """Passes that are made to find out which is faster: the first ones compile."""
 _FILLED_S = 0.1
@@ -27,7 +27,7 @@ _FILLED_SHARE = 0.5
 nothing either."""
 
 
-class Together:
+class BatchedCompute:
     """Computes for all islands of a run on one device.
 
     Args:
@@ -38,7 +38,7 @@ class Together:
         tell: is told how they compute, once that is settled, and why.
     """
 
-    def __init__(self, how: How, rows: int, loss: Loss, *, compiled: bool, tell: Callable[[str, str], object]) -> None:
+    def __init__(self, how: BatchMode, rows: int, loss: Loss, *, compiled: bool, tell: Callable[[str, str], object]) -> None:
         self.how = how
         """Settled when islands have first computed."""
         self._asked = how

@@ -6,18 +6,17 @@ moment.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from atoll.core.errors import ExchangeFailed
-from atoll.core.events import Compared, Exchanged, UpdateSkipped
+from atoll.core.events import UpdateSkipped
 from atoll.core.flat_tree import Tree, all_finite, products
 from atoll.core.protocols import Mean, Scattered, Sink
-from atoll.engines.simulator.virtual_clock import Task
+from atoll.engines.accounting import RunAccounting
+from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.runs import network
 from atoll.runs.network import CONTROL_BYTES, Cost, Link, Topology
 
@@ -25,7 +24,7 @@ _CONTROL_BYTES = {"mean": 2 * CONTROL_BYTES, "reduce_scatter": 2 * CONTROL_BYTES
 """What is told each peer at an exchange: a weight, and whether what comes with it is finite; a number; nothing."""
 
 
-class RoundVoid(Exception):
+class RoundAborted(Exception):
     """An exchange that needs everybody did without somebody. The engine ends the round there, for all."""
 
     def __init__(self, what: str, silent: list[int], time_s: float) -> None:
@@ -33,18 +32,18 @@ class RoundVoid(Exception):
         self.what, self.silent, self.time_s = what, silent, time_s
 
 
-class Arrival(NamedTuple):
+class Contribution(NamedTuple):
     """An island at a meeting."""
 
     rank: int
-    task: Task
+    task: ClockTask
     time_s: float
     tree: Tree
     weight: float
 
 
 @dataclass
-class Room:
+class SimCollectives:
     """Where the islands of one round meet, or the devices of one island.
 
     Args:
@@ -54,7 +53,7 @@ class Room:
         links: each one's line.
         topology: of the exchanges.
         report: takes events.
-        account: takes, for each exchange, the payload and control bytes that each island sent.
+        accounting: counts the bytes that each island sent.
         inside: the island whose devices meet, if they do.
         devices: of each island, where islands meet: each tells its counterparts.
     """
@@ -65,7 +64,7 @@ class Room:
     links: Sequence[Link]
     topology: Topology
     report: Sink
-    account: Callable[[Sequence[int], Sequence[int]], None]
+    accounting: RunAccounting
     inside: int | None = None
     devices: int = 1
     committed: bool = False
@@ -76,10 +75,10 @@ class Room:
     """If gradients of this round were of no use, because somebody's were not finite or nobody had any: what there is to report."""
     results: list[Tree] = field(default_factory=list)
     """What exchanges made; all islands hold the same object."""
-    _waiting: dict[int, list[Arrival]] = field(default_factory=dict)
+    _waiting: dict[int, list[Contribution]] = field(default_factory=dict)
     _subjects: dict[int, str] = field(default_factory=dict)
 
-    def arrive(self, call: int, what: str, arrival: Arrival, option: bool) -> None:
+    def arrive(self, call: int, what: str, arrival: Contribution, option: bool) -> None:
         """`option` is a mean's `compare` or a reduce-scatter's `wide`."""
         if what != "total" and not (math.isfinite(arrival.weight) and arrival.weight >= 0):
             raise ExchangeFailed(
@@ -102,15 +101,11 @@ class Room:
         """Everybody sends its slice of these weights, without being asked. When that is over."""
         ranks = range(len(self.islands))
         cost = network.all_gather(whole.numel, whole.flat.element_size(), self.links)
-        self.account(cost.sent_bytes, [0 for _ in ranks])
         self.report.emit(
-            Exchanged(
-                round=self.round,
-                what="all_gather",
-                islands=list(self.islands),
-                heard=[True for _ in ranks],
+            self.accounting.exchanged(
+                "all_gather",
+                islands=self.islands,
                 arrived_s=[start_s for _ in ranks],
-                start_s=start_s,
                 end_s=start_s + cost.seconds,
                 sent_bytes=cost.sent_bytes,
                 control_bytes=[0 for _ in ranks],
@@ -133,13 +128,13 @@ class Room:
             for arrival in arrivals
         ]
 
-    def _hold(self, what: str, arrivals: list[Arrival], option: bool) -> None:
+    def _hold(self, what: str, arrivals: list[Contribution], option: bool) -> None:
         """The last one has come: compute the outcome, and let everybody go on when it is over."""
         heard = [a for a in arrivals if self.heard[a.rank]]
         start_s = max(arrival.time_s for arrival in arrivals)
         if what != "mean" and len(heard) < len(arrivals):  # without every slice there is no whole
             silent = [self.islands[a.rank] for a in arrivals if a not in heard]
-            raise RoundVoid(what, silent, start_s + max(link.latency_s for link in self.links))
+            raise RoundAborted(what, silent, start_s + max(link.latency_s for link in self.links))
         cost = self._cost(what, heard)
         weight = float(len(heard)) if what == "all_gather" else float(sum(a.weight for a in heard))
         self.committed = self.committed or what == "reduce_scatter" or (weight > 0 and what != "total")
@@ -148,15 +143,12 @@ class Room:
         sent = [cost.sent_bytes[ranks.index(a.rank)] if a.rank in ranks else 0 for a in arrivals]
         told_bytes = self.devices * _CONTROL_BYTES[what] * (len(heard) - 1)
         control = [told_bytes if a.rank in ranks else 0 for a in arrivals]
-        self.account(sent, control)
         self.report.emit(
-            Exchanged(
-                round=self.round,
-                what=what,
-                islands=list(self.islands),
+            self.accounting.exchanged(
+                what,
+                islands=self.islands,
                 heard=[a.rank in ranks for a in arrivals],
                 arrived_s=[a.time_s for a in arrivals],
-                start_s=start_s,
                 end_s=start_s + cost.seconds,
                 sent_bytes=sent,
                 control_bytes=control,
@@ -169,7 +161,8 @@ class Room:
         if what in ("reduce_scatter", "mean") and heard:
             self._look_whether_it_is_of_use(outcome[heard[0].rank], heard, start_s + cost.seconds)
         if what == "mean" and option and heard and self.inside is None:
-            self._compare([a.tree for a in heard], outcome[heard[0].rank].value)
+            found = products([a.tree for a in heard])
+            self.report.emit(self.accounting.compared(found, outcome[heard[0].rank].value.norm()))
         for arrival in arrivals:
             if arrival.tree.spare:
                 arrival.tree.release()
@@ -177,7 +170,7 @@ class Room:
             result = outcome[arrival.rank]
             arrival.task.resume_at(start_s + cost.seconds, lambda result=result: result)  # type: ignore[misc]
 
-    def _cost(self, what: str, heard: Sequence[Arrival]) -> Cost:
+    def _cost(self, what: str, heard: Sequence[Contribution]) -> Cost:
         if not heard:  # everybody tried, nobody got through
             return Cost(max(link.latency_s for link in self.links), [])
         links, item_bytes = [self.links[a.rank] for a in heard], heard[0].tree.flat.element_size()
@@ -190,14 +183,14 @@ class Room:
             return network.reduce_scatter(heard[0].tree.numel, item_bytes, links)
         return network.all_gather(sum(a.tree.numel for a in heard), item_bytes, links)
 
-    def _look_whether_it_is_of_use(self, outcome: Scattered | Mean, arrivals: Sequence[Arrival], time_s: float) -> None:
+    def _look_whether_it_is_of_use(self, outcome: Scattered | Mean, arrivals: Sequence[Contribution], time_s: float) -> None:
         """The last exchange of a round is what its update is made of."""
         self.skipped = None
         if not (outcome.finite and outcome.weight > 0):
             culprits = [self.islands[a.rank] for a in arrivals if not a.tree.is_finite()]
             self.skipped = UpdateSkipped(round=self.round, islands=culprits, virtual_time_s=time_s, inside=self.inside)
 
-    def _outcome(self, what: str, arrivals: Sequence[Arrival], heard: Sequence[Arrival], *, wide: bool) -> dict[int, Any]:
+    def _outcome(self, what: str, arrivals: Sequence[Contribution], heard: Sequence[Contribution], *, wide: bool) -> dict[int, Any]:
         """What each rank is given."""
         trees = [arrival.tree for arrival in heard]
         if what == "mean":
@@ -216,24 +209,6 @@ class Room:
         whole = ordered_sum([_borrowed(tree).wide() if wide else tree for tree in trees], [1.0] * len(trees))
         self.results.append(whole)
         return {a.rank: Scattered(whole.shard(a.rank, len(arrivals)), total, finite) for a in arrivals}
-
-    def _compare(self, contributions: Sequence[Tree], mean: Tree) -> None:
-        found = products(contributions)
-        norms = [math.sqrt(row[i]) for i, row in enumerate(found)]
-        cosines = [
-            found[i][j] / (norms[i] * norms[j])
-            for i, j in itertools.combinations(range(len(norms)), 2)
-            if 0 < norms[i] < math.inf and 0 < norms[j] < math.inf
-        ]
-        self.report.emit(
-            Compared(
-                round=self.round,
-                norms=norms,
-                mean_norm=mean.norm(),
-                cosine_mean=fmean(cosines) if cosines else None,
-                cosine_std=pstdev(cosines) if cosines else None,
-            )
-        )
 
 
 def ordered_sum(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:

@@ -12,14 +12,18 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
 from atoll.core.flat_tree import forget_spare_buffers
-from atoll.engines.simulator.batched_compute import Together
-from atoll.replica.local_replica import ComputeJob, LocalReplica, torch_threads
+from atoll.core.protocols import Sink
+from atoll.engines.accounting import ComputeSpan, RunAccounting
+from atoll.engines.simulator.batched_compute import BatchedCompute
+from atoll.engines.simulator.virtual_clock import ClockTask, Wait
+from atoll.replica.local_replica import ComputeJob, ComputeResult, LocalReplica, torch_threads
 from atoll.runs.cluster import Cluster
 
 T = TypeVar("T")
@@ -27,7 +31,7 @@ _SIGN_OF_LIFE_S = 1.0  # between two reports while something computes
 _TURN_S = 0.0002
 
 
-class Computing:
+class ComputePool:
     """The pool of one run.
 
     Args:
@@ -36,7 +40,7 @@ class Computing:
         together: computes what several islands have to do, if they have one device; none has each compute by itself.
     """
 
-    def __init__(self, cluster: Cluster, sign_of_life: Callable[[], None], together: Together | None = None) -> None:
+    def __init__(self, cluster: Cluster, sign_of_life: Callable[[], None], together: BatchedCompute | None = None) -> None:
         self._threads = cluster.threads_per_island
         self.together = together
         self._filed: dict[Future[Any], ComputeJob] = {}
@@ -145,3 +149,73 @@ class _Pool(ThreadPoolExecutor):
                 return
             except KeyboardInterrupt:
                 continue  # a process that ends beside threads that compute is aborted; they end with the step they are in
+
+
+Function = Callable[[], tuple[Any, ComputeResult]]
+
+
+class TimedCompute:
+    """Has islands, or their devices, compute.
+
+    Args:
+        cluster: says how long it takes.
+        seed: of what the cluster draws.
+        computing: where it really happens.
+        accounting: where it is entered.
+        sink: takes what is reported of it.
+    """
+
+    def __init__(self, cluster: Cluster, seed: int, computing: ComputePool, accounting: RunAccounting, sink: Sink) -> None:
+        self._cluster, self._seed = cluster, seed
+        self._computing, self._accounting, self._sink = computing, accounting, sink
+        self._begun: dict[tuple[int, int | None], Future[tuple[Any, ComputeResult]]] = {}
+        """What each is computing."""
+
+    def wait(
+        self,
+        island: int,
+        function: Function,
+        *,
+        steps: int,
+        batches: float,
+        count: Callable[[int], None],
+        device: int | None = None,
+        draw: str | None = None,
+    ) -> Wait:
+        """A stretch of so many batches that begins when it is awaited; `count` is told its tokens at the end, and `draw` names what
+        its length is drawn by, if not its own number."""
+        return Wait(partial(self._start, island, device, function, steps, batches, count, draw))
+
+    def _start(
+        self,
+        island: int,
+        device: int | None,
+        function: Function,
+        steps: int,
+        batches: float,
+        count: Callable[[int], None],
+        draw: str | None,
+        task: ClockTask,
+    ) -> None:
+        ledger = self._accounting.ledger(island, device)
+        number = ledger.spans if draw is None else f"batch {draw}"
+        stretch = number if device is None else f"{number}.{device}"
+        step_s = self._cluster.step_time(island, self._seed) * self._cluster.jitter(island, stretch, batches, self._seed)
+        ledger.spans += 1
+        start_s, end_s = task.now_s, task.now_s + batches * step_s
+        future = self._begun[island, device] = self._computing.begin(function)
+
+        def finish() -> Any:
+            result, trained = self._computing.result(future)
+            del self._begun[island, device]
+            self._sink.emit(self._accounting.computed(island, ComputeSpan(start_s, end_s, steps, batches, trained), device=device))
+            count(trained.tokens)
+            return result
+
+        task.resume_at(end_s, finish)
+
+    def see_through(self) -> None:
+        """Wait for what was begun and what nobody will ask for: replicas are busy with it."""
+        for future in self._begun.values():
+            self._computing.result(future)
+        self._begun.clear()

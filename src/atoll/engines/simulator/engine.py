@@ -23,21 +23,17 @@ from atoll.core.flat_tree import Tree, all_finite
 from atoll.core.memoize import sharing
 from atoll.core.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned, whole_steps
 from atoll.core.pytree import recycle, trees
-from atoll.engines.accounting import Books
-from atoll.engines.data_positions import Dealing, ask_alike
-from atoll.engines.replicated_state import agree, given, shared_fields, waiting_tokens
-from atoll.engines.simulator.batched_compute import Together
-from atoll.engines.simulator.cluster_state import Archipelago
-from atoll.engines.simulator.collectives import Room, RoundVoid
-from atoll.engines.simulator.compute_pool import Computing
-from atoll.engines.simulator.compute_spans import Stretches
-from atoll.engines.simulator.intra_island import Inside
-from atoll.engines.simulator.island_devices import Devices
-from atoll.engines.simulator.island_state import Island
-from atoll.engines.simulator.memory_counter import MemoryCount, is_counted
+from atoll.engines.accounting import RunAccounting
+from atoll.engines.data_positions import DataPositions, same_batches_everywhere
+from atoll.engines.replicated_state import adopt_shared, given, pending_tokens, shared_fields
+from atoll.engines.simulator.batched_compute import BatchedCompute
+from atoll.engines.simulator.cluster_state import ClusterState, IslandState
+from atoll.engines.simulator.collectives import RoundAborted, SimCollectives
+from atoll.engines.simulator.compute_pool import ComputePool, TimedCompute
+from atoll.engines.simulator.island_devices import IntraIsland, IslandDevices, check_held_weights, held_weights, load_held_weights
+from atoll.engines.simulator.memory_counter import MemoryCounter, is_counted
 from atoll.engines.simulator.peers import SimPeers, SimReplica
-from atoll.engines.simulator.resident_weights import check_held, held, load_held
-from atoll.engines.simulator.virtual_clock import Loop, Task, Wait
+from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.replica.local_replica import ComputeResult, LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
 from atoll.runs.cluster import Cluster
@@ -82,7 +78,7 @@ class SimEngine:
         save: Callable[[SimEngine], None] | None = None,
         save_every: int = 1,
         inside: Algorithm[Any] | None = None,
-        together: Together | None = None,
+        together: BatchedCompute | None = None,
         count_memory: bool = True,
     ) -> None:
         cluster.check_synchronous()
@@ -106,8 +102,8 @@ class SimEngine:
         self.steps = steps
         self.rounds = steps // per_round
         self.seed = seed
-        self.books = Books(cluster.islands, cluster.devices_per_island if inside is not None else 0)
-        self._dealing, self._ask_alike = Dealing(batches), ask_alike(algorithm, inside)
+        self.accounting = RunAccounting(cluster.islands, cluster.devices_per_island if inside is not None else 0)
+        self._dealing, self._ask_alike = DataPositions(batches), same_batches_everywhere(algorithm, inside)
         self._make_replica = make_replica
         self._evaluate = evaluate
         self._sink = sink
@@ -115,10 +111,10 @@ class SimEngine:
         self._save = save
         self._save_every = save_every
         self._count_memory = count_memory
-        self._computing = Computing(cluster, lambda: sink.emit(self._progress()), together)
-        self._stretches = Stretches(cluster, seed, self._computing, self.books, sink)
+        self._computing = ComputePool(cluster, lambda: sink.emit(self._progress()), together)
+        self._stretches = TimedCompute(cluster, seed, self._computing, self.accounting, sink)
         self._inside = self._make_inside(inside) if inside is not None else None
-        self._archipelago = Archipelago(algorithm, cluster, self.rounds, self.books, sink, self)
+        self._archipelago = ClusterState(algorithm, cluster, self.rounds, self.accounting, sink, self)
         self._agreed: dict[str, Any] | None = None
         """The shared fields of the first island that left the round."""
         self._handed_out: dict[int, int] = {}
@@ -133,19 +129,19 @@ class SimEngine:
     def run(self, warm_start_tokens: int = 0) -> RunFinished:
         """All rounds that remain."""
         with self._computing.open(next(iter(self.islands.values())).replica):
-            if not self.books.totals.metrics:
+            if not self.accounting.totals.metrics:
                 self._judge()
             while not self.over:
                 self._play_round()
                 self._close_round()
-        finished = self.books.finished(self.virtual_time_s, warm_start_tokens, self.params.digest())
+        finished = self.accounting.finished(self.virtual_time_s, warm_start_tokens, self.params.digest())
         self._sink.emit(finished)
         return finished
 
     @property
     def over(self) -> bool:
         """Whether the run has taken the steps it was given."""
-        return self.books.totals.steps >= self.steps
+        return self.accounting.totals.steps >= self.steps
 
     @property
     def positions(self) -> list[Fraction]:
@@ -158,7 +154,7 @@ class SimEngine:
         return self._archipelago.params
 
     @property
-    def islands(self) -> dict[int, Island]:
+    def islands(self) -> dict[int, IslandState]:
         """Those that are there, in rank order."""
         return self._archipelago.islands
 
@@ -169,7 +165,7 @@ class SimEngine:
     @property
     def round(self) -> int:
         """Rounds that are over."""
-        return self.books.totals.round
+        return self.accounting.totals.round
 
     @property
     def virtual_time_s(self) -> float:
@@ -181,12 +177,12 @@ class SimEngine:
         self._archipelago.let_come_and_go()
         present = list(self.islands.values())
         room = self._room(list(self.islands))
-        count = MemoryCount() if self._count_memory and is_counted(self.round) else None
-        loop = Loop(count) if count else Loop()
+        count = MemoryCounter() if self._count_memory and is_counted(self.round) else None
+        loop = VirtualClock(count) if count else VirtualClock()
         before, self._agreed = [island.state for island in present], None
         self._handed_out = dict.fromkeys(self.islands, 0)
         self._dealing.begin_round()
-        self._updates_before = self.books.totals.local_updates
+        self._updates_before = self.accounting.totals.local_updates
         for rank, island in enumerate(present):
             state = island.state if self.cluster.loses_messages else given(island.state)  # no round will have to be repeated
             peers = SimPeers(self, room, rank, loop)
@@ -198,7 +194,7 @@ class SimEngine:
         try:
             with nullcontext() if count else sharing():  # what each island needs is counted where each computes by itself
                 stuck = loop.run()
-        except RoundVoid as void:
+        except RoundAborted as void:
             self._abandon(present, void)
             return
         if stuck:
@@ -212,30 +208,30 @@ class SimEngine:
             self._sink.emit(event)
         recycle([*before, *room.results], [self._archipelago.shared, *(island.state for island in present)])
 
-    def _abandon(self, present: Sequence[Island], void: RoundVoid) -> None:
+    def _abandon(self, present: Sequence[IslandState], void: RoundAborted) -> None:
         """The round is void: everybody goes on from what it had before, and what was computed is lost."""
-        self.books.totals.failed_rounds += 1
+        self.accounting.totals.failed_rounds += 1
         self._stretches.see_through()  # what was begun beside a flight
         self._sink.emit(RoundFailed(round=self.round, what=void.what, islands=void.silent, virtual_time_s=void.time_s))
         time_s = self._put_weights_back(void.time_s)
         for island in present:
-            self.books.ledgers[island.id].present_s += time_s - island.clock_s
-            island.clock_s, island.uncommitted_tokens = time_s, waiting_tokens(island.state)
+            self.accounting.ledgers[island.id].present_s += time_s - island.clock_s
+            island.clock_s, island.uncommitted_tokens = time_s, pending_tokens(island.state)
 
     def _put_weights_back(self, time_s: float) -> float:
         """Replicas that keep the weights from round to round may hold an estimate of others: they are gathered anew. When that is
         over."""
         if not isinstance(self.algorithm, HoldsWeights):
             return time_s
-        load_held(self.algorithm, self.islands.values())
-        return self._room(list(self.islands)).gather_anew(held(self.algorithm, self.islands.values()), time_s)
+        load_held_weights(self.algorithm, self.islands.values())
+        return self._room(list(self.islands)).gather_anew(held_weights(self.algorithm, self.islands.values()), time_s)
 
-    def _leave_round(self, island: Island, room: Room, peers: SimPeers, task: Task) -> None:
+    def _leave_round(self, island: IslandState, room: SimCollectives, peers: SimPeers, task: ClockTask) -> None:
         """An island is through. If it was heard it must hold the shared fields of the others, and from now on the same objects:
         at once, so that no more than one island's new fields lie beside those that all hold."""
         if peers.flying:
             raise ExchangeFailed(f"island {island.id} leaves round {self.round} with a flight open. Await it within the round.")
-        self.books.ledgers[island.id].present_s += task.now_s - island.clock_s
+        self.accounting.ledgers[island.id].present_s += task.now_s - island.clock_s
         island.clock_s = task.now_s
         island.uncommitted_tokens += island.devices.take_tokens() if island.devices else 0
         island.state = state = task.result
@@ -243,26 +239,26 @@ class SimEngine:
             mine = shared_fields(state)
             self._agreed = self._agreed or mine
             if any(value is not self._agreed[name] for name, value in mine.items()):
-                island.state = agree(f"island {island.id}", state, self._agreed)
+                island.state = adopt_shared(f"island {island.id}", state, self._agreed)
                 if any(trees(mine)):
                     recycle([state], [self._agreed, self._archipelago.shared, *(other.state for other in self.islands.values())])
         elif not list(trees(fields_owned(state, Owner.OWN))):
             island.uncommitted_tokens = 0  # it was not heard and kept no weights of its own: that work is lost
 
-    def _commit(self, heard: Sequence[Island], *, skipped: UpdateSkipped | None) -> None:
+    def _commit(self, heard: Sequence[IslandState], *, skipped: UpdateSkipped | None) -> None:
         """What those who were heard agreed on is what holds."""
         if self._agreed is None:
             return
         self._check_finite()
-        check_held(self.algorithm, {f"island {island.id}": island for island in self.islands.values()}, self.round)
-        totals = self.books.totals
-        totals.skipped_in_a_row = self.books.skipped(skipped, totals.skipped_in_a_row, self._sink)
+        check_held_weights(self.algorithm, {f"island {island.id}": island for island in self.islands.values()}, self.round)
+        totals = self.accounting.totals
+        totals.skipped_in_a_row = self.accounting.count_skipped(skipped, totals.skipped_in_a_row, self._sink)
         self._archipelago.shared = self._agreed
         totals.version += 1
         totals.outer_steps += not skipped
         for island in heard:
             island.version = totals.version
-            waiting = waiting_tokens(island.state)  # they belong to the next update
+            waiting = pending_tokens(island.state)  # they belong to the next update
             totals.tokens += 0 if skipped else island.uncommitted_tokens - waiting
             island.uncommitted_tokens = waiting
 
@@ -270,34 +266,34 @@ class SimEngine:
         slices = [fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()]
         if not all_finite(trees([self._agreed, slices])):
             raise TrainingDiverged(
-                self.books.diverged
+                self.accounting.divergence
                 or f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; what "
                 f"was saved before this round stands. Lower the learning rates, the outer one too, or set train.clip_norm."
             )
 
-    def _room(self, islands: Sequence[int]) -> Room:
-        return Room(
+    def _room(self, islands: Sequence[int]) -> SimCollectives:
+        return SimCollectives(
             round=self.round,
             islands=islands,
             heard=[self.is_heard(island, islands) for island in islands],
             links=[self.cluster.line(island) for island in islands],
             topology=self.cluster.topology,
             report=self._sink,
-            account=partial(self.books.sent, islands),
+            accounting=self.accounting,
             devices=1 if self._inside is None else self.cluster.devices_per_island,
         )
 
     def _close_round(self) -> None:
-        totals = self.books.totals
+        totals = self.accounting.totals
         if totals.local_updates == self._updates_before:  # nobody trained: all gradients of the round are one update of each island
             totals.local_updates += len(self.islands)
         before = totals.steps
         per_round = self.algorithm.steps_per_round
         if "steps" in self._archipelago.shared:  # the State knows how far the run is; rounds that failed are spent all the same
-            steps = whole_steps(self._archipelago.shared["steps"]) + self.books.totals.failed_rounds * per_round
+            steps = whole_steps(self._archipelago.shared["steps"]) + self.accounting.totals.failed_rounds * per_round
         else:
             steps = before + per_round
-        self._sink.emit(self.books.round_finished(steps, len(self.islands), self.virtual_time_s))
+        self._sink.emit(self.accounting.round_finished(steps, len(self.islands), self.virtual_time_s))
         if self.over or self._passed(before, self._evaluate_every):
             self._judge()
         if self._save is not None and (self.over or self._passed(before, self._save_every)):
@@ -306,11 +302,11 @@ class SimEngine:
     def _passed(self, before: int, rounds: int) -> bool:
         """Whether the run has just passed a multiple of so many rounds' steps."""
         interval = rounds * self.algorithm.steps_per_round
-        return self.books.totals.steps // interval > before // interval
+        return self.accounting.totals.steps // interval > before // interval
 
     def _judge(self) -> None:
         metrics = self._computing.result(self._computing.begin(lambda: self._evaluate(self.params, self.buffers())))
-        self._sink.emit(self.books.evaluated(metrics, self.virtual_time_s))
+        self._sink.emit(self.accounting.evaluated(metrics, self.virtual_time_s))
 
     # -------------------------------------------------------------------------------------------- what islands ask for (Host)
 
@@ -329,7 +325,7 @@ class SimEngine:
         return Progress(phase="training", done=int(min(within, self.steps)), total=self.steps)
 
     def hand_out(self, island: int, steps: int, batches: int, pieces: int) -> Work:
-        schedule = self.books.totals.steps + self._handed_out[island]
+        schedule = self.accounting.totals.steps + self._handed_out[island]
         self._handed_out[island] += steps
         if self._inside is not None:  # its devices are dealt theirs when they ask
             readers = self._inside.readers(island)
@@ -338,19 +334,19 @@ class SimEngine:
 
     def _deal(self, reader: int, batches: int, pieces: int, schedule: int) -> Work:
         if not self._ask_alike:
-            return self._dealing.deal(reader, batches, pieces, schedule)
+            return self._dealing.assign(reader, batches, pieces, schedule)
         readers = [one for island in self.islands for one in (self._inside.readers(island) if self._inside else (island,))]
-        return self._dealing.deal_alike(reader, batches, pieces, schedule, readers)
+        return self._dealing.assign_in_step(reader, batches, pieces, schedule, readers)
 
     def catch_up(self, island: int, state: Any) -> Wait | None:
         return self._archipelago.catch_up(island, state)
 
     # -------------------------------------------------------------------------------------- what islands that come need (Equips)
 
-    def equip(self, island: int, params: Tree) -> tuple[LocalReplica, Devices | None]:
+    def equip(self, island: int, params: Tree) -> tuple[LocalReplica, IslandDevices | None]:
         if self._inside is None:
             return self._new_replica(island), None
-        devices = Devices(self._inside, island, params)
+        devices = IslandDevices(self._inside, island, params)
         return devices.members[0].replica, devices
 
     def _new_replica(self, number: int) -> LocalReplica:
@@ -367,11 +363,11 @@ class SimEngine:
         """Alone, there is nobody whom a message could fail to reach."""
         return len(islands) == 1 or self.cluster.heard(island, self.round, self.seed)
 
-    def _make_inside(self, algorithm: Algorithm[Any]) -> Inside:
-        return Inside(
+    def _make_inside(self, algorithm: Algorithm[Any]) -> IntraIsland:
+        return IntraIsland(
             algorithm=algorithm,
             cluster=self.cluster,
-            books=self.books,
+            accounting=self.accounting,
             stretches=self._stretches,
             deal=self._deal,
             sink=self._sink,
@@ -384,7 +380,7 @@ class SimEngine:
         """Everything a checkpoint must hold, by part. Between two rounds only."""
         return {
             "engine": {
-                **self.books.to_parts(),
+                **self.accounting.to_parts(),
                 "together": self._computing.to_part(),
                 "positions": self._dealing.to_parts(),
                 **self._archipelago.to_part(),
@@ -395,7 +391,7 @@ class SimEngine:
     def restore(self, load: Callable[[str, Any], Any]) -> None:
         """Go on from a checkpoint. `load(part, like)` gives a part back, with the types of `like`."""
         engine = load("engine", None)
-        self.books.from_parts(engine)
+        self.accounting.from_parts(engine)
         self._computing.from_part(engine.get("together"))
         self._dealing.from_parts(engine["positions"])
         self._archipelago.restore(engine, load)

@@ -10,28 +10,105 @@ training begins. Devices of one island always hear each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.memoize import forget
-from atoll.core.protocols import Gradient, HoldsWeights, Owner, Weigh, Work, fields_owned
+from atoll.core.protocols import Algorithm, Gradient, HoldsWeights, Owner, Sink, Weigh, Work, fields_owned
 from atoll.core.pytree import recycle
-from atoll.engines.replicated_state import agree, given, on_device, shared_fields, waiting_tokens, with_shared
-from atoll.engines.simulator.collectives import Room
-from atoll.engines.simulator.intra_island import Inside
+from atoll.engines.accounting import RunAccounting
+from atoll.engines.replicated_state import adopt_shared, given, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.simulator.collectives import SimCollectives
+from atoll.engines.simulator.compute_pool import TimedCompute
 from atoll.engines.simulator.peers import SimPeers, SimReplica
-from atoll.engines.simulator.resident_weights import check_held, held, load_held
-from atoll.engines.simulator.virtual_clock import Loop, Task, Wait
+from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
+from atoll.replica.flat_parameters import FlatModule
 from atoll.replica.local_replica import ComputeResult, LocalReplica
+from atoll.runs.cluster import Cluster
 from atoll.runs.two_level import at_position
 
 
+class WeightHolder(Protocol):
+    """An island among islands, or a device among those of one island."""
+
+    state: Any
+    replica: LocalReplica
+
+
+def held_weights(algorithm: HoldsWeights, members: Iterable[WeightHolder]) -> Tree:
+    """What replicas hold between two rounds. Members are in rank order."""
+    return Tree.join([algorithm.held(member.state) for member in members])
+
+
+def load_held_weights(algorithm: Any, members: Iterable[WeightHolder]) -> None:
+    """Have all replicas hold it, if the algorithm is of this kind."""
+    if isinstance(algorithm, HoldsWeights):
+        members = list(members)
+        whole = held_weights(algorithm, members)
+        for member in members:
+            member.replica.load(whole)
+
+
+def check_held_weights(algorithm: Any, members: Mapping[str, WeightHolder], round: int) -> None:
+    """Replicas must hold the weights that their slices make up. Members are by name, in rank order."""
+    if not isinstance(algorithm, HoldsWeights):
+        return
+    whole = held_weights(algorithm, members.values())
+    for name, differs in zip(members, _who_differs(whole, [member.replica for member in members.values()]), strict=True):
+        if differs:
+            raise ExchangeFailed(
+                f"{name} holds other weights than all slices make up, after round {round}. An algorithm that has `held` must "
+                f"load what it gathered into the replica before a round ends."
+            )
+
+
+def _who_differs(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
+    """Which replicas hold other weights than these. A GPU is asked once for all of them."""
+    flat = all(isinstance(replica.weights, FlatModule) for replica in replicas)  # others would lend a copy
+    lent = [replica.weights.lent() for replica in replicas if flat and whole.flat.device.type != "cpu"]
+    if not lent or any(weights.layout != whole.layout for weights in lent):
+        return [not replica.weights.holds(whole) for replica in replicas]
+    found: list[bool] = torch.stack([(one.flat != whole.flat.to(one.flat.dtype)).any() for one in lent]).tolist()
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntraIsland:
+    """What the devices of all islands have in common.
+
+    Args:
+        algorithm: what they do together.
+        cluster: how many an island has, and the line between them.
+        accounting: their accounts.
+        stretches: has them compute.
+        deal: deals out the data, by reader, batches, pieces and position of the schedule: device j of island i is reader
+            i * devices + j.
+        sink: takes events.
+        make_replica: makes the replica of a reader.
+    """
+
+    algorithm: Algorithm[Any]
+    cluster: Cluster
+    accounting: RunAccounting
+    stretches: TimedCompute
+    deal: Callable[[int, int, int, int], Work]
+    sink: Sink
+    make_replica: Callable[[int], LocalReplica]
+
+    def readers(self, island: int) -> range:
+        """The island's devices among those of all islands."""
+        count = self.cluster.devices_per_island
+        return range(island * count, (island + 1) * count)
+
+
 @dataclass
-class Device:
+class IslandDevice:
     """One device of an island."""
 
     replica: LocalReplica
@@ -40,7 +117,7 @@ class Device:
     uncommitted_tokens: int = 0
 
 
-class Devices:
+class IslandDevices:
     """The devices of one island.
 
     Args:
@@ -49,7 +126,7 @@ class Devices:
         params: the weights that they begin with.
     """
 
-    def __init__(self, inside: Inside, island: int, params: Tree) -> None:
+    def __init__(self, inside: IntraIsland, island: int, params: Tree) -> None:
         self._inside, self._island = inside, island
         self._room = self._new_room()
         self._schedule = 0
@@ -61,16 +138,16 @@ class Devices:
         self._skipped_in_a_row = 0
         mine = params.copy()  # buffers of States go back into circulation; the caller keeps its own
         self.members = [
-            Device(inside.make_replica(reader), inside.algorithm.init(mine, SimPeers(self, self._room, rank)))
+            IslandDevice(inside.make_replica(reader), inside.algorithm.init(mine, SimPeers(self, self._room, rank)))
             for rank, reader in enumerate(inside.readers(island))
         ]
         for device in self.members:
-            device.state = agree("a device", device.state, shared_fields(self.members[0].state))
-        load_held(inside.algorithm, self.members)
+            device.state = adopt_shared("a device", device.state, shared_fields(self.members[0].state))
+        load_held_weights(inside.algorithm, self.members)
 
     # ------------------------------------------------------------------------------------------------ seen from the island
 
-    def under(self, loop: Loop) -> IslandReplica:
+    def under(self, loop: VirtualClock) -> IslandReplica:
         """What the algorithm between islands is handed in a round."""
         return IslandReplica(self, loop)
 
@@ -84,10 +161,10 @@ class Devices:
         for rank, device in enumerate(self.members):
             mine = whole.shard(rank, count) if isinstance(algorithm, HoldsWeights) else whole
             device.state = algorithm.rebase(device.state, mine, SimPeers(self, self._room, rank))
-            self._inside.books.totals.dropped_tokens += device.uncommitted_tokens - waiting_tokens(device.state)
-            device.uncommitted_tokens = waiting_tokens(device.state)
+            self._inside.accounting.totals.dropped_tokens += device.uncommitted_tokens - pending_tokens(device.state)
+            device.uncommitted_tokens = pending_tokens(device.state)
         recycle([whole, *before], [device.state for device in self.members])
-        load_held(algorithm, self.members)
+        load_held_weights(algorithm, self.members)
         self._moved = True
 
     def params(self) -> Tree:
@@ -110,7 +187,7 @@ class Devices:
 
     # ----------------------------------------------------------------------------------------------------------- a round
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: ClockTask) -> None:
         """The weights that came in, if any did, reach all devices."""
         start_s = end_s = task.now_s
         if self._moved and len(self.members) > 1:
@@ -123,16 +200,16 @@ class Devices:
     def _gather(self, start_s: float) -> float:
         """Each device has a slice and sends it to the others. When that is over."""
         algorithm = self._inside.algorithm
-        whole = held(algorithm, self.members) if isinstance(algorithm, HoldsWeights) else self.params()
+        whole = held_weights(algorithm, self.members) if isinstance(algorithm, HoldsWeights) else self.params()
         return self._new_room().gather_anew(whole, start_s)
 
-    def start_round(self, loop: Loop, schedule: int, task: Task) -> None:
+    def start_round(self, loop: VirtualClock, schedule: int, task: ClockTask) -> None:
         """One round of the algorithm inside, at this position of the schedule. `task` goes on when the last device is through."""
         self._room, self._schedule = self._new_room(), schedule
         algorithm = at_position(self._inside.algorithm, schedule)
         before, under_way = [device.state for device in self.members], set(range(len(self.members)))
 
-        def leave(rank: int, peers: SimPeers, over: Task) -> None:
+        def leave(rank: int, peers: SimPeers, over: ClockTask) -> None:
             self._leave_round(rank, peers, over)
             under_way.discard(rank)
             if not under_way:
@@ -145,7 +222,7 @@ class Devices:
             coroutine = algorithm.round(given(device.state), SimReplica(self, rank, device.replica), peers)
             loop.spawn(self._room.name(rank), coroutine, device.clock_s, partial(leave, rank, peers))
 
-    def _leave_round(self, rank: int, peers: SimPeers, over: Task) -> None:
+    def _leave_round(self, rank: int, peers: SimPeers, over: ClockTask) -> None:
         device, name = self.members[rank], self._room.name(rank)
         if peers.flying:
             raise ExchangeFailed(f"{name} leaves a round with a flight open. Await it within the round.")
@@ -154,35 +231,35 @@ class Devices:
     def _close_round(self, before: Sequence[Any]) -> None:
         """All devices are through: they must hold the same shared fields, and from now on the same objects."""
         skipped, after = self._room.skipped, [device.state for device in self.members]
-        self._inside.books.totals.local_updates += len(self.members)
+        self._inside.accounting.totals.local_updates += len(self.members)
         for rank, device in enumerate(self.members):
-            device.state = agree(self._room.name(rank), device.state, shared_fields(after[0]))
-            waiting = waiting_tokens(device.state)  # they belong to the next update
+            device.state = adopt_shared(self._room.name(rank), device.state, shared_fields(after[0]))
+            waiting = pending_tokens(device.state)  # they belong to the next update
             self._committed_tokens += 0 if skipped else device.uncommitted_tokens - waiting
             device.uncommitted_tokens = waiting
         recycle([*before, *after, *self._room.results], [device.state for device in self.members])
         forget()  # a round between islands has many of these
-        self._skipped_in_a_row = self._inside.books.skipped(skipped, self._skipped_in_a_row, self._inside.sink)
+        self._skipped_in_a_row = self._inside.accounting.count_skipped(skipped, self._skipped_in_a_row, self._inside.sink)
 
     def check(self) -> None:
         """After a round between islands: devices hold the weights that their slices make up."""
         names = {self._room.name(rank): device for rank, device in enumerate(self.members)}
-        check_held(self._inside.algorithm, names, self._inside.books.totals.round)
+        check_held_weights(self._inside.algorithm, names, self._inside.accounting.totals.round)
 
     @property
     def steps_per_round(self) -> int:
         return self._inside.algorithm.steps_per_round
 
-    def _new_room(self) -> Room:
+    def _new_room(self) -> SimCollectives:
         cluster, count = self._inside.cluster, self._inside.cluster.devices_per_island
-        return Room(
-            round=self._inside.books.totals.round,
+        return SimCollectives(
+            round=self._inside.accounting.totals.round,
             islands=range(count),
             heard=[True] * count,
             links=[cluster.inside] * count,
             topology="ring",
             report=self._inside.sink,
-            account=partial(self._inside.books.sent_inside, self._island),
+            accounting=self._inside.accounting,
             inside=self._island,
         )
 
@@ -195,7 +272,7 @@ class Devices:
         wait = self._inside.stretches.wait
         return wait(self._island, function, steps=steps, batches=batches, count=count, device=device, draw=draw)
 
-    def _count(self, device: Device, tokens: int) -> None:
+    def _count(self, device: IslandDevice, tokens: int) -> None:
         device.uncommitted_tokens += tokens
 
     def hand_out(self, device: int, steps: int, batches: int, pieces: int) -> Work:
@@ -212,7 +289,7 @@ class Devices:
             "shared": shared_fields(self.members[0].state),
             "skipped_in_a_row": self._skipped_in_a_row,
             "devices": [
-                {"rest": rest_of(d.state), "replica": d.replica.state(), "uncommitted_tokens": d.uncommitted_tokens}
+                {"rest": unshared_fields(d.state), "replica": d.replica.state(), "uncommitted_tokens": d.uncommitted_tokens}
                 for d in self.members
             ],
         }
@@ -221,24 +298,24 @@ class Devices:
         """What a checkpoint's part is like, for whoever reads it."""
         return {
             "shared": shared_fields(self.members[0].state),
-            "devices": [{"rest": rest_of(device.state)} for device in self.members],
+            "devices": [{"rest": unshared_fields(device.state)} for device in self.members],
         }
 
     def restore(self, parts: dict[str, Any]) -> None:
         """Go on from what `parts` returned."""
         self._skipped_in_a_row = parts["skipped_in_a_row"]
         for device, part in zip(self.members, parts["devices"], strict=True):
-            rest = on_device(part["rest"], device.replica.device)
+            rest = trees_to_device(part["rest"], device.replica.device)
             device.state = with_shared(device.state, {**parts["shared"], **rest})
             device.replica.restore(part["replica"])
             device.uncommitted_tokens = part["uncommitted_tokens"]
-        load_held(self._inside.algorithm, self.members)
+        load_held_weights(self._inside.algorithm, self.members)
 
 
 class IslandReplica:
     """An island of several devices, seen by the algorithm between islands. A protocols.Replica."""
 
-    def __init__(self, devices: Devices, loop: Loop) -> None:
+    def __init__(self, devices: IslandDevices, loop: VirtualClock) -> None:
         self._devices, self._loop = devices, loop
 
     def load(self, params: Tree) -> None:
@@ -269,6 +346,6 @@ class IslandReplica:
         )
 
 
-def rest_of(state: Any) -> dict[str, Any]:
+def unshared_fields(state: Any) -> dict[str, Any]:
     """The fields of a State that are not shared."""
     return {**fields_owned(state, Owner.OWN), **fields_owned(state, Owner.SHARDED)}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from atoll.core.events import MemoryCounted
-from atoll.engines.simulator.virtual_clock import Task
+from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.memory_accounting import STATE, Storages, add_replica, add_storages, by_kind, paper_formula, total_bytes
 
@@ -40,25 +40,25 @@ class _Island:
     named: frozenset[str]
     known: Storages
     """What its State held when the round began: computed in place, it may go by other names."""
-    flight: Task | None = None
+    flight: ClockTask | None = None
     noted: list[Storages] = field(default_factory=list)
     """What its flight held since its main coroutine was last looked at."""
     peak: Storages = field(default_factory=dict)
 
 
-class MemoryCount:
+class MemoryCounter:
     """The count of one round. It is called whenever a task waits (with none) or goes on (with what it is handed)."""
 
     def __init__(self) -> None:
-        self._islands: dict[Task, _Island] = {}
+        self._islands: dict[ClockTask, _Island] = {}
 
-    def watch(self, task: Task, island: int, replica: LocalReplica, state: Any) -> None:
+    def watch(self, task: ClockTask, island: int, replica: LocalReplica, state: Any) -> None:
         """Count what this island holds, whose coroutine this is."""
         named, known = frozenset(f.name for f in fields(state)), Storages()
         add_storages(known, state, STATE, named)
         self._islands[task] = _Island(island, replica, state, named, known)
 
-    def __call__(self, task: Task, value: Any) -> None:
+    def __call__(self, task: ClockTask, value: Any) -> None:
         if task in self._islands:
             self._look(self._islands[task], task, value)
         elif task.launched_by in self._islands:
@@ -66,7 +66,7 @@ class MemoryCount:
             island.flight = task
             island.noted.append(self._beside(island, value))
 
-    def _look(self, island: _Island, task: Task, value: Any) -> None:
+    def _look(self, island: _Island, task: ClockTask, value: Any) -> None:
         base = Storages()
         add_replica(base, island.replica)
         add_storages(base, island.state, STATE, island.named)
@@ -118,7 +118,7 @@ class MemoryCount:
             )
 
 
-def _hold_locals(holding: Storages, task: Task, named: frozenset[str]) -> None:
+def _hold_locals(holding: Storages, task: ClockTask, named: frozenset[str]) -> None:
     """Add what a suspended coroutine can reach, and those that it awaits."""
     coroutine: Any = task.coroutine
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:

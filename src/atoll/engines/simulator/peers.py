@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Protocol, TypeVar
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
-from atoll.engines.simulator.background_exchange import SimFlight
-from atoll.engines.simulator.collectives import Arrival, Room
-from atoll.engines.simulator.virtual_clock import Loop, Task, Wait
+from atoll.engines.simulator.collectives import Contribution, SimCollectives
+from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.replica.local_replica import ComputeResult, GradientJob, LocalReplica, TrainJob
 
 S = TypeVar("S")
@@ -72,7 +71,7 @@ class SimReplica:
 class SimPeers:
     """The islands of one round, seen from one of them."""
 
-    def __init__(self, host: Host, room: Room, rank: int, loop: Loop | None = None) -> None:
+    def __init__(self, host: Host, room: SimCollectives, rank: int, loop: VirtualClock | None = None) -> None:
         self._host, self._room, self._rank, self._loop = host, room, rank, loop
         self._calls = itertools.count()
         self._flight: SimFlight | None = None
@@ -125,15 +124,45 @@ class SimPeers:
     def _meet(self, what: str, tree: Tree, weight: float = 1.0, option: bool = False) -> Wait:
         call = next(self._calls)
 
-        def start(task: Task) -> None:
+        def start(task: ClockTask) -> None:
             if self.flying and not task.flight:
                 raise ExchangeFailed(
                     f"{self._room.name(self._rank)} comes to a {what} while its flight is open: its exchanges would "
                     f"overtake each other. Await the flight first, or exchange within it."
                 )
-            self._room.arrive(call, what, Arrival(self._rank, task, task.now_s, tree, weight), option)
+            self._room.arrive(call, what, Contribution(self._rank, task, task.now_s, tree, weight), option)
 
         return Wait(start)
 
 
 _NOTHING = Tree.of({})
+
+
+class SimFlight:
+    """A coroutine of an island beside its main one. A protocols.Flight."""
+
+    def __init__(self) -> None:
+        self._over = False
+        self._result: Any = None
+        self._waiting: ClockTask | None = None
+
+    def done(self) -> bool:
+        return self._over
+
+    def __await__(self) -> Generator[Wait, Any, Any]:
+        return Wait(self._wait).__await__()
+
+    def _wait(self, task: ClockTask) -> None:
+        self._waiting = task
+        if self._over:
+            self._resume(task.now_s)
+
+    def land(self, task: ClockTask) -> None:
+        """The coroutine is through."""
+        self._over, self._result = True, task.result
+        if self._waiting is not None:
+            self._resume(task.now_s)
+
+    def _resume(self, time_s: float) -> None:
+        assert self._waiting is not None
+        self._waiting.resume_at(time_s, lambda: self._result)

@@ -21,12 +21,12 @@ from atoll.core.events import Arrived, Dispatched, Event, IslandJoined, IslandLe
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Batches, Task, Work
 from atoll.engines.processes.replica import DistReplica
-from atoll.engines.worker_round import visit
+from atoll.engines.worker_round import run_worker_round
 from atoll.replica.local_replica import LocalReplica
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayOutcome:
     """What came of it.
 
     Attributes:
@@ -50,7 +50,7 @@ def replay(
     batches: Batches,
     make_replica: Callable[[int], LocalReplica],
     progress: Callable[[int, int], object] = lambda done, total: None,
-) -> Replayed:
+) -> ReplayOutcome:
     """Carry out what a log says.
 
     Args:
@@ -73,7 +73,7 @@ def replay(
             progress(again.rounds, total)
     if not again.rounds:
         raise ConfigError("the log has no arrival at a hub: only asynchronous runs can be replayed. Give the folder of one.")
-    return Replayed(again.params, again.rounds, again.local_updates, len(again.workers))
+    return ReplayOutcome(again.params, again.rounds, again.local_updates, len(again.workers))
 
 
 _KINDS = (Dispatched, Arrived, Refused, Returned, IslandJoined, IslandLeft, RoundFinished)
@@ -181,7 +181,7 @@ class _Replay:
         # its share once more (they are added up in another order), or modules draw random numbers on GPUs (each has its own).
         local.micro_batches = self._micro_batches * task.devices
         replica = DistReplica(local)
-        delta = visit(self._algorithm, replica, Task(self._versions[task.version], task.steps, work))
+        delta = run_worker_round(self._algorithm, replica, Task(self._versions[task.version], task.steps, work))
         self._done_with(task)
         return Tree(delta.layout, delta.flat)  # a step may read it more than once
 

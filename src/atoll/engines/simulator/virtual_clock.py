@@ -15,23 +15,23 @@ from typing import Any
 class Wait:
     """What a coroutine awaits: `start` is called with the task, and files when and with what value the task goes on."""
 
-    def __init__(self, start: Callable[[Task], None]) -> None:
+    def __init__(self, start: Callable[[ClockTask], None]) -> None:
         self.start = start
 
     def __await__(self) -> Generator[Wait, Any, Any]:
         return (yield self)
 
 
-class Task:
+class ClockTask:
     """A coroutine under the virtual clock. `now_s` is the moment at which it was last resumed."""
 
     def __init__(
         self,
-        loop: Loop,
+        loop: VirtualClock,
         name: str,
         coroutine: Coroutine[Any, Any, Any],
         start_s: float,
-        on_done: Callable[[Task], None],
+        on_done: Callable[[ClockTask], None],
         flight: bool = False,
     ) -> None:
         self.name = name
@@ -72,16 +72,16 @@ class Task:
         self.coroutine.close()
 
 
-class Loop:
+class VirtualClock:
     """Drives tasks until none can go on. `watch` is called with every task that waits or goes on, and what it is handed."""
 
-    def __init__(self, watch: Callable[[Task, Any], None] = lambda task, value: None) -> None:
+    def __init__(self, watch: Callable[[ClockTask, Any], None] = lambda task, value: None) -> None:
         self.watch = watch
-        self.tasks: dict[Task, None] = {}
+        self.tasks: dict[ClockTask, None] = {}
         """Those that are not through, in the order in which they were spawned."""
-        self.current: Task | None = None
+        self.current: ClockTask | None = None
         """The one that is going on right now."""
-        self._heap: list[tuple[float, bool, int, Task, Callable[[], Any]]] = []
+        self._heap: list[tuple[float, bool, int, ClockTask, Callable[[], Any]]] = []
         self._filed = 0
 
     def spawn(
@@ -89,29 +89,29 @@ class Loop:
         name: str,
         coroutine: Coroutine[Any, Any, Any],
         start_s: float,
-        on_done: Callable[[Task], None] = lambda task: None,
-    ) -> Task:
+        on_done: Callable[[ClockTask], None] = lambda task: None,
+    ) -> ClockTask:
         """A task that begins at `start_s`; `on_done` is called when it is through, before anybody else goes on."""
-        task = Task(self, name, coroutine, start_s, on_done)
+        task = ClockTask(self, name, coroutine, start_s, on_done)
         self.tasks[task] = None
         self.file(start_s, task, lambda: None)
         return task
 
-    def launch(self, name: str, coroutine: Coroutine[Any, Any, Any], on_done: Callable[[Task], None]) -> Task:
+    def launch(self, name: str, coroutine: Coroutine[Any, Any, Any], on_done: Callable[[ClockTask], None]) -> ClockTask:
         """A flight that begins now, up to its first wait at once."""
         assert self.current is not None, "a flight is launched by a task"
-        task = Task(self, name, coroutine, self.current.now_s, on_done, flight=True)
+        task = ClockTask(self, name, coroutine, self.current.now_s, on_done, flight=True)
         self.tasks[task] = None
         task._step(task.now_s, None)
         if task.done:
             del self.tasks[task]
         return task
 
-    def file(self, time_s: float, task: Task, value: Callable[[], Any]) -> None:
+    def file(self, time_s: float, task: ClockTask, value: Callable[[], Any]) -> None:
         heapq.heappush(self._heap, (time_s, not task.flight, self._filed, task, value))
         self._filed += 1
 
-    def run(self, stop: Callable[[], bool] = lambda: False) -> list[Task]:
+    def run(self, stop: Callable[[], bool] = lambda: False) -> list[ClockTask]:
         """Until nothing is left to happen, or until `stop()` after something did. Returns the tasks that are not through."""
         try:
             while self._heap and not stop():

@@ -15,7 +15,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Computed, Exchanged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, own, sharded, shared
-from atoll.engines.replicated_state import given, waiting_tokens
+from atoll.engines.replicated_state import given, pending_tokens
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Lost
@@ -228,7 +228,7 @@ def test_computing_in_given_buffers_changes_no_bit(algorithm):
 
 def test_given_marks_nested_trees_and_waiting_tokens_are_counted():
     state = TakenState(*(Tree.of({"w": torch.ones(2)}) for _ in range(3)), Gradient(Tree.of({"w": torch.ones(2)}), 3.0, 48))
-    assert waiting_tokens(state) == 48
+    assert pending_tokens(state) == 48
     marked = given(state)
     assert (marked.slice.spare, marked.waiting.sum.spare, marked.kept.spare) == (True, True, False)
     assert (state.slice.given, state.waiting.sum.given, state.kept.given) == (True, True, False)
