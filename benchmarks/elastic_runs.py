@@ -30,8 +30,8 @@ from atoll.optim.schedules import Cosine
 from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
-from atoll.testing.chaos import CHAOS_LOG, At, Kill, Script, Spoil, report_of
-from atoll.testing.chaos.faults import Spoilt
+from atoll.testing.chaos import CHAOS_LOG, FaultScript, Kill, TimedFault, UpdateFault, elastic_report
+from atoll.testing.chaos.faults import UpdateFaultKind
 
 COMMAND = ["benchmarks/elastic_cost.py"]
 
@@ -109,17 +109,17 @@ def _read(folder: Path, kind: type[Any]) -> Iterator[Any]:
 # ----------------------------------------------------------------------------------------------------------------- one is killed
 
 
-def killed(size: Size, folder: Path, script: Script) -> dict[str, Any]:
+def killed(size: Size, folder: Path, script: FaultScript) -> dict[str, Any]:
     """Two islands, of which one is killed now and then: what it cost the other, and whether the dead one came back whole."""
     create_elastic(size.run, size.place, folder, COMMAND)
     twins = Twins()
     keep_going(folder, size.place, say=lambda text: None, sinks=[twins], chaos=script, started=twins.started)
-    report = report_of(folder, units=2 * size.rounds)
+    report = elastic_report(folder, units=2 * size.rounds)
     return {
         "deaths": deaths(folder),
         "twins": twins.found,
         "data": list(report.data),
-        "apart": list(report.apart),
+        "apart": list(report.diverged),
         "into_round_s": into_rounds(folder),
         "load": os.getloadavg()[0],
     }
@@ -153,8 +153,8 @@ def deaths(folder: Path) -> list[dict[str, float]]:
 def into_rounds(folder: Path) -> list[float]:
     """How far into a round each kill from outside fell, in seconds."""
     actions = [json.loads(line) for line in (folder / CHAOS_LOG).read_text("utf-8").splitlines()]
-    seen = [action["at_s"] for action in actions if "saw" in action]
-    return [action["at_s"] - max(s for s in seen if s <= action["at_s"]) for action in actions if "did" in action]
+    seen = [action["at_s"] for action in actions if "observed" in action]
+    return [action["at_s"] - max(s for s in seen if s <= action["at_s"]) for action in actions if "injected" in action]
 
 
 class Twins:
@@ -188,12 +188,18 @@ class Twins:
         return True
 
 
-def kills_at(moments_s: list[float]) -> Script:
+def kills_at(moments_s: list[float]) -> FaultScript:
     """Kills from outside, of either island in turn."""
-    return Script(faults=tuple(At(at_s=s, fault=Kill(victim=island_name((n + 1) % 2))) for n, s in enumerate(moments_s)))
+    return FaultScript(
+        faults=tuple(TimedFault(at_s=s, fault=Kill(victim=island_name((n + 1) % 2))) for n, s in enumerate(moments_s))
+    )
 
 
-def deaths_in(rounds: list[int]) -> Script:
+def deaths_in(rounds: list[int]) -> FaultScript:
     """Deaths in mid-exchange, of either island in turn, while deltas or the mean are under way."""
-    hows: list[Spoilt] = ["die", "die late"]
-    return Script(spoils=tuple(Spoil(island=island_name((n + 1) % 2), round=r, how=hows[n // 2 % 2]) for n, r in enumerate(rounds)))
+    kinds: list[UpdateFaultKind] = ["kill_in_delta", "kill_in_mean"]
+    return FaultScript(
+        update_faults=tuple(
+            UpdateFault(island=island_name((n + 1) % 2), round=r, kind=kinds[n // 2 % 2]) for n, r in enumerate(rounds)
+        )
+    )

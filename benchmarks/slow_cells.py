@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from atoll.testing.namespaces import Island
+from atoll.testing.namespaces import NetworkNamespace
 from slow_island import Spec
 
 WORKER = Path(__file__).resolve().parent / "slow_worker.py"
@@ -20,7 +20,7 @@ GRACE_S = 10.0
 """How long the other island may go on after one has failed."""
 
 
-def carried_out(islands: Sequence[Island], specs: Sequence[Spec], limit_s: float) -> list[dict[str, Any]]:
+def carried_out(islands: Sequence[NetworkNamespace], specs: Sequence[Spec], limit_s: float) -> list[dict[str, Any]]:
     """What each island found; or one error alone, of the island that failed by itself if there is one."""
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{spec.rank}" for spec in specs]
@@ -36,7 +36,7 @@ def carried_out(islands: Sequence[Island], specs: Sequence[Spec], limit_s: float
     return sorted(failed, key=lambda result: bool(result.get("killed")))[:1] or results
 
 
-def _started(island: Island, spec: Spec, log: Path) -> subprocess.Popen[str]:
+def _started(island: NetworkNamespace, spec: Spec, log: Path) -> subprocess.Popen[str]:
     environment = {"GLOO_SOCKET_IFNAME": island.device, "OMP_NUM_THREADS": "1"}
     process = island.start([sys.executable, str(WORKER)], environment, log)
     assert process.stdin is not None

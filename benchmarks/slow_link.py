@@ -23,7 +23,7 @@ from atoll.core.errors import AtollError
 from atoll.models.gpt import GPT
 from atoll.runs.network import Link, all_reduce
 from atoll.telemetry.figures import save_figure
-from atoll.testing.namespaces import Island, joined, why_not
+from atoll.testing.namespaces import NetworkNamespace, linked_pair, unavailable_reason
 from page import fill
 from progress import Watch
 from record import Record, default_path, script
@@ -83,7 +83,7 @@ class Size:
         """On a slow line, computing hardly counts."""
         return 1 if self.few else 2 if rate is not None and rate <= 20 else TRIES
 
-    def spec(self, islands: Sequence[Island], methods: Sequence[str], turns: tuple[int, int], rate: float | None) -> Spec:
+    def spec(self, islands: Sequence[NetworkNamespace], methods: Sequence[str], turns: tuple[int, int], rate: float | None) -> Spec:
         """For the first island."""
         return Spec(
             rank=0,
@@ -106,7 +106,7 @@ QUICK = Size(layers=1, width=32, batch_size=2, inner_steps=2, alone_steps=2, cro
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    reason = why_not()
+    reason = unavailable_reason()
     if reason is not None:
         print(f"skipped: {reason}.")
         return
@@ -128,7 +128,7 @@ def measure(record: Record, size: Size, rates: Sequence[float | None], methods: 
     """All cells that the record does not have."""
     wanted = _keys(size, rates, methods)
     todo = {key: what for key, what in wanted.items() if record.get(key) is None}
-    with joined() as islands, Watch("slow links", len(todo), quiet=quiet) as watch:
+    with linked_pair() as islands, Watch("slow links", len(todo), quiet=quiet) as watch:
         for key, (method, rate) in todo.items():
             watch.begin(key)
             cell = calmest(lambda m=method, r=rate: _measured(islands, size, m, r), size.tries(rate))  # type: ignore[misc]
@@ -145,7 +145,7 @@ def calmest(make: Callable[[], dict[str, Any]], tries: int) -> dict[str, Any]:
     return {**best, "tries": len(made)}
 
 
-def _measured(islands: Sequence[Island], size: Size, method: str, rate: float | None) -> dict[str, Any]:
+def _measured(islands: Sequence[NetworkNamespace], size: Size, method: str, rate: float | None) -> dict[str, Any]:
     return crossed(islands, size) if method == CROSSOVER else trained(islands, size, method, rate)
 
 
@@ -165,7 +165,7 @@ def _keys(size: Size, rates: Sequence[float | None], methods: Sequence[str]) -> 
 # -------------------------------------------------------------------------------------------------------------- measuring
 
 
-def trained(islands: Sequence[Island], size: Size, method: str, rate: float | None) -> dict[str, Any]:
+def trained(islands: Sequence[NetworkNamespace], size: Size, method: str, rate: float | None) -> dict[str, Any]:
     """One way to train at one rate."""
     found = _both(islands, size.spec(islands, [method], size.turns(method, rate), rate), rate)
     if "error" in found[0]:
@@ -190,7 +190,7 @@ def trained(islands: Sequence[Island], size: Size, method: str, rate: float | No
     return cell
 
 
-def crossed(islands: Sequence[Island], size: Size) -> dict[str, Any]:
+def crossed(islands: Sequence[NetworkNamespace], size: Size) -> dict[str, Any]:
     """ACCO and its rival where two exchanges take as long as computing: the line is looked for, then all is measured in turn."""
     base = replace(size.spec(islands, [], (1, 1), None), batch_size=size.crossover_batch, transfer_bytes=0, exchanges=3)
     rate = 2 * size.params * 32 / 1e6  # by the formula, if computing took a second
@@ -216,7 +216,7 @@ def crossed(islands: Sequence[Island], size: Size) -> dict[str, Any]:
     }
 
 
-def _alone(islands: Sequence[Island], spec: Spec, rate: float) -> tuple[float, float]:
+def _alone(islands: Sequence[NetworkNamespace], spec: Spec, rate: float) -> tuple[float, float]:
     """Seconds of a step, and of an exchange."""
     found = _both(islands, spec, rate)
     if "error" in found[0]:
@@ -224,7 +224,7 @@ def _alone(islands: Sequence[Island], spec: Spec, rate: float) -> tuple[float, f
     return middle([each["alone_s"] for each in found]), middle([each["exchange_s"] for each in found])
 
 
-def _both(islands: Sequence[Island], spec: Spec, rate: float | None) -> list[dict[str, Any]]:
+def _both(islands: Sequence[NetworkNamespace], spec: Spec, rate: float | None) -> list[dict[str, Any]]:
     """What both islands find at this rate."""
     for island in islands:
         island.shape(rate)

@@ -3,7 +3,7 @@
     python benchmarks/soak.py                                 8 islands, a kill every 20 s: some twenty minutes in all
     python benchmarks/soak.py --minutes 60 --every 10         longer, and worse
     python benchmarks/soak.py --kinds Kill Freeze FullDisk    frozen too, and without room on the disk
-    python benchmarks/soak.py --kinds Kill Freeze FullDisk Cut Slow Spoil --lighthouse     all that the kit can do
+    python benchmarks/soak.py --kinds Kill Freeze FullDisk Cut Slow UpdateFault --lighthouse     all that the kit can do
     python benchmarks/soak.py --quick                         in miniature, to see whether it works here
 
 Who is killed is drawn from the seed; the supervisor starts it again at once. Every island writes down the digest of what it holds
@@ -26,7 +26,7 @@ from atoll.telemetry.figures import COLOURS, new_figure, save_figure
 from page import fill
 from progress import Watch
 from record import Record, default_path, markdown_table, script
-from soak_run import KINDS, SPOILS, Soak, carried_out
+from soak_run import KINDS, UPDATE_FAULTS, Soak, carried_out
 
 LEAST_SUCCEEDED, LEAST_PARTICIPATING, MOST_APART = 0.90, 7 / 8, 0.05
 BROKEN, ALONE = "with kills", "left alone"
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=Soak.minutes, help="of each of the two runs")
     parser.add_argument("--islands", type=int, default=Soak.islands, help="each a process")
     parser.add_argument("--every", type=float, default=Soak.every_s, help="seconds between two faults")
-    parser.add_argument("--kinds", nargs="+", choices=[*KINDS, SPOILS], default=list(Soak.kinds), help="of faults")
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS, UPDATE_FAULTS], default=list(Soak.kinds), help="of faults")
     parser.add_argument("--lighthouse", action="store_true", help="it is a victim too")
     parser.add_argument("--seed", type=int, default=Soak.seed, help="of weights, data and faults")
     parser.add_argument("--quick", action="store_true", help="in miniature, to see whether it works")

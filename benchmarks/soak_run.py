@@ -25,19 +25,19 @@ from atoll.testing.chaos import (
     LIGHTHOUSE,
     Cut,
     Fault,
+    FaultScript,
     Freeze,
     FullDisk,
     Kill,
-    Script,
     Slow,
-    Spoil,
-    at_random,
-    report_of,
-    spoils_at_random,
+    UpdateFault,
+    elastic_report,
+    random_faults,
+    random_update_faults,
 )
 
 KINDS: dict[str, type[Fault]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
-SPOILS = Spoil.__name__
+UPDATE_FAULTS = UpdateFault.__name__
 """Faults inside islands come by the round, and beside those that come by the clock."""
 
 
@@ -95,16 +95,16 @@ class Soak:
         return Elastic(processes=self.islands, pace=self.asleep_s / self.inner_steps, gather_s=300.0)
 
     @property
-    def script(self) -> Script:
+    def script(self) -> FaultScript:
         islands = [island_name(number) for number in range(self.islands)]
         names = [*islands, *([LIGHTHOUSE] if self.lighthouse else [])]
-        timed = [KINDS[name] for name in self.kinds if name != SPOILS]
+        timed = [KINDS[name] for name in self.kinds if name != UPDATE_FAULTS]
         every = max(1, round(self.every_s / (self.asleep_s * 1.2)))
-        return Script(
-            faults=at_random(
+        return FaultScript(
+            faults=random_faults(
                 seed=self.seed,
                 victims=names,
-                lines=names if Cut in timed or Slow in timed else (),
+                links=names if Cut in timed or Slow in timed else (),
                 every_s=self.every_s,
                 until_s=self.minutes * 60,
                 kinds=timed,
@@ -112,8 +112,8 @@ class Soak:
             )
             if timed
             else (),
-            spoils=spoils_at_random(seed=self.seed, islands=islands, every=every, until=self.rounds)
-            if SPOILS in self.kinds
+            update_faults=random_update_faults(seed=self.seed, islands=islands, every=every, until=self.rounds)
+            if UPDATE_FAULTS in self.kinds
             else (),
         )
 
@@ -146,12 +146,12 @@ def carried_out(soak: Soak, folder: Path, *, broken: bool, advance: Callable[[fl
     keep_going(
         folder, soak.place, say=lambda text: None, sinks=[Follows(soak.rounds, advance)], chaos=soak.script if broken else None
     )
-    report = report_of(folder, units=soak.rounds * soak.islands)
+    report = elastic_report(folder, units=soak.rounds * soak.islands)
     attended = [event for event in read_events(folder / "events.jsonl", [Attended]) if isinstance(event, Attended)]
     evaluated = [event for event in read_events(folder / "events.jsonl", [Evaluated]) if isinstance(event, Evaluated)]
     return {
         "broken": broken,
-        "report": {**asdict(report), "succeeded": report.succeeded},
+        "report": {**asdict(report), "apart": report.diverged, "done": report.injected, "succeeded": report.succeeded},
         "tokens": evaluated[-1].tokens,
         "seconds": attended[-1].time_s - attended[0].time_s,
         "load": [load_before, os.getloadavg()[1]],

@@ -14,7 +14,7 @@ from atoll.testing.simulated_runs import simulate
 @pytest.fixture(scope="module")
 def namespaces():
     """The module, where it can be used."""
-    reason = atoll.testing.namespaces.why_not()
+    reason = atoll.testing.namespaces.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
     return atoll.testing.namespaces
@@ -37,7 +37,7 @@ def test_a_slow_line_is_measured_in_miniature_and_not_twice(b, lines_of, namespa
 
 
 def test_islands_that_fail_are_a_cell_with_an_error(b, namespaces):
-    with namespaces.joined() as islands:
+    with namespaces.linked_pair() as islands:
         spec = b.slow_link.QUICK.spec(islands, ["atoll DDP"], (1, 1), None)
         specs = [b.slow_link.replace(spec, rank=rank, inner_steps=0, methods=["atoll DiLoCo"]) for rank in range(2)]
         (found,) = b.slow_cells.carried_out(islands, specs, limit_s=60.0)
@@ -45,7 +45,7 @@ def test_islands_that_fail_are_a_cell_with_an_error(b, namespaces):
 
 
 def test_without_namespaces_the_benchmark_says_why_and_leaves_nothing(b, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(b.slow_link, "why_not", lambda: "only root may make network namespaces")
+    monkeypatch.setattr(b.slow_link, "unavailable_reason", lambda: "only root may make network namespaces")
     b.slow_link.main(["--record", str(tmp_path / "none")])
     assert capsys.readouterr().out == "skipped: only root may make network namespaces.\n"
     assert not (tmp_path / "none").exists()

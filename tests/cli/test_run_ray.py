@@ -33,7 +33,7 @@ from atoll.core.events import (
 )
 from atoll.core.tensor_file import load_tree
 from atoll.telemetry import read_events
-from atoll.testing.chaos import CHAOS_LOG, HUB, At, Chaos, Freeze, Kill, Script, ray_processes
+from atoll.testing.chaos import CHAOS_LOG, HUB, FaultInjector, FaultScript, Freeze, Kill, TimedFault, ray_processes
 
 PATIENCE_S = 90.0
 SETTINGS = (
@@ -54,11 +54,13 @@ STRANGE = "strange.json"
 """A script with a victim that no run on Ray has."""
 SETS = [part for setting in SETTINGS for part in ("--set", setting)]
 STEPS, WORKERS = 120, 2
-FAULTS = Script(
+FAULTS = FaultScript(
     faults=(
-        At(at_s=0.0, fault=Freeze(victim="worker-0", for_s=1000.0)),  # so that there is something left to do when all are back
-        At(at_s=0.0, fault=Kill(victim="worker-1")),
-        At(at_s=1.0, fault=Kill(victim=HUB)),
+        TimedFault(
+            at_s=0.0, fault=Freeze(victim="worker-0", for_s=1000.0)
+        ),  # so that there is something left to do when all are back
+        TimedFault(at_s=0.0, fault=Kill(victim="worker-1")),
+        TimedFault(at_s=1.0, fault=Kill(victim=HUB)),
     )
 )
 
@@ -202,7 +204,7 @@ def interrupted(tmp_path_factory):
         token, there, listening = folder / "ray_token", ray_processes(folder), listening_of(process)
         seen = token.stat().st_mode & 0o777, len(token.read_text())
         assert {name: one.poll() for name, one in there.items()} == dict.fromkeys(["hub", "worker-0", "worker-1"])
-        chaos = Chaos(FAULTS, folder.parent / CHAOS_LOG)  # by a clock of the test's own: machines may be slow
+        chaos = FaultInjector(FAULTS, folder.parent / CHAOS_LOG)  # by a clock of the test's own: machines may be slow
         try:
             chaos.emit(next(event for event in events(folder, Arrived)))
             chaos.step(0.0, there)
@@ -226,7 +228,7 @@ def survived(interrupted, a_cluster):
     """The same run, which goes on to its end on a cluster that exists, and is broken there by a script. And what it says then."""
     folder = interrupted.folder
     script = folder.parent / "script.json"
-    script.write_text(Script(faults=(At(at_s=0.0, fault=Freeze(victim=HUB, for_s=0.2)),)).to_text())
+    script.write_text(FaultScript(faults=(TimedFault(at_s=0.0, fault=Freeze(victim=HUB, for_s=0.2)),)).to_text())
     how = ["--ray-address", a_cluster[0], "--processes", 1, "--pace", 0.005, "--limit", 60]
     with started("run", "--resume", folder, *how, "--chaos", script, "--json", "--quiet") as process:
         code, out, err = end_of(process)
@@ -262,8 +264,8 @@ def test_a_cluster_that_exists_is_used_with_its_token_and_left_as_it_was(survive
 def test_a_script_breaks_a_run_on_ray_and_what_became_of_it_is_told(survived):
     folder, _, err = survived
     actions = [json.loads(line) for line in (folder / CHAOS_LOG).read_text().splitlines()]
-    assert [action["did"]["victim"] for action in actions if "did" in action] == [HUB]
-    assert [action["mended"] for action in actions if "mended" in action] == [{"fault": "Freeze", "done": True}]
+    assert [action["injected"]["victim"] for action in actions if "injected" in action] == [HUB]
+    assert [action["reverted"] for action in actions if "reverted" in action] == [{"fault": "Freeze", "done": True}]
     told = err[err.index("faults") :].splitlines()
     assert told[0].split() == ["faults", "1", "Freeze"]
     assert f"with {STEPS * WORKERS} local updates: none twice" in told[1]
@@ -381,7 +383,7 @@ def test_sigterm_ends_a_run_as_ctrl_c_does():
     ],
 )
 def test_what_is_impossible_is_refused_and_leaves_no_folder(atoll, tmp_path, monkeypatch, arguments, says):
-    (tmp_path / STRANGE).write_text(Script(faults=(At(at_s=1.0, fault=Kill(victim="island-0000")),)).to_text())
+    (tmp_path / STRANGE).write_text(FaultScript(faults=(TimedFault(at_s=1.0, fault=Kill(victim="island-0000")),)).to_text())
     monkeypatch.chdir(tmp_path)
     code, _, err = atoll(*arguments)
     assert code == 2

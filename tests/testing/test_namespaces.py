@@ -1,4 +1,4 @@
-"""Lines between network namespaces: made, shaped, silent for a while, and gone afterwards."""
+"""Links between network namespaces: created, shaped, cut, and removed."""
 
 import signal
 import subprocess
@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from atoll.testing import namespaces
-from atoll.testing.chaos import Line
+from atoll.testing.chaos import ShapedLink
 
-WHY_NOT = namespaces.why_not()
-as_root = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+UNAVAILABLE = namespaces.unavailable_reason()
+as_root = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
 
 def made():
@@ -23,8 +23,8 @@ def test_namespaces_are_gone_after_an_error():
     names = []
 
     def fail():
-        with namespaces.joined() as islands:
-            names.extend(island.name for island in islands)
+        with namespaces.linked_pair() as ends:
+            names.extend(end.name for end in ends)
             assert set(names) <= made()
             raise ZeroDivisionError
 
@@ -39,7 +39,7 @@ def test_namespaces_are_gone_after_an_error():
 def test_namespaces_are_gone_after_a_signal_or_when_the_next_ones_are_made(end):
     text = (
         "import sys\nfrom atoll.testing import namespaces\n"
-        "with namespaces.joined() as (one, _):\n    print(one.name, flush=True)\n    sys.stdin.read()"
+        "with namespaces.linked_pair() as (one, _):\n    print(one.name, flush=True)\n    sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", text], text=True, **pipes) as other:
@@ -48,11 +48,11 @@ def test_namespaces_are_gone_after_a_signal_or_when_the_next_ones_are_made(end):
         other.send_signal(end)
         other.wait()
     assert (name in made()) == (end == signal.SIGKILL)
-    with namespaces.joined():
+    with namespaces.linked_pair():
         assert name not in made()
 
 
-def test_payload_is_what_is_left_without_headers():
+def test_payload_is_the_bytes_without_headers():
     before, after = namespaces.Counters(100, 1), namespaces.Counters(100 + 5 * 66 + 1234, 6)
     assert after.payload_since(before) == 1234
 
@@ -72,43 +72,43 @@ def reaches(one, two):
 
 
 @as_root
-def test_a_line_that_is_cut_carries_nothing_until_it_is_mended():
-    with namespaces.joined() as (one, two):
-        line = Line([one, two])
+def test_a_cut_link_carries_nothing_until_it_is_restored():
+    with namespaces.linked_pair() as (one, two):
+        link = ShapedLink([one, two])
         found = [reaches(one, two)]
-        line.cut()
+        link.cut()
         found.append(reaches(one, two))
-        line.mend()
+        link.restore()
         found.append(reaches(one, two))
     assert found == [True, False, True]
 
 
 @as_root
-def test_in_a_star_everybody_reaches_everybody_but_whose_line_is_cut():
-    with namespaces.star(["a", "b", "c"]) as ends:
+def test_in_a_star_all_reach_each_other_except_over_a_cut_link():
+    with namespaces.star_network(["a", "b", "c"]) as ends:
         a, b, c = (own for own, _ in ends.values())
-        line = Line(ends["a"])
+        link = ShapedLink(ends["a"])
         found = [reaches(a, b)]
-        line.cut()
+        link.cut()
         found += [reaches(b, a), reaches(b, c)]
-        line.mend()
+        link.restore()
         found.append(reaches(b, a))
     assert found == [True, False, True, True]
-    assert not {island.name for pair in ends.values() for island in pair} & made()
+    assert not {end.name for pair in ends.values() for end in pair} & made()
 
 
 @as_root
-def test_whoever_enters_a_namespace_is_there_until_it_leaves_and_so_is_what_it_starts():
+def test_a_thread_and_its_processes_enter_a_namespace_and_leave_it():
     def devices():
         return subprocess.run([namespaces._tool("ip"), "link"], capture_output=True, text=True, check=True).stdout
 
-    def fail_inside(island):
-        with namespaces.entered(island):
+    def fail_inside(end):
+        with namespaces.inside_namespace(end):
             seen.append(devices())
             raise ZeroDivisionError
 
     before, seen = devices(), []
-    with namespaces.joined() as (one, _):
+    with namespaces.linked_pair() as (one, _):
         with pytest.raises(ZeroDivisionError):
             fail_inside(one)
         assert one.device in seen[0]

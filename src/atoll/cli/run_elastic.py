@@ -28,7 +28,7 @@ from atoll.engines.processes.rank_log import leave_at_once
 from atoll.runs.folder import RunFolder, default_path
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import Script
+    from atoll.testing.chaos import FaultScript
 
 START_LIMIT_S = 3600.0
 
@@ -73,16 +73,16 @@ def carry_out_elastic(
             sinks, say = sinks_of(mine.recipe, mine, quiet=quiet), _say_nothing if quiet else _say
             keep_going(folder, place, say=say, sinks=sinks, chaos=script)
     if script is not None:
-        from atoll.testing.chaos import in_words, report_of
+        from atoll.testing.chaos import elastic_report, report_text
 
-        print(in_words(report_of(folder)), file=sys.stderr)
+        print(report_text(elastic_report(folder)), file=sys.stderr)
     show_result(folder, as_json=as_json)
 
 
-def _script(path: Path | None) -> Script | None:
-    from atoll.testing.chaos import Script
+def _script(path: Path | None) -> FaultScript | None:
+    from atoll.testing.chaos import FaultScript
 
-    return Script.read(path) if path is not None else None
+    return FaultScript.read(path) if path is not None else None
 
 
 class _terminated_like_interrupted:  # noqa: N801

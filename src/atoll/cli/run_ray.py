@@ -20,7 +20,7 @@ from atoll.engines.ray.spec import read_ray, told, with_said
 from atoll.runs.folder import RunFolder, default_path
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import Script
+    from atoll.testing.chaos import FaultScript
 
 
 def carry_out_on_ray(
@@ -72,19 +72,19 @@ def carry_out_on_ray(
             else:
                 resume_on_ray(folder, place, sinks=sinks, command=sys.argv, say=say, chaos=script)
     if script is not None:
-        from atoll.testing.chaos import hub_in_words, hub_report_of
+        from atoll.testing.chaos import hub_report, report_text
 
-        print(hub_in_words(hub_report_of(folder)), file=sys.stderr)
+        print(report_text(hub_report(folder)), file=sys.stderr)
     show_result(folder, as_json=as_json)
 
 
-def _script(path: Path | None) -> Script | None:
+def _script(path: Path | None) -> FaultScript | None:
     """What a file says is to go wrong."""
     if path is None:
         return None
-    from atoll.testing.chaos import Script
+    from atoll.testing.chaos import FaultScript
 
-    return Script.read(path)
+    return FaultScript.read(path)
 
 
 def _check_resume(name: str | None, settings: Sequence[str], seed: int | None, out: Path | None, folder: Path) -> None:

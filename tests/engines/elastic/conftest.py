@@ -21,7 +21,7 @@ from atoll.engines.warm_start import Cache, load_data, warm_up
 from atoll.runs.folder import RunFolder
 from atoll.runs.workloads import plain_workload
 from atoll.telemetry import read_events
-from atoll.testing.chaos import Script
+from atoll.testing.chaos import FaultScript
 from atoll.testing.simulated_runs import Recorder
 
 HOST = "127.0.0.1"
@@ -47,10 +47,10 @@ class Died(BaseException):
 class Shore:
     """A run whose islands are threads here."""
 
-    def __init__(self, folder, run, place, *spoils):
+    def __init__(self, folder, run, place, *update_faults):
         self.run, self.folder = run, create_elastic(run, place, folder, ["test"])
         self.chaos = self.folder / "chaos.json"
-        self.chaos.write_text(Script(spoils=spoils).to_text())
+        self.chaos.write_text(FaultScript(update_faults=update_faults).to_text())
         port, self.errors, self.said = free_port(HOST), [], []
         self.invitation = Invitation(run, place, f"{HOST}:{port}")
         self.something_said = threading.Condition()
@@ -152,8 +152,8 @@ def toy():
 def shore_of(tmp_path, _light, _hasty):
     """Makes the shore of a run, whose folder is `run`, with what is to be spoilt there."""
 
-    def make(run, place, *spoils):
-        return Shore(tmp_path / "run", run, place, *spoils)
+    def make(run, place, *update_faults):
+        return Shore(tmp_path / "run", run, place, *update_faults)
 
     return make
 

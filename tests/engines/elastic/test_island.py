@@ -40,7 +40,7 @@ from atoll.engines.elastic.update_validation import Brought
 from atoll.engines.processes.spec import placed
 from atoll.models.gpt import GPT
 from atoll.telemetry import read_events
-from atoll.testing.chaos import Spoil, exactly_once
+from atoll.testing.chaos import UpdateFault, exactly_once_violations
 
 
 @pytest.mark.parametrize(("size", "weighting"), [(1, "uniform"), (2, "uniform"), (3, "uniform"), (3, "examples")])
@@ -61,10 +61,10 @@ def test_with_nobody_missing_weights_losses_tokens_and_bytes_are_the_simulators(
         assert len(shore.events(kind)) == count, kind
 
 
-@pytest.mark.parametrize("how", ["damage", "damage late", "damage told"])
-def test_whatever_message_is_damaged_it_is_tried_again_and_weights_are_the_simulators(tmp_path, shore_of, toy, how):
-    run, spoil = toy(2, "algorithm.weighting=examples"), Spoil(island="island-0000", round=1, how=how)
-    shore = shore_of(run, Elastic(processes=2), spoil)
+@pytest.mark.parametrize("kind", ["corrupt_delta", "corrupt_mean", "corrupt_weight"])
+def test_whatever_message_is_damaged_it_is_tried_again_and_weights_are_the_simulators(tmp_path, shore_of, toy, kind):
+    run, fault = toy(2, "algorithm.weighting=examples"), UpdateFault(island="island-0000", round=1, kind=kind)
+    shore = shore_of(run, Elastic(processes=2), fault)
     shore.finish(shore.start("island-0000", "island-0001"))
     assert load_tree(shore.folder / "final.safetensors").equal(simulate(run, out=tmp_path / "sim").params)
     assert {event.round: event.attempts for event in shore.events(Attended)}[2] > 1
@@ -252,8 +252,8 @@ def test_who_joins_with_other_data_is_refused(tmp_path, shore_of, toy):
 
 
 def test_a_unit_that_gives_nothing_but_nonsense_is_dropped_and_its_tokens_are_counted_nowhere(shore_of, toy):
-    spoils = [Spoil(island="island-0000", round=number, how="nan") for number in (1, 2, 3)]
-    shore = shore_of(toy(1), Elastic(processes=1), *spoils)
+    update_faults = [UpdateFault(island="island-0000", round=number, kind="nan") for number in (1, 2, 3)]
+    shore = shore_of(toy(1), Elastic(processes=1), *update_faults)
     shore.finish(shore.start("island-0000"))
     assert [event.round for event in shore.events(Refused)] == [2, 3, 4]
     assert [event.returned for event in shore.events(Leased)] == [[], [[0, 0, 2, 2]], [[0, 0, 2, 2]], [], [], []]
@@ -347,8 +347,8 @@ def test_whoever_was_refused_begins_with_fresh_moments_and_its_steps_count_nowhe
         return replica_of(run, workload, loss, number, *devices)
 
     monkeypatch.setattr(islands, "replica_of", counted)
-    spoil = Spoil(island="island-0001", round=2, how="nan")
-    shore = shore_of(toy(2, "train.steps=16"), Elastic(processes=2), spoil)
+    fault = UpdateFault(island="island-0001", round=2, kind="nan")
+    shore = shore_of(toy(2, "train.steps=16"), Elastic(processes=2), fault)
     shore.finish(shore.start("island-0000", "island-0001"))
     assert [event.island for event in shore.events(Refused)] == [1]
     assert made == {0: 1, 1: 2}
@@ -384,4 +384,4 @@ def test_an_island_that_rounds_otherwise_works_with_the_others_and_is_given_thei
     delivered = Counter(unit[0] for event in shore.events(Leased) for unit in event.delivered)
     assert delivered[1] >= 2, "its work counts, more than once"
     assert sum(delivered.values()) == 12
-    assert exactly_once(shore.events(Leased), units=12) == []
+    assert exactly_once_violations(shore.events(Leased), units=12) == []

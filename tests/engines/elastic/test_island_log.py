@@ -23,7 +23,7 @@ from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NOTHING, Generation
 from atoll.engines.elastic.supervisor import island_name
 from atoll.runs.folder import RunFolder
-from atoll.testing.chaos import exactly_once
+from atoll.testing.chaos import exactly_once_violations
 
 
 def attended(number):
@@ -146,7 +146,7 @@ def test_what_islands_without_the_folder_commit_alone_is_written_by_whoever_has_
     away_and_back(shore, gone=5, back=9)
     rounds = [event.round for event in shore.events(Attended)]
     assert rounds == list(range(1, len(rounds) + 1))
-    assert exactly_once(shore.events(Leased), units=14) == []
+    assert exactly_once_violations(shore.events(Leased), units=14) == []
     assert len(shore.events(RunFinished)) == 1
 
 

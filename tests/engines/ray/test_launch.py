@@ -16,7 +16,7 @@ from atoll.runs.folder import RunFolder
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import JsonlSink
 from atoll.testing.async_events import arrived
-from atoll.testing.chaos import CHAOS_LOG, At, Kill, Script
+from atoll.testing.chaos import CHAOS_LOG, FaultScript, Kill, TimedFault
 
 AT_ONCE = Ray(limit_s=1e-9)
 
@@ -59,7 +59,7 @@ def test_whoever_waits_for_a_hub_says_so_once_and_holds_nothing_afterwards(folde
 def test_a_run_is_not_gone_on_with_by_a_script_of_what_cannot_happen_to_it(folder):
     write_ray(folder.path, Ray(most=3))
     left = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
-    script = Script(faults=(At(at_s=1.0, fault=Kill(victim="worker-3")),))
+    script = FaultScript(faults=(TimedFault(at_s=1.0, fault=Kill(victim="worker-3")),))
     with pytest.raises(ConfigError, match=r"has worker-3 as victims, and the run starts hub, worker-0, worker-1, worker-2\. Name"):
         resume_on_ray(folder.path, chaos=script)
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path in left} == left

@@ -1,4 +1,4 @@
-"""What is to go wrong goes wrong at its time, to real processes, is undone, and is written down."""
+"""Faults are injected into real processes at their times, reverted, and logged."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from atoll.core.errors import ConfigError
 from atoll.core.events import Attended
-from atoll.testing.chaos import At, Chaos, Cut, Freeze, FullDisk, Kill, Script, Slow
+from atoll.testing.chaos import Cut, FaultInjector, FaultScript, Freeze, FullDisk, Kill, Slow, TimedFault
 
 FIRST = Attended(round=1, known=1, alive=1, participating=1, attempts=1, epoch=2, digest="0", virtual_time_s=None, wall_time_s=9.0)
 
@@ -24,73 +24,75 @@ def victim():
     process.wait()
 
 
-def begun(tmp_path, *faults, now_s=100.0, lines=None):
-    """A script whose clock has begun."""
-    chaos = Chaos(Script(faults=faults), tmp_path / "chaos.jsonl", lines=lines)
-    chaos.step(now_s, {})
-    chaos.emit(FIRST)
-    return chaos
+def started_injector(tmp_path, *faults, now_s=100.0, links=None):
+    """An injector whose clock has started."""
+    injector = FaultInjector(FaultScript(faults=faults), tmp_path / "chaos.jsonl", links=links)
+    injector.step(now_s, {})
+    injector.emit(FIRST)
+    return injector
 
 
-def written(tmp_path):
+def logged(tmp_path):
     return [json.loads(line) for line in (tmp_path / "chaos.jsonl").read_text().splitlines()]
 
 
-def test_nothing_happens_before_the_first_commit(tmp_path, victim):
-    chaos = Chaos(Script(faults=(At(at_s=0.0, fault=Kill(victim="a")),)), tmp_path / "chaos.jsonl")
-    chaos.step(1e6, {"a": victim})
+def test_nothing_is_injected_before_the_first_commit(tmp_path, victim):
+    injector = FaultInjector(FaultScript(faults=(TimedFault(at_s=0.0, fault=Kill(victim="a")),)), tmp_path / "chaos.jsonl")
+    injector.step(1e6, {"a": victim})
     assert victim.poll() is None
-    assert written(tmp_path) == []
+    assert logged(tmp_path) == []
 
 
-def test_a_process_is_killed_at_its_time_and_not_earlier(tmp_path, victim):
-    chaos = begun(tmp_path, At(at_s=5.0, fault=Kill(victim="a")))
-    chaos.step(104.9, {"a": victim})
+def test_a_process_is_killed_at_its_time(tmp_path, victim):
+    injector = started_injector(tmp_path, TimedFault(at_s=5.0, fault=Kill(victim="a")))
+    injector.step(104.9, {"a": victim})
     assert victim.poll() is None
-    chaos.step(105.25, {"a": victim})
+    injector.step(105.25, {"a": victim})
     assert victim.wait() == -signal.SIGKILL
-    assert written(tmp_path)[-1] == {"at_s": 5.25, "did": {"fault": "Kill", "victim": "a", "pid": victim.pid}}
+    assert logged(tmp_path)[-1] == {"at_s": 5.25, "injected": {"fault": "Kill", "victim": "a", "pid": victim.pid}}
 
 
-def test_a_frozen_process_goes_on_after_a_while(tmp_path, victim):
-    chaos = begun(tmp_path, At(at_s=1.0, fault=Freeze(victim="a", for_s=10.0)))
-    chaos.step(101.0, {"a": victim})
+def test_a_frozen_process_continues_after_its_duration(tmp_path, victim):
+    injector = started_injector(tmp_path, TimedFault(at_s=1.0, fault=Freeze(victim="a", for_s=10.0)))
+    injector.step(101.0, {"a": victim})
     assert os.waitid(os.P_PID, victim.pid, os.WSTOPPED).si_status == signal.SIGSTOP
-    chaos.step(110.9, {"a": victim})
-    chaos.step(111.0, {"a": victim})
+    injector.step(110.9, {"a": victim})
+    injector.step(111.0, {"a": victim})
     assert os.waitid(os.P_PID, victim.pid, os.WCONTINUED).si_status == signal.SIGCONT
-    assert [next(iter(line.keys() - {"at_s"})) for line in written(tmp_path)] == ["saw", "did", "mended"]
+    assert [next(iter(line.keys() - {"at_s"})) for line in logged(tmp_path)] == ["observed", "injected", "reverted"]
 
 
-def test_of_two_freezes_that_overlap_the_longer_one_counts(tmp_path, victim):
-    faults = [At(at_s=at_s, fault=Freeze(victim="a", for_s=for_s)) for at_s, for_s in ((1.0, 3.0), (2.0, 10.0))]
-    chaos = begun(tmp_path, *faults)
+def test_overlapping_freezes_last_until_the_later_end(tmp_path, victim):
+    faults = [TimedFault(at_s=at_s, fault=Freeze(victim="a", for_s=for_s)) for at_s, for_s in ((1.0, 3.0), (2.0, 10.0))]
+    injector = started_injector(tmp_path, *faults)
     for now_s in (101.0, 102.0, 104.0, 111.9):
-        chaos.step(now_s, {"a": victim})
+        injector.step(now_s, {"a": victim})
     assert os.waitid(os.P_PID, victim.pid, os.WSTOPPED).si_status == signal.SIGSTOP
     assert os.waitid(os.P_PID, victim.pid, os.WCONTINUED | os.WNOHANG) is None
-    chaos.step(112.0, {"a": victim})
+    injector.step(112.0, {"a": victim})
     assert os.waitid(os.P_PID, victim.pid, os.WCONTINUED).si_status == signal.SIGCONT
 
 
-def test_what_is_still_broken_at_the_end_is_mended(tmp_path, victim):
-    chaos = begun(tmp_path, At(at_s=1.0, fault=Freeze(victim="a", for_s=1e6)))
-    chaos.step(101.0, {"a": victim})
+def test_close_reverts_active_faults(tmp_path, victim):
+    injector = started_injector(tmp_path, TimedFault(at_s=1.0, fault=Freeze(victim="a", for_s=1e6)))
+    injector.step(101.0, {"a": victim})
     os.waitid(os.P_PID, victim.pid, os.WSTOPPED)
-    chaos.close()
+    injector.close()
     assert os.waitid(os.P_PID, victim.pid, os.WCONTINUED).si_status == signal.SIGCONT
 
 
-def test_who_does_not_run_is_left_alone_and_that_is_said(tmp_path, victim):
+def test_a_fault_of_a_process_that_does_not_run_is_skipped_and_logged(tmp_path, victim):
     victim.kill()
     victim.wait()
-    chaos = begun(tmp_path, At(at_s=0.0, fault=Kill(victim="a")), At(at_s=0.0, fault=Kill(victim="b")))
-    chaos.step(100.0, {"a": victim})
-    assert [line["skipped"]["why"] for line in written(tmp_path)[1:]] == ["it does not run now", "there is none"]
+    injector = started_injector(
+        tmp_path, TimedFault(at_s=0.0, fault=Kill(victim="a")), TimedFault(at_s=0.0, fault=Kill(victim="b"))
+    )
+    injector.step(100.0, {"a": victim})
+    assert [line["skipped"]["why"] for line in logged(tmp_path)[1:]] == ["it is not running", "no such process"]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of other processes are Linux's")
-def test_a_full_disk_is_full_for_its_process_alone_and_for_its_time(tmp_path):
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prlimit needs Linux")
+def test_a_full_disk_limits_one_process_for_its_duration(tmp_path):
     program = """
 import pathlib, sys
 for size in sys.stdin:
@@ -108,17 +110,17 @@ for size in sys.stdin:
             process.stdin.flush()
             return process.stdout.readline().strip()
 
-        chaos = begun(tmp_path, At(at_s=1.0, fault=FullDisk(victim="a", file_bytes=1000, for_s=10.0)))
+        injector = started_injector(tmp_path, TimedFault(at_s=1.0, fault=FullDisk(victim="a", file_bytes=1000, for_s=10.0)))
         before = tries(5000)
-        chaos.step(101.0, {"a": process})
+        injector.step(101.0, {"a": process})
         during = [tries(5000), tries(500)]
-        chaos.step(111.0, {"a": process})
+        injector.step(111.0, {"a": process})
         assert [before, during, tries(5000)] == ["written", ["full", "written"], "written"]
         process.stdin.close()
 
 
-class Wire:
-    """A line that remembers what was done to it."""
+class RecordingLink:
+    """Records the calls to it."""
 
     def __init__(self):
         self.done = []
@@ -129,43 +131,46 @@ class Wire:
     def shape(self, mbit_per_s):
         self.done.append(mbit_per_s)
 
-    def mend(self):
-        self.done.append("mended")
+    def restore(self):
+        self.done.append("restored")
 
 
-def test_lines_are_cut_and_shaped_and_mended_in_the_order_of_time(tmp_path):
-    line = Wire()
-    slow, cut = At(at_s=5.0, fault=Slow(line="l", mbit_per_s=2.0, for_s=1.0)), At(at_s=1.0, fault=Cut(line="l", for_s=2.0))
-    chaos = begun(tmp_path, slow, cut, lines={"l": line})
+def test_links_are_cut_shaped_and_restored_in_order_of_time(tmp_path):
+    link = RecordingLink()
+    slow, cut = (
+        TimedFault(at_s=5.0, fault=Slow(link="l", mbit_per_s=2.0, for_s=1.0)),
+        TimedFault(at_s=1.0, fault=Cut(link="l", for_s=2.0)),
+    )
+    injector = started_injector(tmp_path, slow, cut, links={"l": link})
     for now_s in (101.0, 102.0, 103.0, 105.0, 106.0):
-        chaos.step(now_s, {})
-    assert line.done == ["cut", "mended", 2.0, "mended"]
+        injector.step(now_s, {})
+    assert link.done == ["cut", "restored", 2.0, "restored"]
 
 
-def test_a_line_that_is_cut_stays_so_when_a_shorter_fault_of_it_ends(tmp_path):
-    line = Wire()
+def test_a_cut_link_stays_cut_when_a_shorter_fault_ends(tmp_path):
+    link = RecordingLink()
     faults = [
-        At(at_s=1.0, fault=Cut(line="l", for_s=10.0)),
-        At(at_s=2.0, fault=Slow(line="l", mbit_per_s=2.0, for_s=2.0)),
-        At(at_s=3.0, fault=Slow(line="l", mbit_per_s=5.0, for_s=20.0)),
+        TimedFault(at_s=1.0, fault=Cut(link="l", for_s=10.0)),
+        TimedFault(at_s=2.0, fault=Slow(link="l", mbit_per_s=2.0, for_s=2.0)),
+        TimedFault(at_s=3.0, fault=Slow(link="l", mbit_per_s=5.0, for_s=20.0)),
     ]
-    chaos = begun(tmp_path, *faults, lines={"l": line})
+    injector = started_injector(tmp_path, *faults, links={"l": link})
     for now_s in range(101, 125):
-        chaos.step(float(now_s), {})
-    assert line.done == ["cut"] * 4 + [5.0, "mended"]
+        injector.step(float(now_s), {})
+    assert link.done == ["cut"] * 4 + [5.0, "restored"]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of other processes are Linux's")
-def test_of_two_full_disks_that_overlap_the_smaller_counts_and_what_was_before_comes_back(tmp_path, victim):
-    faults = [At(at_s=at_s, fault=FullDisk(victim="a", file_bytes=b, for_s=5.0)) for at_s, b in ((1.0, 100), (2.0, 900))]
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prlimit needs Linux")
+def test_overlapping_full_disks_apply_the_smaller_limit_and_restore_the_old_one(tmp_path, victim):
+    faults = [TimedFault(at_s=at_s, fault=FullDisk(victim="a", file_bytes=b, for_s=5.0)) for at_s, b in ((1.0, 100), (2.0, 900))]
     before, found = resource.prlimit(victim.pid, resource.RLIMIT_FSIZE), []
-    chaos = begun(tmp_path, *faults)
+    injector = started_injector(tmp_path, *faults)
     for now_s in (101.0, 102.0, 106.0, 107.0):
-        chaos.step(now_s, {"a": victim})
+        injector.step(now_s, {"a": victim})
         found.append(resource.prlimit(victim.pid, resource.RLIMIT_FSIZE)[0])
     assert found == [100, 100, 900, before[0]]
 
 
-def test_a_script_for_a_line_that_there_is_not_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"lines \['sea'\], and there are \[\]"):
-        Chaos(Script(faults=(At(at_s=1.0, fault=Cut(line="sea", for_s=1.0)),)), tmp_path / "chaos.jsonl")
+def test_a_script_with_an_unknown_link_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"links \['sea'\]; the run has \[\]"):
+        FaultInjector(FaultScript(faults=(TimedFault(at_s=1.0, fault=Cut(link="sea", for_s=1.0)),)), tmp_path / "chaos.jsonl")

@@ -16,11 +16,12 @@ from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
 from atoll.testing import namespaces
-from atoll.testing.chaos import At, Cut, FullDisk, Script, Slow, Spoil, report_of
+from atoll.testing.chaos import Cut, FaultScript, FullDisk, Slow, TimedFault, UpdateFault, elastic_report
 
 pytest.importorskip("torchft")
+pytestmark = pytest.mark.slow
 
-WHY_NO_LINES = namespaces.why_not()
+NO_NAMESPACES = namespaces.unavailable_reason()
 ROUNDS, CUT_S = 20, 2.0
 RUN = Run(
     recipe="broken",
@@ -33,22 +34,22 @@ RUN = Run(
     keep=Keep(evaluate_every=1000, save_every=2),
 )
 PLACE = Elastic(processes=2, pace=0.2)
-SCRIPT = Script(
-    spoils=(
-        Spoil(island="island-0001", round=12, how="nan"),
-        Spoil(island="island-0000", round=13, how="damage"),
-        Spoil(island="island-0001", round=14, how="damage late"),
-        Spoil(island="island-0001", round=15, how="huge"),
-        Spoil(island="island-0001", round=16, how="die"),
+SCRIPT = FaultScript(
+    update_faults=(
+        UpdateFault(island="island-0001", round=12, kind="nan"),
+        UpdateFault(island="island-0000", round=13, kind="corrupt_delta"),
+        UpdateFault(island="island-0001", round=14, kind="corrupt_mean"),
+        UpdateFault(island="island-0001", round=15, kind="huge"),
+        UpdateFault(island="island-0001", round=16, kind="kill_in_delta"),
     ),
     faults=(
-        At(at_s=0.2, fault=FullDisk(victim="island-0000", file_bytes=1, for_s=0.8)),
+        TimedFault(at_s=0.2, fault=FullDisk(victim="island-0000", file_bytes=1, for_s=0.8)),
         *(
             [
-                At(at_s=0.3, fault=Cut(line="island-0001", for_s=CUT_S)),
-                At(at_s=5.0, fault=Slow(line="island-0000", mbit_per_s=5.0, for_s=2.0)),
+                TimedFault(at_s=0.3, fault=Cut(link="island-0001", for_s=CUT_S)),
+                TimedFault(at_s=5.0, fault=Slow(link="island-0000", mbit_per_s=5.0, for_s=2.0)),
             ]
-            if WHY_NO_LINES is None
+            if NO_NAMESPACES is None
             else []
         ),
     ),
@@ -65,28 +66,31 @@ def broken(tmp_path_factory):
 
 
 def done(folder):
-    """What was spoilt, in order: on a machine that is very busy an island may miss its round."""
+    """The injected update faults in order of rounds. On a very busy machine an island may miss its round."""
     lines = [line for path in (folder / "logs").glob("*.log") for line in path.read_text().splitlines() if " chaos: " in line]
-    hows = [line.split(" chaos: ")[1].split(" in round ") for line in lines]
-    found = [how for how, _ in sorted(hows, key=lambda one: int(one[1]))]
+    kinds = [line.split(" chaos: ")[1].split(" in round ") for line in lines]
+    found = [kind for kind, _ in sorted(kinds, key=lambda one: int(one[1]))]
     assert len(found) >= 3, found
     return found
 
 
 def test_every_unit_of_data_is_in_exactly_one_commit(broken):
     folder, _ = broken
-    assert report_of(folder, units=2 * ROUNDS).data == ()
+    assert elastic_report(folder, units=2 * ROUNDS).data == ()
 
 
 def test_all_islands_hold_the_same_bits_after_each_commit(broken):
-    report = report_of(broken[0])
+    report = elastic_report(broken[0])
     assert report.compared >= report.commits
-    assert report.apart == ()
+    assert report.diverged == ()
 
 
 def test_damaged_messages_and_a_death_in_the_exchange_each_cost_an_attempt(broken):
     folder, _ = broken
-    report, costly = report_of(folder), [how for how in done(folder) if how in ("damage", "damage late", "die")]
+    report, costly = (
+        elastic_report(folder),
+        [kind for kind in done(folder) if kind in ("corrupt_delta", "corrupt_mean", "kill_in_delta")],
+    )
     assert report.attempts - report.commits >= len(costly)
 
 
@@ -94,29 +98,29 @@ def test_deltas_that_are_not_finite_or_absurdly_long_are_refused_and_their_units
     folder, _ = broken
     words = {"nan": "its delta is not finite", "huge": "its delta has a norm of"}
     reasons = [event.reason[:23] for event in read_events(folder / "events.jsonl", [Refused])]
-    assert reasons == [words[how][:23] for how in done(folder) if how in words]
-    assert report_of(folder).returned >= len(reasons)
+    assert reasons == [words[kind][:23] for kind in done(folder) if kind in words]
+    assert elastic_report(folder).returned >= len(reasons)
 
 
 def test_whoever_dies_is_started_again_and_that_is_said(broken):
     folder, said = broken
-    deaths = ["island-0001 has died (by SIGKILL) and is started again"] * done(folder).count("die")
+    deaths = ["island-0001 has died (by SIGKILL) and is started again"] * done(folder).count("kill_in_delta")
     assert [text for text in said if "has died" in text] == deaths
 
 
 def test_a_log_that_could_not_be_written_for_a_while_has_every_commit(broken):
     folder, _ = broken
     rounds = [event.round for event in read_events(folder / "events.jsonl", [Attended])]
-    assert report_of(folder).done["FullDisk"] == 1
+    assert elastic_report(folder).injected["FullDisk"] == 1
     assert rounds == list(range(1, len(rounds) + 1))
 
 
-@pytest.mark.skipif(WHY_NO_LINES is not None, reason=str(WHY_NO_LINES))
+@pytest.mark.skipif(NO_NAMESPACES is not None, reason=str(NO_NAMESPACES))
 def test_an_island_that_is_cut_off_is_gone_without_and_comes_back_by_itself(broken):
     folder, said = broken
     noted = [json.loads(line) for line in (folder / "chaos.jsonl").read_text().splitlines()]
-    cut = next(number for number, one in enumerate(noted) if one.get("did", {}).get("fault") == "Cut")
-    after = [(one["at_s"], one["saw"]["participating"]) for one in noted[cut:] if "saw" in one]
+    cut = next(number for number, one in enumerate(noted) if one.get("injected", {}).get("fault") == "Cut")
+    after = [(one["at_s"], one["observed"]["participating"]) for one in noted[cut:] if "observed" in one]
     # In the middle of an exchange it is waited for, since it may come back; else the other goes on alone.
     waited_s = max(after[0][0] - noted[cut]["at_s"], *(later[0] - one[0] for one, later in pairwise(after)))
     assert 1 in [there for _, there in after] or waited_s > CUT_S

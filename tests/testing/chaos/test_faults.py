@@ -1,95 +1,118 @@
-"""Faults are values: a seed draws the same ones again, and a file gives back what was written."""
+"""A seed draws the same faults again, and a script survives a round trip through JSON."""
 
 import pytest
 
 from atoll.core.errors import ConfigError
-from atoll.testing.chaos import LIGHTHOUSE, At, Cut, Freeze, FullDisk, Kill, Script, Slow, Spoil, at_random, spoils_at_random
+from atoll.testing.chaos import (
+    LIGHTHOUSE,
+    Cut,
+    FaultScript,
+    Freeze,
+    FullDisk,
+    Kill,
+    Slow,
+    TimedFault,
+    UpdateFault,
+    random_faults,
+    random_update_faults,
+)
 
 NAMES = [f"island-{number:04d}" for number in range(8)]
 
 
-def drawn(seed):
-    return at_random(seed=seed, victims=NAMES, every_s=20.0, until_s=600.0, kinds=(Kill, Freeze), for_s=3.0)
+def draw(seed):
+    return random_faults(seed=seed, victims=NAMES, every_s=20.0, until_s=600.0, kinds=(Kill, Freeze), for_s=3.0)
 
 
 def test_the_same_seed_draws_the_same_faults_and_another_seed_others():
-    assert drawn(3) == drawn(3)
-    assert drawn(3) != drawn(4)
+    assert draw(3) == draw(3)
+    assert draw(3) != draw(4)
 
 
-def test_ten_minutes_of_a_fault_every_twenty_seconds_are_twenty_nine():
-    moments = [one.at_s for one in drawn(0)]
+def test_ten_minutes_with_a_fault_every_20_s_have_29_faults():
+    moments = [one.at_s for one in draw(0)]
     assert moments == [20.0 * number for number in range(1, 30)]
 
 
-def test_everybody_is_hit_sooner_or_later_and_in_both_ways():
-    faults = [one.fault for one in drawn(0)]
+def test_all_victims_and_kinds_are_drawn():
+    faults = [one.fault for one in draw(0)]
     assert {fault.victim for fault in faults} == set(NAMES)
     assert {type(fault) for fault in faults} == {Kill, Freeze}
 
 
-def test_all_kinds_can_be_drawn_and_hit_what_they_can_hit():
+def test_process_faults_draw_victims_and_link_faults_draw_links():
     kinds = (Kill, Freeze, FullDisk, Cut, Slow)
     faults = [
-        one.fault for one in at_random(seed=0, victims=NAMES, lines=["line"], every_s=1.0, until_s=60.0, kinds=kinds, for_s=3.0)
+        one.fault for one in random_faults(seed=0, victims=NAMES, links=["link"], every_s=1.0, until_s=60.0, kinds=kinds, for_s=3.0)
     ]
     assert {type(fault) for fault in faults} == set(kinds)
-    assert {fault.line for fault in faults if isinstance(fault, Cut | Slow)} == {"line"}
+    assert {fault.link for fault in faults if isinstance(fault, Cut | Slow)} == {"link"}
     assert {fault.for_s for fault in faults if not isinstance(fault, Kill)} == {3.0}
 
 
-def test_what_nothing_can_be_hit_by_is_refused():
-    with pytest.raises(ConfigError, match=r"Cut.*need lines"):
-        at_random(seed=0, victims=NAMES, every_s=20.0, until_s=60.0, kinds=(Cut,))
+def test_kinds_without_targets_are_refused():
+    with pytest.raises(ConfigError, match=r"Cut.*need links"):
+        random_faults(seed=0, victims=NAMES, every_s=20.0, until_s=60.0, kinds=(Cut,))
     with pytest.raises(ConfigError, match="other kinds victims"):
-        at_random(seed=0, lines=["line"], every_s=20.0, until_s=60.0)
+        random_faults(seed=0, links=["link"], every_s=20.0, until_s=60.0)
 
 
-def test_spoils_are_drawn_for_even_rounds_and_of_all_kinds():
-    spoils = spoils_at_random(seed=1, islands=NAMES, every=5, until=300)
+def test_update_faults_are_drawn_for_every_nth_round_and_of_all_kinds():
+    update_faults = random_update_faults(seed=1, islands=NAMES, every=5, until=300)
     assert (
-        spoils
-        == spoils_at_random(seed=1, islands=NAMES, every=5, until=300)
-        != spoils_at_random(seed=2, islands=NAMES, every=5, until=300)
+        update_faults
+        == random_update_faults(seed=1, islands=NAMES, every=5, until=300)
+        != random_update_faults(seed=2, islands=NAMES, every=5, until=300)
     )
-    assert [spoil.round for spoil in spoils] == list(range(5, 300, 5))
-    assert {spoil.how for spoil in spoils} == {"damage", "damage late", "damage told", "die", "die late", "nan", "huge"}
+    assert [fault.round for fault in update_faults] == list(range(5, 300, 5))
+    assert {fault.kind for fault in update_faults} == {
+        "corrupt_delta",
+        "corrupt_mean",
+        "corrupt_weight",
+        "kill_in_delta",
+        "kill_in_mean",
+        "nan",
+        "huge",
+    }
 
 
-def test_a_scripts_victims_are_all_processes_that_it_hits():
-    spoils = (Spoil(island="b", round=1, how="nan"),)
-    script = Script(faults=(At(at_s=1, fault=Kill(victim="a")), At(at_s=1, fault=Cut(line="line", for_s=1))), spoils=spoils)
+def test_victims_are_all_processes_that_the_script_hits():
+    update_faults = (UpdateFault(island="b", round=1, kind="nan"),)
+    script = FaultScript(
+        faults=(TimedFault(at_s=1, fault=Kill(victim="a")), TimedFault(at_s=1, fault=Cut(link="link", for_s=1))),
+        update_faults=update_faults,
+    )
     assert script.victims == {"a", "b"}
 
 
-def test_a_script_is_the_same_after_it_was_a_text():
+def test_a_script_survives_a_round_trip_through_json():
     faults = (
-        At(at_s=1.0, fault=Kill(victim=LIGHTHOUSE)),
-        At(at_s=2.0, fault=Freeze(victim="island-0000", for_s=5.0)),
-        At(at_s=3.0, fault=FullDisk(victim="island-0000", file_bytes=10, for_s=5.0)),
-        At(at_s=4.0, fault=Cut(line="line", for_s=5.0)),
-        At(at_s=5.0, fault=Slow(line="line", mbit_per_s=1.0, for_s=5.0)),
+        TimedFault(at_s=1.0, fault=Kill(victim=LIGHTHOUSE)),
+        TimedFault(at_s=2.0, fault=Freeze(victim="island-0000", for_s=5.0)),
+        TimedFault(at_s=3.0, fault=FullDisk(victim="island-0000", file_bytes=10, for_s=5.0)),
+        TimedFault(at_s=4.0, fault=Cut(link="link", for_s=5.0)),
+        TimedFault(at_s=5.0, fault=Slow(link="link", mbit_per_s=1.0, for_s=5.0)),
     )
-    script = Script(faults=faults, spoils=(Spoil(island="island-0001", round=3, how="damage late"),))
-    assert Script.from_text(script.to_text()) == script
+    script = FaultScript(faults=faults, update_faults=(UpdateFault(island="island-0001", round=3, kind="corrupt_mean"),))
+    assert FaultScript.from_text(script.to_text()) == script
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nonsense", "no script of faults"),
+        ("nonsense", "no fault script"),
         ('{"faults": [{"at_s": 1, "fault": "Flood"}]}', "Flood.*Kill, Freeze"),
-        ('{"faults": [{"at_s": 1, "fault": "Kill"}]}', "Kill is given.*victim"),
-        ('{"spoils": [{"island": "island-0000", "round": 1, "how": "spill"}]}', "spill"),
+        ('{"faults": [{"at_s": 1, "fault": "Kill"}]}', "Kill has the fields.*victim"),
+        ('{"update_faults": [{"island": "island-0000", "round": 1, "kind": "spill"}]}', "spill"),
         ('{"faults": [{"fault": "Kill", "victim": "a"}]}', "has no at_s"),
-        ('{"faults": [{"at_s": "soon", "fault": "Kill", "victim": "a"}]}', "at_s='soon' in At.*number"),
+        ('{"faults": [{"at_s": "soon", "fault": "Kill", "victim": "a"}]}', "at_s='soon' in TimedFault.*number"),
         ('{"faults": [{"at_s": 1, "fault": "Freeze", "victim": "a", "for_s": "ten"}]}', "for_s='ten' in Freeze"),
         ('{"faults": [{"at_s": 1, "fault": "Freeze", "victim": "a", "for_s": -1}]}', "0 or more"),
-        ('{"faults": [{"at_s": 1, "fault": "Kill", "victim": 7}]}', "victim=7 in Kill: it is a name"),
-        ('{"faults": ["Kill"]}', "no script of faults"),
-        ('{"faults": 3}', "no script of faults"),
+        ('{"faults": [{"at_s": 1, "fault": "Kill", "victim": 7}]}', "victim=7 in Kill: it must be a name"),
+        ('{"faults": ["Kill"]}', "no fault script"),
+        ('{"faults": 3}', "no fault script"),
     ],
 )
-def test_a_script_that_says_nonsense_is_refused_with_what_is_allowed(text, said):
+def test_an_invalid_script_is_refused_with_what_is_allowed(text, said):
     with pytest.raises(ConfigError, match=said):
-        Script.from_text(text)
+        FaultScript.from_text(text)

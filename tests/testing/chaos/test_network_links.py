@@ -1,30 +1,28 @@
-"""A script that breaks lines is refused where there are none, and where there can be none."""
+"""Link faults are refused if the run has no such link, or the machine cannot create network namespaces."""
 
 import os
 
 import pytest
 
 from atoll.core.errors import ConfigError
-from atoll.testing.chaos import LIGHTHOUSE, At, Cut, Kill, Script, Slow
-from atoll.testing.chaos.network_links import refuse_lines
+from atoll.testing.chaos import LIGHTHOUSE, Cut, FaultScript, Kill, Slow, TimedFault
+from atoll.testing.chaos.network_links import check_links
 
 NAMES = [LIGHTHOUSE, "island-0000", "island-0001"]
-CUT = Script(faults=(At(at_s=1.0, fault=Cut(line="island-0001", for_s=1.0)),))
+CUT = FaultScript(faults=(TimedFault(at_s=1.0, fault=Cut(link="island-0001", for_s=1.0)),))
 
 
-def test_lines_are_those_of_the_runs_processes():
-    script = Script(faults=(*CUT.faults, At(at_s=2.0, fault=Slow(line="island-0007", mbit_per_s=1.0, for_s=1.0))))
-    with pytest.raises(
-        ConfigError, match=r"the lines of island-0007, and the run has those of lighthouse, island-0000, island-0001"
-    ):
-        refuse_lines(script, NAMES)
+def test_a_link_of_an_unknown_process_is_refused():
+    script = FaultScript(faults=(*CUT.faults, TimedFault(at_s=2.0, fault=Slow(link="island-0007", mbit_per_s=1.0, for_s=1.0))))
+    with pytest.raises(ConfigError, match=r"the links of island-0007; the run has those of lighthouse, island-0000, island-0001"):
+        check_links(script, NAMES)
 
 
-def test_where_no_namespaces_can_be_made_lines_are_refused_and_all_else_is_not(monkeypatch):
+def test_without_namespaces_only_link_faults_are_refused(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr("shutil.which", lambda name, path=None: f"/sbin/{name}")
     with pytest.raises(
-        ConfigError, match=r"network namespaces, and (only root may make|network namespaces are Linux's).*Leave out what is Cut"
+        ConfigError, match=r"network namespaces, and (only root can create|network namespaces need Linux).*Leave out Cut"
     ):
-        refuse_lines(CUT, NAMES)
-    refuse_lines(Script(faults=(At(at_s=1.0, fault=Kill(victim="island-0000")),)), NAMES)
+        check_links(CUT, NAMES)
+    check_links(FaultScript(faults=(TimedFault(at_s=1.0, fault=Kill(victim="island-0000")),)), NAMES)

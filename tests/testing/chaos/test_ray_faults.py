@@ -1,4 +1,4 @@
-"""Hub and workers of a run on Ray are found by what they say of themselves, and broken."""
+"""Hub and workers of a run on Ray are found by their logs, and faults are injected into them."""
 
 import json
 import platform
@@ -15,17 +15,17 @@ from atoll.testing.async_events import arrived
 from atoll.testing.chaos import (
     CHAOS_LOG,
     HUB,
-    At,
-    Chaos,
     Cut,
+    FaultInjector,
+    FaultScript,
     Freeze,
     FullDisk,
     Kill,
-    RayChaos,
-    Script,
-    Spoil,
+    RayFaultInjector,
+    TimedFault,
+    UpdateFault,
+    check_ray_script,
     ray_processes,
-    refuse_on_ray,
 )
 
 NODE = platform.node()
@@ -69,9 +69,9 @@ def write(folder, name, *lines):
 def test_hub_and_workers_are_found_as_their_logs_last_name_them(tmp_path, processes):
     hub, worker, other = (process.pid for process in processes)
     write(tmp_path, "hub", f"hub on {NODE}, process {other}, 1 thread(s)", f"hub on {NODE}, process {hub}, 1 thread(s)")
-    write(tmp_path, "worker-0", f"worker 0: life 0: process {worker} on {NODE}, 1 thread(s)", "worker 0: round 3: again")
-    write(tmp_path, "worker-1", f"worker 1: life 1: process {other} on {NODE}, 1 thread(s)")
-    write(tmp_path, "worker-2", f"worker 2: life 2: process {worker} on far.away, 1 thread(s)")
+    write(tmp_path, "worker-0", f"worker 0: incarnation 0: process {worker} on {NODE}, 1 thread(s)", "worker 0: round 3: duplicate")
+    write(tmp_path, "worker-1", f"worker 1: incarnation 1: process {other} on {NODE}, 1 thread(s)")
+    write(tmp_path, "worker-2", f"worker 2: incarnation 2: process {worker} on far.away, 1 thread(s)")
     write(tmp_path, "worker-3")
     found = ray_processes(tmp_path)
     assert {name: process.pid for name, process in found.items()} == {HUB: hub, "worker-0": worker, "worker-1": other}
@@ -81,7 +81,7 @@ def test_hub_and_workers_are_found_as_their_logs_last_name_them(tmp_path, proces
 def test_a_script_kills_a_hub_and_its_clock_begins_with_the_first_update_that_arrives(tmp_path, processes):
     hub, worker, _ = processes
     write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
-    chaos = Chaos(Script(faults=(At(at_s=5.0, fault=Kill(victim=HUB)),)), tmp_path / "chaos.jsonl")
+    chaos = FaultInjector(FaultScript(faults=(TimedFault(at_s=5.0, fault=Kill(victim=HUB)),)), tmp_path / "chaos.jsonl")
     chaos.step(100.0, ray_processes(tmp_path))
     chaos.emit(FIRST)
     chaos.step(104.0, ray_processes(tmp_path))
@@ -96,7 +96,7 @@ def test_a_script_kills_a_hub_and_its_clock_begins_with_the_first_update_that_ar
 
 
 def script(*faults):
-    return Script(faults=tuple(At(at_s=0.0, fault=fault) for fault in faults))
+    return FaultScript(faults=tuple(TimedFault(at_s=0.0, fault=fault) for fault in faults))
 
 
 def done(folder):
@@ -106,16 +106,16 @@ def done(folder):
 def test_faults_happen_while_whoever_drives_waits_and_victims_elsewhere_are_skipped(tmp_path, processes):
     hub, worker, _ = processes
     write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
-    write(tmp_path, "worker-0", f"worker 0: life 0: process {worker.pid} on {NODE}, 1 thread(s)")
-    write(tmp_path, "worker-1", f"worker 1: life 1: process {worker.pid} on far.away, 1 thread(s)")
-    with RayChaos(script(Kill(victim="worker-1"), Kill(victim=HUB)), tmp_path) as chaos:
+    write(tmp_path, "worker-0", f"worker 0: incarnation 0: process {worker.pid} on {NODE}, 1 thread(s)")
+    write(tmp_path, "worker-1", f"worker 1: incarnation 1: process {worker.pid} on far.away, 1 thread(s)")
+    with RayFaultInjector(script(Kill(victim="worker-1"), Kill(victim=HUB)), tmp_path) as chaos:
         assert done(tmp_path) == [], "its clock has not begun"
         chaos.emit(FIRST)
         assert hub.wait(timeout=20) == -signal.SIGKILL
     assert worker.poll() is None
     skipped, killed = done(tmp_path)
-    assert skipped["skipped"] == {"fault": "Kill", "victim": "worker-1", "why": "there is none"}
-    assert killed["did"] == {"fault": "Kill", "victim": HUB, "pid": hub.pid}
+    assert skipped["skipped"] == {"fault": "Kill", "victim": "worker-1", "why": "no such process"}
+    assert killed["injected"] == {"fault": "Kill", "victim": HUB, "pid": hub.pid}
 
 
 def test_a_hub_that_is_frozen_is_thawed_when_the_run_ends_whatever_it_ends_with(tmp_path, processes):
@@ -127,16 +127,16 @@ def test_a_hub_that_is_frozen_is_thawed_when_the_run_ends_whatever_it_ends_with(
         until(lambda: state_of(hub) == "T")
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), RayChaos(script(Freeze(victim=HUB, for_s=1000.0)), tmp_path) as chaos:
+    with pytest.raises(KeyboardInterrupt), RayFaultInjector(script(Freeze(victim=HUB, for_s=1000.0)), tmp_path) as chaos:
         interrupted(chaos)
     until(lambda: state_of(hub) != "T")
-    assert [list(one)[1] for one in done(tmp_path)] == ["did", "mended"]
+    assert [list(one)[1] for one in done(tmp_path)] == ["injected", "reverted"]
 
 
 def test_a_fault_that_cannot_be_written_down_does_not_happen_and_is_told_at_the_end(tmp_path, processes):
     hub, *_ = processes
     write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
-    chaos = RayChaos(script(Kill(victim=HUB)), tmp_path)
+    chaos = RayFaultInjector(script(Kill(victim=HUB)), tmp_path)
     (tmp_path / CHAOS_LOG).unlink()
     (tmp_path / CHAOS_LOG).mkdir()
     chaos.__enter__()
@@ -148,7 +148,9 @@ def test_a_fault_that_cannot_be_written_down_does_not_happen_and_is_told_at_the_
 
 
 def test_what_can_happen_to_a_run_on_ray_is_let_through():
-    refuse_on_ray(script(Kill(victim=HUB), Freeze(victim="worker-1", for_s=1.0), FullDisk(victim=HUB, file_bytes=1, for_s=1.0)), 2)
+    check_ray_script(
+        script(Kill(victim=HUB), Freeze(victim="worker-1", for_s=1.0), FullDisk(victim=HUB, file_bytes=1, for_s=1.0)), 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,16 +158,19 @@ def test_what_can_happen_to_a_run_on_ray_is_let_through():
     [
         (
             script(Kill(victim="worker-2")),
-            r"has worker-2 as victims, and the run starts hub, worker-0, worker-1\. Name some of these",
+            r"has the victims worker-2; the run starts hub, worker-0, worker-1\. Name one of these",
         ),
-        (script(Kill(victim="island-0000"), Kill(victim="lighthouse")), "has island-0000, lighthouse as victims"),
+        (script(Kill(victim="island-0000"), Kill(victim="lighthouse")), "has the victims island-0000, lighthouse"),
         (
-            script(Cut(line="line", for_s=1.0)),
-            r"the lines line, .* there are none.*FullDisk of hub, worker-0, worker-1.*Leave out Cut",
+            script(Cut(link="link", for_s=1.0)),
+            r"the links link; .* has none.*FullDisk of hub, worker-0, worker-1.*Leave out Cut",
         ),
-        (Script(spoils=(Spoil(island=HUB, round=1, how="nan"),)), r"spoils what hub brings.*\(--elastic\).*Leave out the spoils"),
+        (
+            FaultScript(update_faults=(UpdateFault(island=HUB, round=1, kind="nan"),)),
+            r"update faults of hub.*\(--elastic\).*Leave out update_faults",
+        ),
     ],
 )
 def test_what_cannot_happen_to_a_run_on_ray_is_refused_and_what_can_is_named(script, says):
     with pytest.raises(ConfigError, match=says):
-        refuse_on_ray(script, 2)
+        check_ray_script(script, 2)

@@ -43,7 +43,7 @@ from atoll.runs.workloads import fingerprint, island_workload, needs_weights, pl
 from atoll.telemetry.sinks import Silent
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import Spoiler
+    from atoll.testing.chaos import UpdateCorrupter
 
 _LOOK_S, _ANSWER_S = 0.2, 1.0
 
@@ -89,16 +89,16 @@ class Island:
         )
         self._minutes = Minutes()
         self._desk: Desk | None = None
-        self._spoiler = self._spoiler_of(chaos) if chaos is not None else None
+        self._corrupter = self._corrupter_of(chaos) if chaos is not None else None
         self._set_up()
 
-    def _spoiler_of(self, chaos: Path) -> Spoiler:
-        from atoll.testing.chaos import Script, Spoiler
+    def _corrupter_of(self, chaos: Path) -> UpdateCorrupter:
+        from atoll.testing.chaos import FaultScript, UpdateCorrupter
 
         def now() -> int:
             return self._engine.generation.round if self._engine is not None else -1
 
-        return Spoiler(Script.read(chaos).spoils, self._name, now, self._say)
+        return UpdateCorrupter(FaultScript.read(chaos).update_faults, self._name, now, self._say)
 
     def _entry(self) -> dict[str, Any]:
         generation = self._published.number if self._published is not None and self._doing != "coming" else -1
@@ -133,8 +133,8 @@ class Island:
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
         limit = Limit(None)
         finds: Finds = self._membership
-        if self._spoiler is not None:
-            algorithm, finds = self._spoiler.algorithm(algorithm), self._spoiler.membership(finds)
+        if self._corrupter is not None:
+            algorithm, finds = self._corrupter.algorithm(algorithm), self._corrupter.membership(finds)
         self._engine = ElasticEngine(
             name=self._name,
             algorithm=algorithm,

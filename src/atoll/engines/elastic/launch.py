@@ -29,7 +29,7 @@ from atoll.runs.workloads import plain_workload
 from atoll.telemetry.sinks import Fanout
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import Chaos, Script
+    from atoll.testing.chaos import FaultInjector, FaultScript
 
 
 def create_elastic(run: Run, place: Elastic, folder: Path, command: Sequence[str]) -> Path:
@@ -62,12 +62,12 @@ class _Alone:
     rank, size = 0, 1
 
 
-def refuse_strangers(script: Script | None, place: Elastic, run: Run) -> None:
+def refuse_strangers(script: FaultScript | None, place: Elastic, run: Run) -> None:
     """Refuse a script that is to happen to processes which the run does not start, or to lines that it cannot have."""
     if script is None:
         return
     from atoll.testing.chaos.faults import LIGHTHOUSE
-    from atoll.testing.chaos.network_links import refuse_lines
+    from atoll.testing.chaos.network_links import check_links
 
     names = [LIGHTHOUSE, *map(island_name, range(place.processes or run.cluster.islands))]
     strangers = sorted(script.victims - set(names))
@@ -75,7 +75,7 @@ def refuse_strangers(script: Script | None, place: Elastic, run: Run) -> None:
         raise ConfigError(
             f"a script has {', '.join(strangers)} as victims, and the run starts {', '.join(names)}. Name some of these."
         )
-    refuse_lines(script, names)
+    check_links(script, names)
 
 
 def place_again(before: Elastic, given: Mapping[str, Any]) -> Elastic:
@@ -91,7 +91,7 @@ def keep_going(
     *,
     say: Callable[[str], object],
     sinks: Sequence[Sink] = (),
-    chaos: Script | None = None,
+    chaos: FaultScript | None = None,
     started: Callable[[Supervisor], object] = lambda supervisor: None,
 ) -> None:
     """Have islands on this machine go on with the run in this folder, and wait for them.
@@ -126,20 +126,20 @@ def keep_going(
 
 
 @contextmanager
-def _broken(script: Script | None, folder: Path, place: Elastic) -> Iterator[tuple[Chaos | None, Elastic, Inside]]:
+def _broken(script: FaultScript | None, folder: Path, place: Elastic) -> Iterator[tuple[FaultInjector | None, Elastic, Inside]]:
     """What carries out a script on the run in this folder, and where its processes are: lines that can break need two ends."""
     if script is None:
         yield None, place, as_it_is
         return
-    from atoll.testing.chaos.fault_injector import Chaos
-    from atoll.testing.chaos.network_links import sea
-    from atoll.testing.chaos.report import CHAOS_LOG
+    from atoll.testing.chaos.fault_injector import FaultInjector
+    from atoll.testing.chaos.faults import CHAOS_LOG
+    from atoll.testing.chaos.network_links import namespace_network
 
-    if not script.lines:
-        yield Chaos(script, folder / CHAOS_LOG), place, as_it_is
+    if not script.links:
+        yield FaultInjector(script, folder / CHAOS_LOG), place, as_it_is
         return
-    with sea([island_name(number) for number in range(place.processes or 0)]) as there:
-        yield Chaos(script, folder / CHAOS_LOG, lines=there.lines), replace(place, host=there.address), there.inside
+    with namespace_network([island_name(number) for number in range(place.processes or 0)]) as there:
+        yield FaultInjector(script, folder / CHAOS_LOG, links=there.links), replace(place, host=there.address), there.inside
 
 
 def run_elastic(
@@ -148,7 +148,7 @@ def run_elastic(
     *,
     out: str | Path | None = None,
     command: Sequence[str] | None = None,
-    chaos: Script | None = None,
+    chaos: FaultScript | None = None,
 ) -> Result:
     """Carries out a Run by islands that come and go, in a new folder.
 
@@ -170,7 +170,7 @@ def run_elastic(
 
 
 def resume_elastic(
-    out: str | Path, place: Elastic | None = None, *, command: Sequence[str] | None = None, chaos: Script | None = None
+    out: str | Path, place: Elastic | None = None, *, command: Sequence[str] | None = None, chaos: FaultScript | None = None
 ) -> Result:
     """Goes on with an elastic run, by as many islands or others; see `run_elastic`."""
     folder, command = Path(out).expanduser(), list(command or sys.argv)

@@ -28,7 +28,7 @@ from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import Chaos
+    from atoll.testing.chaos import FaultInjector
 
 _LOOK_S = 0.05
 _QUIET = {"RUST_LOG": "warn", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -153,7 +153,7 @@ class Supervisor:
         *,
         say: Callable[[str], object],
         sinks: Sequence[Sink] = (),
-        chaos: Chaos | None = None,
+        chaos: FaultInjector | None = None,
         inside: Inside = as_it_is,
     ) -> None:
         self._folder, self._say, self._chaos, self._inside = folder, say, chaos, inside
@@ -169,7 +169,7 @@ class Supervisor:
     def _island(self, base: Sequence[str], number: int) -> Child:
         name = island_name(number)
         command = [*base, "island", self.address, "--name", name, "--folder", str(self._folder)]
-        if self._chaos is not None and self._chaos.script.spoils:
+        if self._chaos is not None and self._chaos.script.update_faults:
             script = self._folder / "chaos.json"
             script.write_text(self._chaos.script.to_text(), "utf-8")
             command += ["--chaos", str(script)]

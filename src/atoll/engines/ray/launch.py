@@ -52,7 +52,7 @@ from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.sinks import Fanout
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import Script
+    from atoll.testing.chaos import FaultScript
 
 _PUBLISHED = 8
 """Weights that lie in the object store besides a delta of each worker: those published last, and those that wait to be judged."""
@@ -67,7 +67,7 @@ def run_on_ray(
     sinks: Sequence[Sink] = (),
     command: Sequence[str] | None = None,
     say: Callable[[str], object] = lambda line: None,
-    chaos: Script | None = None,
+    chaos: FaultScript | None = None,
 ) -> Result:
     """Carries out a Run on Ray, in a new folder.
 
@@ -95,7 +95,7 @@ def drive(
     workload: Workload | None = None,
     sinks: Sequence[Sink] = (),
     say: Callable[[str], object] = lambda line: None,
-    chaos: Script | None = None,
+    chaos: FaultScript | None = None,
 ) -> Result:
     """Carries out the run of a folder, from its newest checkpoint or from the start."""
     with folder.lock():
@@ -109,7 +109,7 @@ def create_ray_folder(
     command: Sequence[str],
     workload: Workload | None = None,
     *,
-    chaos: Script | None = None,
+    chaos: FaultScript | None = None,
 ) -> RunFolder:
     """A new folder for this run. What is impossible is refused before it is there."""
     bootstrap.check_installed()
@@ -147,7 +147,7 @@ def resume_on_ray(
     sinks: Sequence[Sink] = (),
     command: Sequence[str] | None = None,
     say: Callable[[str], object] = lambda line: None,
-    chaos: Script | None = None,
+    chaos: FaultScript | None = None,
 ) -> Result:
     """Goes on with a run on Ray, from the hub's newest checkpoint, by as many workers or others; see `run_on_ray`."""
     folder = RunFolder.open(Path(out).expanduser())
@@ -175,7 +175,7 @@ class _Drive:
         workload: Workload | None,
         sinks: Sequence[Sink],
         say: Callable[[str], object],
-        chaos: Script | None,
+        chaos: FaultScript | None,
     ) -> None:
         given = from_json(folder.run_json)
         self._run, self._place, self._folder, self._given, self._say = given.resolved, place, folder, workload, say

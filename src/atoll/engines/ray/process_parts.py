@@ -31,7 +31,7 @@ from atoll.runs.workloads import Loaded, fingerprint, island_workload, plain_wor
 from atoll.telemetry.event_log import JsonlSink, read_events
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import RayChaos, Script
+    from atoll.testing.chaos import FaultScript, RayFaultInjector
 
 HUB_LOG = "hub.log"
 HUB_LOCK = "hub.lock"
@@ -164,10 +164,10 @@ def lost_after(log: Path, after: int) -> Lost:
     return Lost(len(arrived), sum(event.steps for event in arrived))
 
 
-def breaking(script: Script | None, folder: Path) -> RayChaos | None:
+def breaking(script: FaultScript | None, folder: Path) -> RayFaultInjector | None:
     """What breaks the run in this folder on purpose, if it is to be broken."""
     if script is None:
         return None
-    from atoll.testing.chaos import RayChaos
+    from atoll.testing.chaos import RayFaultInjector
 
-    return RayChaos(script, folder)
+    return RayFaultInjector(script, folder)

@@ -17,7 +17,7 @@ from atoll.runs.folder import write_text
 from atoll.runs.run import Run
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import Script
+    from atoll.testing.chaos import FaultScript
 
 LOCAL = "local"
 """Said for an address: this machine, also where the run was on a cluster before."""
@@ -102,12 +102,12 @@ def places_of(run: Run, place: Ray) -> int:
     return max(place.processes or run.world.islands, place.most or 0)
 
 
-def refuse_strangers(script: Script | None, place: Ray, run: Run) -> None:
+def refuse_strangers(script: FaultScript | None, place: Ray, run: Run) -> None:
     """Refuse a script of what cannot happen to this run."""
     if script is not None:
-        from atoll.testing.chaos import refuse_on_ray
+        from atoll.testing.chaos import check_ray_script
 
-        refuse_on_ray(script, places_of(run, place))
+        check_ray_script(script, places_of(run, place))
 
 
 def plan_of(run: Run, place: Ray) -> tuple[Plan, tuple[float, ...]]:

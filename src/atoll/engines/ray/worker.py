@@ -84,7 +84,7 @@ class Worker:
         self._order, self._ray = order, ray
         self.reach = Reach(ray, hub, limit_s=order.limit_s, say=self.say)
         self._about = f"process {os.getpid()} on {platform.node()}, {order.threads} thread(s)"
-        self.say(f"life {order.life}: {self._about}")
+        self.say(f"incarnation {order.life}: {self._about}")
         self._clock = WallClock()
         self._made: Makes | None = None
         self._replica: LocalReplica | None = None

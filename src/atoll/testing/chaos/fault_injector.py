@@ -1,7 +1,7 @@
-"""Makes faults happen to processes and lines, at their times, and writes down what it did.
+"""Injects the faults of a script into processes and links at their times, and logs each one.
 
-Time is an argument, and nobody sleeps here: whoever watches the processes calls `step` again and again. What is done for a while is
-undone by itself, and by `close` at the latest; of faults that overlap each lasts as long as it is to.
+The injector has no clock and never sleeps: the supervisor of the processes calls `step` with the time. A fault with a duration is
+reverted after it, and by `close` at the latest. Overlapping faults of one target each last their own duration.
 """
 
 from __future__ import annotations
@@ -19,164 +19,150 @@ from typing import Any, Protocol
 
 from atoll.core.errors import ConfigError
 from atoll.core.events import Arrived, Attended, Event
-from atoll.testing.chaos.faults import At, Cut, Fault, Freeze, FullDisk, Kill, Script, Slow
+from atoll.testing.chaos.faults import Cut, Fault, FaultScript, Freeze, FullDisk, Kill, Slow
 
 
-class Process(Protocol):
-    """A process that may be alive, such as a subprocess.Popen."""
+class TargetProcess(Protocol):
+    """A process, such as a subprocess.Popen."""
 
     @property
     def pid(self) -> int: ...
 
     def poll(self) -> int | None:
-        """Its exit code; none while it lives."""
+        """Its exit code; None while it runs."""
 
 
-class Breakable(Protocol):
-    """A line between two machines."""
+class FaultyLink(Protocol):
+    """A link between two machines that can fail."""
 
     def cut(self) -> None: ...
 
     def shape(self, mbit_per_s: float) -> None: ...
 
-    def mend(self) -> None:
-        """As it was."""
+    def restore(self) -> None:
+        """To its normal rate."""
 
 
-Lasting = Freeze | FullDisk | Cut | Slow
-"""Faults that are over after a while."""
+LastingFault = Freeze | FullDisk | Cut | Slow
+Apply = Callable[[Sequence[LastingFault]], bool]
+"""Brings a target into the state that these active faults cause. False if the target no longer exists."""
 
 
-class _Target:
-    """A process or a line, and what is wrong with it at the moment.
+class _FaultTarget:
+    """A process or a link with its active faults."""
 
-    Args:
-        apply: brings it into the state that these faults make of it. It is false if it is no more.
-    """
-
-    def __init__(self, apply: Callable[[Sequence[Lasting]], bool]) -> None:
+    def __init__(self, apply: Apply) -> None:
         self._apply = apply
-        self._now: list[Lasting] = []
+        self._active: list[LastingFault] = []
 
-    def begin(self, fault: Lasting) -> bool:
-        self._now.append(fault)
-        return self._apply(self._now)
+    def begin(self, fault: LastingFault) -> bool:
+        self._active.append(fault)
+        return self._apply(self._active)
 
-    def end(self, fault: Lasting) -> bool:
-        self._now.remove(fault)
-        return self._apply(self._now)
+    def end(self, fault: LastingFault) -> bool:
+        self._active.remove(fault)
+        return self._apply(self._active)
 
 
-class Chaos:
-    """Carries out a script on one run. It is also a sink: the script's clock begins with the first commit that it hears of, or of a
-    hub's run the first update that arrives.
+class FaultInjector:
+    """Executes a fault script on one run. As a Sink it starts the script's clock at the first commit, or the first arrived update.
 
     Args:
-        script: what is to happen.
-        log: where it is written down, one line of JSON each. It is begun anew.
-        lines: that can be cut or shaped, by their names.
+        script: the faults.
+        log: file for one JSON object per line; it is truncated first.
+        links: that can be cut or shaped, by name.
     """
 
-    def __init__(self, script: Script, log: Path, *, lines: Mapping[str, Breakable] | None = None) -> None:
-        self._lines = dict(lines or {})
-        unknown = sorted(script.lines - self._lines.keys())
+    def __init__(self, script: FaultScript, log: Path, *, links: Mapping[str, FaultyLink] | None = None) -> None:
+        self._links = dict(links or {})
+        unknown = sorted(script.links - self._links.keys())
         if unknown:
-            raise ConfigError(
-                f"a script breaks the lines {unknown}, and there are {sorted(self._lines)}. Give them, or leave it out."
-            )
-        self._script = script
-        self._order = itertools.count()
-        self._todo: list[tuple[float, int, At]] = [(one.at_s, next(self._order), one) for one in script.faults]
-        heapq.heapify(self._todo)
-        self._undo: list[tuple[float, int, Lasting, _Target]] = []
-        self._targets: dict[tuple[type[Lasting] | None, object], _Target] = {}
-        self._zero_s: float | None = None
+            raise ConfigError(f"a fault script names the links {unknown}; the run has {sorted(self._links)}. Name one of these.")
+        self.script = script
+        self._sequence = itertools.count()
+        self._pending = [(one.at_s, next(self._sequence), one.fault) for one in script.faults]
+        heapq.heapify(self._pending)
+        self._active: list[tuple[float, int, LastingFault, _FaultTarget]] = []
+        self._targets: dict[tuple[type[LastingFault] | None, object], _FaultTarget] = {}
+        self._start_s: float | None = None
         self._now_s = 0.0
-        self._log = log
+        self._log_path = log
         log.write_text("", "utf-8")
 
-    @property
-    def script(self) -> Script:
-        return self._script
-
-    # ------------------------------------------------------------------------------------------------------------- the clock
-
     def emit(self, event: Event) -> None:
-        """An event of the run has appeared in its log. Who was there is written down too, with the time on this clock."""
-        if isinstance(event, Arrived | Attended) and self._zero_s is None:
-            self._zero_s = self._now_s
+        """Takes an event of the run. A commit is logged with its time on the script's clock."""
+        if isinstance(event, Arrived | Attended) and self._start_s is None:
+            self._start_s = self._now_s
         if isinstance(event, Attended):
-            self._note("saw", {"round": event.round, "epoch": event.epoch, "participating": event.participating})
+            self._log("observed", {"round": event.round, "epoch": event.epoch, "participating": event.participating})
 
-    def step(self, now_s: float, processes: Mapping[str, Process]) -> None:
-        """Do what is due by now, on any clock that only goes forward."""
+    def step(self, now_s: float, processes: Mapping[str, TargetProcess]) -> None:
+        """Injects and reverts what is due at `now_s`, on any monotonic clock."""
         self._now_s = now_s
-        if self._zero_s is None:
+        if self._start_s is None:
             return
-        while self._undo and self._undo[0][0] <= now_s:
-            self._mend(*heapq.heappop(self._undo)[2:])
-        while self._todo and self._zero_s + self._todo[0][0] <= now_s:
-            self._carry_out(heapq.heappop(self._todo)[2].fault, processes)
+        while self._active and self._active[0][0] <= now_s:
+            self._revert(*heapq.heappop(self._active)[2:])
+        while self._pending and self._start_s + self._pending[0][0] <= now_s:
+            self._inject(heapq.heappop(self._pending)[2], processes)
 
     def close(self) -> None:
-        """Mend what is still broken."""
-        while self._undo:
-            self._mend(*heapq.heappop(self._undo)[2:])
+        """Reverts every active fault."""
+        while self._active:
+            self._revert(*heapq.heappop(self._active)[2:])
 
-    # ------------------------------------------------------------------------------------------------------------- the faults
-
-    def _carry_out(self, fault: Fault, processes: Mapping[str, Process]) -> None:
+    def _inject(self, fault: Fault, processes: Mapping[str, TargetProcess]) -> None:
         if isinstance(fault, Cut | Slow):
-            self._note("did", _plain(fault))
-            line = self._lines[fault.line]
-            self._begin(fault, None, fault.line, lambda faults: _bent(line, faults))
+            self._log("injected", _fault_record(fault))
+            link = self._links[fault.link]
+            self._begin(fault, None, fault.link, lambda faults: _apply_to_link(link, faults))
             return
         process = processes.get(fault.victim)
         if process is None or process.poll() is not None:
-            why = "it does not run now" if process is not None else "there is none"
-            self._note("skipped", {**_plain(fault), "why": why})
+            why = "it is not running" if process is not None else "no such process"
+            self._log("skipped", {**_fault_record(fault), "why": why})
             return
-        self._note("did", {**_plain(fault), "pid": process.pid})
+        self._log("injected", {**_fault_record(fault), "pid": process.pid})
         if isinstance(fault, Kill):
-            with suppress(ProcessLookupError):  # it has gone by itself in this very moment
+            with suppress(ProcessLookupError):  # it ended by itself since poll()
                 os.kill(process.pid, signal.SIGKILL)
         elif isinstance(fault, Freeze):
-            self._begin(fault, Freeze, process.pid, lambda faults: _frozen(process, faults))
+            self._begin(fault, Freeze, process.pid, lambda faults: _stop_or_continue(process, faults))
         else:
-            before = _limit_of(process)
-            self._begin(fault, FullDisk, process.pid, lambda faults: _limited(process, before, faults))
+            limit_before = _file_limit(process)
+            self._begin(fault, FullDisk, process.pid, lambda faults: _limit_files(process, limit_before, faults))
 
-    def _begin(self, fault: Lasting, kind: type[Lasting] | None, who: object, apply: Callable[[Sequence[Lasting]], bool]) -> None:
-        target = self._targets.setdefault((kind, who), _Target(apply))
+    def _begin(self, fault: LastingFault, kind: type[LastingFault] | None, target_id: object, apply: Apply) -> None:
+        target = self._targets.setdefault((kind, target_id), _FaultTarget(apply))
         target.begin(fault)
-        heapq.heappush(self._undo, (self._now_s + fault.for_s, next(self._order), fault, target))
+        heapq.heappush(self._active, (self._now_s + fault.for_s, next(self._sequence), fault, target))
 
-    def _mend(self, fault: Lasting, target: _Target) -> None:
-        self._note("mended", {"fault": type(fault).__name__, "done": target.end(fault)})
+    def _revert(self, fault: LastingFault, target: _FaultTarget) -> None:
+        self._log("reverted", {"fault": type(fault).__name__, "done": target.end(fault)})
 
-    def _note(self, what: str, about: Mapping[str, Any]) -> None:
-        at_s = self._now_s - (self._zero_s if self._zero_s is not None else self._now_s)
-        with open(self._log, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"at_s": round(at_s, 3), what: dict(about)}) + "\n")
+    def _log(self, action: str, about: Mapping[str, Any]) -> None:
+        at_s = self._now_s - (self._start_s if self._start_s is not None else self._now_s)
+        with open(self._log_path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"at_s": round(at_s, 3), action: dict(about)}) + "\n")
 
 
-def _plain(fault: Fault) -> dict[str, Any]:
+def _fault_record(fault: Fault) -> dict[str, Any]:
     return {"fault": type(fault).__name__, **vars(fault)}
 
 
-def _bent(line: Breakable, faults: Sequence[Lasting]) -> bool:
-    """Cut if anything cuts it, else as slow as the slowest has it."""
+def _apply_to_link(link: FaultyLink, faults: Sequence[LastingFault]) -> bool:
+    """Cut if any active fault is a Cut, else shaped to the lowest rate."""
     rates = [fault.mbit_per_s for fault in faults if isinstance(fault, Slow)]
     if any(isinstance(fault, Cut) for fault in faults):
-        line.cut()
+        link.cut()
     elif rates:
-        line.shape(min(rates))
+        link.shape(min(rates))
     else:
-        line.mend()
+        link.restore()
     return True
 
 
-def _frozen(process: Process, faults: Sequence[Lasting]) -> bool:
+def _stop_or_continue(process: TargetProcess, faults: Sequence[LastingFault]) -> bool:
     if process.poll() is not None:
         return False
     with suppress(ProcessLookupError):
@@ -185,20 +171,19 @@ def _frozen(process: Process, faults: Sequence[Lasting]) -> bool:
     return False
 
 
-def _limit_of(process: Process) -> int:
-    """How long files may become that it writes."""
+def _file_limit(process: TargetProcess) -> int:
     with suppress(ProcessLookupError):
         return resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[0]
     return resource.RLIM_INFINITY
 
 
-def _limited(process: Process, before: int, faults: Sequence[Lasting]) -> bool:
-    """Files may become as long as the worst fault has it, or as before."""
+def _limit_files(process: TargetProcess, limit_before: int, faults: Sequence[LastingFault]) -> bool:
+    """Applies the smallest limit of the active faults, or the limit from before the first."""
     if process.poll() is not None:
         return False
     with suppress(ProcessLookupError):
         hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
         limits = [fault.file_bytes for fault in faults if isinstance(fault, FullDisk)]
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (min(limits, default=before), hard))
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (min(limits, default=limit_before), hard))
         return True
     return False

@@ -1,4 +1,4 @@
-"""Lines between network namespaces that can be broken: cut without a word to either end, or shaped."""
+"""Links between network namespaces that the fault injector can cut or shape."""
 
 from __future__ import annotations
 
@@ -6,72 +6,68 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from atoll.core.errors import ConfigError
-from atoll.testing.chaos.faults import LIGHTHOUSE, Script
-from atoll.testing.namespaces import Island, entered, star, why_not
+from atoll.testing.chaos.faults import LIGHTHOUSE, FaultScript
+from atoll.testing.namespaces import NetworkNamespace, inside_namespace, star_network, unavailable_reason
 
 
-class Line:
-    """The line that joins namespaces. A breaking.Breakable.
+class ShapedLink:
+    """A link between network namespaces. A fault_injector.FaultyLink.
 
     Args:
-        ends: of it, as `atoll.testing.namespaces.joined` and `star` give them.
-        mbit_per_s: its rate when nothing is wrong; none: as fast as the machine can.
+        ends: of the link, from `atoll.testing.namespaces.linked_pair` or `star_network`.
+        mbit_per_s: its normal rate; None: unshaped.
     """
 
-    def __init__(self, ends: Sequence[Island], mbit_per_s: float | None = None) -> None:
+    def __init__(self, ends: Sequence[NetworkNamespace], mbit_per_s: float | None = None) -> None:
         self._ends, self._rate = tuple(ends), mbit_per_s
-        self.mend()
+        self.restore()
 
     def cut(self) -> None:
         for end in self._ends:
-            end.silence()
+            end.drop_packets()
 
     def shape(self, mbit_per_s: float) -> None:
         for end in self._ends:
             end.shape(mbit_per_s)
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         for end in self._ends:
             end.shape(self._rate)
 
 
-class Sea:
-    """The lines of a run whose processes are each in a network namespace of their own: whoever's line is cut is cut off from all.
+class NamespaceNetwork:
+    """A star of network namespaces, one per process of a run. A process whose link is cut reaches no other."""
 
-    Args:
-        ends: of the lines, by the names of the processes.
-    """
-
-    def __init__(self, ends: Mapping[str, tuple[Island, Island]]) -> None:
+    def __init__(self, ends: Mapping[str, tuple[NetworkNamespace, NetworkNamespace]]) -> None:
         self._ends = ends
-        self.lines = {name: Line(pair) for name, pair in ends.items()}
+        self.links = {name: ShapedLink(pair) for name, pair in ends.items()}
         self.address = ends[LIGHTHOUSE][0].address
-        """Where islands find the lighthouse."""
+        """Of the lighthouse."""
 
     def inside(self, name: str, command: Sequence[str]) -> list[str]:
-        """The command that starts a process of this name where it belongs."""
+        """The command that starts a process in the namespace of this name."""
         return self._ends[name][0].inside(command)
 
 
 @contextmanager
-def sea(islands: Sequence[str]) -> Iterator[Sea]:
-    """Islands and a lighthouse with a line each. This thread is where the lighthouse is, and so is what it starts there."""
-    with star([LIGHTHOUSE, *islands]) as ends, entered(ends[LIGHTHOUSE][0]):
-        yield Sea(ends)
+def namespace_network(islands: Sequence[str]) -> Iterator[NamespaceNetwork]:
+    """Creates a namespace for the lighthouse and for each island. Meanwhile the calling thread is in the lighthouse's namespace."""
+    with star_network([LIGHTHOUSE, *islands]) as ends, inside_namespace(ends[LIGHTHOUSE][0]):
+        yield NamespaceNetwork(ends)
 
 
-def refuse_lines(script: Script, names: Sequence[str]) -> None:
-    """Refuse a script that breaks lines which there are not, or cannot be."""
-    if not script.lines:
+def check_links(script: FaultScript, names: Sequence[str]) -> None:
+    """Refuses link faults of unknown links, and all link faults where network namespaces cannot be created."""
+    if not script.links:
         return
-    strangers = sorted(script.lines - set(names))
-    if strangers:
+    unknown = sorted(script.links - set(names))
+    if unknown:
         raise ConfigError(
-            f"a script breaks the lines of {', '.join(strangers)}, and the run has those of {', '.join(names)}. Name some of these."
+            f"a fault script names the links of {', '.join(unknown)}; the run has those of {', '.join(names)}. Name one of these."
         )
-    reason = why_not()
+    reason = unavailable_reason()
     if reason is not None:
         raise ConfigError(
-            f"a script breaks lines, which are made of network namespaces, and {reason}. Leave out what is Cut or Slow, or run it "
-            f"where they can be made."
+            f"a fault script has link faults, which need network namespaces, and {reason}. Leave out Cut and Slow, or run it "
+            f"where namespaces can be created."
         )

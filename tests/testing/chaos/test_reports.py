@@ -1,4 +1,4 @@
-"""The report finds what is lost, twice, or apart, and says how long it took to recover."""
+"""The report of an elastic run finds lost and duplicate data, diverged islands, and the times of recovery."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from atoll.core.errors import ConfigError
 from atoll.core.events import Attended, Evaluated, Leased
 from atoll.telemetry.event_log import JsonlSink
-from atoll.testing.chaos import exactly_once, report_of
+from atoll.testing.chaos import elastic_report, exactly_once_violations
 
 
 def leased(number, *delivered, returned=(), dropped=()):
@@ -31,24 +31,26 @@ def attended(number, participating=2, digest="aaaaaaaa", attempts=1):
 
 
 def test_a_whole_account_is_right_in_any_order():
-    assert exactly_once([leased(1, (0, 0, 10), (1, 1, 0)), leased(2, (1, 0, 0), (0, 1, 10))], units=4) == []
+    assert exactly_once_violations([leased(1, (0, 0, 10), (1, 1, 0)), leased(2, (1, 0, 0), (0, 1, 10))], units=4) == []
 
 
 def test_a_unit_that_is_twice_is_found():
-    assert exactly_once([leased(1, (0, 0, 0)), leased(2, (1, 0, 0))]) == ["shard 0: batches 0 to 10 are in commits 1 and 2"]
+    assert exactly_once_violations([leased(1, (0, 0, 0)), leased(2, (1, 0, 0))]) == [
+        "shard 0: batches 0 to 10 are in commits 1 and 2"
+    ]
 
 
 def test_a_unit_that_is_missing_is_found():
-    assert exactly_once([leased(1, (0, 0, 0)), leased(2, (1, 0, 20))]) == ["shard 0: batches 10 to 20 are in no commit"]
+    assert exactly_once_violations([leased(1, (0, 0, 0)), leased(2, (1, 0, 20))]) == ["shard 0: batches 10 to 20 are in no commit"]
 
 
 def test_a_unit_that_was_dropped_is_told_of_and_missing_nowhere_else():
     account = [leased(1, (0, 0, 0), dropped=[(1, 0, 10)]), leased(2, (1, 0, 20))]
-    assert exactly_once(account, units=3) == ["shard 0: batches 10 to 20 were refused too often, and dropped"]
+    assert exactly_once_violations(account, units=3) == ["shard 0: batches 10 to 20 were refused too often, and dropped"]
 
 
 def test_a_last_unit_that_is_missing_is_found_by_their_number():
-    assert exactly_once([leased(1, (0, 0, 0))], units=2) == ["1 units are in commits, and 2 were to be"]
+    assert exactly_once_violations([leased(1, (0, 0, 0))], units=2) == ["1 units are in commits; 2 were expected"]
 
 
 @pytest.fixture
@@ -69,11 +71,11 @@ def folder(tmp_path):
         counts = {"steps": 4, "tokens": 9, "local_updates": 9, "sent_bytes_per_island": 0.0}
         log.emit(Evaluated(round=4, virtual_time_s=None, wall_time_s=4.0, metrics={"loss": 2.5}, **counts))
     actions = [
-        {"at_s": 0.0, "saw": {"round": 1, "epoch": 2, "participating": 2}},
-        {"at_s": 1.0, "saw": {"round": 2, "epoch": 3, "participating": 2}},
-        {"at_s": 1.5, "did": {"fault": "Kill", "victim": "island-0001", "pid": 7}},
-        {"at_s": 3.0, "saw": {"round": 3, "epoch": 4, "participating": 1}},
-        {"at_s": 4.0, "saw": {"round": 4, "epoch": 5, "participating": 2}},
+        {"at_s": 0.0, "observed": {"round": 1, "epoch": 2, "participating": 2}},
+        {"at_s": 1.0, "observed": {"round": 2, "epoch": 3, "participating": 2}},
+        {"at_s": 1.5, "injected": {"fault": "Kill", "victim": "island-0001", "pid": 7}},
+        {"at_s": 3.0, "observed": {"round": 3, "epoch": 4, "participating": 1}},
+        {"at_s": 4.0, "observed": {"round": 4, "epoch": 5, "participating": 2}},
     ]
     (tmp_path / "chaos.jsonl").write_text("".join(json.dumps(action) + "\n" for action in actions))
     (tmp_path / "logs").mkdir()
@@ -92,29 +94,29 @@ def write(folder, island, *processes):
 
 
 def test_a_report_adds_up_what_happened(folder):
-    report = report_of(folder, units=6)
+    report = elastic_report(folder, units=6)
     assert (report.commits, report.attempts, report.succeeded) == (4, 5, 0.8)
     assert (report.delivered, report.returned, report.data) == (6, 1, ())
-    assert (report.participating_of_alive, report.loss, report.done) == (0.875, 2.5, {"Kill": 1})
-    assert (report.compared, report.apart, report.unseen) == (7, (), 0)
+    assert (report.participating_of_alive, report.loss, report.injected) == (0.875, 2.5, {"Kill": 1})
+    assert (report.compared, report.diverged, report.unseen) == (7, (), 0)
 
 
 def test_recovery_is_told_from_the_kill_to_the_others_commit_and_to_the_work_of_the_next_process(folder):
-    (recovery,) = report_of(folder).recoveries
+    (recovery,) = elastic_report(folder).recoveries
     assert (recovery.victim, recovery.commit_s, recovery.back_s) == ("island-0001", 1.5, 2.5)
 
 
 def test_an_island_that_holds_other_bits_is_named(folder):
     write(folder, 1, (7, [(1, 2, "aaaaaaaa"), (2, 3, "bbbbbbb0")]))
-    assert report_of(folder).apart == ("island-0001 held bbbbbbb0 after round 2, and the log has bbbbbbbb",)
+    assert elastic_report(folder).diverged == ("island-0001 held bbbbbbb0 after round 2, and the log has bbbbbbbb",)
 
 
 def test_a_commit_that_one_island_alone_has_is_counted_apart(folder):
     write(folder, 1, (7, [(3, 9, "eeeeeeee")]))
-    assert (report_of(folder).unseen, report_of(folder).apart) == (1, ())
+    assert (elastic_report(folder).unseen, elastic_report(folder).diverged) == (1, ())
 
 
 def test_a_run_without_a_commit_has_no_report(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
     with pytest.raises(ConfigError, match="no commit"):
-        report_of(tmp_path)
+        elastic_report(tmp_path)
