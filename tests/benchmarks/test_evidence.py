@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll.core.errors import ConfigError
-from atoll.data.prepare import prepare
+from atoll.data.prepare import Preparation, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    prepare("stdlib", "bytes", folder / "prepared", limit_bytes=150_000)
+    prepare(Preparation(corpus="stdlib", tokenizer="bytes", limit_bytes=150_000), folder / "prepared")
     return folder / "prepared"
 
 
@@ -30,7 +30,7 @@ def domains(tmp_path_factory):
         (folder / "text" / letter).mkdir(parents=True)
         for number in range(20):
             (folder / "text" / letter / f"{number}.txt").write_text(f"{letter}{number} " * 200)
-    prepare(f"files:{folder / 'text'}", "bytes", folder / "prepared")
+    prepare(Preparation(corpus=f"files:{folder / 'text'}", tokenizer="bytes"), folder / "prepared")
     return folder / "prepared"
 
 
@@ -156,7 +156,7 @@ def test_a_record_goes_on_with_its_own_text_alone(scripts, text, tmp_path):
     assert known["text"]["train"]["tokens"] > 0
     assert "corpus" not in known["text"], "where the text lay is nobody's concern"
     scripts["acco"].main(["--text", str(nothing), *common])  # tables can be made without the text
-    prepare("stdlib", "bytes", tmp_path / "other", limit_bytes=90_000)
+    prepare(Preparation(corpus="stdlib", tokenizer="bytes", limit_bytes=90_000), tmp_path / "other")
     with pytest.raises(ConfigError, match="holds another text than the record"):
         scripts["acco"].main(["--text", str(tmp_path / "other"), *common])
 

@@ -13,7 +13,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
 from atoll.data.corpus import open_corpus
 from atoll.data.documents import Document
-from atoll.data.encoded_records import model_tokenizer
+from atoll.data.instructions import load_model_tokenizer
 from atoll.data.partition import KMeans
 from atoll.data.text import Text
 from atoll.data.tokenizer import train_bpe
@@ -44,7 +44,7 @@ def load_model(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> None:
-    model_tokenizer(str(folder))
+    load_model_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The toy's points are made as its authors describe them, and batches by position are the same for anybody."""
+"""The toy's points are made as its authors describe them, and batches by position are the same for every reader."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_by_default_it_is_the_authors_toy():
     assert (toy.clusters, toy.count, toy.count // toy.clusters) == (32, 128_000, 4000)
 
 
-def test_the_small_variant_has_one_cluster_per_class_and_is_judged_on_all_of_it(small):
+def test_the_small_variant_has_one_cluster_per_class_and_is_evaluated_on_all_of_it(small):
     assert (small.inputs.shape, small.inputs.dtype) == ((4096, 512), torch.float32)
     assert (small.labels.shape, small.labels.dtype) == ((4096,), torch.int64)
     assert small.centres.shape == (4, 512)
@@ -114,7 +114,7 @@ def test_every_shard_is_a_sample_of_the_whole(small):
         assert all(abs(int(count) - 256) < 6 * 14 for count in counts), "14 is the standard deviation of such a count"
 
 
-def test_a_model_is_judged_on_different_points_of_the_training_set(little):
+def test_a_model_is_evaluated_on_different_points_of_the_training_set(little):
     data = little.open(2, 8, 0)
     inputs, labels = data.evaluation
     assert inputs.shape == (50, 16)
@@ -128,7 +128,7 @@ def test_a_model_is_judged_on_different_points_of_the_training_set(little):
 # ------------------------------------------------------------------------------------------------------------------ batches
 
 
-def test_it_keeps_the_protocol(little):
+def test_it_implements_the_batches_protocol(little):
     batches: Batches = little.open(4, 8, 0).train
     assert (batches.num_shards, batches.examples(0)) == (4, 150)
     inputs, labels = batches.batch(3, 17)
@@ -200,8 +200,8 @@ def test_the_fingerprint_knows_points_shards_batches_and_order(little):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dimensions": 0}, r"dimensions=0: it is at least 1"),
-        ({"classes": -1}, r"classes=-1: it is at least 1"),
+        ({"dimensions": 0}, r"dimensions=0: at least 1"),
+        ({"classes": -1}, r"classes=-1: at least 1"),
         ({"clusters_per_class": 0}, r"clusters_per_class=0"),
         ({"eval_examples": 0}, r"eval_examples=0"),
         ({"examples": 31}, r"examples=31 is fewer than the 32 clusters.*Raise examples"),
@@ -217,7 +217,7 @@ def test_nonsense_is_refused_with_advice(settings, message):
         Gaussians(**settings)
 
 
-def test_what_is_not_there_cannot_be_read(little):
+def test_a_wrong_shard_position_or_size_is_refused(little):
     batches = little.open(2, 8, 0).train
     with pytest.raises(ConfigError, match=r"shard=2: there are 2 shards"):
         batches.batch(2, 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
 from atoll.data.documents import Document
-from atoll.data.holdout_split import TRAIN, VALIDATION, Split, plan, sided
+from atoll.data.holdout_split import TRAIN, VALIDATION, Split, plan_split, split_documents
 
 
 def some(count: int) -> list[Document]:
@@ -18,7 +18,7 @@ def some(count: int) -> list[Document]:
 
 
 def side_of(documents: list[Document], fraction: float, side: int) -> set[Document]:
-    return {document for at, document in sided(documents, plan(documents, fraction)) if at == side}
+    return {document for at, document in split_documents(documents, plan_split(documents, fraction)) if at == side}
 
 
 def test_about_the_fraction_is_held_out():
@@ -56,7 +56,7 @@ def test_two_documents_or_more_leave_at_least_one_on_each_side_and_lose_none(cou
 
 def test_a_lone_document_is_cut_after_a_line_near_the_fraction():
     document = Document("a", "a", "".join(f"line {n:03}\n" for n in range(100)))
-    (_, train), (_, validation) = sided([document], plan([document], 0.1))
+    (_, train), (_, validation) = split_documents([document], plan_split([document], 0.1))
     assert train.text + validation.text == document.text
     assert train.text.endswith("\n")
     assert len(validation.text.splitlines()) in (10, 11)
@@ -64,27 +64,27 @@ def test_a_lone_document_is_cut_after_a_line_near_the_fraction():
 
 def test_a_lone_document_without_lines_is_cut_where_the_fraction_falls():
     document = Document("a", "a", "x" * 100)
-    (_, train), (_, validation) = sided([document], plan([document], 0.25))
+    (_, train), (_, validation) = split_documents([document], plan_split([document], 0.25))
     assert (len(train.text), len(validation.text)) == (75, 25)
 
 
 def test_a_text_held_out_by_itself_is_all_for_validation():
     train, other = some(3), [Document("v", "a", "held out")]
-    assert list(sided(train, Split(0), other)) == [*((TRAIN, d) for d in train), (VALIDATION, other[0])]
+    assert list(split_documents(train, Split(0), other)) == [*((TRAIN, d) for d in train), (VALIDATION, other[0])]
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 2, float("nan")])
 def test_a_fraction_that_leaves_a_side_empty_is_refused(fraction: float):
     with pytest.raises(ConfigError, match=r"validation_fraction=.*between 0 and 1"):
-        plan(some(3), fraction)
+        plan_split(some(3), fraction)
 
 
 def test_a_copy_of_a_text_that_is_held_out_is_held_out_too():
     """Three hundred texts, each twice under different names: no text may be on both sides."""
     documents = [Document(f"{copy}/{number}", "domain", f"text {number}") for number in range(300) for copy in "ab"]
-    split = plan(documents, 0.1)
+    split = plan_split(documents, 0.1)
     sides = [set(), set()]
-    for side, document in sided(documents, split):
+    for side, document in split_documents(documents, split):
         sides[side].add(document.text)
     assert not sides[0] & sides[1]
     assert sides[0]
@@ -93,4 +93,4 @@ def test_a_copy_of_a_text_that_is_held_out_is_held_out_too():
 
 def test_copies_of_one_text_alone_are_on_both_sides():
     documents = [Document(name, "domain", "the same") for name in "abc"]
-    assert {side for side, _ in sided(documents, plan(documents, 0.1))} == {0, 1}
+    assert {side for side, _ in split_documents(documents, plan_split(documents, 0.1))} == {0, 1}

@@ -94,7 +94,7 @@ def test_other_files_may_be_validated_on_and_then_all_is_trained_on(spec, tmp_pa
     assert (len(loaded.train), len(loaded.validation)) == (len(SUMS), 1)
 
 
-def test_judging_takes_at_most_so_many_examples_with_something_to_say(spec, tmp_path):
+def test_evaluation_uses_at_most_eval_examples_and_only_those_with_targets(spec, tmp_path):
     long = [{"prompt": "x" * 30, "completion": "y"}] * 5
     other = write_jsonl(tmp_path / "other.jsonl", [*long, *SUMS])
     loaded = replace(spec, validation_path=str(other), max_len=20, eval_examples=10).load()
@@ -110,7 +110,7 @@ def test_judging_takes_at_most_so_many_examples_with_something_to_say(spec, tmp_
     ("change", "message"),
     [
         ({"max_len": 1}, r"max_len=1: an example has at least 2 tokens"),
-        ({"eval_examples": 0}, r"eval_examples=0: a model is judged on at least 1"),
+        ({"eval_examples": 0}, r"eval_examples=0: a model is evaluated on at least 1"),
         ({"shards": 0}, r"shards=0: there is at least 1 shard"),
         ({"validation_fraction": 1.0}, r"validation_fraction=1.0 must lie between"),
         ({"learn": "prompt"}, r"learn='prompt' is none of 'all', 'answer'"),

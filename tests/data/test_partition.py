@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.data.documents import Document
-from atoll.data.examples import Examples
 from atoll.data.partition import IID, ByDomain, Dirichlet, KMeans, Partition
+from atoll.data.token_batches import TokenExamples
+from atoll.data.token_store import encode_in_memory
 from atoll.data.tokenizer import ByteTokenizer
-from atoll.data.tokens import in_memory
-from atoll.models import GPT
+from atoll.models.gpt import GPT
 
 
-def examples_of(sizes: dict[str, int], seq_len: int = 4) -> Examples:
+def examples_of(sizes: dict[str, int], seq_len: int = 4) -> TokenExamples:
     """Domains of about these many examples; the text of a domain repeats the first letter of its name."""
     documents = [Document(name, name, name[0] * (seq_len * size)) for name, size in sizes.items()]
-    return Examples(in_memory(documents, ByteTokenizer()), seq_len)
+    return TokenExamples(encode_in_memory(documents, ByteTokenizer()), seq_len)
 
 
 def letter_counts(tokens: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ import torch
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.data.partition import IID, ByDomain, Dirichlet, KMeans
-from atoll.data.prepare import prepare
+from atoll.data.prepare import Preparation, prepare
 from atoll.data.text import Text
 
 torch.set_num_threads(1)
@@ -49,8 +49,8 @@ def test_every_partition_opens_and_shards_hold_all_examples(partition: IID | ByD
 
 def test_validation_text_is_never_trained_on():
     loaded = SMALL.load()
-    names = lambda tokens: {bytes(tokens.document(n).astype(np.uint16)) for n in range(tokens.num_documents)}  # noqa: E731
-    assert not names(loaded.train) & names(loaded.validation)
+    train, validation = ({part.tobytes() for part in np.split(t.ids, t.starts[1:])} for t in (loaded.train, loaded.validation))
+    assert not train & validation
 
 
 def test_a_tokenizer_may_be_trained_on_the_fly():
@@ -67,7 +67,7 @@ def test_another_text_may_be_held_out(tmp_path: Path):
 
 @pytest.mark.parametrize("form", ["prepared:{}", "{}"])
 def test_prepared_text_opens_by_its_folder(tmp_path: Path, form: str):
-    prepare("stdlib", "bpe:300", tmp_path / "out", limit_bytes=60_000)
+    prepare(Preparation(corpus="stdlib", tokenizer="bpe:300", limit_bytes=60_000), tmp_path / "out")
     mapped = Text(corpus=form.format(tmp_path / "out"), seq_len=16).open(2, 4, 0)
     read = replace(SMALL, tokenizer="bpe:300").open(2, 4, 0)
     assert mapped.vocab_size == 300
@@ -76,8 +76,8 @@ def test_prepared_text_opens_by_its_folder(tmp_path: Path, form: str):
 
 
 def test_prepared_text_brings_its_own_tokenizer_and_limits(tmp_path: Path):
-    prepare("stdlib", "bytes", tmp_path / "out", limit_bytes=60_000)
-    prepare("stdlib", "bpe:300", tmp_path / "other", limit_bytes=60_000)
+    prepare(Preparation(corpus="stdlib", tokenizer="bytes", limit_bytes=60_000), tmp_path / "out")
+    prepare(Preparation(corpus="stdlib", tokenizer="bpe:300", limit_bytes=60_000), tmp_path / "other")
     with pytest.raises(DataError, match="is not the one that"):
         Text(corpus=f"prepared:{tmp_path}/out", tokenizer=str(tmp_path / "other" / "tokenizer.json")).load()
     same = Text(corpus=f"prepared:{tmp_path}/other", tokenizer=str(tmp_path / "other" / "tokenizer.json"))

@@ -1,10 +1,11 @@
-"""Text files: documents, domains, globs, jsonl, and what is refused."""
+"""Text files: decompression, documents, domains, globs, jsonl, and error messages."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import zstandard
 
 from atoll.core.errors import DataError
 from atoll.data.documents import Document
-from atoll.data.text_files import files_corpus
+from atoll.data.text_files import files_corpus, open_file, read_bytes
 
 
 def write(path: Path, text: str | bytes) -> Path:
@@ -159,7 +160,52 @@ def test_a_field_that_holds_no_text_is_refused(tmp_path: Path):
         read(write(tmp_path / "a.jsonl", '{"text": 3}\n'))
 
 
-def test_a_damaged_file_is_refused_by_name(tmp_path: Path):
-    write(tmp_path / "a.txt.xz", lzma.compress(b"text" * 1000)[:-8])
-    with pytest.raises(DataError, match=r"a.txt.xz is a damaged"):
-        read(tmp_path)
+# --------------------------------------------------------------------------------------------------------- decompression
+
+TEXT = "".join(f"line {n * 7919 % 1000}: {'é' * (n % 5)}\n" for n in range(3000)).encode()
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    ".xz": lzma.compress,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
+
+each_format = pytest.mark.parametrize("suffix", PACK)
+
+
+@each_format
+def test_a_compressed_file_reads_like_the_plain_one(tmp_path: Path, suffix: str):
+    with open_file(write(tmp_path / f"a.txt{suffix}", PACK[suffix](TEXT))) as file:
+        assert list(file) == TEXT.splitlines(keepends=True)
+
+
+@each_format
+def test_files_put_together_are_read_to_the_end(tmp_path: Path, suffix: str):
+    assert read_bytes(write(tmp_path / f"a{suffix}", PACK[suffix](TEXT) + PACK[suffix](b"more"))) == TEXT + b"more"
+
+
+@each_format
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.9])
+def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, suffix: str, kept: float):
+    packed = PACK[suffix](TEXT)
+    path = write(tmp_path / f"a{suffix}", packed[: int(kept * len(packed))])
+    with pytest.raises(DataError, match=rf"a{suffix} is a damaged or cut-short {suffix} file"):
+        read_bytes(path)
+
+
+@each_format
+def test_a_damaged_file_is_refused(tmp_path: Path, suffix: str):
+    packed = bytearray(PACK[suffix](TEXT))
+    packed[len(packed) // 2] ^= 0xFF
+    with pytest.raises(DataError, match="damaged"):
+        read_bytes(write(tmp_path / f"a{suffix}", bytes(packed)))
+
+
+@each_format
+def test_a_file_that_only_has_the_suffix_is_refused(tmp_path: Path, suffix: str):
+    with pytest.raises(DataError, match="damaged"):
+        read_bytes(write(tmp_path / f"a{suffix}", b"just some plain text"))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match=r"could not read .*nowhere.txt"):
+        read_bytes(tmp_path / "nowhere.txt")

@@ -1,4 +1,4 @@
-"""Batches by position: the same for anybody, at any time, in any number of threads."""
+"""Token windows, and batches by position: the same for every reader, at any time, in any number of threads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.protocols import Batches
 from atoll.data.documents import Document
-from atoll.data.examples import Examples, Indices
 from atoll.data.partition import IID
-from atoll.data.token_batches import TokenBatches, validation_batches
-from atoll.data.tokens import Tokens, in_memory
+from atoll.data.shuffled_epochs import Indices
+from atoll.data.token_batches import TokenBatches, TokenExamples, validation_batches
+from atoll.data.token_store import Tokens, encode_in_memory
+from atoll.data.tokenizer import ByteTokenizer
 
 torch.set_num_threads(1)
 
@@ -41,13 +42,13 @@ class Counting:
 
 
 def tokens_of(count: int) -> Tokens:
-    return in_memory([Document("a", "a", "x" * count)], Counting())
+    return encode_in_memory([Document("a", "a", "x" * count)], Counting())
 
 
 def batches_of(
     num_examples: int, *, shards: list[Indices] | None = None, batch_size: int = 4, seed: int = 0, seq_len: int = 3
 ) -> TokenBatches:
-    examples = Examples(tokens_of(num_examples * seq_len + 1), seq_len)
+    examples = TokenExamples(tokens_of(num_examples * seq_len + 1), seq_len)
     return TokenBatches(examples, shards or [np.arange(num_examples)], batch_size=batch_size, seed=seed)
 
 
@@ -56,7 +57,7 @@ def numbers(batch: Tensor, seq_len: int = 3) -> list[int]:
     return (batch[:, 0] // seq_len).tolist()
 
 
-def test_it_keeps_the_protocol():
+def test_it_implements_the_batches_protocol():
     batches: Batches = batches_of(10, shards=[np.arange(6), np.arange(6, 10)])
     assert (batches.num_shards, batches.examples(0), batches.examples(1)) == (2, 6, 4)
     batch = batches.batch(1, 0)
@@ -107,7 +108,7 @@ def test_order_depends_on_what_a_shard_holds_and_not_on_its_number_or_its_neighb
 
 def test_order_does_not_depend_on_how_many_read():
     """Four islands on two shards, or one island on both: each position is what it is."""
-    shards = IID().shards(Examples(tokens_of(61), 3), 2, 0)
+    shards = IID().shards(TokenExamples(tokens_of(61), 3), 2, 0)
     one, many = batches_of(20, shards=shards), batches_of(20, shards=shards)
     straight = {(shard, position): one.batch(shard, position) for shard in range(2) for position in range(12)}
     for island in range(4):
@@ -138,11 +139,11 @@ def test_threads_read_what_one_reader_would():
     assert all(torch.equal(batch, alone.batch(*at)) for batch, at in zip(read, wanted, strict=True))
 
 
-def test_only_a_few_epochs_are_kept_in_memory():
+def test_only_a_few_epochs_are_kept_encode_in_memory():
     batches = batches_of(5)
     for position in range(100):
         batches.batch(0, position)
-    assert len(batches._epochs._orders[0]) <= 3
+    assert len(batches._orders[0]) <= 3
 
 
 def test_the_order_is_pinned():
@@ -201,11 +202,11 @@ def test_too_little_validation_text_is_refused_with_the_numbers():
         validation_batches(tokens_of(3), seq_len=3, batch_size=1, count=1)
 
 
-@pytest.mark.parametrize("at_a_time_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("gather_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("fits", [True, False])
-def test_batches_read_ahead_are_those_read_one_by_one(at_a_time_bytes: int, fits: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atoll.data.device_tokens._AT_A_TIME_BYTES", at_a_time_bytes)
-    monkeypatch.setattr("atoll.data.device_tokens.Uploaded._fits", lambda self: fits)
+def test_batches_read_ahead_are_those_read_one_by_one(gather_bytes: int, fits: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atoll.data.token_batches._GATHER_BYTES", gather_bytes)
+    monkeypatch.setattr("atoll.data.token_batches.DeviceExamples._fits", lambda self: fits)
     batches = batches_of(10, batch_size=3)
     ahead = list(batches.ahead(0, 2, 7, "cpu"))
     assert len(ahead) == 7
@@ -214,7 +215,45 @@ def test_batches_read_ahead_are_those_read_one_by_one(at_a_time_bytes: int, fits
         assert batch.dtype == torch.int64
 
 
-def test_tokens_are_uploaded_once_for_all_who_read_them():
+def test_tokens_are_uploaded_once_for_all_readers():
     text = tokens_of(70)
-    assert text.on("cpu").data_ptr() == text.on("cpu").data_ptr()
-    assert text.on("cpu").tolist() == text.ids.tolist()
+    assert text.upload("cpu").data_ptr() == text.upload("cpu").data_ptr()
+    assert text.upload("cpu").tolist() == text.ids.tolist()
+
+
+# -------------------------------------------------------------------------------------------------------------- examples
+
+
+def byte_tokens(*documents: tuple[str, str]) -> Tokens:
+    return encode_in_memory([Document(str(n), domain, text) for n, (domain, text) in enumerate(documents)], ByteTokenizer())
+
+
+@given(st.integers(2, 60), st.integers(1, 20))
+def test_every_token_but_the_first_is_predicted_once_up_to_a_last_part(length: int, seq_len: int):
+    tokens = byte_tokens(("a", "".join(chr(33 + n) for n in range(length))))
+    if len(tokens) <= seq_len:
+        return
+    examples = TokenExamples(tokens, seq_len)
+    rows = examples.read(np.arange(examples.count))
+    assert rows.shape == ((len(tokens) - 1) // seq_len, seq_len + 1)
+    assert rows[:, 1:].ravel().tolist() == tokens.ids[1 : 1 + examples.count * seq_len].tolist()
+    assert rows[:, 0].tolist() == tokens.ids[: examples.count * seq_len : seq_len].tolist()
+
+
+def test_an_example_belongs_to_the_domain_of_its_first_token():
+    examples = TokenExamples(byte_tokens(("a", "xxxxx"), ("b", "yy"), ("a", "zzz")), seq_len=4)
+    domains = [examples.tokens.domains[i] for i in examples.domain_ids]
+    assert domains == ["a", "a", "b"]  # tokens 0, 4 and 8
+
+
+def test_examples_are_copies_in_int64():
+    tokens = byte_tokens(("a", "abcdef"))
+    rows = TokenExamples(tokens, 3).read(np.array([1, 0, 1]))
+    rows[0, 0] = -1
+    assert rows.dtype == np.int64
+    assert tokens.ids.tolist() == [*b"abcdef", 256]
+
+
+def test_too_few_tokens_for_one_example_are_refused_with_the_numbers():
+    with pytest.raises(DataError, match=r"4 tokens, fewer than one example of seq_len \+ 1 = 11.*at most 3"):
+        TokenExamples(byte_tokens(("a", "abc")), 10)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.data.documents import Document
-from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, bpe_size, load_tokenizer, train_bpe
+from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
 
 TEXTS = ["the cat sat on the mat\n" * 20, "def f(x):\n    return x + x\n" * 20, "naïve café — 東京 🙂\n" * 5]
 DOCUMENTS = [Document(str(n), "a", text) for n, text in enumerate(TEXTS)]
@@ -133,4 +133,4 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("spec", ["bpe:", "bpe:many", "bpe:-3"])
 def test_a_bpe_spec_without_a_size_is_refused(spec: str):
     with pytest.raises(ConfigError, match="bpe:32000"):
-        bpe_size(spec)
+        bpe_vocab_size(spec)

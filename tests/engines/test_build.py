@@ -77,9 +77,9 @@ def test_the_partition_is_the_runs(text):
 
 
 def _examples(run, text):
-    from atoll.data.examples import Examples
+    from atoll.data.token_batches import TokenExamples
 
-    return Examples(text.train, run.data.seq_len)
+    return TokenExamples(text.train, run.data.seq_len)
 
 
 def test_k_means_looks_at_the_features_of_the_weights_it_is_given(text):

@@ -15,8 +15,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.events import Evaluated, Saved
 from atoll.core.flat_tree import Tree
-from atoll.data.encoded_records import NOTHING
-from atoll.data.instructions import Instructions
+from atoll.data.instructions import IGNORED_LABEL, Instructions
 from atoll.models.pretrained import Pretrained
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
@@ -91,7 +90,7 @@ def test_padding_changes_neither_loss_nor_gradient(workload):
     padded = {
         "input_ids": torch.cat((batch["input_ids"], more), dim=1),
         "attention_mask": torch.cat((batch["attention_mask"], torch.zeros_like(more)), dim=1),
-        "labels": torch.cat((batch["labels"], torch.full_like(more, NOTHING)), dim=1),
+        "labels": torch.cat((batch["labels"], torch.full_like(more, IGNORED_LABEL)), dim=1),
     }
     (one, gradient, tokens), (two, same_gradient, same_tokens) = (gradient_of(workload, given) for given in (batch, padded))
     assert (tokens, one.item()) == (same_tokens, pytest.approx(two.item(), rel=1e-6))
@@ -114,7 +113,7 @@ def test_batches_weighted_by_tokens_are_one_big_batch(finetuning, workload):
 
 def test_a_batch_with_nothing_to_learn_has_loss_0_and_gradient_0(workload):
     batch = workload.batches.batch(0, 0)
-    loss, gradient, tokens = gradient_of(workload, {**batch, "labels": torch.full_like(batch["labels"], NOTHING)})
+    loss, gradient, tokens = gradient_of(workload, {**batch, "labels": torch.full_like(batch["labels"], IGNORED_LABEL)})
     assert (loss.item(), tokens) == (0.0, 0)
     assert not gradient.flat.any()
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from inspect import getdoc
 from pathlib import Path
-from typing import Any
 
 import rich
 import typer
@@ -226,12 +225,18 @@ def prepare_data(
     quiet: bool,
 ) -> None:
     from atoll.cli.progress import preparing
-    from atoll.data.prepare import prepare, prepared_before
+    from atoll.data.prepare import Preparation, find_prepared, prepare
 
     out = out.expanduser()
-    held_out: dict[str, Any] = {"validation_fraction": validation_fraction, "validation_corpus": validation_corpus}
-    before = prepared_before(corpus, tokenizer, out, limit_bytes=limit_bytes, **held_out)
-    if before is not None:
+    preparation = Preparation(
+        corpus=corpus,
+        tokenizer=tokenizer,
+        limit_bytes=limit_bytes,
+        validation_fraction=validation_fraction,
+        validation_corpus=validation_corpus,
+    )
+    prepared = find_prepared(preparation, out)
+    if prepared is not None:
         print(
             f"{out} was prepared before, by the same command, and is left as it is. If the text has changed since, remove the "
             f"folder first, or use another --out.",
@@ -239,8 +244,8 @@ def prepare_data(
         )
     else:
         with preparing(quiet=quiet) as progress:
-            before = prepare(corpus, tokenizer, out, limit_bytes=limit_bytes, progress=progress, **held_out)
-    print(f"{before}\nuse it with: --set data.corpus=prepared:{out}")
+            prepared = prepare(preparation, out, progress)
+    print(f"{prepared}\nuse it with: --set data.corpus=prepared:{out}")
 
 
 def run_of(name: str, settings: Sequence[str], seed: int | None, among: Sequence[str] | None = None) -> Run:

@@ -1,7 +1,6 @@
-"""Documents, and a corpus that can be read again and again.
+"""Documents, and a corpus that streams them domain by domain.
 
-A corpus is read as a stream, domain by domain, and never held whole. A limit keeps every domain: documents are allotted one by
-one to the domain that has the fewest bytes so far.
+A corpus with `limit_bytes` keeps every domain: it gives the next document to the domain that has the fewest bytes so far.
 
 >>> corpus = Corpus(spec="two", domains={"a": lambda: iter([Document("1", "a", "one"), Document("2", "a", "two")]),
 ...                                      "b": lambda: iter([Document("3", "b", "three")])})
@@ -20,12 +19,12 @@ from dataclasses import dataclass, replace
 from atoll.core.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
-"""Alone on a line of a text file it ends a document; between two documents a tokenizer has an id for it."""
+"""Ends a document where it stands alone on a line of a text file. Tokenizers have an id for it, which separates documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with a name that is unique in its corpus, and the domain it belongs to."""
+    """A text, its domain, and a name that is unique in its corpus."""
 
     name: str
     domain: str
@@ -34,12 +33,12 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Documents by domain. Each iteration reads them anew, in the same order; blank ones are left out.
+    """Documents by domain. Each iteration reads them again in the same order, without the blank ones.
 
     Args:
-        spec: where the text comes from, for messages.
-        domains: for each domain a function that reads its documents.
-        limit_bytes: how much text to give at most, in bytes of UTF-8; None: all.
+        spec: where the text comes from, for error messages.
+        domains: a reader of documents for each domain.
+        limit_bytes: UTF-8 bytes of text to yield at most; None: all.
     """
 
     spec: str
@@ -47,10 +46,7 @@ class Corpus:
     limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.limit_bytes is not None and self.limit_bytes < 1:
-            raise ConfigError(
-                f"limit_bytes={self.limit_bytes} leaves no text. Use a positive number of bytes, or None for all of it."
-            )
+        check_limit_bytes(self.limit_bytes)
 
     def __iter__(self) -> Iterator[Document]:
         documents = self._all() if self.limit_bytes is None else self._limited(self.limit_bytes)
@@ -59,48 +55,52 @@ class Corpus:
             yield document
             empty = False
         if empty:
-            raise DataError(f"{self.spec} holds no text: all of its documents are empty. Check that it is what you meant.")
+            raise DataError(f"{self.spec} holds no text: all of its documents are empty. Check that the spec names the right text.")
 
     def _all(self) -> Iterator[Document]:
         for read in self.domains.values():
             yield from _with_text(read())
 
     def _limited(self, limit_bytes: int) -> Iterator[Document]:
-        """Domain by domain, as without a limit: documents of one domain stay together."""
-        for read, sizes in zip(self.domains.values(), self._allotted(limit_bytes), strict=True):
+        for read, sizes in zip(self.domains.values(), self._allotted_bytes(limit_bytes), strict=True):
             for document, size in zip(_with_text(read()), sizes, strict=False):
                 if size:
-                    yield _cut(document, size)[0]
+                    yield _truncate(document, size)[0]
 
-    def _allotted(self, limit_bytes: int) -> list[list[int]]:
-        """For each domain the bytes of each document that may be given, as far as the limit goes."""
-        # A document longer than a domain's share is cut to it, or the first long one would leave nothing for other domains.
+    def _allotted_bytes(self, limit_bytes: int) -> list[list[int]]:
+        """For each domain, how many bytes of each document to yield."""
+        # A document longer than a domain's share is truncated to it. Else the first long document would use up the limit.
         share, left = max(1, limit_bytes // len(self.domains)), limit_bytes
         readers = [_with_text(read()) for read in self.domains.values()]
         sizes: list[list[int]] = [[] for _ in readers]
-        whole: list[list[int]] = [[] for _ in readers]
-        waiting = [(0, domain) for domain in range(len(readers))]  # a heap of (bytes so far, domain)
-        while waiting and left > 0:
-            so_far, domain = waiting[0]
+        full_sizes: list[list[int]] = [[] for _ in readers]
+        heap = [(0, domain) for domain in range(len(readers))]  # (bytes so far, domain)
+        while heap and left > 0:
+            so_far, domain = heap[0]
             document = next(readers[domain], None)
             if document is None:
-                heapq.heappop(waiting)
+                heapq.heappop(heap)
                 continue
-            size = _cut(document, min(share, left))[1]
+            size = _truncate(document, min(share, left))[1]
             sizes[domain].append(size)
-            whole[domain].append(len(document.text.encode()))
+            full_sizes[domain].append(len(document.text.encode()))
             left -= size
-            heapq.heapreplace(waiting, (so_far + max(1, size), domain))
-        # A limit that the whole text keeps to cuts nothing.
-        return whole if not waiting and sum(map(sum, whole)) <= limit_bytes else sizes
+            heapq.heapreplace(heap, (so_far + max(1, size), domain))
+        # If the whole text is within the limit, nothing is truncated.
+        return full_sizes if not heap and sum(map(sum, full_sizes)) <= limit_bytes else sizes
+
+
+def check_limit_bytes(limit_bytes: int | None) -> None:
+    if limit_bytes is not None and limit_bytes < 1:
+        raise ConfigError(f"limit_bytes={limit_bytes} leaves no text. Use a positive number of bytes, or None for all of it.")
 
 
 def _with_text(documents: Iterator[Document]) -> Iterator[Document]:
     return (document for document in documents if document.text and not document.text.isspace())
 
 
-def _cut(document: Document, limit_bytes: int) -> tuple[Document, int]:
-    """The document's first bytes, without half a character at the end, and how many they are."""
+def _truncate(document: Document, limit_bytes: int) -> tuple[Document, int]:
+    """The document's first bytes, up to the end of the last whole character, and their number."""
     data = document.text.encode()
     if len(data) <= limit_bytes:
         return document, len(data)

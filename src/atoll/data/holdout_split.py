@@ -1,7 +1,7 @@
-"""Which documents are held out: decided by a hash of their name and text, so that it does not depend on their order.
+"""Decides which documents are held out for validation, by a hash of their name and text. Their order does not matter.
 
-A Planner sees every document once and gives the Split, which then tells for each document where it goes. In between nothing is
-held but a few numbers: among them one for each text that is held out, so that a copy of it under another name is held out too.
+A SplitPlanner sees every document once and returns the Split. It keeps one 64-bit hash for each text that is held out, so that a
+copy of it under another name is held out too.
 """
 
 from __future__ import annotations
@@ -14,116 +14,112 @@ from atoll.core.errors import ConfigError
 from atoll.data.documents import Document
 
 TRAIN, VALIDATION = 0, 1
-"""The two sides, in the order in which `Split.sides` gives them."""
+"""The two sides, in the order in which `Split.sides` returns them."""
 
-_KEYS = 1 << 64
+_NUM_KEYS = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Documents with a key below `threshold` are held out, and those whose text is `held_out`. A lone document is cut instead."""
+    """Holds out documents with a key below `threshold` or a text in `held_out_texts`. A lone document is cut at `cut` instead."""
 
     threshold: int
     cut: float | None = None
-    held_out: frozenset[int] = frozenset()
+    held_out_texts: frozenset[int] = frozenset()
 
     def sides(self, document: Document) -> tuple[Document | None, Document | None]:
-        """The part of it to train on, and the part to validate on."""
+        """The part of the document to train on, and the part to validate on."""
         if self.cut is not None:
             return _cut(document, self.cut)
-        held_out = key(document) < self.threshold or text_key(document) in self.held_out
+        held_out = _key(document) < self.threshold or _text_key(document) in self.held_out_texts
         return (None, document) if held_out else (document, None)
 
 
-class Planner:
-    """Sees documents one by one, and then knows the Split that leaves at least one on each side, if there are two."""
+class SplitPlanner:
+    """Sees documents one by one and returns a Split with at least one document on each side, if it saw two or more."""
 
     def __init__(self, fraction: float) -> None:
         check_fraction(fraction)
         self._fraction = fraction
-        self._nominal = int(fraction * _KEYS)
-        self._seen, self._held_out = 0, 0
-        self._lowest, self._highest = _KEYS, -1
+        self._threshold = int(fraction * _NUM_KEYS)
+        self._num_seen, self._num_held_out = 0, 0
+        self._lowest, self._highest = _NUM_KEYS, -1
         self._texts: set[int] = set()
-        self._lowest_text, self._first_text, self._all_alike = 0, 0, True
+        self._lowest_text, self._first_text, self._all_equal = 0, 0, True
 
     def add(self, document: Document) -> bool:
-        """Take note of a document; whether it is to be trained on, unless `overruled` in the end."""
-        value = key(document)
-        held_out = value < self._nominal
-        text = text_key(document)
-        self._first_text = self._first_text if self._seen else text
-        self._all_alike = self._all_alike and text == self._first_text
-        self._lowest_text = text if value < self._lowest else self._lowest_text
+        """Count a document. Returns whether it is for training, unless `revised` turns true in the end."""
+        key, text = _key(document), _text_key(document)
+        held_out = key < self._threshold
+        self._first_text = self._first_text if self._num_seen else text
+        self._all_equal = self._all_equal and text == self._first_text
+        self._lowest_text = text if key < self._lowest else self._lowest_text
         if held_out:
             self._texts.add(text)
-        self._seen += 1
-        self._held_out += held_out
-        self._lowest, self._highest = min(self._lowest, value), max(self._highest, value)
+        self._num_seen += 1
+        self._num_held_out += held_out
+        self._lowest, self._highest = min(self._lowest, key), max(self._highest, key)
         return not held_out
 
     @property
-    def overruled(self) -> bool:
-        """Whether the Split differs from what `add` said, because one side would have been empty."""
-        return self._seen == 1 or self._held_out in (0, self._seen)
+    def revised(self) -> bool:
+        """Whether the Split differs from what `add` returned, because one side would have been empty."""
+        return self._num_seen == 1 or self._num_held_out in (0, self._num_seen)
 
     def split(self) -> Split:
-        """The Split of the documents seen so far."""
-        if self._seen == 1:
+        if self._num_seen == 1:
             return Split(0, cut=1 - self._fraction)
-        if self._all_alike:  # copies of one text: it must be on both sides, if there are to be two
+        if self._all_equal:  # copies of one text: it must be on both sides, or one would be empty
             return Split(self._lowest + 1)
-        if self._held_out == 0:
-            return Split(self._lowest + 1, held_out=frozenset([self._lowest_text]))
-        if self._held_out == self._seen:
+        if self._num_held_out == 0:
+            return Split(self._lowest + 1, held_out_texts=frozenset([self._lowest_text]))
+        if self._num_held_out == self._num_seen:
             return Split(self._highest)
-        return Split(self._nominal, held_out=frozenset(self._texts))
+        return Split(self._threshold, held_out_texts=frozenset(self._texts))
 
 
-def plan(documents: Iterable[Document], fraction: float) -> Split:
-    """The Split of these documents, with about this fraction of them held out."""
-    planner = Planner(fraction)
+def plan_split(documents: Iterable[Document], fraction: float) -> Split:
+    """The Split that holds out about this fraction of the documents."""
+    planner = SplitPlanner(fraction)
     for document in documents:
         planner.add(document)
     return planner.split()
 
 
-def sided(
-    documents: Iterable[Document], split: Split, held_out: Iterable[Document] | None = None
+def split_documents(
+    documents: Iterable[Document], split: Split, validation: Iterable[Document] | None = None
 ) -> Iterator[tuple[int, Document]]:
-    """Each document, or part of one, with its side. What is in `held_out` is for validation besides."""
+    """Each document, or part of one, with its side; then the documents of `validation`."""
     for document in documents:
         for side, part in zip((TRAIN, VALIDATION), split.sides(document), strict=True):
             if part is not None:
                 yield side, part
-    for document in held_out or ():
+    for document in validation or ():
         yield VALIDATION, document
 
 
 def check_fraction(fraction: float) -> None:
-    """Refuse a fraction that leaves nothing on one side."""
     if not 0 < fraction < 1:
         raise ConfigError(
             f"validation_fraction={fraction} must lie between 0 and 1, both excluded: a model is trained on one part of the text "
-            f"and judged on the other. The default is 0.05."
+            f"and evaluated on the other. The default is 0.05."
         )
 
 
-def key(document: Document) -> int:
-    """A number of 64 bits that depends on the document's name and text alone."""
+def _key(document: Document) -> int:
+    """64 bits of the document's name and text."""
     state = blake2b(document.name.encode(errors="replace"), digest_size=8)
     state.update(b"\0")
     state.update(document.text.encode(errors="replace"))
     return int.from_bytes(state.digest(), "little")
 
 
-def text_key(document: Document) -> int:
-    """The same for documents of the same text."""
+def _text_key(document: Document) -> int:
     return int.from_bytes(blake2b(document.text.encode(errors="replace"), digest_size=8).digest(), "little")
 
 
 def _cut(document: Document, share: float) -> tuple[Document | None, Document | None]:
-    """The first part and the rest, cut after a line where one ends nearby."""
+    """The first part and the rest, cut at the end of a line if one ends within the last 5 % of the first part."""
     text = document.text
     at = int(len(text) * share)
     at = text.rfind("\n", at - at // 20, at) + 1 or at

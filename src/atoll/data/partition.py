@@ -1,7 +1,7 @@
-"""Which example belongs to which shard.
+"""Partitions of examples into shards. Every example is in exactly one shard.
 
-IID deals examples out at random. The others make shards that differ, as islands' own data would: by domain, by clusters of a
-model's features (k-means, as in the DiLoCo paper), or by a Dirichlet draw over domains. Every example is in exactly one shard.
+IID assigns examples at random. The others make shards that differ, as islands' own data would: by domain, by clusters of a model's
+features (k-means, as in the DiLoCo paper), or by a Dirichlet draw over domains.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from numpy.typing import NDArray
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.data.examples import Examples, Indices
-from atoll.data.keyed_random import draws
+from atoll.data.shuffled_epochs import Indices, keyed_random
+from atoll.data.token_batches import TokenExamples
 
 Features = Callable[[NDArray[np.int64]], NDArray[np.floating[Any]]]
-"""Tokens (examples, seq_len) to features (examples, width), or (examples, seq_len, width) to be averaged over positions."""
+"""Maps tokens (examples, seq_len) to features (examples, width), or (examples, seq_len, width) to be averaged over positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IID:
-    """Every shard is a random sample of the whole; sizes differ by at most one."""
+    """Each shard is a random sample of the examples; sizes differ by at most one."""
 
-    def shards(self, examples: Examples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
-        """The examples of each shard, in order."""
+    def shards(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
+        """The indices of each shard's examples, sorted."""
         _check_enough(examples, num_shards)
-        order = draws("iid", seed).permutation(examples.count)
-        return _checked([np.sort(part) for part in np.array_split(order, num_shards)], "Use fewer shards.")
+        order = keyed_random("iid", seed).permutation(examples.count)
+        return _check_not_empty([np.sort(part) for part in np.array_split(order, num_shards)], "Use fewer shards.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByDomain:
-    """Domains are dealt out whole, the largest first, each to the shard that has the fewest examples so far."""
+    """Assigns whole domains, the largest first, each to the shard that has the fewest examples so far."""
 
-    def shards(self, examples: Examples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
-        """The examples of each shard, in order."""
+    def shards(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
+        """The indices of each shard's examples, sorted."""
         _check_enough(examples, num_shards)
         sizes = np.bincount(examples.domain_ids, minlength=len(examples.tokens.domains))
         present = [domain for domain in np.argsort(-sizes, kind="stable") if sizes[domain]]
         if len(present) < num_shards:
             names = ", ".join(examples.tokens.domains[domain] for domain in present)
             raise DataError(
-                f"ByDomain: {num_shards} shards cannot be made of {len(present)} domains ({names}), for a domain stays whole. "
+                f"ByDomain: {num_shards} shards cannot be made of {len(present)} domains ({names}), because a domain stays whole. "
                 f"Use at most {len(present)} shards, put the text into more sub-folders, or use Dirichlet, which splits domains."
             )
         owner, load = np.zeros(len(sizes), dtype=np.int64), np.zeros(num_shards, dtype=np.int64)
@@ -60,10 +60,9 @@ class ByDomain:
 
 @dataclass(frozen=True, kw_only=True)
 class Dirichlet:
-    """Each domain is split over the shards in proportions drawn from a Dirichlet distribution.
+    """Splits each domain over the shards in proportions drawn from a Dirichlet distribution.
 
-    Args:
-        alpha: how alike shards are: 100 is nearly IID, 0.1 gives most of a domain to one or two shards.
+    With alpha = 100 shards are nearly IID; with alpha = 0.1 one or two shards get most of a domain.
     """
 
     alpha: float
@@ -71,34 +70,34 @@ class Dirichlet:
     def __post_init__(self) -> None:
         check_types(self)
         if not 0 < self.alpha < float("inf"):
-            raise ConfigError(f"alpha={self.alpha} must be above 0 and finite: 0.1 makes shards differ much, 100 hardly at all.")
+            raise ConfigError(f"alpha={self.alpha} must be above 0 and finite: 0.1 makes shards very different, 100 nearly equal.")
 
-    def shards(self, examples: Examples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
-        """The examples of each shard, in order."""
+    def shards(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
+        """The indices of each shard's examples, sorted."""
         _check_enough(examples, num_shards)
-        random = draws("dirichlet", seed)
+        random = keyed_random("dirichlet", seed)
         label = np.zeros(examples.count, dtype=np.int64)
         for domain in range(len(examples.tokens.domains)):
-            mine = random.permutation(np.flatnonzero(examples.domain_ids == domain))
+            indices = random.permutation(np.flatnonzero(examples.domain_ids == domain))
             shares = random.dirichlet(np.full(num_shards, self.alpha))
-            # Tiny alphas round to 0/0: then one shard takes all.
+            # Tiny alphas round to 0/0: then one shard gets the whole domain.
             shares = shares if np.isfinite(shares).all() else np.eye(num_shards)[random.randint(num_shards)]
-            cuts = np.rint(np.cumsum(shares)[:-1] * len(mine)).astype(np.int64)
-            for shard, part in enumerate(np.split(mine, cuts)):
+            cuts = np.rint(np.cumsum(shares)[:-1] * len(indices)).astype(np.int64)
+            for shard, part in enumerate(np.split(indices, cuts)):
                 label[part] = shard
-        return _by_label(label, num_shards, f"Raise alpha (now {self.alpha:g}), use fewer shards, or take another seed.")
+        return _by_label(label, num_shards, f"Raise alpha (now {self.alpha:g}), use fewer shards, or use another seed.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KMeans:
-    """Clusters of a model's features, one for each shard (DiLoCo, section 3.1). Shards may differ much in size.
+    """One shard for each k-means cluster of a model's features (DiLoCo, section 3.1). Shards may differ much in size.
 
-    Features are averaged over an example's positions. Clusters are found on a sample and then every example goes to the nearest.
+    Features are averaged over an example's positions. k-means is fitted on a sample; each example goes to the nearest centre.
 
     Args:
-        fit_examples: at most this many examples, evenly spaced, are looked at to find the clusters.
-        restarts: clusterings from different starts, of which the best is taken.
-        max_iterations: of each clustering.
+        fit_examples: size of the evenly spaced sample.
+        restarts: fits from different initial centres, of which the best is kept.
+        max_iterations: of each fit.
         batch_examples: examples given to the model at once.
     """
 
@@ -113,8 +112,8 @@ class KMeans:
             if getattr(self, name) < 1:
                 raise ConfigError(f"KMeans {name}={getattr(self, name)}: at least 1 is needed. Leave it out for the default.")
 
-    def shards(self, examples: Examples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
-        """The examples of each shard, in order."""
+    def shards(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
+        """The indices of each shard's examples, sorted."""
         _check_enough(examples, num_shards)
         if features is None:
             raise ConfigError(
@@ -126,26 +125,29 @@ class KMeans:
             )
         cluster = require("sklearn.cluster", extra="noniid", purpose="KMeans partitions")
         limits = require("threadpoolctl", extra="noniid", purpose="KMeans partitions").threadpool_limits
-        found = cluster.KMeans(
-            num_shards, n_init=self.restarts, max_iter=self.max_iterations, random_state=draws("kmeans", seed).randint(1 << 31)
+        clustering = cluster.KMeans(
+            num_shards,
+            n_init=self.restarts,
+            max_iter=self.max_iterations,
+            random_state=keyed_random("kmeans", seed).randint(1 << 31),
         )
         sample = np.unique(np.linspace(0, examples.count - 1, min(self.fit_examples, examples.count)).astype(np.int64))
-        # One thread: with several, sums come in another order from run to run. Fewer clusters than asked for is our error to raise.
+        # One thread: with several, the order of sums varies from run to run. Sklearn warns of too few clusters; `_by_label` raises.
         with limits(limits=1), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found.fit(self._features(examples, sample, features))
+            clustering.fit(self._features(examples, sample, features))
             label = np.empty(examples.count, dtype=np.int64)
             for start in range(0, examples.count, _PREDICT_EXAMPLES):
                 part = np.arange(start, min(start + _PREDICT_EXAMPLES, examples.count))
-                label[part] = found.predict(self._features(examples, part, features))
+                label[part] = clustering.predict(self._features(examples, part, features))
         return _by_label(label, num_shards, "The text has fewer clusters than that: use fewer shards, or another partition.")
 
-    def _features(self, examples: Examples, indices: Indices, features: Features) -> NDArray[np.float64]:
-        pieces = []
+    def _features(self, examples: TokenExamples, indices: Indices, features: Features) -> NDArray[np.float64]:
+        parts = []
         for start in range(0, len(indices), self.batch_examples):
             rows = np.asarray(features(examples.read(indices[start : start + self.batch_examples])[:, :-1]), dtype=np.float64)
-            pieces.append(rows.mean(axis=1) if rows.ndim == 3 else rows)
-        joined = np.concatenate(pieces)
+            parts.append(rows.mean(axis=1) if rows.ndim == 3 else rows)
+        joined = np.concatenate(parts)
         if joined.shape[0] != len(indices) or joined.ndim != 2 or not np.isfinite(joined).all():
             raise DataError(
                 f"KMeans: the features of {len(indices)} examples have shape {joined.shape} or are not finite. "
@@ -160,10 +162,10 @@ _PREDICT_EXAMPLES = 4096
 
 
 def _by_label(label: Indices, num_shards: int, advice: str) -> list[Indices]:
-    return _checked([np.flatnonzero(label == shard) for shard in range(num_shards)], advice)
+    return _check_not_empty([np.flatnonzero(label == shard) for shard in range(num_shards)], advice)
 
 
-def _checked(shards: list[Indices], advice: str) -> list[Indices]:
+def _check_not_empty(shards: list[Indices], advice: str) -> list[Indices]:
     empty = [number for number, shard in enumerate(shards) if not len(shard)]
     if empty:
         sizes = ", ".join(str(len(shard)) for shard in shards[:16])
@@ -171,7 +173,7 @@ def _checked(shards: list[Indices], advice: str) -> list[Indices]:
     return shards
 
 
-def _check_enough(examples: Examples, num_shards: int) -> None:
+def _check_enough(examples: TokenExamples, num_shards: int) -> None:
     if num_shards < 1:
         raise ConfigError(f"num_shards={num_shards}: there must be at least 1 shard.")
     if examples.count < num_shards:

@@ -1,8 +1,8 @@
-"""Shards without an end: which examples are in a batch, by position.
+"""Shards of examples in shuffled epochs, read by position, and the keyed random numbers that shuffle them.
 
-A shard is an endless sequence of epochs, each a permutation of its examples that depends on the seed, on which examples these are
-and on the epoch. Batch p is the examples from p * `batch_size` on, and goes on into the next epoch where one ends. There is no
-cursor: the same shard and position give the same examples to anybody. Any number of threads may ask at once.
+A shard is an endless sequence of epochs. Each epoch is a permutation of the shard's examples, which depends on the seed, on the
+examples of the shard and on the number of the epoch. Batch p is the examples from p * `batch_size` on; it continues into the next
+epoch where one ends. The same shard and position give the same examples to every reader. Several threads may read at once.
 """
 
 from __future__ import annotations
@@ -16,28 +16,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
-from atoll.data.keyed_random import draws
 
-_EPOCHS_KEPT = 3  # per shard: readers of one shard are seldom further apart
+Indices = NDArray[np.int64]
+_CACHED_EPOCHS = 3  # per shard: readers of one shard are seldom further apart
 
 
-class Epochs:
-    """The order of examples in each shard.
+def keyed_random(*key: str | int) -> np.random.RandomState:
+    """A generator for this key, with the same numbers on every machine and in every version of numpy.
+
+    >>> keyed_random("shuffle", 7).permutation(5).tolist()
+    [1, 3, 0, 2, 4]
+    """
+    number = int.from_bytes(blake2b(repr(key).encode(), digest_size=16).digest(), "little")
+    # RandomState and not Generator: numpy has frozen its streams, while a Generator's may change with a release.
+    return np.random.RandomState(np.random.PCG64(number))
+
+
+class ShuffledShards:
+    """The order of examples in each shard. Subclasses read batches of these examples.
 
     Args:
-        shards: the examples of each, by number.
+        shards: the indices of each shard's examples.
         batch_size: examples per batch.
-        seed: of the orders.
-        begin: batches of each shard that somebody has read before: the first one comes after them.
+        seed: of the permutations.
+        skip_batches: batches of each shard that were read before. Position 0 comes after them.
     """
 
-    def __init__(self, shards: Sequence[NDArray[Any]], *, batch_size: int, seed: int, begin: int = 0) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
-        self._names = [blake2b(shard.astype("<i8").tobytes(), digest_size=16).hexdigest() for shard in shards]
-        """Of each shard, by what is in it."""
+    def __init__(self, shards: Sequence[NDArray[Any]], *, batch_size: int, seed: int, skip_batches: int = 0) -> None:
+        check_batch_size(batch_size)
+        self.batch_size = batch_size
+        self._shard_digests = [blake2b(shard.astype("<i8").tobytes(), digest_size=16).hexdigest() for shard in shards]
         self._shards = list(shards)
-        self._batch_size, self._seed, self._begin = batch_size, seed, begin
+        self._seed, self._skip_batches = seed, skip_batches
         self._orders: list[dict[int, NDArray[Any]]] = [{} for _ in shards]
         self._lock = Lock()
 
@@ -45,40 +55,53 @@ class Epochs:
     def num_shards(self) -> int:
         return len(self._shards)
 
-    @property
-    def identity(self) -> bytes:
-        """Of what is in each shard, and where reading begins if that is not the beginning: for fingerprints."""
-        return "".join([*self._names, f"after {self._begin}" if self._begin else ""]).encode()
-
     def examples(self, shard: int) -> int:
-        """How many the shard holds."""
+        """How many examples the shard holds."""
         if not 0 <= shard < self.num_shards:
             raise ConfigError(f"shard={shard}: there are {self.num_shards} shards, counted from 0.")
         return len(self._shards[shard])
 
-    def batch(self, shard: int, position: int) -> NDArray[Any]:
-        """The numbers of the examples in a batch."""
+    def indices(self, shard: int, position: int) -> NDArray[Any]:
+        """The indices of the examples in a batch."""
         size = self.examples(shard)
         if position < 0:
             raise ConfigError(f"position={position}: positions are counted from 0.")
-        epoch, at = divmod((self._begin + position) * self._batch_size, size)
-        chosen = self._order(shard, epoch)[at : at + self._batch_size]
-        while len(chosen) < self._batch_size:  # the batch goes on into the next epoch, or several if the shard is that small
+        epoch, at = divmod((self._skip_batches + position) * self.batch_size, size)
+        chosen = self._order(shard, epoch)[at : at + self.batch_size]
+        while len(chosen) < self.batch_size:  # a batch that crosses the end of one epoch, or of several if the shard is small
             epoch += 1
-            chosen = np.concatenate((chosen, self._order(shard, epoch)[: self._batch_size - len(chosen)]))
+            chosen = np.concatenate((chosen, self._order(shard, epoch)[: self.batch_size - len(chosen)]))
         return chosen
 
     def _order(self, shard: int, epoch: int) -> NDArray[Any]:
-        """The shard's examples in the order of this epoch."""
-        kept = self._orders[shard]
+        orders = self._orders[shard]
         with self._lock:
-            order = kept.get(epoch)
+            order = orders.get(epoch)
         if order is None:
-            # Outside the lock: other readers go on, and two that compute the same order get the same.
-            mine = self._shards[shard]
-            order = mine[draws("order", self._seed, self._names[shard], epoch).permutation(len(mine))]
+            # Outside the lock, so that other readers do not wait. Two that compute the same order get the same.
+            indices = self._shards[shard]
+            order = indices[keyed_random("order", self._seed, self._shard_digests[shard], epoch).permutation(len(indices))]
             with self._lock:
-                kept[epoch] = order
-                while len(kept) > _EPOCHS_KEPT:
-                    del kept[next(iter(kept))]
+                orders[epoch] = order
+                while len(orders) > _CACHED_EPOCHS:
+                    del orders[next(iter(orders))]
         return order
+
+    def _fingerprint(self, *content: bytes) -> str:
+        """A digest of the content, of the examples in each shard, and of the position where reading starts."""
+        skipped = f"after {self._skip_batches}" if self._skip_batches else ""
+        shards = "".join([*self._shard_digests, skipped]).encode()
+        return blake2b(b"".join([*content, shards]), digest_size=16).hexdigest()
+
+
+def check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
+
+
+def check_num_shards(num_shards: int, num_examples: int) -> None:
+    if not 1 <= num_shards <= num_examples:
+        raise ConfigError(
+            f"{num_shards} shards of {num_examples} examples: there is at least 1 shard, and each has at least 1 example. "
+            f"Use fewer shards, or more examples."
+        )

@@ -1,4 +1,4 @@
-"""Text: what a run reads, as one value; opened, it gives batches.
+"""Text: the corpus, tokenizer and partition of a run as one spec, which opens to batches of tokens.
 
 >>> text = Text(corpus="stdlib", limit_bytes=100_000, seq_len=32)
 >>> data = text.open(num_shards=4, batch_size=8, seed=0)
@@ -14,33 +14,34 @@ from torch import Tensor
 
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError, DataError
-from atoll.data.corpus import check_spec, open_corpus
-from atoll.data.examples import Examples
-from atoll.data.holdout_split import TRAIN, VALIDATION, Split, check_fraction, plan, sided
+from atoll.data.corpus import check_corpus_spec, open_corpus
+from atoll.data.documents import check_limit_bytes
+from atoll.data.holdout_split import TRAIN, VALIDATION, Split, check_fraction, plan_split, split_documents
 from atoll.data.partition import IID, ByDomain, Dirichlet, Features, KMeans, Partition
 from atoll.data.prepare import is_prepared, open_prepared
-from atoll.data.token_batches import TokenBatches, validation_batches
-from atoll.data.tokenizer import Tokenizer, bpe_size, load_tokenizer, train_bpe
-from atoll.data.tokens import Tokens, in_memory
+from atoll.data.shuffled_epochs import check_batch_size
+from atoll.data.token_batches import TokenBatches, TokenExamples, validation_batches
+from atoll.data.token_store import Tokens, encode_in_memory
+from atoll.data.tokenizer import Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
 
 _PREPARED = "prepared:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Where text comes from, how it becomes examples, and which shard gets which.
+    """Where text comes from, how it becomes examples, and how examples are partitioned.
 
     Args:
         corpus: `stdlib`, `files:PATH[#field]`, `hf:NAME_OR_PATH[@configuration][:split][#field]`, or `prepared:FOLDER` (or just the
-            folder) as `atoll data prepare` wrote it. All but prepared text is read and held in memory.
-        tokenizer: `bytes`, a tokenizer's file or folder, or `bpe:VOCAB` to train one. Prepared text brings its own.
+            folder) as `atoll data prepare` wrote it. All but prepared text is held in memory.
+        tokenizer: `bytes`, a tokenizer's file or folder, or `bpe:VOCAB` to train one. Prepared text has its own.
         seq_len: tokens that an example predicts.
-        validation_fraction: about this part of the documents is held out. Prepared text was split when it was prepared.
-        validation_corpus: the spec of another text to validate on; then all of `corpus` is trained on.
-        partition: which example belongs to which shard.
-        limit_bytes: read at most this much text, with a share for every domain; None: all.
-        eval_batches: batches of held-out text to judge a model on.
-        shards: into how many shards a run deals the examples; none: one per island.
+        validation_fraction: about this part of the documents is held out. Prepared text is split already.
+        validation_corpus: the spec of another text to validate on; then all of `corpus` is for training.
+        partition: of the examples into shards.
+        limit_bytes: bytes of text to read at most, with a share for every domain; None: all.
+        eval_batches: validation batches.
+        shards: number of shards; none: one per island.
     """
 
     corpus: str = "stdlib"
@@ -58,19 +59,16 @@ class Text:
         if self.seq_len < 1:
             raise ConfigError(f"seq_len={self.seq_len}: an example predicts at least 1 token.")
         if self.eval_batches < 1:
-            raise ConfigError(f"eval_batches={self.eval_batches}: a model is judged on at least 1 batch.")
+            raise ConfigError(f"eval_batches={self.eval_batches}: a model is evaluated on at least 1 batch.")
         if self.shards is not None and self.shards < 1:
             raise ConfigError(
                 f"shards={self.shards}: there is at least 1 shard. Use a positive number, or none for one per island."
             )
-        if self.limit_bytes is not None and self.limit_bytes < 1:
-            raise ConfigError(
-                f"limit_bytes={self.limit_bytes} leaves no text. Use a positive number of bytes, or None for all of it."
-            )
+        check_limit_bytes(self.limit_bytes)
         check_fraction(self.validation_fraction)
-        bpe_size(self.tokenizer)
+        bpe_vocab_size(self.tokenizer)
         if self.prepared_folder is None:
-            check_spec(self.corpus)
+            check_corpus_spec(self.corpus)
         elif self.limit_bytes is not None or self.validation_corpus is not None:
             raise ConfigError(
                 f"limit_bytes and validation_corpus do not go with corpus={self.corpus!r}, which was cut when it was prepared. "
@@ -79,63 +77,58 @@ class Text:
 
     @property
     def prepared_folder(self) -> str | None:
-        """The folder of prepared text, if that is what the corpus is."""
+        """The folder of prepared text, if the corpus is one."""
         if self.corpus.startswith(_PREPARED):
             return self.corpus.removeprefix(_PREPARED)
         return self.corpus if is_prepared(self.corpus) else None
 
     def load(self) -> LoadedText:
-        """The tokens and their tokenizer, not yet cut into shards.
-
-        Raises:
-            DataError: the text cannot be found, read or split.
-        """
+        """The tokens and their tokenizer. Raises DataError if the text cannot be found, read or split."""
         folder = self.prepared_folder
         return self._read() if folder is None else self._map(folder)
 
     def open(self, num_shards: int, batch_size: int, seed: int, features: Features | None = None) -> TextData:
-        """Batches to train on, from `num_shards` shards, and to validate on.
+        """Training batches from `num_shards` shards, and validation batches.
 
-        Args:
-            num_shards: how many shards the examples are dealt to.
-            batch_size: examples per batch.
-            seed: of the partition and of the order within each shard.
-            features: a model's features of tokens, which KMeans needs.
+        `seed` decides the partition and the order within each shard. KMeans needs `features`, a model's features of tokens.
         """
         return self.load().open(num_shards, batch_size, seed, features)
 
     def _read(self) -> LoadedText:
         documents = list(open_corpus(self.corpus, self.limit_bytes))
         held_out = None if self.validation_corpus is None else open_corpus(self.validation_corpus)
-        split = plan(documents, self.validation_fraction) if held_out is None else Split(0)
-        sides = list(sided(documents, split, held_out))
+        split = plan_split(documents, self.validation_fraction) if held_out is None else Split(0)
+        sides = list(split_documents(documents, split, held_out))
         train, validation = ([document for at, document in sides if at == side] for side in (TRAIN, VALIDATION))
         if not train or not validation:
             raise DataError(
                 f"{self.corpus} is too short to hold some of it out: one document of {len(documents[0].text)} characters. "
                 f"Give more text."
             )
-        size = bpe_size(self.tokenizer)
+        size = bpe_vocab_size(self.tokenizer)
         tokenizer = load_tokenizer(self.tokenizer) if size is None else train_bpe(train, size)
         return LoadedText(
-            text=self, train=in_memory(train, tokenizer), validation=in_memory(validation, tokenizer), tokenizer=tokenizer
+            text=self,
+            train=encode_in_memory(train, tokenizer),
+            validation=encode_in_memory(validation, tokenizer),
+            tokenizer=tokenizer,
         )
 
     def _map(self, folder: str) -> LoadedText:
         prepared = open_prepared(folder)
         if self.tokenizer not in ("bytes", prepared.meta.get("tokenizer")):
-            given = load_tokenizer(self.tokenizer) if bpe_size(self.tokenizer) is None else None
+            given = load_tokenizer(self.tokenizer) if bpe_vocab_size(self.tokenizer) is None else None
             if given is None or given.digest != prepared.tokenizer.digest:
                 raise DataError(
                     f"tokenizer={self.tokenizer!r} is not the one that {folder} was prepared with "
-                    f"({prepared.meta.get('tokenizer')!r}). Leave it out: prepared text brings its own."
+                    f"({prepared.meta.get('tokenizer')!r}). Leave it out: prepared text has its own."
                 )
         return LoadedText(text=self, train=prepared.train, validation=prepared.validation, tokenizer=prepared.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedText:
-    """Tokens in memory or mapped from a file. May be opened several times, with other shards or another partition."""
+    """Tokens in memory or memory-mapped. May be opened several times, with other shards or another partition."""
 
     text: Text
     train: Tokens
@@ -149,17 +142,15 @@ class LoadedText:
         seed: int,
         features: Features | None = None,
         partition: Partition | None = None,
-        begin: int = 0,
+        skip_batches: int = 0,
     ) -> TextData:
-        """See `Text.open`. `partition` stands in for the text's own, as for a warm start of one island; `begin`: batches of each
-        shard that were read before."""
+        """See `Text.open`. `partition` replaces the text's own. Each shard starts after its first `skip_batches` batches."""
         text = self.text
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
-        examples = Examples(self.train, text.seq_len)
+        check_batch_size(batch_size)
+        examples = TokenExamples(self.train, text.seq_len)
         shards = (partition or text.partition).shards(examples, num_shards, seed, features)
         return TextData(
-            train=TokenBatches(examples, shards, batch_size=batch_size, seed=seed, begin=begin),
+            train=TokenBatches(examples, shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches),
             validation=validation_batches(self.validation, seq_len=text.seq_len, batch_size=batch_size, count=text.eval_batches),
             tokenizer=self.tokenizer,
             vocab_size=self.tokenizer.vocab_size,
@@ -169,7 +160,7 @@ class LoadedText:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextData:
-    """An opened text: batches by position, fixed batches to judge on, and the tokenizer."""
+    """Training batches by shard and position, fixed validation batches, and the tokenizer."""
 
     train: TokenBatches
     validation: list[Tensor]

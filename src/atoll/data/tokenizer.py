@@ -1,7 +1,6 @@
-"""Text to ids and back.
+"""Tokenizers: bytes, or byte-level BPE by the `tokenizers` library.
 
-Bytes need nothing and fit every text; BPE is what the papers' models read. A tokenizer has a digest, so that tokens are never read
-with another one than wrote them.
+A tokenizer has a digest, which token files store. So tokens are never read with a tokenizer other than the one that wrote them.
 
 >>> tokenizer = ByteTokenizer()
 >>> tokenizer.encode("né").tolist()
@@ -13,7 +12,7 @@ with another one than wrote them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -24,8 +23,8 @@ from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.data.compressed_files import SUFFIXES, read_bytes
 from atoll.data.documents import END_OF_TEXT, Document
+from atoll.data.text_files import COMPRESSED_SUFFIXES, read_bytes
 
 Ids = NDArray[np.unsignedinteger[Any]]
 
@@ -38,7 +37,7 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that goes between documents, if there is one. Text never contains it."""
+        """The id that separates documents, if there is one. Encoding a text never gives it."""
 
     @property
     def digest(self) -> str:
@@ -48,14 +47,14 @@ class Tokenizer(Protocol):
         """The ids of a text, without end_of_text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of several texts, where that is faster than one by one."""
+        """The ids of several texts; faster than one by one."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of these ids. What is no valid UTF-8 becomes the replacement character."""
+        """The text of these ids. Invalid UTF-8 becomes the replacement character."""
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8, and one id for the end of a text."""
+    """One id for each of the 256 bytes, and one for the end of a text."""
 
     vocab_size = 257
     end_of_text = 256
@@ -68,12 +67,12 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        pieces = [END_OF_TEXT.encode() if i == self.end_of_text else bytes((i,)) for i in _checked(ids, self.vocab_size)]
-        return b"".join(pieces).decode(errors="replace")
+        parts = [END_OF_TEXT.encode() if i == self.end_of_text else bytes((i,)) for i in _checked_ids(ids, self.vocab_size)]
+        return b"".join(parts).decode(errors="replace")
 
 
 class BPETokenizer:
-    """A tokenizer of the `tokenizers` library, from the JSON text of its file."""
+    """A tokenizer of the `tokenizers` library, made from the JSON text of its file."""
 
     def __init__(self, text: str, source: str = "the tokenizer") -> None:
         library = require("tokenizers", extra="hf", purpose="BPE tokenizers")
@@ -81,7 +80,7 @@ class BPETokenizer:
             self._tokenizer: Any = library.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
             raise DataError(f"{source} is not a file of the tokenizers library ({error}). Save one with Tokenizer.save.") from error
-        # The text of a document is text, even where it spells a special token.
+        # Where a document spells a special token, that is encoded as plain text.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -108,7 +107,7 @@ class BPETokenizer:
         return [np.array(one.ids, dtype=dtype_for(self.vocab_size)) for one in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._tokenizer.decode(_checked(ids, self.vocab_size), skip_special_tokens=False))
+        return str(self._tokenizer.decode(_checked_ids(ids, self.vocab_size), skip_special_tokens=False))
 
     def save(self, path: str | Path) -> None:
         """Write the file that `load_tokenizer` reads."""
@@ -116,16 +115,14 @@ class BPETokenizer:
 
 
 def dtype_for(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
-    """The narrowest of the two dtypes in which tokens are kept."""
+    """The narrowest dtype in which tokens are stored."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
 def train_bpe(documents: Iterable[Document], vocab_size: int) -> BPETokenizer:
-    """Byte-level BPE: the same documents give the same tokenizer. A short text may give fewer ids than asked for.
+    """Learn byte-level BPE merges from one pass over the documents. The same documents give the same tokenizer.
 
-    Args:
-        documents: what to learn merges from, read once as a stream.
-        vocab_size: ids in all: 256 bytes, the end of a text, and merges.
+    `vocab_size` counts 256 bytes, the end of a text, and the merges. A short text may give fewer.
     """
     if vocab_size < 257:
         raise ConfigError(f"vocab_size={vocab_size}: byte-level BPE needs 257 or more, for 256 bytes and the end of a text.")
@@ -142,12 +139,8 @@ def train_bpe(documents: Iterable[Document], vocab_size: int) -> BPETokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer of a spec.
-
-    Args:
-        spec: `bytes`; or a JSON file of the tokenizers library; or a folder with `tokenizer.json`, or with GPT-2's `vocab.json` and
-            `merges.txt`. Files may be compressed.
-    """
+    """The tokenizer of a spec: `bytes`; a JSON file of the tokenizers library; or a folder with `tokenizer.json`, or with GPT-2's
+    `vocab.json` and `merges.txt`. Files may be compressed."""
     if spec == "bytes":
         return ByteTokenizer()
     path = Path(spec).expanduser()
@@ -161,22 +154,22 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return BPETokenizer(_text(path), source=str(path))
 
 
-def bpe_size(spec: str) -> int | None:
-    """The vocabulary of a spec `bpe:VOCAB`; None for any other spec.
+def bpe_vocab_size(spec: str) -> int | None:
+    """The vocabulary size in a spec `bpe:VOCAB`; None for any other spec.
 
-    >>> bpe_size("bpe:32000"), bpe_size("bytes")
+    >>> bpe_vocab_size("bpe:32000"), bpe_vocab_size("bytes")
     (32000, None)
     """
     scheme, colon, size = spec.partition(":")
     if scheme != "bpe" or not colon:
         return None
     if not size.isdecimal():
-        raise ConfigError(f"tokenizer={spec!r}: after bpe: comes the size of the vocabulary, as in bpe:32000.")
+        raise ConfigError(f"tokenizer={spec!r}: bpe: must be followed by the size of the vocabulary, as in bpe:32000.")
     return int(size)
 
 
 def _from_folder(folder: Path) -> BPETokenizer:
-    whole, vocab, merges = (_variant(folder, name) for name in ("tokenizer.json", "vocab.json", "merges.txt"))
+    whole, vocab, merges = (_plain_or_compressed(folder, name) for name in ("tokenizer.json", "vocab.json", "merges.txt"))
     if whole is not None:
         return BPETokenizer(_text(whole), source=str(whole))
     if vocab is None or merges is None:
@@ -184,7 +177,8 @@ def _from_folder(folder: Path) -> BPETokenizer:
             f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.json and merges.txt. Give the folder that does."
         )
     library = require("tokenizers", extra="hf", purpose="BPE tokenizers")
-    pairs = [tuple(line.split(" ")) for line in _merge_lines(_text(merges))]
+    lines = _text(merges).split("\n")
+    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     try:
         model = library.models.BPE(vocab=json.loads(_text(vocab)), merges=pairs)
     except Exception as error:  # the library raises nothing narrower
@@ -202,13 +196,8 @@ def _byte_level(library: Any, model: Any) -> Any:
     return tokenizer
 
 
-def _merge_lines(text: str) -> Iterator[str]:
-    return (line for line in text.split("\n") if line and not line.startswith("#version"))
-
-
-def _variant(folder: Path, name: str) -> Path | None:
-    """The file of that name, or a compressed one."""
-    return next((path for suffix in ("", *SUFFIXES) if (path := folder / f"{name}{suffix}").is_file()), None)
+def _plain_or_compressed(folder: Path, name: str) -> Path | None:
+    return next((path for suffix in ("", *COMPRESSED_SUFFIXES) if (path := folder / f"{name}{suffix}").is_file()), None)
 
 
 def _text(path: Path) -> str:
@@ -218,9 +207,9 @@ def _text(path: Path) -> str:
         raise DataError(f"{path} is not UTF-8 ({error}). A tokenizer is a text file.") from error
 
 
-def _checked(ids: Iterable[int], vocab_size: int) -> list[int]:
+def _checked_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
     numbers = [int(i) for i in ids]
     wrong = next((i for i in numbers if not 0 <= i < vocab_size), None)
     if wrong is not None:
-        raise DataError(f"id {wrong} is outside the vocabulary of {vocab_size}. These tokens are another tokenizer's.")
+        raise DataError(f"id {wrong} is outside the vocabulary of {vocab_size}. Use the tokenizer that wrote these ids.")
     return numbers

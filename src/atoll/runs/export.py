@@ -25,9 +25,8 @@ from atoll.core.config.json_records import from_json, to_json
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree, trainable
 from atoll.core.tensor_file import load_tree, read_tensors, write_tensors
-from atoll.data.encoded_records import model_tokenizer
 from atoll.data.gaussians import Gaussians
-from atoll.data.instructions import Instructions
+from atoll.data.instructions import Instructions, load_model_tokenizer
 from atoll.data.text import Text
 from atoll.data.tokenizer import ByteTokenizer, load_tokenizer
 from atoll.engines.driver import TOKENIZER, check_workload
@@ -129,7 +128,7 @@ def _export_pretrained(run: Run, module: Any, place: Path) -> None:
     with quiet():
         module.save_pretrained(place)
     assert run.data.tokenizer is not None, "a resolved run names its tokenizer"
-    model_tokenizer(run.data.tokenizer).save_pretrained(place)
+    load_model_tokenizer(run.data.tokenizer).save_pretrained(place)
 
 
 def _export_own(run: Run, module: nn.Module, folder: RunFolder, place: Path) -> None:

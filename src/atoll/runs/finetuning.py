@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.core.errors import ConfigError
-from atoll.data.encoded_records import NOTHING
-from atoll.data.instructions import InstructionData, Instructions, PaddedBatch, PaddedBatches
+from atoll.data.instructions import IGNORED_LABEL, InstructionData, Instructions, PaddedBatch, PaddedBatches
 from atoll.models.pretrained import Pretrained
 from atoll.runs.run import Run
 
@@ -77,9 +76,9 @@ def _summed(module: nn.Module, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
     logits = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits[:, :-1]
     targets = batch["labels"][:, 1:]
     total = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=NOTHING, reduction="sum"
+        logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED_LABEL, reduction="sum"
     )
-    return total, (targets != NOTHING).sum()
+    return total, (targets != IGNORED_LABEL).sum()
 
 
 def check_given(run: Run) -> None:

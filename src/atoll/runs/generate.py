@@ -10,8 +10,7 @@ import torch
 
 from atoll.core.config.json_records import from_json
 from atoll.core.errors import ConfigError
-from atoll.data.encoded_records import model_tokenizer
-from atoll.data.instructions import Instructions
+from atoll.data.instructions import Instructions, load_model_tokenizer
 from atoll.data.tokenizer import ByteTokenizer, load_tokenizer
 from atoll.engines.driver import TOKENIZER, check_workload
 from atoll.models.gpt import Decoder
@@ -49,7 +48,7 @@ def generate(folder: Path, prompt: str, *, tokens: int, temperature: float, top_
 def _pretrained(data: Instructions, module: Any, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int) -> str:
     """A pretrained model writes with its library's own means, up to the end of the text or of what it can read."""
     assert data.tokenizer is not None, "a resolved run names its tokenizer"
-    tokenizer = model_tokenizer(data.tokenizer)
+    tokenizer = load_model_tokenizer(data.tokenizer)
     start = tokenizer(prompt, return_tensors="pt")
     length, places = start["input_ids"].shape[1], getattr(module.config, "max_position_embeddings", None)
     if places is not None and length >= places:

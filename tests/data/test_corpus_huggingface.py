@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from atoll.core.errors import DataError
-from atoll.data.corpus import open_corpus
-from atoll.data.huggingface import HubSpec
+from atoll.data.corpus import HubSpec, open_corpus
 
 datasets = pytest.importorskip("datasets")
 
@@ -70,12 +69,12 @@ def test_a_kind_of_file_that_the_library_does_not_read_is_refused(tmp_path: Path
         texts(f"hf:{tmp_path}/a.pdf")
 
 
-def test_a_folder_without_data_is_refused_in_our_words(tmp_path: Path):
+def test_a_folder_without_data_raises_a_data_error(tmp_path: Path):
     with pytest.raises(DataError, match="could not be opened"):
         texts(f"hf:{tmp_path}")
 
 
-def test_a_damaged_row_is_refused_in_our_words(tmp_path: Path):
+def test_a_damaged_row_raises_a_data_error(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ok"}\n{"text": \n')
     with pytest.raises(DataError, match=rf"hf:{path}"):

@@ -1,0 +1,301 @@
+"""Token ids of many documents, in memory or memory-mapped from a token file.
+
+Each document ends with the tokenizer's end-of-text id, if the tokenizer has one. A token file is written as a stream:
+
+    header      112 bytes: the fields of `TokenFileHeader`, then a checksum of them
+    tokens      uint16 or uint32, all documents one after the other
+    index       the start of each document (int64), the domain of each (int32), then the names of the domains (JSON)
+
+All numbers are little-endian. Opening a file checks the header and the index; `verify_token_file` also reads and checks the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from atoll.core.atomic_files import replacing
+from atoll.core.errors import DataError
+from atoll.data.documents import Document
+from atoll.data.tokenizer import Ids, Tokenizer, dtype_for
+
+_ENCODE_BYTES = 1 << 20
+"""Text that is encoded in one call of the tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tokens:
+    """The ids of all documents one after the other, uint16 or uint32, and where each document starts.
+
+    `domain_ids` has an index into `domains` for each document.
+    """
+
+    ids: Ids
+    starts: NDArray[np.int64]
+    domain_ids: NDArray[np.int32]
+    domains: tuple[str, ...]
+    vocab_size: int
+    tokenizer_digest: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.starts)
+
+    def domains_at(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        """For each token position, the index of its document's domain."""
+        return self.domain_ids[np.searchsorted(self.starts, positions, side="right") - 1]
+
+    def upload(self, device: str) -> torch.Tensor:
+        """The ids on a device, as int32. Readers of one device share them."""
+        if device not in self._uploaded:
+            self._uploaded[device] = torch.from_numpy(np.asarray(self.ids).astype(np.int32)).to(device)
+        return self._uploaded[device]
+
+    def is_uploaded(self, device: str) -> bool:
+        return device in self._uploaded
+
+    @cached_property
+    def _uploaded(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+class DocumentIndex:
+    """The start and the domain of each document, appended to as documents are encoded."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._starts, self._domain_ids = array("q"), array("i")
+        self._domains: dict[str, int] = {}
+
+    def add(self, domain: str, num_tokens: int) -> None:
+        self._starts.append(self.num_tokens)
+        self._domain_ids.append(self._domains.setdefault(domain, len(self._domains)))
+        self.num_tokens += num_tokens
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        return np.array(self._starts, dtype=np.int64)
+
+    @property
+    def domain_ids(self) -> NDArray[np.int32]:
+        return np.array(self._domain_ids, dtype=np.int32)
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        return tuple(self._domains)
+
+
+def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Ids]]:
+    """Each document with its ids and the end-of-text id. Documents are encoded about 1 MiB of text at a time."""
+    batch, size = list[Document](), 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= _ENCODE_BYTES:
+            yield from _encode_batch(batch, tokenizer)
+            batch, size = [], 0
+    yield from _encode_batch(batch, tokenizer)
+
+
+def _encode_batch(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Ids]]:
+    end, dtype = tokenizer.end_of_text, dtype_for(tokenizer.vocab_size)
+    for document, ids in zip(batch, tokenizer.encode_batch([document.text for document in batch]), strict=True):
+        yield document, ids.astype(dtype) if end is None else np.append(ids, end).astype(dtype)
+
+
+def encode_in_memory(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
+    index, parts = DocumentIndex(), []
+    for document, ids in encode_documents(documents, tokenizer):
+        index.add(document.domain, len(ids))
+        parts.append(ids)
+    if not parts:
+        raise DataError("there are no documents to make tokens of. Give more text, or hold out less of it.")
+    return Tokens(
+        ids=np.concatenate(parts),
+        starts=index.starts,
+        domain_ids=index.domain_ids,
+        domains=index.domains,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_digest=tokenizer.digest,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- token files
+
+MAGIC = b"atolltok"
+VERSION = 1
+_HEADER = struct.Struct("<8sIIQQQQ16s16s16s")
+_CHECKSUM_BYTES = 16
+HEADER_BYTES = _HEADER.size + _CHECKSUM_BYTES
+_REMEDY = "Copy it again from its source, or prepare it again."
+
+
+class TokenFileHeader(NamedTuple):
+    """The header's fields, in the order of the file."""
+
+    magic: bytes
+    version: int
+    item_bytes: int
+    num_tokens: int
+    num_documents: int
+    vocab_size: int
+    names_bytes: int
+    tokenizer_digest: bytes
+    tokens_checksum: bytes
+    index_checksum: bytes
+
+    @property
+    def index_bytes(self) -> int:
+        return 12 * self.num_documents + self.names_bytes
+
+    @property
+    def tokens_bytes(self) -> int:
+        return self.item_bytes * self.num_tokens
+
+    @property
+    def file_bytes(self) -> int:
+        return HEADER_BYTES + self.tokens_bytes + self.index_bytes
+
+
+class TokenWriter:
+    """Writes documents one by one and holds only their index. Made by `token_writer`."""
+
+    def __init__(self, file: IO[bytes], vocab_size: int, tokenizer_digest: str) -> None:
+        self._file, self._vocab_size, self._digest = file, vocab_size, bytes.fromhex(tokenizer_digest)
+        self._dtype = np.dtype(dtype_for(vocab_size)).newbyteorder("<")
+        self._checksum = blake2b(digest_size=_CHECKSUM_BYTES)
+        self.index = DocumentIndex()
+        file.write(bytes(HEADER_BYTES))
+
+    def add(self, domain: str, ids: Ids) -> None:
+        if len(ids) and int(ids.max()) >= self._vocab_size:
+            raise DataError(
+                f"id {int(ids.max())} is outside the vocabulary of {self._vocab_size}. Give the tokenizer's own vocab_size."
+            )
+        data = ids.astype(self._dtype).tobytes()
+        self._file.write(data)
+        self._checksum.update(data)
+        self.index.add(domain, len(ids))
+
+    def finish(self) -> None:
+        """Write the index at the end of the file, then the header at its front."""
+        index = self.index
+        if not index.num_tokens:
+            raise DataError("there are no tokens to write. Give more text, or hold out less of it.")
+        names = json.dumps(index.domains).encode()
+        data = index.starts.astype("<i8").tobytes() + index.domain_ids.astype("<i4").tobytes() + names
+        self._file.write(data)
+        header = _HEADER.pack(
+            *TokenFileHeader(
+                magic=MAGIC,
+                version=VERSION,
+                item_bytes=self._dtype.itemsize,
+                num_tokens=index.num_tokens,
+                num_documents=len(index.starts),
+                vocab_size=self._vocab_size,
+                names_bytes=len(names),
+                tokenizer_digest=self._digest,
+                tokens_checksum=self._checksum.digest(),
+                index_checksum=_checksum(data),
+            )
+        )
+        self._file.seek(0)
+        self._file.write(header + _checksum(header))
+
+
+@contextmanager
+def token_writer(path: str | Path, *, vocab_size: int, tokenizer_digest: str) -> Iterator[TokenWriter]:
+    """A writer for a new token file. The file replaces `path` when the block ends without an error, and not before."""
+    with replacing(Path(path), DataError) as file:
+        writer = TokenWriter(file, vocab_size, tokenizer_digest)
+        yield writer
+        writer.finish()
+
+
+def open_token_file(path: str | Path, tokenizer_digest: str | None = None) -> Tokens:
+    """Memory-map a token file.
+
+    Raises DataError if it is missing, damaged, newer than this atoll, or not written by the tokenizer with the given digest.
+    """
+    path = Path(path)
+    header, index = _read_header_and_index(path)
+    if tokenizer_digest is not None and header.tokenizer_digest.hex() != tokenizer_digest:
+        raise DataError(
+            f"{path} was written with another tokenizer (digest {header.tokenizer_digest.hex()}, given {tokenizer_digest}). "
+            f"Use the tokenizer it was prepared with, or prepare it again."
+        )
+    count = header.num_documents
+    mapped = np.memmap(path, dtype=f"<u{header.item_bytes}", mode="r", offset=HEADER_BYTES, shape=(header.num_tokens,))
+    return Tokens(
+        ids=np.asarray(mapped),  # a plain view of the map: slicing a memmap itself is several times slower
+        starts=np.frombuffer(index, dtype="<i8", count=count),
+        domain_ids=np.frombuffer(index, dtype="<i4", count=count, offset=8 * count),
+        domains=tuple(json.loads(index[12 * count :])),
+        vocab_size=header.vocab_size,
+        tokenizer_digest=header.tokenizer_digest.hex(),
+    )
+
+
+def verify_token_file(path: str | Path) -> None:
+    """Read all tokens and compare them with their checksum; DataError if they differ."""
+    tokens, (header, _) = open_token_file(path), _read_header_and_index(Path(path))
+    state = blake2b(digest_size=_CHECKSUM_BYTES)
+    step = 1 << 22
+    for start in range(0, len(tokens), step):
+        state.update(np.ascontiguousarray(tokens.ids[start : start + step]).view(np.uint8).data)
+    if state.digest() != header.tokens_checksum:
+        raise DataError(f"{path} is damaged: its tokens do not match their checksum. {_REMEDY}")
+
+
+def _read_header_and_index(path: Path) -> tuple[TokenFileHeader, bytes]:
+    try:
+        with open(path, "rb") as file:
+            header = _checked_header(path, file.read(HEADER_BYTES), path.stat().st_size)
+            file.seek(HEADER_BYTES + header.tokens_bytes)
+            index = file.read(header.index_bytes)
+    except OSError as error:
+        raise DataError(f"could not read {path}: {error.strerror or error}. Write it with `atoll data prepare`.") from error
+    if _checksum(index) != header.index_checksum:
+        raise DataError(f"{path} is damaged: its index does not match its checksum. {_REMEDY}")
+    return header, index
+
+
+def _checked_header(path: Path, data: bytes, file_bytes: int) -> TokenFileHeader:
+    if data[: len(MAGIC)] != MAGIC:
+        raise DataError(
+            f"{path} is not a token file of atoll: it does not begin with {MAGIC!r}. Write one with `atoll data prepare`."
+        )
+    if len(data) < HEADER_BYTES:
+        raise DataError(f"{path} is cut short: it has {file_bytes} bytes, fewer than a header's {HEADER_BYTES}. {_REMEDY}")
+    header = TokenFileHeader._make(_HEADER.unpack(data[: _HEADER.size]))
+    if header.version > VERSION:
+        raise DataError(
+            f"{path} has format version {header.version}, and this atoll reads up to {VERSION}: it is newer, or damaged. "
+            f"Upgrade atoll, or prepare the data again."
+        )
+    if _checksum(data[: _HEADER.size]) != data[_HEADER.size :]:
+        raise DataError(f"{path} is damaged: its header does not match its checksum. {_REMEDY}")
+    if file_bytes != header.file_bytes:
+        raise DataError(
+            f"{path} has {file_bytes} bytes, and its header says {header.file_bytes}: it was cut short or added to. {_REMEDY}"
+        )
+    return header
+
+
+def _checksum(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_CHECKSUM_BYTES).digest()
