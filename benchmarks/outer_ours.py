@@ -13,9 +13,9 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Weigh, Work
 from atoll.core.pytree import recycle
-from atoll.engines.processes.collectives import Wire
-from atoll.engines.processes.communication_thread import Line
-from atoll.engines.processes.peers import DistPeers
+from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.processes.communication_thread import CommunicationThread
+from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.replicated_state import given
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
@@ -99,12 +99,12 @@ class OuterStep:
     def __init__(self, group: dist.ProcessGroup, model: GPT, vocab_size: int) -> None:
         workload = SmallBatches.of(model, vocab_size=vocab_size)
         params = Tree.of(workload.module())
-        self._clock, self._line = Clock(), Line()
+        self._clock, self._line = Clock(), CommunicationThread()
         wire_group = dist.new_group(backend="gloo")
         assert isinstance(wire_group, dist.ProcessGroup)
         work = Work(shard=0, start=0, schedule=0, examples=1)
-        self._peers = DistPeers(
-            Wire(wire_group, limit_s=LIMIT_S),
+        self._peers = ProcessPeers(
+            GroupCollectives(wire_group, timeout_s=LIMIT_S),
             self._line,
             lambda steps, batches, pieces: work,
             params.layout,
@@ -119,7 +119,7 @@ class OuterStep:
     def round(self) -> None:
         """As an engine does it: what nobody holds any more is used again."""
         before, start_s = self._state, time.perf_counter()
-        self._state = self._line.drive(self._algorithm.round(given(before), self._replica, self._peers))
+        self._state = self._line.run(self._algorithm.round(given(before), self._replica, self._peers))
         recycle([before, *self._peers.results], [self._state])
         self._peers.results.clear()
         whole_s = time.perf_counter() - start_s

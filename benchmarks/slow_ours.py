@@ -13,10 +13,10 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, HoldsWeights
 from atoll.core.pytree import recycle
 from atoll.engines.data_positions import DataPositions
-from atoll.engines.processes.collectives import Wire
-from atoll.engines.processes.communication_thread import Line
-from atoll.engines.processes.peers import DistPeers
-from atoll.engines.processes.replica import DistReplica
+from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.processes.communication_thread import CommunicationThread
+from atoll.engines.processes.peers import ProcessPeers
+from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.replicated_state import given
 from atoll.replica.local_replica import LocalReplica
 from slow_island import INNER, Meeting, Spec, workload_of
@@ -37,22 +37,22 @@ class Ours:
         self._algorithm = ALGORITHMS[name](spec.inner_steps)
         self.steps_per_round = self._algorithm.steps_per_round
         self.exchanges_per_round = 2 if name == "ACCO" else 1
-        self.wire, self._line = Wire(meeting.new_group(), limit_s=spec.limit_s), Line()
+        self.wire, self._line = GroupCollectives(meeting.new_group(), timeout_s=spec.limit_s), CommunicationThread()
         workload = workload_of(spec)
         params, dealing = Tree.of(workload.module()), DataPositions(workload.batches)
         replica = LocalReplica(workload, optimizer=INNER)
         replica.load(params)
-        self._replica = DistReplica(replica)
-        self._peers = DistPeers(
+        self._replica = ProcessReplica(replica)
+        self._peers = ProcessPeers(
             self.wire, self._line, lambda steps, batches, pieces: dealing.assign(0, batches, pieces, 0), params.layout
         )
         self._state = self._algorithm.init(params, self._peers)
         if isinstance(self._algorithm, HoldsWeights):
-            replica.load(self._line.drive(self._peers.all_gather(self._algorithm.held(self._state))))
+            replica.load(self._line.run(self._peers.all_gather(self._algorithm.held(self._state))))
 
     def round(self) -> None:
         before = self._state
-        self._state = self._line.drive(self._algorithm.round(given(before), self._replica, self._peers))
+        self._state = self._line.run(self._algorithm.round(given(before), self._replica, self._peers))
         recycle([before, *self._peers.results], [self._state])
         self._peers.results.clear()
 
@@ -64,10 +64,10 @@ class Exchange:
     """A reduce-scatter and an all-gather of the weights, with nothing to compute."""
 
     def __init__(self, spec: Spec, meeting: Meeting) -> None:
-        self._wire = Wire(meeting.new_group(), limit_s=spec.limit_s)
+        self._wire = GroupCollectives(meeting.new_group(), timeout_s=spec.limit_s)
         self._flat = Tree.of(workload_of(spec).module()).flat
 
     def __call__(self) -> None:
-        self._wire.tell(1.0, 1.0)
-        self._wire.scatter_sum(self._flat, [1.0] * self._wire.size)
-        self._wire.gather(self._flat)
+        self._wire.all_gather_numbers(1.0, 1.0)
+        self._wire.reduce_scatter(self._flat, [1.0] * self._wire.size)
+        self._wire.all_gather(self._flat)

@@ -104,8 +104,8 @@ def told(group):
                 optimizer.step()
         found.append(written.getvalue().splitlines())
     between = find_place(None, 7.0).between
-    between.tell(0.0)  # whoever leaves at once would cut off one that is still connecting
-    return found, between.limit_s
+    between.all_gather_numbers(0.0)  # whoever leaves at once would cut off one that is still connecting
+    return found, between.timeout_s
 
 
 def test_the_first_island_says_the_time_limit_and_says_it_again_when_it_has_changed_a_lot(two):

@@ -15,7 +15,7 @@ from atoll.cli.commands import interruptible, run_of, show_result, sinks_of
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Sink
 from atoll.engines import driver
-from atoll.engines.processes.process_group import is_started, size_given
+from atoll.engines.processes.process_group import started_by_torchrun, torchrun_world_size
 from atoll.engines.processes.python_api import start_here
 from atoll.engines.processes.rank import take_part
 from atoll.engines.processes.run_plan import Order, Prepare, create_folder, resume_order, start_order
@@ -73,8 +73,10 @@ class Asked:
         asked = [f"--{key.removesuffix('_s').replace('_', '-')}" for key, value in self.how.items() if value is not None]
         if self.engine != "dist" and before is None and asked:
             raise ConfigError(f"{', '.join(asked)}: for real processes. Add --engine dist, or leave it out.")
-        if is_started() and self.how["processes"] not in (None, size_given()):
-            raise ConfigError(f"--processes {self.how['processes']}, but torchrun started {size_given()}. Leave out --processes.")
+        if started_by_torchrun() and self.how["processes"] not in (None, torchrun_world_size()):
+            raise ConfigError(
+                f"--processes {self.how['processes']}, but torchrun started {torchrun_world_size()}. Leave out --processes."
+            )
         if self.resume is not None:
             self._check_resume(self.resume)
 
@@ -114,7 +116,7 @@ def carry_out_by_processes(
         engine=engine,
         how=how,
     )
-    if is_started():
+    if started_by_torchrun():
         _take_part(asked, as_json=as_json, quiet=quiet)
     else:
         _start(asked, as_json=as_json, quiet=quiet)

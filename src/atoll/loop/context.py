@@ -10,9 +10,9 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree, forget_spare_buffers
 from atoll.core.protocols import Work
 from atoll.core.state_packing import pack
-from atoll.engines.processes.communication_thread import Line, Request
-from atoll.engines.processes.peers import DistPeers
-from atoll.engines.processes.wall_clock import Limit
+from atoll.engines.processes.communication_thread import CommunicationThread, Request
+from atoll.engines.processes.peers import ProcessPeers
+from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.loop.handshake import Entry, check_optimizer
 from atoll.loop.module_weights import SlicedWeights, Weights
 from atoll.loop.nonfinite_guard import Soundness
@@ -48,15 +48,15 @@ class Live:
         check_optimizer(settings, self._module, optimizer)
         self.place = find_place(settings.mesh, settings.limit_s)
         self._check_whole()
-        self._line = Line(str(self._module.device))
+        self._line = CommunicationThread(str(self._module.device))
         self._weights = self._speaks_for()
         self._replica = LoopReplica(self._module, self._weights, settings.form)
-        self._limit = Limit(settings.limit_s)
+        self._limit = ExchangeTimeout(settings.limit_s)
         self._told_s: float | None = None
         """The limit that was last told."""
         company = self._company = _company(settings, self.place)
         soundness = Soundness(self.place.island, company, settings.counted, self.place.inside)
-        peers = DistPeers(company, self._line, self._work, self._weights.layout, limit=self._limit, note=soundness.note)
+        peers = ProcessPeers(company, self._line, self._work, self._weights.layout, limit=self._limit, note=soundness.note)
         self._peers = LoopPeers(peers, company, self._replica, soundness)
         self._algorithm = settings.algorithm if optimizer is None else dialled(settings.algorithm, optimizer.dial)
         self._rounds = Rounds(self._algorithm, self._replica, self._peers, self._line, company, soundness, self._between)
@@ -97,7 +97,7 @@ class Live:
                 saved.check_module(self._module.read(), **self._where())
                 self._replica.go_on_from(saved.taken)
         if self._settings.sharded:
-            self._replica.load(self._line.drive(self._peers.all_gather(self._algorithm.held(state))))
+            self._replica.load(self._line.run(self._peers.all_gather(self._algorithm.held(state))))
         self._sent_before = self.place.between.sent_bytes
         if self._optimizer is not None:
             self._optimizer.read_dial()
@@ -131,11 +131,11 @@ class Live:
 
     def _tell_limit(self) -> None:
         """The first process says it on entry, and when it has changed a lot."""
-        limit_s, place = self._limit.limit_s, self.place
+        limit_s, place = self._limit.timeout_s, self.place
         if place.islands == 1 or place.island or place.device or (self._told_s and self._told_s / 2 < limit_s < self._told_s * 2):
             return
         self._told_s = limit_s
-        say(f"an exchange of {place.islands} islands may take {limit_s:g} s ({self._limit.why}). limit_s sets another limit.")
+        say(f"an exchange of {place.islands} islands may take {limit_s:g} s ({self._limit.reason}). limit_s sets another limit.")
 
     def _check_sound(self) -> None:
         if not self._rounds.waits:
@@ -176,7 +176,7 @@ class Live:
         self._rounds.finish()
         params: Tree = self.state.params
         if self._settings.sharded:
-            params = self._line.drive(self._peers.all_gather(params.cast(self._weights.layout.dtype)))
+            params = self._line.run(self._peers.all_gather(params.cast(self._weights.layout.dtype)))
         self._replica.begin_round()
         self._replica.load(params)
         self._line.close()

@@ -10,7 +10,7 @@ import torch
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
-from atoll.engines.processes.communication_thread import Line
+from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.loop.module_weights import Weights
 from atoll.loop.notices import warn
 from atoll.loop.settings import Settings
@@ -30,7 +30,9 @@ class Entry:
         line: the thread that communicates.
     """
 
-    def __init__(self, settings: Settings, place: Place, module: ModuleWeights, weights: Weights, line: Line) -> None:
+    def __init__(
+        self, settings: Settings, place: Place, module: ModuleWeights, weights: Weights, line: CommunicationThread
+    ) -> None:
         self._settings, self._place, self._module, self._weights, self._line = settings, place, module, weights, line
 
     def agree(self, saved: Saved | None) -> None:
@@ -40,7 +42,7 @@ class Entry:
         model = f"{_described(params.layout)} {[(n, tuple(t.shape), t.dtype) for n, t in self._module.others()] if begun else ''}"
         mine = [_number(self._settings.text), _number(model), not begun, saved.rounds if saved else 0]
         mine.append(self._fingerprint(params) if begun else 0)
-        told = self._line.call(lambda: self._place.between.tell(*mine))
+        told = self._line.call(lambda: self._place.between.all_gather_numbers(*mine))
         _check_together([row[2:4] for row in told])
         self._check_alike([row[0] for row in told], "another algorithm or way to finish", self._settings.text)
         self._check_alike(
@@ -49,13 +51,13 @@ class Entry:
         differ = any(row[4] != told[0][4] for row in told)
         if self._place.inside is not None:  # what is handed out to one device concerns all of its island
             inside = self._place.inside
-            differ = any(row[0] for row in self._line.call(lambda: inside.tell(differ)))
+            differ = any(row[0] for row in self._line.call(lambda: inside.all_gather_numbers(differ)))
         if differ:
             self._hand_out(params)
 
     def agree_on(self, saved: Saved) -> None:
         """Go on from the same round, after all."""
-        _check_together(self._line.call(lambda: self._place.between.tell(True, saved.rounds)))
+        _check_together(self._line.call(lambda: self._place.between.all_gather_numbers(True, saved.rounds)))
 
     def _check_alike(self, told: Sequence[float], what: str, here: str) -> None:
         others = [f"island {island}" for island, number in enumerate(told) if number != told[0]]
@@ -68,13 +70,13 @@ class Entry:
     def _hand_out(self, params: Tree) -> None:
         """The first island's weights are everybody's; so are those that are not trained, and buffers."""
         between = self._place.between
-        self._line.call(lambda: between.hand_out(params.flat))
+        self._line.call(lambda: between.broadcast(params.flat))
         self._weights.write(params)
         with torch.no_grad():
             for _, tensor in self._module.others():
                 taken = tensor.clone(memory_format=torch.contiguous_format)
                 data = taken.view(-1).view(torch.uint8)
-                self._line.call(lambda data=data: between.hand_out(data))  # type: ignore[misc]
+                self._line.call(lambda data=data: between.broadcast(data))  # type: ignore[misc]
                 if not torch.equal(taken, tensor):
                     tensor.copy_(taken)
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
-from atoll.engines.processes.collectives import Wire
-from atoll.engines.processes.communication_thread import Line
+from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.replica.flat_parameters import ModuleWeights
 
 
@@ -36,7 +36,7 @@ class SlicedWeights:
         line: the thread that uses it.
     """
 
-    def __init__(self, whole: ModuleWeights, inside: Wire, line: Line) -> None:
+    def __init__(self, whole: ModuleWeights, inside: GroupCollectives, line: CommunicationThread) -> None:
         self._whole, self._inside, self._line = whole, inside, line
         self._range = shard_range(whole.layout.numel, inside.rank, inside.size)
         self.layout = whole.layout.slice(*self._range)
@@ -51,7 +51,7 @@ class SlicedWeights:
         layout = self._whole.layout
         whole = Tree(layout, empty(layout.numel, layout.dtype, params.flat.device))
         whole.slice(*self._range).flat.copy_(params.flat)
-        self._line.call(lambda: self._inside.gather(whole.flat))
+        self._line.call(lambda: self._inside.all_gather(whole.flat))
         self._whole.write(whole)
         whole.release()
 

@@ -17,9 +17,9 @@ from atoll.core.errors import TrainingDiverged
 from atoll.core.flat_tree import Tree
 from atoll.core.pytree import leaves
 from atoll.engines.accounting import MAX_SKIPPED
-from atoll.engines.processes.collectives import Wire
+from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import Request
-from atoll.engines.processes.round_record import Meeting
+from atoll.engines.processes.round_record import ExchangeRecord
 from atoll.loop.notices import warn
 from atoll.loop.uneven_inputs import Company
 from atoll.replica.flat_parameters import local
@@ -37,13 +37,15 @@ class Soundness:
         inside: a wire with the devices of this island; none where it has one.
     """
 
-    def __init__(self, island: int, company: Company, optimizer: torch.optim.Optimizer | None, inside: Wire | None) -> None:
+    def __init__(
+        self, island: int, company: Company, optimizer: torch.optim.Optimizer | None, inside: GroupCollectives | None
+    ) -> None:
         self._island, self._company, self._optimizer, self._inside = island, company, optimizer, inside
-        self._last: tuple[Meeting, str] | None = None
+        self._last: tuple[ExchangeRecord, str] | None = None
         """What the round's last update was made of, and who brought something that is not finite."""
         self._unsound_in_a_row = self._skipped_in_a_row = 0
 
-    def note(self, meeting: Meeting) -> None:
+    def note(self, meeting: ExchangeRecord) -> None:
         """Islands met."""
         if meeting.what in ("mean", "reduce_scatter"):
             self._last = meeting, self._company.names(meeting.unsound)
@@ -58,7 +60,7 @@ class Soundness:
         lost = not finite and _is_lost(self._optimizer)
         if self._inside is not None:
             inside = self._inside
-            told = await Request(lambda: inside.tell(finite, lost))
+            told = await Request(lambda: inside.all_gather_numbers(finite, lost))
             finite, lost = all(row[0] for row in told), any(row[1] for row in told)
         self._unsound_in_a_row = 0 if finite else self._unsound_in_a_row + 1
         if lost or self._unsound_in_a_row == MAX_SKIPPED:

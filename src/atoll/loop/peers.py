@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Mean, Scattered, Work
 from atoll.engines.processes.communication_thread import Flight
-from atoll.engines.processes.peers import DistPeers
+from atoll.engines.processes.peers import ProcessPeers
 from atoll.loop.nonfinite_guard import Soundness
 from atoll.loop.replica import LoopReplica
 from atoll.loop.uneven_inputs import Company
@@ -24,7 +24,7 @@ class LoopPeers:
     have brought gradients, which are then still to be told of.
     """
 
-    def __init__(self, peers: DistPeers, company: Company, replica: LoopReplica, soundness: Soundness) -> None:
+    def __init__(self, peers: ProcessPeers, company: Company, replica: LoopReplica, soundness: Soundness) -> None:
         self._peers, self._company, self._replica, self._soundness = peers, company, replica, soundness
         self.launched = False
         """Whether something was put on its way in this round."""

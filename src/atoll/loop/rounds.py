@@ -7,7 +7,7 @@ from typing import Any
 
 from atoll.core.protocols import Algorithm
 from atoll.core.pytree import recycle
-from atoll.engines.processes.communication_thread import Line
+from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.loop.nonfinite_guard import Soundness
 from atoll.loop.peers import LoopPeers
 from atoll.loop.replica import LoopReplica, Pause
@@ -32,7 +32,7 @@ class Rounds:
         algorithm: Algorithm[Any],
         replica: LoopReplica,
         peers: LoopPeers,
-        line: Line,
+        line: CommunicationThread,
         company: Company,
         soundness: Soundness,
         between: Callable[[int], object],

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from atoll.core.errors import ConfigError, ExchangeFailed
-from atoll.engines.processes.collectives import Wire
-from atoll.engines.processes.failure_attribution import Blame
+from atoll.engines.liveness import FailureAttribution
+from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.transport import Group
 from atoll.loop.process_group_init import Met, join, meet_hidden
 from atoll.loop.uneven_inputs import Lone
@@ -63,8 +63,8 @@ class Place:
     islands: int = 1
     device: int = 0
     devices: int = 1
-    between: Wire | Lone
-    inside: Wire | None = None
+    between: GroupCollectives | Lone
+    inside: GroupCollectives | None = None
     departures: Departures
     groups: tuple[Group, ...] = ()
 
@@ -133,8 +133,8 @@ def _hidden_place(met: Met, mesh: DeviceMesh | None, limit_s: float) -> Place:
     # Blocks are counted, so that each has names of its own in the store: all islands enter the same.
     store = PrefixStore(f"atoll/block{met.store.add(f'atoll/blocks/{met.rank}', 1)}", met.store)
     group = dist.ProcessGroupGloo(store, met.rank, met.size, timedelta(seconds=limit_s))
-    names, blame = [f"island {number}" for number in range(met.size)], Blame(store, met.rank, range(met.size))
-    wire = Wire(group, limit_s=limit_s, blame=blame, names=names)
+    names, attribution = [f"island {number}" for number in range(met.size)], FailureAttribution(store, met.rank, range(met.size))
+    wire = GroupCollectives(group, timeout_s=limit_s, attribution=attribution, names=names)
     return Place(island=met.rank, islands=met.size, between=wire, departures=Departures(store, met.rank), groups=(group,))
 
 
@@ -155,6 +155,6 @@ def _group(groups: Sequence[list[int]], rank: int, limit_s: float) -> dist.Proce
     return mine
 
 
-def _wire(group: dist.ProcessGroup, names: Sequence[str], store: Store, limit_s: float) -> Wire:
+def _wire(group: dist.ProcessGroup, names: Sequence[str], store: Store, limit_s: float) -> GroupCollectives:
     ranks = dist.get_process_group_ranks(group)
-    return Wire(group, limit_s=limit_s, blame=Blame(store, dist.get_rank(), ranks), names=names)
+    return GroupCollectives(group, timeout_s=limit_s, attribution=FailureAttribution(store, dist.get_rank(), ranks), names=names)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import ExchangeFailed
-from atoll.engines.processes.collectives import Wire, add_up
+from atoll.engines.processes.collectives import GroupCollectives, weighted_sum
 
 GOES_ON, THROUGH, GONE = 0.0, 1.0, 2.0
 _NUMBERS = 2
@@ -24,40 +24,40 @@ class Lone:
     """The wire of an island that is alone: nothing travels."""
 
     def __init__(self) -> None:
-        self.limit_s, self.sent_bytes, self.control_bytes = 0.0, 0, 0
+        self.timeout_s, self.sent_bytes, self.control_bytes = 0.0, 0, 0
         self.rank, self.size = 0, 1
 
-    def tell(self, *numbers: float) -> list[list[float]]:
+    def all_gather_numbers(self, *numbers: float) -> list[list[float]]:
         return [list(numbers)]
 
-    def tell_those_left(self, *numbers: float, left: Callable[[int], bool]) -> list[list[float] | None]:
+    def all_gather_surviving(self, *numbers: float, has_left: Callable[[int], bool]) -> list[list[float] | None]:
         return [list(numbers)]
 
-    def post_last_words(self, *numbers: float) -> object:
+    def post_final(self, *numbers: float) -> object:
         return None
 
-    def leave_out(self, ranks: Sequence[int]) -> None:
+    def remove(self, ranks: Sequence[int]) -> None:
         assert not ranks, "an island cannot leave itself out"
 
-    def hand_out(self, whole: Tensor) -> None:
+    def broadcast(self, whole: Tensor) -> None:
         pass
 
-    def gather(self, whole: Tensor) -> None:
+    def all_gather(self, whole: Tensor) -> None:
         pass
 
-    def scatter_sum(
+    def reduce_scatter(
         self,
         flat: Tensor,
         weights: Sequence[float],
-        sums: torch.dtype | None = None,
+        sum_dtype: torch.dtype | None = None,
         *,
-        products: Tensor | None = None,
-        over: float | None = None,
+        inner_products: Tensor | None = None,
+        divide_by: float | None = None,
     ) -> Tensor:
-        total = flat if sums in (None, flat.dtype) else torch.empty_like(flat, dtype=sums)
-        add_up([flat], weights, total)
-        if over is not None:
-            total /= over
+        total = flat if sum_dtype in (None, flat.dtype) else torch.empty_like(flat, dtype=sum_dtype)
+        weighted_sum([flat], weights, total)
+        if divide_by is not None:
+            total /= divide_by
         return total
 
 
@@ -71,7 +71,9 @@ class Company:
         needs_all: why no island may be lost; none if the others can go on without it.
     """
 
-    def __init__(self, wire: Wire | Lone, *, left: Callable[[int], bool], together: bool, needs_all: str | None) -> None:
+    def __init__(
+        self, wire: GroupCollectives | Lone, *, left: Callable[[int], bool], together: bool, needs_all: str | None
+    ) -> None:
         self._wire, self._left = wire, left
         self._together, self._needs_all = together, needs_all
         self._islands = list(range(wire.size))
@@ -91,12 +93,12 @@ class Company:
         return self._wire.size
 
     @property
-    def limit_s(self) -> float:
-        return self._wire.limit_s
+    def timeout_s(self) -> float:
+        return self._wire.timeout_s
 
-    @limit_s.setter
-    def limit_s(self, limit_s: float) -> None:
-        self._wire.limit_s = limit_s
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._wire.timeout_s = timeout_s
 
     @property
     def sent_bytes(self) -> int:
@@ -106,12 +108,12 @@ class Company:
     def control_bytes(self) -> int:
         return self._wire.control_bytes
 
-    def tell(self, *numbers: float) -> list[list[float]]:
+    def all_gather_numbers(self, *numbers: float) -> list[list[float]]:
         """Everybody's numbers, in rank order. Who is gone is left out from here on, and so is who left at the last exchange."""
         assert len(numbers) <= _NUMBERS, f"{len(numbers)} numbers are told, and last words have {_NUMBERS}"
         self._leave_out(self._leaving)
         padded = [*numbers, *[0.0] * (_NUMBERS - len(numbers))]
-        told = self._wire.tell_those_left(*padded, THROUGH if self.through else GOES_ON, left=self._left)
+        told = self._wire.all_gather_surviving(*padded, THROUGH if self.through else GOES_ON, has_left=self._left)
         there = [row for row in told if row is not None and row[-1] != GONE]
         self._lose([rank for rank, row in enumerate(told) if row is None or row[-1] == GONE])
         through = [rank for rank, row in enumerate(there) if row[-1] == THROUGH]
@@ -125,7 +127,7 @@ class Company:
 
     def say_goodbye(self) -> object:
         """Tell whoever tells next that this island is gone. Keep what is returned for as long as they may hear it."""
-        return self._wire.post_last_words(*[0.0] * _NUMBERS, GONE)
+        return self._wire.post_final(*[0.0] * _NUMBERS, GONE)
 
     def _lose(self, ranks: Sequence[int]) -> None:
         if ranks and self._needs_all is not None:
@@ -135,19 +137,19 @@ class Company:
         self._leave_out(ranks)
 
     def _leave_out(self, ranks: Sequence[int]) -> None:
-        self._wire.leave_out(ranks)
+        self._wire.remove(ranks)
         self._islands = [island for rank, island in enumerate(self._islands) if rank not in ranks]
 
-    def scatter_sum(
+    def reduce_scatter(
         self,
         flat: Tensor,
         weights: Sequence[float],
-        sums: torch.dtype | None = None,
+        sum_dtype: torch.dtype | None = None,
         *,
-        products: Tensor | None = None,
-        over: float | None = None,
+        inner_products: Tensor | None = None,
+        divide_by: float | None = None,
     ) -> Tensor:
-        return self._wire.scatter_sum(flat, weights, sums, products=products, over=over)
+        return self._wire.reduce_scatter(flat, weights, sum_dtype, inner_products=inner_products, divide_by=divide_by)
 
-    def gather(self, whole: Tensor) -> None:
-        self._wire.gather(whole)
+    def all_gather(self, whole: Tensor) -> None:
+        self._wire.all_gather(whole)

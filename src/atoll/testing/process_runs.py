@@ -13,10 +13,10 @@ from atoll.algorithms.fsdp import FSDP
 from atoll.core.events import Event, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Workload
-from atoll.engines.processes.engine import DistEngine
+from atoll.engines.processes.engine import ProcessEngine
 from atoll.engines.processes.fsdp import ShardedModel
-from atoll.engines.processes.process_group import World, join
-from atoll.engines.processes.wall_clock import Limit
+from atoll.engines.processes.process_group import RankContext, create_context
+from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import InnerRule, LocalReplica
@@ -33,26 +33,28 @@ class Ran(NamedTuple):
     events: list[Event]
 
 
-def world_of(group: dist.ProcessGroup, devices: int = 1, *, inside: bool = False) -> World:
+def context_of(group: dist.ProcessGroup, devices: int = 1, *, inside: bool = False) -> RankContext:
     """The processes of a group as islands of so many devices each, which may have an algorithm of their own."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     place: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(place)
-    return join(FileStore(str(Path(place[0]) / "words"), size), rank, size, devices=devices, inside=inside, start_limit_s=_LIMIT_S)
+    return create_context(
+        FileStore(str(Path(place[0]) / "words"), size), rank, size, devices=devices, inside=inside, start_limit_s=_LIMIT_S
+    )
 
 
 def engine_of(
-    world: World,
+    world: RankContext,
     algorithm: Algorithm[Any],
     workload: Workload,
     steps: int,
     inner: InnerRule | None = None,
     inside: Algorithm[Any] | None = None,
     **options: Any,
-) -> tuple[DistEngine, Recorder]:
+) -> tuple[ProcessEngine, Recorder]:
     """An engine ready to run, and what it reports to. The same choices as `testing.simulate.simulator`."""
     sink = Recorder()
-    engine = DistEngine(
+    engine = ProcessEngine(
         algorithm=algorithm,
         world=world,
         params=Tree.of(workload.module()),
@@ -63,7 +65,7 @@ def engine_of(
         sink=sink,
         steps=steps,
         inside=inside,
-        limit=Limit(_LIMIT_S),
+        limit=ExchangeTimeout(_LIMIT_S),
         **options,
     )
     return engine, sink
@@ -84,7 +86,7 @@ def ran(
     devices: int = 1,
 ) -> Ran:
     """An algorithm's run on the processes of a group."""
-    world = world_of(group, devices, inside=inside is not None)
+    world = context_of(group, devices, inside=inside is not None)
     engine, sink = engine_of(world, algorithm, workload, steps, inner, inside)
     finished = engine.run()
     params = engine.params().copy()

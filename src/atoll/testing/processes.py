@@ -21,10 +21,10 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, HoldsWeights, Workload
 from atoll.engines.data_positions import DataPositions
-from atoll.engines.processes.collectives import Wire
-from atoll.engines.processes.communication_thread import Line
-from atoll.engines.processes.peers import DistPeers
-from atoll.engines.processes.replica import DistReplica
+from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.processes.communication_thread import CommunicationThread
+from atoll.engines.processes.peers import ProcessPeers
+from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.replicated_state import given
 from atoll.optim.sgd import SGD
 from atoll.replica.local_replica import InnerRule, LocalReplica
@@ -101,12 +101,12 @@ def _joined(rank: int, size: int, store: str, function: Callable[..., T], argume
 
 def summed(group: dist.ProcessGroup, buffers: Sequence[torch.Tensor], weights: Sequence[float], piece_bytes: int) -> Any:
     """This rank's slice of the weighted sum of the buffers, one per rank; all slices; and what it sent."""
-    wire = Wire(group, limit_s=_LIMIT_S, piece_bytes=piece_bytes)
-    mine = wire.scatter_sum(buffers[wire.rank].clone(), weights)
+    wire = GroupCollectives(group, timeout_s=_LIMIT_S, piece_bytes=piece_bytes)
+    mine = wire.reduce_scatter(buffers[wire.rank].clone(), weights)
     whole = torch.full_like(buffers[0], float("nan"))
     start = whole.numel() * wire.rank // wire.size
     whole[start : start + mine.numel()] = mine
-    wire.gather(whole)
+    wire.all_gather(whole)
     return mine.clone(), whole, wire.sent_bytes
 
 
@@ -114,18 +114,18 @@ def played(
     group: dist.ProcessGroup, algorithm: Algorithm[Any], workload: Workload, rounds: int, inner: InnerRule | None = None
 ) -> tuple[Tree, int]:
     """An algorithm's weights after so many rounds, as far as this rank's State has them, and the payload that it sent."""
-    wire, line = Wire(group, limit_s=_LIMIT_S, piece_bytes=64), Line()
+    wire, line = GroupCollectives(group, timeout_s=_LIMIT_S, piece_bytes=64), CommunicationThread()
     params, dealing = Tree.of(workload.module()), DataPositions(workload.batches)
     replica = LocalReplica(workload, optimizer=inner or SGD(lr=0.05), seed=wire.rank)
     replica.load(params)
     done = 0
-    peers = DistPeers(wire, line, lambda steps, batches, pieces: dealing.assign(wire.rank, batches, pieces, done), params.layout)
+    peers = ProcessPeers(wire, line, lambda steps, batches, pieces: dealing.assign(wire.rank, batches, pieces, done), params.layout)
     state = algorithm.init(params, peers)
     if isinstance(algorithm, HoldsWeights):
-        replica.load(line.drive(peers.all_gather(algorithm.held(state))))
+        replica.load(line.run(peers.all_gather(algorithm.held(state))))
     before = wire.sent_bytes
     for _ in range(rounds):
-        state = line.drive(algorithm.round(given(state), DistReplica(replica), peers))
+        state = line.run(algorithm.round(given(state), ProcessReplica(replica), peers))
         done += algorithm.steps_per_round
     line.close()
     return Tree(state.params.layout, state.params.flat.clone()), wire.sent_bytes - before
@@ -166,8 +166,8 @@ def _telling(pipe: Connection, rank: int, size: int, store: str, function: Calla
 
 def cut_off(group: dist.ProcessGroup, victim: int, limit_s: float) -> None:
     """Sums without end, in which one rank is killed."""
-    wire = Wire(group, limit_s=limit_s)
+    wire = GroupCollectives(group, timeout_s=limit_s)
     for turn in range(1000):
         if turn == 3 and wire.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
-        wire.scatter_sum(torch.ones(1_000_000), [1.0] * wire.size)
+        wire.reduce_scatter(torch.ones(1_000_000), [1.0] * wire.size)

@@ -16,7 +16,7 @@ from atoll.engines.elastic.membership import CutOff, Membership
 from atoll.engines.elastic.rendezvous import Harbour, free_port
 from atoll.engines.elastic.snapshot_server import Pier
 from atoll.engines.elastic.state_version import Generation, epoch_of
-from atoll.engines.processes.wall_clock import Limit
+from atoll.engines.wall_clock import ExchangeTimeout
 
 HOST = "127.0.0.1"
 NOW = Generation(3, 7)
@@ -49,7 +49,7 @@ class Islands:
         pier = self.piers[name] = Pier(HOST, about)
         member = Membership(name, HOST, self._lighthouse, pier=pier.address, home=home, limit_s=20.0, say=self.said.append)
         self.members[name] = member
-        self.meetings[name] = Meetings(member, Limit(10.0), self.said.append, patience_s=20.0)
+        self.meetings[name] = Meetings(member, ExchangeTimeout(10.0), self.said.append, patience_s=20.0)
         return member
 
     def hold(self, acts, generations=None, digests=None):
@@ -94,7 +94,7 @@ def islands():
 
 
 def names_of(wire, names):
-    wire.tell(1.0)
+    wire.all_gather_numbers(1.0)
     return names
 
 
@@ -151,16 +151,16 @@ def test_when_one_dies_in_the_middle_the_others_meet_again_and_begin_anew(island
     shore, begun = islands("a", "b", "c"), []
 
     def dies(wire, names):
-        wire.tell(1.0)
+        wire.all_gather_numbers(1.0)
         raise Died
 
     def goes_on(wire, names):
         begun.append(names)
-        wire.tell(1.0)
+        wire.all_gather_numbers(1.0)
         flat = torch.ones(300_000)
-        wire.scatter_sum(flat, [1.0] * wire.size)
-        wire.gather(flat)
-        wire.tell(1.0)
+        wire.reduce_scatter(flat, [1.0] * wire.size)
+        wire.all_gather(flat)
+        wire.all_gather_numbers(1.0)
         return float(flat[-1])
 
     met = shore.hold({"a": goes_on, "b": dies, "c": goes_on})
@@ -176,7 +176,7 @@ def test_what_they_disagree_on_is_done_again(islands):
     tries = []
 
     def act(wire, names):
-        wire.tell(1.0)
+        wire.all_gather_numbers(1.0)
         tries.append(names)
         if len(tries) <= 2:
             raise Disagreed("a bit has flipped")
@@ -188,7 +188,7 @@ def test_what_they_disagree_on_is_done_again(islands):
 
 def test_what_was_sent_in_vain_is_known_when_it_succeeds(islands):
     def act(wire, names):
-        wire.tell(1.0)
+        wire.all_gather_numbers(1.0)
         if len(tried.setdefault(wire.rank, [])) < 2:
             tried[wire.rank].append(wire.control_bytes)
             raise Disagreed("a bit has flipped")
@@ -259,7 +259,7 @@ def test_of_two_whose_line_changes_bits_the_one_that_has_the_folder_goes_on(isla
         shore.add(name, home).join()
 
     def act(wire, names):
-        wire.tell(1.0)
+        wire.all_gather_numbers(1.0)
         if len(names) == 2:
             raise Disagreed("a bit has flipped", [names[1 - wire.rank]])
         return names
@@ -300,7 +300,7 @@ def test_fellows_that_are_missed_are_asked_all_at_once_and_have_as_long_as_whoev
         together.wait(10.0)  # nobody answers before the other was asked too
         return {"name": name, "generation": NOW.number}
 
-    alone = Meetings(None, Limit(10.0), bool, patience_s=20.0)
+    alone = Meetings(None, ExchangeTimeout(10.0), bool, patience_s=20.0)
     with closing(Pier(HOST, lambda: about("b"))) as b, closing(Pier(HOST, lambda: about("c"))) as c:
         alone.fellows = {"b": b.address, "c": c.address}
         with pytest.raises(Absent, match="b is alive and has not come"):

@@ -13,8 +13,8 @@ from atoll.engines.elastic.membership import Found, Member
 from atoll.engines.elastic.peers import ElasticPeers
 from atoll.engines.elastic.state_version import NOTHING, Generation
 from atoll.engines.elastic.update_validation import Judge
-from atoll.engines.processes.round_record import Diary
-from atoll.engines.processes.wall_clock import Limit, WallClock
+from atoll.engines.processes.round_record import RoundRecord
+from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 
 NAMES, NOW = ("a", "b"), Generation(3, 7)
 STATE, BROUGHT, LENGTH, TEXT, VOTE = range(5)
@@ -103,9 +103,9 @@ class Finder:
 
 def round_of(rank, line, group):
     """One island's round: what was agreed, or how it failed; and whom it could not do with."""
-    meetings = Meetings(Finder(line, group), Limit(20.0), lambda text: None)
+    meetings = Meetings(Finder(line, group), ExchangeTimeout(20.0), lambda text: None)
     peers = ElasticPeers(meetings, None, Judge(10.0), WallClock(), home=True, pier=f"pier-{rank}", written=lambda: NOTHING)
-    peers.begin(NOW, 1, Unit(0, 0, 1), None, Diary())
+    peers.begin(NOW, 1, Unit(0, 0, 1), None, RoundRecord())
     coroutine = peers.mean(Tree.of({"w": DELTA * (rank + 1)}), 64.0 * (rank + 1))
     request = coroutine.send(None)
     coroutine.close()
@@ -149,11 +149,11 @@ class Counting(Group):
 def two_rounds(rank, line, group):
     """Control bytes that one island reports of each of two rounds, and those that it sent in the first."""
     finder = Finder(line, group)
-    meetings = Meetings(finder, Limit(20.0), lambda text: None)
+    meetings = Meetings(finder, ExchangeTimeout(20.0), lambda text: None)
     peers = ElasticPeers(meetings, None, Judge(10.0), WallClock(), home=True, pier=f"pier-{rank}", written=lambda: NOTHING)
     reported, sent = [], []
     for _ in range(2):
-        peers.begin(NOW, 1, Unit(0, 0, 1), None, Diary())
+        peers.begin(NOW, 1, Unit(0, 0, 1), None, RoundRecord())
         coroutine = peers.mean(Tree.of({"w": DELTA}), 64.0)
         met = coroutine.send(None).call()
         coroutine.close()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
-from atoll.engines.processes.collectives import CONTROL, Wire
+from atoll.engines.processes.collectives import CONTROL_BYTES, GroupCollectives
 from atoll.engines.simulator.collectives import ordered_sum
 
 NUMEL = 13
@@ -21,38 +21,38 @@ def buffer_of(rank):
 
 
 def told(group, numbers):
-    wire = Wire(group, limit_s=60.0)
-    return wire.tell(*numbers[wire.rank]), wire.sent_bytes, wire.control_bytes
+    wire = GroupCollectives(group, timeout_s=60.0)
+    return wire.all_gather_numbers(*numbers[wire.rank]), wire.sent_bytes, wire.control_bytes
 
 
 def without(group, leaver):
     """A sum of everybody, then one of those who stay."""
-    wire = Wire(group, limit_s=60.0, piece_bytes=12)
+    wire = GroupCollectives(group, timeout_s=60.0, piece_bytes=12)
     me = wire.rank
-    wire.scatter_sum(buffer_of(me), [1.0] * wire.size)
+    wire.reduce_scatter(buffer_of(me), [1.0] * wire.size)
     if me == leaver:
         return None
-    wire.leave_out([leaver])
+    wire.remove([leaver])
     whole = buffer_of(me)
-    wire.scatter_sum(whole, [1.0] * wire.size)
-    wire.gather(whole)
-    return wire.rank, wire.size, whole, wire.tell(float(me))
+    wire.reduce_scatter(whole, [1.0] * wire.size)
+    wire.all_gather(whole)
+    return wire.rank, wire.size, whole, wire.all_gather_numbers(float(me))
 
 
 def handed_out(group, numel, piece_bytes):
-    wire = Wire(group, limit_s=60.0, piece_bytes=piece_bytes)
+    wire = GroupCollectives(group, timeout_s=60.0, piece_bytes=piece_bytes)
     whole = buffer_of(0)[:numel].clone() if wire.rank == 0 else torch.full((numel,), float("nan"))
-    wire.hand_out(whole)
+    wire.broadcast(whole)
     return whole, wire.sent_bytes
 
 
 def kept_waiting(group, limit_s):
     """Everybody exchanges but the last rank, which comes when the others have given up."""
-    wire, began = Wire(group, limit_s=limit_s, names=["Ada", "Bob", "Eve"]), time.monotonic()
+    wire, began = GroupCollectives(group, timeout_s=limit_s, names=["Ada", "Bob", "Eve"]), time.monotonic()
     signal, error = dist.new_group(timeout=timedelta(seconds=60)), None
     if wire.rank != wire.size - 1:
         try:
-            wire.scatter_sum(buffer_of(wire.rank), [1.0] * wire.size)
+            wire.reduce_scatter(buffer_of(wire.rank), [1.0] * wire.size)
         except ExchangeFailed as failed:
             error = str(failed), time.monotonic() - began
     dist.barrier(signal)
@@ -61,8 +61,8 @@ def kept_waiting(group, limit_s):
 
 def multiplied(group, piece_bytes):
     """The inner products of all buffers over this rank's slice."""
-    wire, products = Wire(group, limit_s=60.0, piece_bytes=piece_bytes), torch.zeros(3, 3, dtype=torch.float64)
-    wire.scatter_sum(buffer_of(wire.rank), [1.0, 0.0, 2.0], products=products)
+    wire, products = GroupCollectives(group, timeout_s=60.0, piece_bytes=piece_bytes), torch.zeros(3, 3, dtype=torch.float64)
+    wire.reduce_scatter(buffer_of(wire.rank), [1.0, 0.0, 2.0], inner_products=products)
     return products
 
 
@@ -70,7 +70,7 @@ def test_everybody_hears_everybodys_numbers_in_rank_order(four):
     numbers = [(1.0, 0.1), (2.0, -3e300), (3.0, float("inf"))]
     for heard, sent_bytes, control_bytes in four.run(told, numbers, size=3):
         assert heard == [list(pair) for pair in numbers]
-        assert (sent_bytes, control_bytes) == (0, CONTROL * 2 * 2)
+        assert (sent_bytes, control_bytes) == (0, CONTROL_BYTES * 2 * 2)
 
 
 def test_a_wire_of_one_speaks_to_nobody(four):
@@ -101,7 +101,7 @@ def test_a_member_that_does_not_come_is_named_when_the_limit_is_over_and_what_st
     assert late is None
     for (text, waited_s), name in zip(errors, ("Ada", "Bob"), strict=True):
         assert re.match(rf"{name} could not (send to|hear from) (Ada|Bob|Eve) within 0.3 s", text)
-        assert "saved before this round stands" in text
+        assert "saved before this round is valid" in text
         assert 0.3 <= waited_s < 20
     assert any("Eve" in text for text, _ in errors)
 

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from atoll.engines.processes.communication_thread import Line, Request
+from atoll.engines.processes.communication_thread import CommunicationThread, Request
 
 
 @pytest.fixture
 def line():
-    line = Line()
+    line = CommunicationThread()
     yield line
     line.close()
 
@@ -24,7 +24,7 @@ def test_exchanges_happen_on_the_line_and_all_else_where_it_is_driven(line):
     async def main():
         return who(), await Request(who), who()
 
-    here, there, again = line.drive(main())
+    here, there, again = line.run(main())
     assert (here, again) == (who(), who())
     assert there.startswith("line")
 
@@ -46,7 +46,7 @@ def test_a_flight_begins_here_and_goes_on_beside(line):
         gate.set()
         return await flying, flying.done()
 
-    assert line.drive(main()) == ("there", True)
+    assert line.run(main()) == ("there", True)
     assert steps[1].startswith("line")
 
 
@@ -58,7 +58,7 @@ def test_a_flight_without_an_exchange_is_over_at_once(line):
         flying = line.launch(flight())
         return flying.done(), await flying
 
-    assert line.drive(main()) == (True, 7)
+    assert line.run(main()) == (True, 7)
 
 
 def test_what_goes_wrong_in_a_flight_is_raised_where_it_is_awaited(line):
@@ -72,14 +72,14 @@ def test_what_goes_wrong_in_a_flight_is_raised_where_it_is_awaited(line):
         await line.launch(flight())
 
     with pytest.raises(ConnectionError, match="the other end is gone"):
-        line.drive(main())
+        line.run(main())
 
 
 def test_a_line_takes_one_torch_thread_and_leaves_the_others_theirs():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        line = Line()
+        line = CommunicationThread()
         assert line.call(torch.get_num_threads) == 1
         assert torch.get_num_threads() == 3
         with ThreadPoolExecutor(1) as another:

@@ -14,7 +14,7 @@ from atoll.core.events import Compared, Computed, Exchanged, RoundFinished, Upda
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
-from atoll.testing.process_runs import engine_of, world_of
+from atoll.testing.process_runs import context_of, engine_of
 from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression, RegressionBatches
 
@@ -60,10 +60,10 @@ def of(events, kind):
 
 
 def played(group, algorithm, workload, steps, inside=None, devices=1):
-    engine, sink = engine_of(world_of(group, devices, inside=inside is not None), algorithm, workload, steps, None, inside)
-    before = engine.world.islands.sent_bytes
+    engine, sink = engine_of(context_of(group, devices, inside=inside is not None), algorithm, workload, steps, None, inside)
+    before = engine.world.counterparts.sent_bytes
     finished = engine.run()
-    sent_bytes = engine.world.islands.sent_bytes - before
+    sent_bytes = engine.world.counterparts.sent_bytes - before
     params = engine.params().copy()
     engine.close()
     return params, finished, sink.events, sent_bytes
@@ -120,7 +120,7 @@ def test_what_a_device_may_not_do_on_a_slice_is_refused(four):
 
 def refused(group, algorithm, inside):
     try:
-        engine_of(world_of(group, 2, inside=True), algorithm, WORKLOAD, 2, None, inside)
+        engine_of(context_of(group, 2, inside=True), algorithm, WORKLOAD, 2, None, inside)
     except ConfigError as error:
         return str(error)
     return None

@@ -17,7 +17,7 @@ from atoll.engines.accounting import MAX_SKIPPED
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
-from atoll.testing.process_runs import engine_of, ran, world_of
+from atoll.testing.process_runs import context_of, engine_of, ran
 from atoll.testing.processes import outcomes
 from atoll.testing.simulated_runs import simulate
 from atoll.testing.workloads import Regression, RegressionBatches
@@ -46,7 +46,7 @@ def named(algorithm):
 
 def attempted(group, algorithm, workload, steps, inside=None, devices=1):
     """What was raised on this rank, how many rounds were over then, and what was reported."""
-    engine, sink = engine_of(world_of(group, devices, inside=inside is not None), algorithm, workload, steps, None, inside)
+    engine, sink = engine_of(context_of(group, devices, inside=inside is not None), algorithm, workload, steps, None, inside)
     error = None
     try:
         engine.run()

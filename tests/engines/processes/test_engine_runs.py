@@ -15,16 +15,16 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Compared, Computed, Evaluated, Exchanged, LimitSet, RoundFinished
 from atoll.core.flat_tree import Tree
-from atoll.engines.processes.collectives import Wire
-from atoll.engines.processes.engine import DistEngine
-from atoll.engines.processes.wall_clock import Limit
+from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.processes.engine import ProcessEngine
 from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
-from atoll.testing.process_runs import engine_of, ran, world_of
+from atoll.testing.process_runs import context_of, engine_of, ran
 from atoll.testing.simulated_runs import Recorder, simulate
 from atoll.testing.workloads import Regression, RegressionBatches
 
@@ -50,9 +50,9 @@ def of(events, kind):
 
 def cut_into(group, algorithm, workload, steps, piece_bytes):
     """A run whose messages have at most so many bytes."""
-    world = world_of(group)
+    world = context_of(group)
     own = dist.new_group(timeout=timedelta(seconds=60))
-    world.islands = Wire(own, limit_s=60.0, piece_bytes=piece_bytes)
+    world.counterparts = GroupCollectives(own, timeout_s=60.0, piece_bytes=piece_bytes)
     engine, _ = engine_of(world, algorithm, workload, steps)
     finished = engine.run()
     params = engine.params().copy()
@@ -88,7 +88,7 @@ class Watched(RegressionBatches):
 
 def watched(group, algorithm, workload, steps):
     """The weights, and what this rank read. The replica looks at the first batch once more, to see whether it draws dropout."""
-    engine, _ = engine_of(world_of(group), algorithm, workload, steps)
+    engine, _ = engine_of(context_of(group), algorithm, workload, steps)
     workload.batches.read.clear()
     engine.run()
     params, read = engine.params().copy(), list(workload.batches.read)
@@ -117,7 +117,7 @@ def test_free_batches_need_a_shard_for_each_process(four):
 
 def refused(group, algorithm, workload):
     try:
-        engine_of(world_of(group), algorithm, workload, 2)
+        engine_of(context_of(group), algorithm, workload, 2)
     except ConfigError as error:
         return str(error)
     return None
@@ -180,7 +180,7 @@ def test_times_are_on_the_real_clock_and_in_order(four):
 def judged(group, algorithm, workload, steps, evaluate_every, save_every):
     saved = []
     options = {"evaluate_every": evaluate_every, "save_every": save_every, "save": lambda engine: saved.append(engine.round)}
-    engine, sink = engine_of(world_of(group), algorithm, workload, steps, **options)
+    engine, sink = engine_of(context_of(group), algorithm, workload, steps, **options)
     engine.run()
     engine.close()
     return [(e.round, e.steps, e.loss) for e in of(sink.events, Evaluated)], saved
@@ -211,7 +211,7 @@ def test_evaluations_and_saves_come_after_the_same_rounds_as_the_simulators(four
 
 
 def paced(group, algorithm, workload, steps, pause_s):
-    engine, sink = engine_of(world_of(group), algorithm, workload, steps, pause_s=pause_s)
+    engine, sink = engine_of(context_of(group), algorithm, workload, steps, pause_s=pause_s)
     engine.run()
     engine.close()
     return sink.events
@@ -229,7 +229,7 @@ def test_who_is_told_to_pause_takes_so_much_longer_for_each_batch(four):
 
 
 def freely(group, algorithm, workload, steps):
-    engine, sink = engine_of(world_of(group), algorithm, workload, steps)
+    engine, sink = engine_of(context_of(group), algorithm, workload, steps)
     finished = engine.run()
     own = engine.parts()[f"own-{engine.world.rank}"].value
     params = engine.params().copy()
@@ -264,16 +264,16 @@ def judged_slowly(group, workload, limit_s, takes_s):
             pass
         return {"loss": 0.0}
 
-    engine = DistEngine(
+    engine = ProcessEngine(
         algorithm=DiLoCo(inner_steps=1),
-        world=world_of(group),
+        world=context_of(group),
         params=Tree.of(workload.module()),
         batches=workload.batches,
         make_replica=lambda number: LocalReplica(workload, optimizer=SGD(lr=0.05), seed=number),
         evaluate=evaluate,
         sink=Recorder(),
         steps=2,
-        limit=Limit(limit_s),
+        limit=ExchangeTimeout(limit_s),
     )
     engine.run()
     engine.close()

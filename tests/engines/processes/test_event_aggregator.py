@@ -8,14 +8,14 @@ import torch
 from atoll.core.events import Compared, Computed, Exchanged, RoundFinished, UpdateSkipped
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import RunAccounting
-from atoll.engines.processes.event_aggregator import Clerk
-from atoll.engines.processes.round_record import Diary, Likeness, Meeting, Stretch
+from atoll.engines.processes.event_aggregator import EventAggregator
+from atoll.engines.processes.round_record import ComputeRecord, DeltaSimilarity, ExchangeRecord, RoundRecord
 from atoll.testing.simulated_runs import Recorder
 
 
 def office(islands=2, devices=1, *, inside=False):
     books, sink = RunAccounting(islands, devices if inside else 0, real=True), Recorder()
-    clerk = Clerk(books, devices, inside=inside, sink=sink)
+    clerk = EventAggregator(books, devices, inside=inside, sink=sink)
     clerk.begin(0.0)
     return clerk, books, sink
 
@@ -25,16 +25,16 @@ def of(sink, kind):
 
 
 def mean(arrived_s, end_s, sent_bytes=40, **more):
-    return Meeting("mean", arrived_s, end_s, sent_bytes, 16, 2.0, False, **more)
+    return ExchangeRecord("mean", arrived_s, end_s, sent_bytes, 16, 2.0, False, **more)
 
 
 def trained(start_s, end_s, steps=3, tokens=24, loss=0.5):
-    return Stretch(start_s, end_s, steps, float(steps), tokens, loss, True)
+    return ComputeRecord(start_s, end_s, steps, float(steps), tokens, loss, True)
 
 
 def test_an_exchange_begins_when_the_last_has_come_and_ends_when_the_last_is_through():
     clerk, books, sink = office()
-    clerk.enter([Diary([trained(0, 1)], [mean(1.0, 3.5)]), Diary([trained(0, 3)], [mean(3.0, 3.25, 44)])], 3, 4.0)
+    clerk.enter([RoundRecord([trained(0, 1)], [mean(1.0, 3.5)]), RoundRecord([trained(0, 3)], [mean(3.0, 3.25, 44)])], 3, 4.0)
     (event,) = of(sink, Exchanged)
     assert (event.islands, event.heard, event.arrived_s) == ([0, 1], [True, True], [1.0, 3.0])
     assert (event.start_s, event.end_s) == (3.0, 3.5)
@@ -49,8 +49,8 @@ def test_an_exchange_begins_when_the_last_has_come_and_ends_when_the_last_is_thr
 def test_events_of_a_round_lie_in_the_order_in_which_they_were_over():
     clerk, _, sink = office()
     diaries = [
-        Diary([trained(0, 1), trained(2, 3)], [mean(1.0, 2.0), mean(3.0, 5.0)]),
-        Diary([trained(0, 1.5), trained(2, 4)], [mean(1.5, 2.0), mean(4.0, 5.0)]),
+        RoundRecord([trained(0, 1), trained(2, 3)], [mean(1.0, 2.0), mean(3.0, 5.0)]),
+        RoundRecord([trained(0, 1.5), trained(2, 4)], [mean(1.5, 2.0), mean(4.0, 5.0)]),
     ]
     clerk.enter(diaries, 3, 5.5)
     *happened, last = sink.events
@@ -62,8 +62,12 @@ def test_events_of_a_round_lie_in_the_order_in_which_they_were_over():
 
 def test_figures_of_a_round_are_those_of_all_together():
     clerk, books, sink = office()
-    clerk.enter([Diary([trained(0, 1)], [mean(1, 2)], tokens=24), Diary([trained(0, 2)], [mean(2, 2)], tokens=20)], 3, 2.0)
-    clerk.enter([Diary([trained(2, 3)], [mean(3, 4)], tokens=24), Diary([trained(2, 4)], [mean(4, 4)], tokens=24)], 6, 4.0)
+    clerk.enter(
+        [RoundRecord([trained(0, 1)], [mean(1, 2)], tokens=24), RoundRecord([trained(0, 2)], [mean(2, 2)], tokens=20)], 3, 2.0
+    )
+    clerk.enter(
+        [RoundRecord([trained(2, 3)], [mean(3, 4)], tokens=24), RoundRecord([trained(2, 4)], [mean(4, 4)], tokens=24)], 6, 4.0
+    )
     first, second = of(sink, RoundFinished)
     assert (first.round, first.steps, first.tokens, first.local_updates) == (1, 3, 44, 6)
     assert (second.round, second.steps, second.tokens, second.local_updates) == (2, 6, 92, 12)
@@ -75,17 +79,17 @@ def test_figures_of_a_round_are_those_of_all_together():
 
 def test_gradients_of_a_round_are_one_update_of_each_island():
     clerk, _, sink = office()
-    piece = Stretch(0, 1, 0, 0.5, 4, 0.5, False)
-    clerk.enter([Diary([piece, piece], [mean(1, 2)]), Diary([piece, piece], [mean(1, 2)])], 1, 2.0)
+    piece = ComputeRecord(0, 1, 0, 0.5, 4, 0.5, False)
+    clerk.enter([RoundRecord([piece, piece], [mean(1, 2)]), RoundRecord([piece, piece], [mean(1, 2)])], 1, 2.0)
     (finished,) = of(sink, RoundFinished)
     assert finished.local_updates == 2
 
 
 def test_an_update_that_was_left_out_is_reported_with_those_whose_gradients_were_not_finite():
     clerk, books, sink = office()
-    met = Meeting("reduce_scatter", 1.0, 2.0, 40, 16, 2.0, False, unsound=(1,), useless=True)
-    gathered = Meeting("all_gather", 2.0, 2.5, 40, 0, 0.0, False)
-    clerk.enter([Diary(meetings=[met, gathered]), Diary(meetings=[met, gathered])], 1, 3.0)
+    met = ExchangeRecord("reduce_scatter", 1.0, 2.0, 40, 16, 2.0, False, unsound=(1,), useless=True)
+    gathered = ExchangeRecord("all_gather", 2.0, 2.5, 40, 0, 0.0, False)
+    clerk.enter([RoundRecord(meetings=[met, gathered]), RoundRecord(meetings=[met, gathered])], 1, 3.0)
     (event,) = of(sink, UpdateSkipped)
     assert (event.round, event.islands, event.wall_time_s, event.inside) == (0, [1], 2.0, None)
     assert (books.totals.outer_steps, books.totals.version) == (0, 1)
@@ -93,17 +97,17 @@ def test_an_update_that_was_left_out_is_reported_with_those_whose_gradients_were
 
 def test_islands_whose_update_was_left_out_are_named_by_their_numbers():
     clerk, _, sink = office(islands=3)
-    met = Meeting("mean", 0.0, 1.0, 0, 0, 0.0, False, unsound=(0, 1), useless=True)
-    clerk.enter([Diary(meetings=[met]), Diary(meetings=[met])], 1, 1.0, islands=[1, 2])
+    met = ExchangeRecord("mean", 0.0, 1.0, 0, 0, 0.0, False, unsound=(0, 1), useless=True)
+    clerk.enter([RoundRecord(meetings=[met]), RoundRecord(meetings=[met])], 1, 1.0, islands=[1, 2])
     (event,) = of(sink, UpdateSkipped)
     assert event.islands == [1, 2]
 
 
 def test_an_estimate_that_was_of_no_use_skips_nothing_if_the_commit_after_it_was():
     clerk, books, sink = office()
-    bad = Meeting("reduce_scatter", 1.0, 2.0, 40, 16, 2.0, True, unsound=(0,), useless=True)
-    good = Meeting("reduce_scatter", 2.0, 3.0, 40, 16, 4.0, True)
-    clerk.enter([Diary(meetings=[bad, good]), Diary(meetings=[bad, good])], 1, 3.0)
+    bad = ExchangeRecord("reduce_scatter", 1.0, 2.0, 40, 16, 2.0, True, unsound=(0,), useless=True)
+    good = ExchangeRecord("reduce_scatter", 2.0, 3.0, 40, 16, 4.0, True)
+    clerk.enter([RoundRecord(meetings=[bad, good]), RoundRecord(meetings=[bad, good])], 1, 3.0)
     assert not of(sink, UpdateSkipped)
     assert books.totals.outer_steps == 1
 
@@ -118,7 +122,7 @@ def test_norms_and_cosines_are_those_of_the_whole_trees():
     for rank in range(3):
         slices = [tree.shard(rank, 3) for tree in trees]
         products = tuple(tuple(one.dot(two) for two in slices) for one in slices)
-        diaries.append(Diary(likenesses=[Likeness(products, weights)]))
+        diaries.append(RoundRecord(likenesses=[DeltaSimilarity(products, weights)]))
     clerk.enter(diaries, 1, 1.0)
     (event,) = of(sink, Compared)
     mean_tree = (trees[0] * weights[0] + trees[1] * weights[1] + trees[2] * weights[2]) / sum(weights)
@@ -131,7 +135,11 @@ def test_norms_and_cosines_are_those_of_the_whole_trees():
 
 def test_islands_that_did_not_move_have_no_angle_between_them():
     clerk, _, sink = office()
-    clerk.enter([Diary(likenesses=[Likeness(((0.0, 0.0), (0.0, 4.0)), (1.0, 1.0))]), Diary(likenesses=[_nothing()])], 1, 1.0)
+    clerk.enter(
+        [RoundRecord(likenesses=[DeltaSimilarity(((0.0, 0.0), (0.0, 4.0)), (1.0, 1.0))]), RoundRecord(likenesses=[_nothing()])],
+        1,
+        1.0,
+    )
     (event,) = of(sink, Compared)
     assert (event.norms, event.cosine_mean, event.cosine_std) == ([0.0, 2.0], None, None)
     assert event.mean_norm == 1.0
@@ -142,7 +150,7 @@ def test_what_weighs_nothing_need_not_be_finite_to_be_compared():
     for bad in (math.inf, math.nan):
         clerk, _, sink = office()
         slices = [((9.0, sign * bad), (sign * bad, bad)) for sign in (1, -1)]
-        clerk.enter([Diary(likenesses=[Likeness(products, (1.0, 0.0))]) for products in slices], 1, 1.0)
+        clerk.enter([RoundRecord(likenesses=[DeltaSimilarity(products, (1.0, 0.0))]) for products in slices], 1, 1.0)
         (event,) = of(sink, Compared)
         assert event.mean_norm == event.norms[0] == math.sqrt(18)
         assert not math.isfinite(event.norms[1])
@@ -152,18 +160,18 @@ def test_what_weighs_nothing_need_not_be_finite_to_be_compared():
 def test_a_mean_of_what_is_not_finite_has_no_norm():
     clerk, _, sink = office()
     slices = [((9.0, sign * math.inf), (sign * math.inf, math.inf)) for sign in (1, -1)]
-    clerk.enter([Diary(likenesses=[Likeness(products, (1.0, 1.0))]) for products in slices], 1, 1.0)
+    clerk.enter([RoundRecord(likenesses=[DeltaSimilarity(products, (1.0, 1.0))]) for products in slices], 1, 1.0)
     (event,) = of(sink, Compared)
     assert math.isnan(event.mean_norm)
 
 
 def _nothing():
-    return Likeness(((0.0, 0.0), (0.0, 0.0)), (1.0, 1.0))
+    return DeltaSimilarity(((0.0, 0.0), (0.0, 0.0)), (1.0, 1.0))
 
 
 def test_a_loss_that_is_no_number_is_reported_as_it_is():
     clerk, _, sink = office()
-    clerk.enter([Diary([Stretch(0, 1, 0, 1.0, 8, math.nan, False)]), Diary()], 1, 1.0)
+    clerk.enter([RoundRecord([ComputeRecord(0, 1, 0, 1.0, 8, math.nan, False)]), RoundRecord()], 1, 1.0)
     (computed,), (finished,) = of(sink, Computed), of(sink, RoundFinished)
     assert math.isnan(computed.loss)
     assert math.isnan(finished.loss)
@@ -171,9 +179,11 @@ def test_a_loss_that_is_no_number_is_reported_as_it_is():
 
 def test_devices_of_an_island_meet_inside_it_and_their_counterparts_outside():
     clerk, books, sink = office(islands=2, devices=2, inside=True)
-    within = [Meeting("mean", 0.5 + 0.1 * rank, 0.9, 10 + rank, 16, 2.0, False) for rank in range(4)]
+    within = [ExchangeRecord("mean", 0.5 + 0.1 * rank, 0.9, 10 + rank, 16, 2.0, False) for rank in range(4)]
     across = [mean(1.0 + 0.1 * rank, 2.0, 20 + rank) for rank in range(4)]
-    diaries = [Diary([trained(0, 1, 0)], [across[r]], [within[r]], tokens=8, dropped=r, updates=3, skipped=[]) for r in range(4)]
+    diaries = [
+        RoundRecord([trained(0, 1, 0)], [across[r]], [within[r]], tokens=8, dropped=r, updates=3, skipped=[]) for r in range(4)
+    ]
     for diary in diaries[2:]:
         diary.skipped.append((1,))
     clerk.enter(diaries, 3, 2.0)

@@ -1,24 +1,37 @@
-"""Who talks with whom, and what processes can leave for each other."""
+"""The groups that a rank belongs to, and what ranks read from the store."""
 
+import pytest
 import torch
+from torch.distributed import HashStore
 
 from atoll.core.errors import AtollError, ConfigError, ExchangeFailed
-from atoll.engines.processes.process_group import is_started, join, meet, size_given
-from atoll.testing.process_runs import world_of
+from atoll.engines import liveness
+from atoll.engines.liveness import FailureAttribution, store_heartbeat
+from atoll.engines.processes.process_group import (
+    RankContext,
+    create_context,
+    init_process_group,
+    started_by_torchrun,
+    torchrun_world_size,
+)
+from atoll.testing.process_runs import context_of
 
 
 def introduced(group, devices):
     """Everybody's place, and whom it hears on each of its wires."""
-    world = world_of(group, devices, inside=devices > 1)
-    heard = [None if wire is None else [row[0] for row in wire.tell(world.rank)] for wire in (world.islands, world.inside)]
-    return world.island, world.device, world.first, *heard
+    world = context_of(group, devices, inside=devices > 1)
+    heard = [
+        None if wire is None else [row[0] for row in wire.all_gather_numbers(world.rank)]
+        for wire in (world.counterparts, world.island_devices)
+    ]
+    return world.island, world.device, world.is_rank_zero, *heard
 
 
 def asked(group, words):
     """Whether all agree."""
-    world = world_of(group)
+    world = context_of(group)
     try:
-        world.agreed("data", words[world.rank], "data")
+        world.check_equal("data", words[world.rank], "data")
     except AtollError as error:
         return error
     return None
@@ -26,18 +39,18 @@ def asked(group, words):
 
 def waited(group):
     """The first rank waits for a word that nobody leaves, and the other for one that is left later."""
-    world = world_of(group)
-    error, limit_s = None, world.everybody.limit_s
-    if world.first:
-        world.everybody.limit_s = 0.2
+    world = context_of(group)
+    error, limit_s = None, world.all_ranks.timeout_s
+    if world.is_rank_zero:
+        world.all_ranks.timeout_s = 0.2
         try:
-            world.word("never", of=1)
+            world.get("never", of=1)
         except ExchangeFailed as failed:
             error = failed
-        world.everybody.limit_s = limit_s
-        world.leave_word("now", "here I am")
-    world.meet()
-    return error, world.word("now", of=0)
+        world.all_ranks.timeout_s = limit_s
+        world.set("now", "here I am")
+    world.barrier()
+    return error, world.get("now", of=0)
 
 
 def test_ranks_are_dealt_out_to_islands_in_order_and_talk_with_their_counterparts(four):
@@ -60,13 +73,13 @@ def test_who_has_something_else_than_the_first_rank_is_named_everywhere(four):
 def test_a_word_that_nobody_leaves_is_waited_for_no_longer_than_allowed(four):
     (error, word), (nothing, too) = four.run(waited, size=2)
     assert "rank 0 waited" in str(error)
-    assert "a word of rank 1 (never): it takes longer than that" in str(error)
+    assert "for rank 1 to set never: it takes longer" in str(error)
     assert (nothing, word, too) == (None, "here I am", "here I am")
 
 
 def refused(group):
     try:
-        join(world_of(group).store, 0, 3, devices=2)
+        create_context(context_of(group).store, 0, 3, devices=2)
     except ConfigError as error:
         return str(error)
     return None
@@ -79,22 +92,52 @@ def test_processes_that_make_up_no_islands_are_refused(four):
 def test_a_process_knows_whether_torchrun_started_it(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert not is_started()
+    assert not started_by_torchrun()
     monkeypatch.setenv("RANK", "1")
-    assert not is_started()
+    assert not started_by_torchrun()
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert is_started()
-    assert size_given() == 3
+    assert started_by_torchrun()
+    assert torchrun_world_size() == 3
 
 
 def test_one_process_alone_meets_itself(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    store, rank, size = meet(30.0)
-    world = join(store, rank, size)
-    assert (world.rank, world.size, world.first) == (0, 1, True)
-    world.meet()
+    store, rank, size = init_process_group(30.0)
+    world = create_context(store, rank, size)
+    assert (world.rank, world.size, world.is_rank_zero) == (0, 1, True)
+    world.barrier()
     whole = torch.arange(3.0)
-    world.islands.gather(whole)
-    assert world.islands.sent_bytes == 0
+    world.counterparts.all_gather(whole)
+    assert world.counterparts.sent_bytes == 0
     world.close()
+
+
+class Group:
+    timeout_s = 60.0
+
+
+@pytest.fixture
+def contexts():
+    store = HashStore()
+    both = [RankContext(rank, 2, 0, 1, store, Group(), Group(), None, store_heartbeat(store, rank)) for rank in (0, 1)]
+    yield both
+    for context in both:
+        context.heartbeat.close()
+
+
+def test_a_rank_without_heartbeats_is_not_waited_for(contexts, monkeypatch):
+    monkeypatch.setattr(liveness, "SILENCE_LIMIT_S", -1.0)
+    with pytest.raises(ExchangeFailed, match=r"rank 0 waited \d+ s for rank 1 to set record/3/1: its last heartbeat was 0 s ago"):
+        contexts[0].get("record/3/1", of=1)
+
+
+def test_a_rank_that_recorded_an_exit_reason_is_not_waited_for(contexts):
+    FailureAttribution(contexts[1].store, 1, [0, 1]).record_exit_reason("the disk is full")
+    with pytest.raises(ExchangeFailed, match=r"rank 1 to set warm: it has ended \(the disk is full\)"):
+        contexts[0].get("warm", of=1)
+
+
+def test_a_value_in_the_store_is_read_at_once(contexts):
+    contexts[1].set("a", "b")
+    assert contexts[0].get("a", of=1) == "b"

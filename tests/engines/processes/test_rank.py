@@ -19,11 +19,11 @@ from atoll.engines.processes.rank import Share, _sharded_of
 from atoll.engines.processes.rank_log import RankLog, log_of
 from atoll.engines.processes.run_plan import Order, create_folder
 from atoll.engines.processes.spec import Dist, placed
-from atoll.engines.processes.wall_clock import Limit
+from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.engines.warm_start import Cache
 from atoll.runs.folder import RunFolder
 from atoll.telemetry import read_events
-from atoll.testing.process_runs import world_of
+from atoll.testing.process_runs import context_of
 from atoll.testing.workloads import Regression
 
 
@@ -61,7 +61,7 @@ class UntilSaved:
 def shared(group, folder, changed=None, changed_rank=None, checkpoints=None, workload=None):
     """This rank's share of the run in a folder, with settings that are changed here; stopped after so many checkpoints. What it
     says in its log, or the error that it ends with."""
-    world = world_of(group)
+    world = context_of(group)
     run = placed(from_json(RunFolder.open(folder).run_json), world.size)
     if changed is not None and changed_rank in (None, world.rank):
         run = changed
@@ -70,13 +70,13 @@ def shared(group, folder, changed=None, changed_rank=None, checkpoints=None, wor
     path.parent.mkdir(exist_ok=True)
     with open(path, "w") as file:
         order = Order(run, Dist(processes=world.size), Path(folder))
-        share = Share(order, world, "cpu", sinks, workload, RankLog(file), limit=Limit(20.0), cache=Cache())
+        share = Share(order, world, "cpu", sinks, workload, RankLog(file), limit=ExchangeTimeout(20.0), cache=Cache())
         try:
             share.carry_out()
         except (AtollError, Killed) as error:
             return error
         finally:
-            world.pulse.close()
+            world.heartbeat.close()
     return path.read_text()
 
 
@@ -162,9 +162,9 @@ def test_a_run_of_a_workload_of_ones_own_goes_on_to_the_bit_after_it_was_killed(
 
 def drawn_first(group, seed):
     """What a device of an FSDP2 island draws first, for dropout."""
-    run, world, workload = small(fresh_optimizer=False, peak_first=False), world_of(group, 2, inside=True), Regression()
+    run, world, workload = small(fresh_optimizer=False, peak_first=False), context_of(group, 2, inside=True), Regression()
     run = replace(run, inside=FSDP(), cluster=replace(run.cluster, devices_per_island=2), seed=seed)
-    model = _sharded_of(run, workload, workload.loss, world.mesh("cpu", 30.0), "cpu", world.rank)
+    model = _sharded_of(run, workload, workload.loss, world.device_mesh("cpu", 30.0), "cpu", world.rank)
     generator = torch.Generator()
     generator.set_state(model._random)
     return torch.rand(4, generator=generator).tolist()

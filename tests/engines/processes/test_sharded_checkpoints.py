@@ -20,11 +20,11 @@ from atoll.core.errors import AtollError, CheckpointError, ExchangeFailed
 from atoll.core.events import LimitSet
 from atoll.core.flat_tree import Tree
 from atoll.core.pytree import trees
-from atoll.engines.processes.island_role import Cut, Part
-from atoll.engines.processes.process_group import World
+from atoll.engines.processes.island_role import CheckpointPart, ShardSlice
+from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.optim.adam import AdamW
-from atoll.testing.process_runs import engine_of, world_of
+from atoll.testing.process_runs import context_of, engine_of
 from atoll.testing.processes import outcomes, processes
 from atoll.testing.workloads import Regression, RegressionBatches
 
@@ -76,7 +76,7 @@ def timeless(events):
 def taking_part(group, folder, kind, stop=None, workload=WORKLOAD, machines=1, rounds=4):
     """Go on with what is in the folder, or begin, and save after every round; up to its end or to this round."""
     algorithm, inside = ALGORITHMS[kind]
-    world = world_of(group, 1 if inside is None else 2, inside=inside is not None)
+    world = context_of(group, 1 if inside is None else 2, inside=inside is not None)
     here = Path(folder) / f"machine-{world.rank * machines // world.size}"
     checkpoints = ShardedCheckpoints(here, 2, world)
     found = checkpoints.newest()
@@ -225,13 +225,13 @@ def some_parts(world, round):
     """Something shared and something of this rank's own."""
     whole = Tree.of({"w": torch.arange(10.0) + round})
     return {
-        "shared": Part({"params": whole}, Cut(0, 1, "devices")),
-        f"own-{world.rank}": Part({"number": torch.tensor([world.rank + 10 * round])}),
+        "shared": CheckpointPart({"params": whole}, ShardSlice(0, 1, "devices")),
+        f"own-{world.rank}": CheckpointPart({"number": torch.tensor([world.rank + 10 * round])}),
     }
 
 
 def writing(group, folder, rounds):
-    world = world_of(group)
+    world = context_of(group)
     checkpoints = ShardedCheckpoints(Path(folder), 2, world)
     for round in rounds:
         checkpoints.save(round, some_parts(world, round), {"round": round})
@@ -241,7 +241,7 @@ def writing(group, folder, rounds):
 def reading(group, folder):
     """What the newest checkpoint holds, or why it cannot be read."""
     try:
-        world = world_of(group)
+        world = context_of(group)
         checkpoints = ShardedCheckpoints(Path(folder), 2, world)
         found = checkpoints.newest()
         if found is None:
@@ -255,12 +255,12 @@ def reading(group, folder):
 
 def failing(group, folder):
     """One rank has something that cannot be written."""
-    world = world_of(group)
+    world = context_of(group)
     checkpoints = ShardedCheckpoints(Path(folder), 2, world)
     checkpoints.save(1, some_parts(world, 1), {})
     parts = some_parts(world, 2)
     if world.rank == 1:
-        parts["own-1"] = Part({"number": torch.empty(3, device="meta")})
+        parts["own-1"] = CheckpointPart({"number": torch.empty(3, device="meta")})
     try:
         checkpoints.save(2, parts, {})
     except CheckpointError as error:
@@ -269,20 +269,20 @@ def failing(group, folder):
 
 
 @dataclass
-class Mortal(World):
+class Mortal(RankContext):
     """Is killed at a meeting."""
 
     lives: int = 0
 
-    def meet(self):
+    def barrier(self):
         if self.lives == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         self.lives -= 1
-        super().meet()
+        super().barrier()
 
 
 def dying(group, folder, victim, lives):
-    world = world_of(group)
+    world = context_of(group)
     checkpoints = ShardedCheckpoints(Path(folder), 2, world)
     checkpoints.save(1, some_parts(world, 1), {})
     if world.rank == victim:
@@ -361,7 +361,7 @@ def test_machines_that_do_not_see_each_others_files_go_on_to_the_bit(four, tmp_p
 
 def apart(group, folder, rounds):
     """Each rank has a disk of its own, and saves these rounds."""
-    world = world_of(group)
+    world = context_of(group)
     mine = Path(folder) / f"machine-{world.rank}"
     checkpoints = ShardedCheckpoints(mine, 1, world)
     for round in rounds:

@@ -11,7 +11,7 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.core.errors import CheckpointError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Arrived, Dispatched, Evaluated, HubLoad, HubRestarted, IslandLeft, RunFinished, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
-from atoll.engines.processes.round_record import Stretch
+from atoll.engines.processes.round_record import ComputeRecord
 from atoll.engines.ray.hub_actor import HubServer
 from atoll.engines.ray.hub_spec import HubOrder
 from atoll.engines.ray.messages import Brought, bits_of, tree_over
@@ -132,7 +132,7 @@ def begun(store, shelf, **settings):
 
 def brought(told, number, life):
     begin_s = told.now_s
-    stretch = Stretch(begin_s, begin_s, told.steps, float(told.steps), 8, 2.0, True)
+    stretch = ComputeRecord(begin_s, begin_s, told.steps, float(told.steps), 8, 2.0, True)
     return Brought(number, life, told.ticket, begin_s, begin_s, (stretch,), {})
 
 

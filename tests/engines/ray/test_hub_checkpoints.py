@@ -10,10 +10,10 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.core.errors import CheckpointError
 from atoll.core.events import Saved, SaveFailed
 from atoll.core.flat_tree import Tree
-from atoll.engines.processes.wall_clock import WallClock
 from atoll.engines.ray.hub_checkpoints import Saver
 from atoll.engines.ray.hub_load import Load
 from atoll.engines.ray.hub_state import Desk
+from atoll.engines.wall_clock import WallClock
 from atoll.optim.sgd import SGD
 from atoll.telemetry.sinks import Remembered
 

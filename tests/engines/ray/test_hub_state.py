@@ -23,7 +23,7 @@ from atoll.core.events import (
     WindowClosed,
 )
 from atoll.core.flat_tree import Tree
-from atoll.engines.processes.round_record import Stretch
+from atoll.engines.processes.round_record import ComputeRecord
 from atoll.engines.ray.hub_checkpoints import parts_of, restored
 from atoll.engines.ray.hub_state import Desk
 from atoll.engines.ray.messages import Brought
@@ -58,7 +58,7 @@ def ticket(a_desk, number):
 
 def brought(a_desk, number, *, life=0, begin_s=0.0, pushed_s=1.0, loss=2.0, buffers=None):
     steps = a_desk.hub.scheduler.workers[number].out.steps
-    stretch = Stretch(begin_s, pushed_s, steps, float(steps), 8 * steps, loss, True)
+    stretch = ComputeRecord(begin_s, pushed_s, steps, float(steps), 8 * steps, loss, True)
     return Brought(number, life, ticket(a_desk, number), begin_s, pushed_s, (stretch,), buffers or {})
 
 

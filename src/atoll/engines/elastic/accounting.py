@@ -13,7 +13,7 @@ from atoll.engines.accounting import Ledger, RunAccounting
 from atoll.engines.elastic.commit import Met
 from atoll.engines.elastic.data_leases import Settled
 from atoll.engines.elastic.peers import Agreed, Told
-from atoll.engines.processes.event_aggregator import Clerk
+from atoll.engines.processes.event_aggregator import EventAggregator
 
 
 class Chronicle:
@@ -26,7 +26,7 @@ class Chronicle:
         self.here: tuple[str, ...] = ()
         """Who took part in the last commit."""
         self._happened: list[Event] = []
-        self._clerk = Clerk(self.accounting, 1, inside=False, sink=self)
+        self._clerk = EventAggregator(self.accounting, 1, inside=False, sink=self)
 
     def emit(self, event: Event) -> None:
         self._happened.append(event)

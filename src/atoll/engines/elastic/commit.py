@@ -19,9 +19,9 @@ from atoll.engines.elastic.eviction import call, double, who_leaves
 from atoll.engines.elastic.failure_detector import Watch
 from atoll.engines.elastic.membership import CutOff, Found, Member
 from atoll.engines.elastic.state_version import MOST, Generation, Held, epoch_of, sound
-from atoll.engines.processes.collectives import Wire
+from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.transport import Group
-from atoll.engines.processes.wall_clock import Limit
+from atoll.engines.wall_clock import ExchangeTimeout
 
 T = TypeVar("T")
 _CALL_S, _CONNECT_S, _SILENT_S, _MOST_S = 1.0, 2.0, 6.0, 60.0
@@ -110,7 +110,9 @@ class Meetings:
         patience_s: how long a fellow is waited for that is alive and does not come.
     """
 
-    def __init__(self, membership: Finds, limit: Limit, say: Callable[[str], object], *, patience_s: float = 600.0) -> None:
+    def __init__(
+        self, membership: Finds, limit: ExchangeTimeout, say: Callable[[str], object], *, patience_s: float = 600.0
+    ) -> None:
         self.fellows: Mapping[str, str] = {}
         """Who took part in the last commit, and where each can be asked whether it is alive."""
         self._patience_s = patience_s
@@ -135,7 +137,7 @@ class Meetings:
         """Who was found last, and how often they have failed in a row."""
 
     def hold(
-        self, generation: Generation, digest: int, act: Callable[[Wire, tuple[str, ...]], T], *, opening: bool = False
+        self, generation: Generation, digest: int, act: Callable[[GroupCollectives, tuple[str, ...]], T], *, opening: bool = False
     ) -> Met[T]:
         """Do something with all who are there and hold the same state.
 
@@ -169,7 +171,7 @@ class Meetings:
                 self._failures, self._in_a_row = self._failures + 1, self._in_a_row + 1
                 words = f"attempt {self._failures} of round {generation.round} has failed, and those who are left meet again"
                 self.say(f"{words}: {why}")
-                self._limit.go_on()
+                self._limit.restart()
                 continue
             if time.monotonic() - told_s > _TELL_S:
                 told_s = time.monotonic()
@@ -177,13 +179,13 @@ class Meetings:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_AGAIN_S)
 
-    def _attempt(self, mine: Holding, act: Callable[[Wire, tuple[str, ...]], T], began_s: float) -> Met[T]:
+    def _attempt(self, mine: Holding, act: Callable[[GroupCollectives, tuple[str, ...]], T], began_s: float) -> Met[T]:
         found = self._membership.find(mine.generation, self._failures)
         _check_names(found)
         self._look_for_fellows(mine.generation, found.names, began_s)
         limit_s = _CONNECT_S if found.connected else self._call(found)
         group = self._membership.connect(found, limit_s)
-        wire = Wire(group, limit_s=self._limit.begin(), names=found.names)
+        wire = GroupCollectives(group, timeout_s=self._limit.start(), names=found.names)
         self.exchanging = True
         others = {rank: member for rank, member in enumerate(found.members) if rank != found.rank}
         watch = Watch(others, group, self._tolerant(_SILENT_S))
@@ -198,16 +200,23 @@ class Meetings:
             if watch.lost and isinstance(error, ExchangeFailed):
                 raise ExchangeFailed(f"{watch.lost} has not answered for {self._tolerant(_SILENT_S):.0f} s") from error
             raise
-        self._limit.end()
+        self._limit.finish()
         self.blames = frozenset()
         self.vouched = True
         return met
 
-    def _meet(self, wire: Wire, watch: Watch, found: Found, mine: Holding, act: Callable[[Wire, tuple[str, ...]], T]) -> Met[T]:
+    def _meet(
+        self,
+        wire: GroupCollectives,
+        watch: Watch,
+        found: Found,
+        mine: Holding,
+        act: Callable[[GroupCollectives, tuple[str, ...]], T],
+    ) -> Met[T]:
         """All tell what they hold, and those who hold the same act."""
         generation = mine.generation
         self._tried = max(self._tried, generation.epoch)
-        told = wire.tell(
+        told = wire.all_gather_numbers(
             generation.round, generation.epoch, not mine.opening, self._tried + 1, mine.digest, self.vouched, found.me.home
         )
         damaged = [name for name, row in zip(found.names, told, strict=True) if not _is_a_state(row)]
@@ -224,7 +233,7 @@ class Meetings:
         if not any(held[rank].vouched for rank in these):
             raise Unvouched
         out = [rank for rank in range(wire.size) if rank not in (*these, *apart)]
-        wire.leave_out(out)
+        wire.remove(out)
         watch.leave_out(out)
         names = tuple(name for rank, name in enumerate(found.names) if rank not in out)
         self.told = [row for rank, row in enumerate(told) if rank not in out]

@@ -25,11 +25,11 @@ from atoll.engines.elastic.peers import Agreed, ElasticPeers
 from atoll.engines.elastic.state_digest import check_elastic, digest_of
 from atoll.engines.elastic.state_version import NOTHING, Generation
 from atoll.engines.elastic.update_validation import Judge
-from atoll.engines.processes.communication_thread import Line
-from atoll.engines.processes.replica import DistReplica
-from atoll.engines.processes.round_record import Diary, Stretch
-from atoll.engines.processes.wall_clock import WallClock
+from atoll.engines.processes.communication_thread import CommunicationThread
+from atoll.engines.processes.replica import ProcessReplica
+from atoll.engines.processes.round_record import ComputeRecord, RoundRecord
 from atoll.engines.replicated_state import shared_fields, trees_to_device, with_shared
+from atoll.engines.wall_clock import WallClock
 from atoll.replica.local_replica import LocalReplica
 
 _ANEW = 1 << 20
@@ -109,11 +109,11 @@ class ElasticEngine:
         rounds = -(-steps // algorithm.steps_per_round)
         self.leases = Leases(shards=batches.num_shards, batches=self.per_round, units=rounds * islands)
         self.replica = make_replica()
-        self._line = Line(self.replica.device)
+        self._line = CommunicationThread(self.replica.device)
         self.peers = ElasticPeers(meetings, self._line, self._judge, self.clock, home=home, pier=pier, written=written)
         self.state = algorithm.init(params.copy(), self.peers)
         check_elastic(algorithm, self.state)
-        self._diary = Diary()
+        self._diary = RoundRecord()
         self._fruitless = 0
         self._listens = False
         """Whether it was just given the state: a lease that it had before is old, and the others would wait for it."""
@@ -197,7 +197,7 @@ class ElasticEngine:
 
     def _open(self) -> None:
         """Those who are here begin together."""
-        self.peers.begin(self.generation, self._digest, None, self._work, Diary())
+        self.peers.begin(self.generation, self._digest, None, self._work, RoundRecord())
         met = self.peers.assemble()
         self.generation = Generation(self.generation.round, met.epoch)
         self.clock.set(met.result.now_s)
@@ -211,10 +211,10 @@ class ElasticEngine:
 
     def _play_round(self) -> None:
         before, unit = self.state, None if self._listens else self.leases.out.get(self.name)
-        self._diary = Diary()
+        self._diary = RoundRecord()
         self.peers.begin(self.generation, self._digest, unit, self._work, self._diary)
         coroutine = self.algorithm.round(before, self._replica_for(unit), self.peers)
-        after = self._line.drive(coroutine)
+        after = self._line.run(coroutine)
         met = self.peers.met
         if met is None:
             raise ConfigError(f"{type(self.algorithm).__name__} ended a round without a mean, and so without a commit.")
@@ -225,9 +225,9 @@ class ElasticEngine:
     def _replica_for(self, unit: Unit | None) -> Any:
         if unit is None:
             return IdleReplica(self.params)
-        return DistReplica(self.replica, clock=self.clock, note=self._computed, pause_s=self._pause_s, tolerant=True)
+        return ProcessReplica(self.replica, clock=self.clock, note=self._computed, pause_s=self._pause_s, tolerant=True)
 
-    def _computed(self, stretch: Stretch) -> None:
+    def _computed(self, stretch: ComputeRecord) -> None:
         self._diary.stretches.append(stretch)
 
     def _work(self, unit: Unit | None) -> Work:

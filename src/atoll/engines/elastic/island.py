@@ -33,7 +33,7 @@ from atoll.engines.elastic.spec import Invitation
 from atoll.engines.elastic.state_version import NOTHING, Generation
 from atoll.engines.elastic.wait_log import reminding
 from atoll.engines.processes.spec import refuse_too_many_devices
-from atoll.engines.processes.wall_clock import Limit
+from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.engines.warm_start import Cache, WarmStart, load_data, warm_up
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
@@ -131,7 +131,7 @@ class Island:
             self._name, self._roll, self._folder, self._desk, self._minutes, self._origin, self._say, self._limit_s
         )
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
-        limit = Limit(None)
+        limit = ExchangeTimeout(None)
         finds: Finds = self._membership
         if self._corrupter is not None:
             algorithm, finds = self._corrupter.algorithm(algorithm), self._corrupter.membership(finds)

@@ -18,10 +18,10 @@ from atoll.engines.elastic.commit import Disagreed, Meetings, Met
 from atoll.engines.elastic.data_leases import Unit
 from atoll.engines.elastic.state_version import Generation
 from atoll.engines.elastic.update_validation import Brought, Judge
-from atoll.engines.processes.collectives import Wire
-from atoll.engines.processes.communication_thread import Flight, Line, Request
-from atoll.engines.processes.round_record import Diary, Likeness, Meeting
-from atoll.engines.processes.wall_clock import WallClock
+from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.processes.communication_thread import CommunicationThread, Flight, Request
+from atoll.engines.processes.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord
+from atoll.engines.wall_clock import WallClock
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Told:
     pier: str
     donor: str | None
     given_bytes: int
-    diary: Diary
+    diary: RoundRecord
     written: int
     now_s: float
 
@@ -56,7 +56,7 @@ class Told:
     @staticmethod
     def from_text(text: str) -> Told:
         home, pier, donor, given_bytes, line, written, now_s = json.loads(text)
-        return Told(home, pier, donor, given_bytes, Diary.from_line(line), written, now_s)
+        return Told(home, pier, donor, given_bytes, RoundRecord.from_line(line), written, now_s)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ElasticPeers:
     def __init__(
         self,
         meetings: Meetings,
-        line: Line,
+        line: CommunicationThread,
         judge: Judge,
         clock: WallClock,
         *,
@@ -118,13 +118,13 @@ class ElasticPeers:
         self._generation, self._digest = Generation(0, 0), 0
         self._unit: Unit | None = None
         self._work: Callable[[Unit | None], Work] = _no_work
-        self._diary = Diary()
+        self._diary = RoundRecord()
         self.met: Met[Agreed] | None = None
         """What this round's meeting came to."""
         self.rank, self.size = 0, 1
 
     def begin(
-        self, generation: Generation, digest: int, unit: Unit | None, work: Callable[[Unit | None], Work], diary: Diary
+        self, generation: Generation, digest: int, unit: Unit | None, work: Callable[[Unit | None], Work], diary: RoundRecord
     ) -> None:
         """A round begins.
 
@@ -171,20 +171,22 @@ class ElasticPeers:
             lambda: self._meetings.hold(
                 self._generation,
                 self._digest,
-                lambda wire, names: self._vote(wire, names, nothing, [], {}, 0.0, Diary()),
+                lambda wire, names: self._vote(wire, names, nothing, [], {}, 0.0, RoundRecord()),
                 opening=True,
             )
         )
 
     # -------------------------------------------------------------------------------------------------------------- agreeing
 
-    def _agree(self, wire: Wire, names: Sequence[str], tree: Tree, weight: float, compare: bool, arrived_s: float) -> Agreed:
+    def _agree(
+        self, wire: GroupCollectives, names: Sequence[str], tree: Tree, weight: float, compare: bool, arrived_s: float
+    ) -> Agreed:
         rows = self._tell(wire, tree, weight)
         brought = [_brought(row) for row in rows]
         refused = self._judge.refused(brought)
         weights = [0.0 if rank in refused else one.weight for rank, one in enumerate(brought)]
         total = float(sum(weights))
-        diary = Diary(list(self._diary.stretches))
+        diary = RoundRecord(list(self._diary.stretches))
         diary.tokens = sum(stretch.tokens for stretch in diary.stretches) if weights[wire.rank] else 0
         whole = tree.copy() if total else tree.zeros()
         if total:
@@ -192,23 +194,23 @@ class ElasticPeers:
         end_s = self._clock.now_s()
         sent = wire.sent_bytes + self._meetings.wasted_bytes
         control = wire.control_bytes + self._meetings.wasted_control_bytes + self._voted_bytes
-        diary.meetings = [Meeting("mean", arrived_s, end_s, sent, control, total, False, tuple(refused), total == 0)]
+        diary.meetings = [ExchangeRecord("mean", arrived_s, end_s, sent, control, total, False, tuple(refused), total == 0)]
         return self._vote(wire, names, whole, rows, refused, total, diary)
 
-    def _tell(self, wire: Wire, tree: Tree, weight: float) -> list[list[float]]:
+    def _tell(self, wire: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
         """What everybody brings, and the checksums of the slices that it sends, by rank."""
         finite = tree.is_finite() if weight else True
         norm = tree.norm() if weight and finite else 0.0
-        return wire.tell(weight, finite, norm, *(_slice_sums(tree, wire.size) if weight else [0] * wire.size))
+        return wire.all_gather_numbers(weight, finite, norm, *(_slice_sums(tree, wire.size) if weight else [0] * wire.size))
 
     def _average(
         self,
-        wire: Wire,
+        wire: GroupCollectives,
         names: Sequence[str],
         whole: Tree,
         weights: Sequence[float],
         sums: Sequence[float],
-        diary: Diary | None,
+        diary: RoundRecord | None,
     ) -> None:
         heard = [0] * wire.size
         products = torch.zeros(wire.size, wire.size, dtype=torch.float64) if diary is not None else None
@@ -216,34 +218,34 @@ class ElasticPeers:
         def hear(rank: int, piece: torch.Tensor) -> None:
             heard[rank] = checksum(piece, heard[rank])
 
-        wire.scatter_sum(whole.flat, weights, products=products, heard=hear, over=float(sum(weights)))
+        wire.reduce_scatter(whole.flat, weights, inner_products=products, on_received=hear, divide_by=float(sum(weights)))
         damaged = [name for rank, name in enumerate(names) if weights[rank] and rank != wire.rank and heard[rank] != sums[rank]]
         if damaged:
             raise Disagreed(f"what {', '.join(damaged)} sent is not what was told of it: it was damaged on the way", damaged)
-        wire.gather(whole.flat)
+        wire.all_gather(whole.flat)
         if diary is not None and products is not None:
-            diary.likenesses = [Likeness(tuple(map(tuple, products.tolist())), tuple(weights))]
+            diary.likenesses = [DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights))]
 
     def _vote(
         self,
-        wire: Wire,
+        wire: GroupCollectives,
         names: Sequence[str],
         value: Tree,
         rows: Sequence[Sequence[float]],
         refused: dict[int, str],
         weight: float,
-        diary: Diary,
+        diary: RoundRecord,
     ) -> Agreed:
         """Everybody has heard from everybody that all came to the same, and of the same: nothing else tells whether what an island
         said of itself is what the others heard."""
         now_s, before_bytes = self._clock.now_s(), wire.control_bytes
         mine = Told(self._home, self._pier, self._donor, self._given_bytes, diary, self._written().number, now_s)
         try:
-            texts = wire.tell_text(mine.to_text())
+            texts = wire.all_gather_text(mine.to_text())
         except (ValueError, OverflowError, RuntimeError) as error:  # no text, or of no possible length
             raise Disagreed(f"what an island told of itself was damaged on the way: {error}") from error
         heard = zip(_slice_sums(value, wire.size), self._meetings.told, rows or [()] * wire.size, texts, strict=True)
-        came_to = wire.tell(*(combined([total], f"{[*held]}{[*row]}{text}") for total, held, row, text in heard))
+        came_to = wire.all_gather_numbers(*(combined([total], f"{[*held]}{[*row]}{text}") for total, held, row, text in heard))
         if any(one != came_to[0] for one in came_to):
             who = [
                 names[rank] for rank in range(wire.size) if _differ(came_to, rank, wire.rank) or _differ(came_to, wire.rank, rank)

@@ -1,11 +1,11 @@
-"""Collectives of a process group, by pieces: the simulator's sums, to the bit, and the formula's bytes.
+"""Collectives of a process group: the simulator's sums bit for bit, and the bytes that the ring formula predicts.
 
-gloo's own reduce-scatter sends what an all-reduce sends, and its all-reduce adds in an order of its own. Here every rank sends each
-other rank the slice that is to be its own, in pieces, and adds what it receives in rank order. So sums have the simulator's bits
-at any number of ranks, a rank sends exactly what it would send round a ring, and nothing needs more room than a few pieces. Several
-pieces are under way at a time, so that a line's latency is waited for once.
+gloo's reduce-scatter sends as many bytes as an all-reduce, and its all-reduce adds in an order of its own. Here each rank sends
+every other rank the slice which that rank reduces, in pieces, and adds the pieces that it receives in rank order. So sums have the
+simulator's bits at any number of ranks, a rank sends what it would send around a ring, and the buffers for received data hold a few
+pieces only. Several pieces are in flight at a time, so a link's latency counts once.
 
-A wire is used by one thread at a time. Ranks may leave it: who is left goes on.
+One thread at a time uses a `GroupCollectives`. Ranks may leave: the others go on without them.
 """
 
 from __future__ import annotations
@@ -14,236 +14,271 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.layout import shard_range
-from atoll.engines.processes.failure_attribution import Blame
-from atoll.engines.processes.transport import BatchCarrier, Group, Missed, carrier_of
+from atoll.engines.liveness import FailureAttribution
+from atoll.engines.processes.transport import BatchTransport, Group, PeerUnreachable, transport_for
 
 PIECE_BYTES = 1 << 20
-"""gloo moves large messages one way at a time, and messages of this size both ways together. Of two ranks each has but one other to
-hear from at a time: there it is twice as much."""
-UNDER_WAY = 4
-"""Pieces that are sent ahead of those that are waited for."""
-MISSED = "it died, or its line is too slow"
-"""What is said of a rank that was missed."""
-CONTROL = 8  # bytes of a number that travels beside the payload
+"""gloo moves larger messages one way at a time, and messages of this size both ways at once. Between two ranks a piece is twice as
+large, since each rank receives from one other only."""
+PIECES_IN_FLIGHT = 4
+CONTROL_BYTES = 8  # of each number that travels beside the payload
+LOST = "it died, or its link is too slow"
+"""The possible reasons for a rank that does not answer in time."""
 
 
-class Wire:
-    """The collectives of one group.
+class Collectives(Protocol):
+    """What `ProcessPeers` needs of a group; `GroupCollectives` documents each method."""
+
+    timeout_s: float
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    @property
+    def control_bytes(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather_numbers(self, *numbers: float) -> list[list[float]]: ...
+
+    def reduce_scatter(
+        self,
+        flat: Tensor,
+        weights: Sequence[float],
+        sum_dtype: torch.dtype | None = None,
+        *,
+        inner_products: Tensor | None = None,
+        divide_by: float | None = None,
+    ) -> Tensor: ...
+
+    def all_gather(self, whole: Tensor) -> None: ...
+
+
+class GroupCollectives:
+    """The collectives of one process group.
 
     Args:
-        group: a process group that nobody else uses: two threads on one group get each other's messages.
-        limit_s: how long a piece may take before the exchange has failed. It may be changed between two exchanges.
-        piece_bytes: at most so much is sent in one message; none: as much as `PIECE_BYTES` says.
-        blame: finds out who is to be named when somebody is missed; none names the one who was missed here.
-        names: what members are called in errors; else by their rank in the group.
+        group: used by nothing else: two threads on one group receive each other's messages.
+        timeout_s: the most that one piece may take. It may change between two exchanges.
+        piece_bytes: the largest message.
+        attribution: finds the rank that failed first; without it, an error names the rank that was missed here.
+        names: what errors call the members; by default their rank in the group.
     """
 
     def __init__(
         self,
         group: Group,
         *,
-        limit_s: float,
+        timeout_s: float,
         piece_bytes: int | None = None,
-        blame: Blame | None = None,
+        attribution: FailureAttribution | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        self._me = group.rank()
+        self._group_rank = group.rank()
         self._members = list(range(group.size()))
-        self._carrier = carrier_of(group)
-        on_gpu = isinstance(self._carrier, BatchCarrier)
+        self._transport = transport_for(group)
+        on_gpu = isinstance(self._transport, BatchTransport)
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
         self._piece_bytes = piece_bytes or PIECE_BYTES * (2 if group.size() == 2 else 1)
-        self._blame = blame
+        self._attribution = attribution
         self._names = names or [f"rank {rank}" for rank in self._members]
-        self.limit_s = limit_s
+        self.timeout_s = timeout_s
         self.sent_bytes = self.control_bytes = 0
-        """Since the beginning: payload, and what travels beside it."""
+        """Payload and control bytes since the beginning."""
 
     @property
     def rank(self) -> int:
-        """Among those who have not left."""
-        return self._members.index(self._me)
+        """Among the members that have not left."""
+        return self._members.index(self._group_rank)
 
     @property
     def size(self) -> int:
         return len(self._members)
 
-    def leave_out(self, ranks: Sequence[int]) -> None:
+    def remove(self, ranks: Sequence[int]) -> None:
         """These members have left; the ranks of the others close up."""
         self._members = [member for rank, member in enumerate(self._members) if rank not in ranks]
 
     # --------------------------------------------------------------------------------------------------------- collectives
 
-    def tell(self, *numbers: float) -> list[list[float]]:
-        """Everybody's numbers, in rank order."""
+    def all_gather_numbers(self, *numbers: float) -> list[list[float]]:
+        """Every rank's numbers, in rank order."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        theirs = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
-        self._waiting(self._post(dict.fromkeys(self._others(), mine), {rank: theirs[rank] for rank in self._others()}))
-        self.control_bytes += CONTROL * len(numbers) * (self.size - 1)
-        return [numbers_of.tolist() for numbers_of in theirs]
+        rows = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+        self._finish(self._post(dict.fromkeys(self._others(), mine), {rank: rows[rank] for rank in self._others()}))
+        self.control_bytes += CONTROL_BYTES * len(numbers) * (self.size - 1)
+        return [row.tolist() for row in rows]
 
-    def tell_text(self, text: str) -> list[str]:
-        """Everybody's text, in rank order."""
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order."""
         mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        lengths = [int(row[0]) for row in self.tell(len(mine))]
-        theirs = {rank: torch.empty(lengths[rank], dtype=torch.uint8) for rank in self._others()}
-        self._waiting(self._post(dict.fromkeys(self._others(), mine), theirs))
+        lengths = [int(row[0]) for row in self.all_gather_numbers(len(mine))]
+        received = {rank: torch.empty(lengths[rank], dtype=torch.uint8) for rank in self._others()}
+        self._finish(self._post(dict.fromkeys(self._others(), mine), received))
         self.control_bytes += len(mine) * (self.size - 1)
-        return [bytes(theirs.get(rank, mine).tolist()).decode() if rank != self.rank else text for rank in range(self.size)]
+        return [text if rank == self.rank else bytes(received[rank].tolist()).decode() for rank in range(self.size)]
 
-    def tell_those_left(self, *numbers: float, left: Callable[[int], bool]) -> list[list[float] | None]:
-        """`tell` among members of whom some may have left without a word: none in their place.
+    def all_gather_surviving(self, *numbers: float, has_left: Callable[[int], bool]) -> list[list[float] | None]:
+        """`all_gather_numbers` in a group whose members may leave unannounced: None in place of each that has.
 
-        `left` is asked of a member of the group that is missed. All that are there have the same of each other, so that they need
-        not begin again.
+        `has_left` is asked about a member that does not answer. The remaining members receive the same rows of each other, so
+        none of them needs to repeat the exchange.
         """
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        theirs = {rank: torch.empty_like(mine) for rank in self._others()}
-        posted = {rank: self._post({rank: mine}, {rank: theirs[rank]}) for rank in self._others()}
-        told: list[list[float] | None] = [list(numbers)] * self.size
+        received = {rank: torch.empty_like(mine) for rank in self._others()}
+        posted = {rank: self._post({rank: mine}, {rank: received[rank]}) for rank in self._others()}
+        rows: list[list[float] | None] = [list(numbers)] * self.size
         for rank, wait in posted.items():
             try:
                 wait()
-                told[rank] = theirs[rank].tolist()
-            except Missed as missed:
-                if not left(missed.rank):
-                    raise self._failure(missed) from missed
-                told[rank] = None
-        self.control_bytes += CONTROL * len(numbers) * (self.size - 1)
-        return told
+                rows[rank] = received[rank].tolist()
+            except PeerUnreachable as lost:
+                if not has_left(lost.rank):
+                    raise self._failure(lost) from lost
+                rows[rank] = None
+        self.control_bytes += CONTROL_BYTES * len(numbers) * (self.size - 1)
+        return rows
 
-    def post_last_words(self, *numbers: float) -> object:
-        """What members who tell next will hear of this one, and nothing after it. Nobody waits for that: keep what is returned for
-        as long as they may hear it."""
+    def post_final(self, *numbers: float) -> object:
+        """Post the last numbers that the others will gather from this member, without waiting. The caller keeps the returned object
+        alive for as long as they may receive them."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         return [self._post({rank: mine}, {rank: torch.empty_like(mine)}) for rank in self._others()]
 
-    def scatter_sum(
+    def reduce_scatter(
         self,
         flat: Tensor,
         weights: Sequence[float],
-        sums: torch.dtype | None = None,
+        sum_dtype: torch.dtype | None = None,
         *,
-        products: Tensor | None = None,
-        heard: Callable[[int, Tensor], object] | None = None,
-        over: float | None = None,
+        inner_products: Tensor | None = None,
+        on_received: Callable[[int, Tensor], object] | None = None,
+        divide_by: float | None = None,
     ) -> Tensor:
-        """This rank's slice of the sum of everybody's buffer times its weight, added up in rank order, and divided by `over`.
+        """This rank's slice of the weighted sum of all buffers, added in rank order and divided by `divide_by`.
 
-        It lies in `flat`, or in a buffer of its own if it is summed in another precision, `sums`. What weighs nothing is left out.
-        The inner products of everybody's slices are added to `products`, to about six digits. `heard` is shown each piece of
-        another rank before it is added.
+        The result lies in `flat`, or in a new buffer if `sum_dtype` differs. A buffer of weight 0 is left out. The inner products
+        of all ranks' slices are added to `inner_products`, to about six digits. `on_received` is shown each piece of another rank
+        before it is added.
         """
         start, stop = shard_range(flat.numel(), self.rank, self.size)
         mine = flat[start:stop]
-        total = mine if sums in (None, flat.dtype) else torch.empty(stop - start, dtype=sums, device=flat.device)
-        self._pipeline(self._scattering(flat, mine, total, weights, products, heard, over))
+        total = mine if sum_dtype in (None, flat.dtype) else torch.empty(stop - start, dtype=sum_dtype, device=flat.device)
+        pieces = [self._pieces(flat, rank) for rank in range(self.size)]
+
+        def steps() -> Iterator[Callable[[], None]]:
+            for number in range(max(map(len, pieces))):
+                sends = {rank: flat[slice(*pieces[rank][number])] for rank in self._others() if number < len(pieces[rank])}
+                if number >= len(pieces[self.rank]):
+                    yield self._post(sends, {})
+                    continue
+                piece = slice(pieces[self.rank][number][0] - start, pieces[self.rank][number][1] - start)
+                received = {rank: torch.empty_like(mine[piece]) for rank in self._others()}
+                wait = self._post(sends, received)
+                terms = [mine[piece] if rank == self.rank else received[rank] for rank in range(self.size)]
+                yield partial(add, wait, received, terms, total[piece])
+
+        def add(wait: Callable[[], None], received: Mapping[int, Tensor], terms: Sequence[Tensor], out: Tensor) -> None:
+            wait()
+            if on_received is not None:
+                for rank, piece in received.items():
+                    on_received(rank, piece)
+            if inner_products is not None:
+                _add_inner_products(terms, inner_products)
+            weighted_sum(terms, weights, out)
+            if divide_by is not None:
+                out /= divide_by  # while it is in the cache
+
+        self._pipeline(steps())
         self.sent_bytes += (flat.numel() - mine.numel()) * flat.element_size()
         return total
 
-    def _scattering(
-        self,
-        flat: Tensor,
-        mine: Tensor,
-        total: Tensor,
-        weights: Sequence[float],
-        products: Tensor | None,
-        heard: Callable[[int, Tensor], object] | None,
-        over: float | None,
-    ) -> Iterator[Callable[[], None]]:
-        """Each piece of everybody's slice: sent to whom it belongs, and added up by whom it belongs to."""
-        first, _ = shard_range(flat.numel(), self.rank, self.size)
-        cuts = [self._cuts(flat, rank) for rank in range(self.size)]
-        for number in range(max(map(len, cuts))):
-            sends = {rank: flat[slice(*cuts[rank][number])] for rank in self._others() if number < len(cuts[rank])}
-            if number >= len(cuts[self.rank]):
-                yield self._post(sends, {})
-                continue
-            piece = slice(cuts[self.rank][number][0] - first, cuts[self.rank][number][1] - first)
-            theirs = {rank: torch.empty_like(mine[piece]) for rank in self._others()}
-            arrived = partial(_show_when, self._post(sends, theirs), theirs, heard) if heard else self._post(sends, theirs)
-            parts = [mine[piece] if rank == self.rank else theirs[rank] for rank in range(self.size)]
-            yield partial(_add_when, arrived, parts, weights, total[piece], products, over)
-
-    def gather(self, whole: Tensor) -> None:
-        """Everybody's slice of a buffer, of which this rank has filled in its own."""
+    def all_gather(self, whole: Tensor) -> None:
+        """Fill in the other ranks' slices of a buffer that holds this rank's own."""
         start, stop = shard_range(whole.numel(), self.rank, self.size)
-        self._pipeline(self._gathering(whole))
+        pieces = [self._pieces(whole, rank) for rank in range(self.size)]
+        mine = pieces[self.rank]
+
+        def steps() -> Iterator[Callable[[], None]]:
+            for number in range(max(map(len, pieces))):
+                sends = dict.fromkeys(self._others(), whole[slice(*mine[number])]) if number < len(mine) else {}
+                receives = {rank: whole[slice(*pieces[rank][number])] for rank in self._others() if number < len(pieces[rank])}
+                yield self._post(sends, receives)
+
+        self._pipeline(steps())
         self.sent_bytes += (stop - start) * whole.element_size() * (self.size - 1)
 
-    def _gathering(self, whole: Tensor) -> Iterator[Callable[[], None]]:
-        cuts = [self._cuts(whole, rank) for rank in range(self.size)]
-        mine = cuts[self.rank]
-        for number in range(max(map(len, cuts))):
-            sends = dict.fromkeys(self._others(), whole[slice(*mine[number])]) if number < len(mine) else {}
-            receives = {rank: whole[slice(*cuts[rank][number])] for rank in self._others() if number < len(cuts[rank])}
-            yield self._post(sends, receives)
+    def broadcast(self, whole: Tensor) -> None:
+        """Copy rank 0's buffer to all ranks. The bytes are not counted: no algorithm sends them."""
 
-    def hand_out(self, whole: Tensor) -> None:
-        """The first rank's buffer, written into everybody's. Counted nowhere: it is no algorithm's."""
-        self._pipeline(self._handing_out(whole))
+        def steps() -> Iterator[Callable[[], None]]:
+            for start in range(0, whole.numel(), length := max(1, self._piece_bytes // whole.element_size())):
+                piece = whole[start : start + length]
+                yield self._post(dict.fromkeys(self._others(), piece), {}) if self.rank == 0 else self._post({}, {0: piece})
 
-    def _handing_out(self, whole: Tensor) -> Iterator[Callable[[], None]]:
-        for start in range(0, whole.numel(), length := max(1, self._piece_bytes // whole.element_size())):
-            piece = whole[start : start + length]
-            yield self._post(dict.fromkeys(self._others(), piece), {}) if self.rank == 0 else self._post({}, {0: piece})
+        self._pipeline(steps())
 
     # -------------------------------------------------------------------------------------------------------------- pieces
 
     def _pipeline(self, steps: Iterator[Callable[[], None]]) -> None:
-        """Begin steps ahead of those that are finished, in order."""
-        under_way: deque[Callable[[], None]] = deque()
+        """Post steps ahead of the one that is finished, and finish them in order."""
+        in_flight: deque[Callable[[], None]] = deque()
         for step in steps:
-            under_way.append(step)
-            if len(under_way) > UNDER_WAY:
-                self._waiting(under_way.popleft())
-        while under_way:
-            self._waiting(under_way.popleft())
+            in_flight.append(step)
+            if len(in_flight) > PIECES_IN_FLIGHT:
+                self._finish(in_flight.popleft())
+        while in_flight:
+            self._finish(in_flight.popleft())
 
-    def _cuts(self, flat: Tensor, rank: int) -> list[tuple[int, int]]:
-        """Where the pieces of a rank's slice begin and end."""
+    def _pieces(self, flat: Tensor, rank: int) -> list[tuple[int, int]]:
+        """Where the pieces of a rank's slice start and stop."""
         start, stop = shard_range(flat.numel(), rank, self.size)
         length = max(1, self._piece_bytes // flat.element_size())
         return [(at, min(at + length, stop)) for at in range(start, stop, length)]
 
     def _others(self) -> list[int]:
-        """Beginning with the next one, so that not all send to the same at a time."""
+        """The other ranks, beginning with the next one, so that the ranks do not all send to the same one at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _post(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], None]:
-        """Returns what waits for these messages. Who is gone already is missed there, not here."""
+        """Returns a function that waits for these messages. It also raises what failed here."""
         members = self._members
         try:
-            wait = self._carrier.post({members[r]: t for r, t in sends.items()}, {members[r]: t for r, t in receives.items()})
-        except Missed as missed:
-            return partial(_raise, missed)
-        return lambda: wait(self.limit_s)
+            wait = self._transport.post({members[r]: t for r, t in sends.items()}, {members[r]: t for r, t in receives.items()})
+        except PeerUnreachable as lost:
+            return partial(_raise, lost)
+        return lambda: wait(self.timeout_s)
 
-    def _waiting(self, wait: Callable[[], None]) -> None:
+    def _finish(self, wait: Callable[[], None]) -> None:
         try:
             wait()
-        except Missed as missed:
-            raise self._failure(missed) from missed
+        except PeerUnreachable as lost:
+            raise self._failure(lost) from lost
 
-    def _failure(self, missed: Missed) -> ExchangeFailed:
-        guilty, says = self._blame.accuse(missed.rank) if self._blame else (missed.rank, "")
-        words = self._blame.last_words(guilty) if self._blame else ""
-        within = f" within {self.limit_s:g} s" if missed.late else ""
-        if words:
-            why = f"it has ended, with: {words.rstrip('.')}"
-        elif missed.late:
-            why = f"{MISSED} for this limit"
+    def _failure(self, lost: PeerUnreachable) -> ExchangeFailed:
+        failed, reporter = self._attribution.report_missing(lost.rank) if self._attribution else (lost.rank, "")
+        exit_reason = self._attribution.exit_reason(failed) if self._attribution else ""
+        within = f" within {self.timeout_s:g} s" if lost.timed_out else ""
+        if exit_reason:
+            why = f"it has ended, with: {exit_reason.rstrip('.')}"
+        elif lost.timed_out:
+            why = f"{LOST} for this limit"
         else:
-            why = "it has closed its connection, so it has ended" if guilty == missed.rank else "it has ended"
+            why = "it has closed its connection, so it has ended" if failed == lost.rank else "it has ended"
         return ExchangeFailed(
-            f"{self._names[self._me]} could not {missed.doing} {self._names[guilty]}{within}{says}: {why}. What was saved before "
-            f"this round stands. ({missed})"
+            f"{self._names[self._group_rank]} could not {lost.action} {self._names[failed]}{within}{reporter}: {why}. What was "
+            f"saved before this round is valid. ({lost})"
         )
 
 
@@ -251,41 +286,19 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _show_when(arrived: Callable[[], None], theirs: Mapping[int, Tensor], heard: Callable[[int, Tensor], object]) -> None:
-    arrived()
-    for rank, piece in theirs.items():
-        heard(rank, piece)
+def _add_inner_products(terms: Sequence[Tensor], inner_products: Tensor) -> None:
+    """A piece lies in the cache, and is short enough for sums in its own precision."""
+    for one, two in itertools.combinations_with_replacement(range(len(terms)), 2):
+        product = float(torch.dot(terms[one].float(), terms[two].float()))
+        inner_products[one, two] += product
+        inner_products[two, one] += product if one != two else 0.0
 
 
-def _add_when(
-    arrived: Callable[[], None],
-    parts: Sequence[Tensor],
-    weights: Sequence[float],
-    out: Tensor,
-    products: Tensor | None,
-    over: float | None,
-) -> None:
-    arrived()
-    if products is not None:
-        _multiply(parts, products)
-    add_up(parts, weights, out)
-    if over is not None:
-        out /= over  # while it is in the cache
-
-
-def _multiply(parts: Sequence[Tensor], products: Tensor) -> None:
-    """Adds inner products. A piece lies in the cache, and is short enough for its own precision."""
-    for one, two in itertools.combinations_with_replacement(range(len(parts)), 2):
-        product = float(torch.dot(parts[one].float(), parts[two].float()))
-        products[one, two] += product
-        products[two, one] += product if one != two else 0.0
-
-
-def add_up(parts: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+def weighted_sum(terms: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
     """The weighted sum in rank order, rounded after every product and every sum, so that its bits do not depend on where a buffer
-    is cut. Parts are overwritten, and `out` may be one of them."""
+    is cut. Terms are overwritten, and `out` may be one of them."""
     total: Tensor | None = None
-    for part, weight in zip(parts, weights, strict=True):
+    for part, weight in zip(terms, weights, strict=True):
         if weight:
             term = part.to(out.dtype)
             term = term if weight == 1.0 else term.mul_(weight)

@@ -28,7 +28,7 @@ class Request(Generic[T]):
         return result
 
 
-class Line:
+class CommunicationThread:
     """The thread that owns an island's communication.
 
     Args:
@@ -85,7 +85,7 @@ class Line:
         """Have the line do something, and wait for it."""
         return self._submit(function).result()
 
-    def drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end in this thread; what it exchanges is exchanged by the line."""
         try:
             request = coroutine.send(None)

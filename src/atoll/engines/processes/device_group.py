@@ -15,20 +15,20 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Gradient, HoldsWeights, Owner, Replica, Weigh, Work, fields_owned
 from atoll.core.pytree import recycle
 from atoll.engines.accounting import MAX_SKIPPED
-from atoll.engines.processes.communication_thread import Line
-from atoll.engines.processes.island_role import Cut, Load, Part, gathered
-from atoll.engines.processes.peers import DistPeers
-from atoll.engines.processes.process_group import World
-from atoll.engines.processes.replica import DistReplica
-from atoll.engines.processes.round_record import Diary
-from atoll.engines.processes.wall_clock import Limit, WallClock
+from atoll.engines.processes.communication_thread import CommunicationThread
+from atoll.engines.processes.island_role import CheckpointPart, PartLoader, ShardSlice, gathered
+from atoll.engines.processes.peers import ProcessPeers
+from atoll.engines.processes.process_group import RankContext
+from atoll.engines.processes.replica import ProcessReplica
+from atoll.engines.processes.round_record import RoundRecord
 from atoll.engines.replicated_state import given, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.two_level import at_position
 
 
-class Together:
-    """This process's device among those of its island. A seats.Seat, and the Replica that islands train.
+class DeviceGroup:
+    """This process's device among those of its island. A seats.IslandRole, and the Replica that islands train.
 
     Args:
         algorithm: what the devices of an island do together.
@@ -47,24 +47,24 @@ class Together:
         self,
         algorithm: Algorithm[Any],
         replica: LocalReplica,
-        mine: DistReplica,
-        world: World,
-        line: Line,
+        mine: ProcessReplica,
+        world: RankContext,
+        line: CommunicationThread,
         params: Tree,
         *,
         deal: Callable[[int, int, int], Work],
-        diary: Callable[[], Diary],
+        diary: Callable[[], RoundRecord],
         clock: WallClock,
-        limit: Limit,
+        limit: ExchangeTimeout,
     ) -> None:
-        assert world.inside is not None, "an island of one device has no inside"
+        assert world.island_devices is not None, "an island of one device has no inside"
         self.replica = replica
         self._algorithm, self._mine, self._line, self._diary = algorithm, mine, line, diary
-        self._wire, self._island, self._layout = world.inside, world.island, params.layout
+        self._wire, self._island, self._layout = world.island_devices, world.island, params.layout
         self._rank = world.rank
         self._schedule = self._uncommitted = self._committed = self._skipped_in_a_row = 0
-        self._peers = DistPeers(
-            world.inside,
+        self._peers = ProcessPeers(
+            world.island_devices,
             line,
             lambda steps, batches, pieces: deal(batches, pieces, self._schedule),
             params.layout,
@@ -183,20 +183,20 @@ class Together:
 
     # -------------------------------------------------------------------------------------------------------------- saving
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, CheckpointPart]:
         own = {"uncommitted": self._uncommitted, "skipped_in_a_row": self._skipped_in_a_row, "replica": self.replica.state()}
         return {
-            f"inside-{self._island}-shared": Part(shared_fields(self._state)),
-            f"inside-{self._island}-sharded": Part(
-                fields_owned(self._state, Owner.SHARDED), Cut(self._wire.rank, self._wire.size, "devices")
+            f"inside-{self._island}-shared": CheckpointPart(shared_fields(self._state)),
+            f"inside-{self._island}-sharded": CheckpointPart(
+                fields_owned(self._state, Owner.SHARDED), ShardSlice(self._wire.rank, self._wire.size, "devices")
             ),
-            f"device-{self._rank}": Part({**own, "state": fields_owned(self._state, Owner.OWN)}),
+            f"device-{self._rank}": CheckpointPart({**own, "state": fields_owned(self._state, Owner.OWN)}),
         }
 
-    def restore(self, load: Load) -> None:
+    def restore(self, load: PartLoader) -> None:
         here = self.parts()
         like = {**here[f"device-{self._rank}"].value, "replica": None}
-        own = load(f"device-{self._rank}", Part(like))
+        own = load(f"device-{self._rank}", CheckpointPart(like))
         if own is None:  # an island that is new begins with fresh moments, at the weights that the others agreed on
             return
         fields: dict[str, Any] = {}

@@ -22,25 +22,33 @@ from atoll.core.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, 
 from atoll.core.pytree import recycle, trees
 from atoll.engines.accounting import MAX_SKIPPED, RunAccounting
 from atoll.engines.data_positions import DataPositions
-from atoll.engines.processes.communication_thread import Line
-from atoll.engines.processes.device_group import Together
-from atoll.engines.processes.event_aggregator import Clerk
-from atoll.engines.processes.fsdp import Fully, ShardedModel
-from atoll.engines.processes.island_role import Alone, Cut, Load, Part, Seat, check_sliced, gathered
-from atoll.engines.processes.peers import DistPeers
-from atoll.engines.processes.process_group import World
-from atoll.engines.processes.replica import DistReplica
-from atoll.engines.processes.round_record import Diary
-from atoll.engines.processes.store_messages import Journal
-from atoll.engines.processes.wall_clock import Limit, WallClock
+from atoll.engines.processes.communication_thread import CommunicationThread
+from atoll.engines.processes.device_group import DeviceGroup
+from atoll.engines.processes.event_aggregator import EventAggregator
+from atoll.engines.processes.fsdp import FsdpDevice, ShardedModel
+from atoll.engines.processes.island_role import (
+    CheckpointPart,
+    IslandRole,
+    PartLoader,
+    ShardSlice,
+    SingleDevice,
+    check_sliced,
+    gathered,
+)
+from atoll.engines.processes.peers import ProcessPeers
+from atoll.engines.processes.process_group import RankContext
+from atoll.engines.processes.replica import ProcessReplica
+from atoll.engines.processes.round_record import RoundRecord
+from atoll.engines.processes.store_messages import StoreMessages
 from atoll.engines.replicated_state import given, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
 
 _ALIVE_S = 0.5  # between two signs of life
 
 
-class DistEngine:
+class ProcessEngine:
     """Runs one algorithm, as one of many processes.
 
     Args:
@@ -65,7 +73,7 @@ class DistEngine:
         self,
         *,
         algorithm: Algorithm[Any],
-        world: World,
+        world: RankContext,
         params: Tree,
         batches: Batches,
         make_replica: Callable[[int], LocalReplica],
@@ -75,16 +83,18 @@ class DistEngine:
         inside: Algorithm[Any] | None = None,
         make_sharded: Callable[[DeviceMesh], ShardedModel] | None = None,
         evaluate_every: int = 1,
-        save: Callable[[DistEngine], None] | None = None,
+        save: Callable[[ProcessEngine], None] | None = None,
         save_every: int = 1,
-        limit: Limit | None = None,
+        limit: ExchangeTimeout | None = None,
         pause_s: float = 0.0,
     ) -> None:
         self.algorithm, self.world, self.steps = algorithm, world, steps
-        self.accounting = RunAccounting(world.size // world.devices, world.devices if inside is not None else 0, real=True)
+        self.accounting = RunAccounting(
+            world.size // world.devices_per_island, world.devices_per_island if inside is not None else 0, real=True
+        )
         self.clock = WallClock()
         self.round = self.steps_taken = 0
-        self._limit = limit or Limit()
+        self._limit = limit or ExchangeTimeout()
         self._began_s = 0.0
         """What the clock shows when this process begins, or goes on."""
         self._told_s: float | None = None
@@ -92,19 +102,19 @@ class DistEngine:
         self._evaluate, self._sink, self._save = evaluate, sink, save
         self._evaluate_every, self._save_every = evaluate_every, save_every
         self._layout = params.layout
-        self._clerk = Clerk(self.accounting, world.devices, inside=inside is not None, sink=sink)
-        self._journal = Journal(world, self._clerk)
+        self._clerk = EventAggregator(self.accounting, world.devices_per_island, inside=inside is not None, sink=sink)
+        self._journal = StoreMessages(world, self._clerk)
         self._dealing = DataPositions(batches)
-        self._diary = Diary()
+        self._diary = RoundRecord()
         self._handed_out = self._read = self._uncommitted = self._skipped_in_a_row = 0
         self._seen_s = time.monotonic()
         sharded = make_sharded is not None and isinstance(inside, FSDP)
         model = make_sharded(self._mesh(params)) if make_sharded is not None and sharded else make_replica(world.rank)
-        self._line = Line(model.device)
+        self._line = CommunicationThread(model.device)
         self.accounting.counts_device_bytes = not sharded  # what FSDP2 sends, only torch knows
         # Through the diary of the moment: a new one is begun every round.
-        self.peers = DistPeers(
-            world.islands,
+        self.peers = ProcessPeers(
+            world.counterparts,
             self._line,
             self._hand_out,
             params.layout,
@@ -119,9 +129,11 @@ class DistEngine:
         self._load_held()
 
     def _mesh(self, params: Tree) -> DeviceMesh:
-        return self.world.mesh(params.flat.device.type, self._limit.limit_s)
+        return self.world.device_mesh(params.flat.device.type, self._limit.timeout_s)
 
-    def _seated(self, model: LocalReplica | ShardedModel, inside: Algorithm[Any] | None, params: Tree, pause_s: float) -> Seat:
+    def _seated(
+        self, model: LocalReplica | ShardedModel, inside: Algorithm[Any] | None, params: Tree, pause_s: float
+    ) -> IslandRole:
         self._dealing.check_readers(self.world.size, self.algorithm, inside)
         for one in (self.algorithm, inside):
             check_exchange_dtype(one, params.layout)
@@ -130,17 +142,19 @@ class DistEngine:
         common: dict[str, Any] = {"deal": self._deal, "diary": lambda: self._diary, "clock": self.clock}
         model.stopped = self._sign_of_life
         if isinstance(model, ShardedModel):
-            return Fully(model, self.world, params, pause_s=pause_s, **common)
-        mine = DistReplica(model, clock=self.clock, note=self._computed, pause_s=pause_s, where=self._where)
+            return FsdpDevice(model, self.world, params, pause_s=pause_s, **common)
+        mine = ProcessReplica(model, clock=self.clock, note=self._computed, pause_s=pause_s, where=self._where)
         if inside is None:
-            return Alone(model, mine, self.world.rank)
-        return Together(inside, model, mine, self.world, self._line, params, limit=Limit(self._limit.given_s), **common)
+            return SingleDevice(model, mine, self.world.rank)
+        return DeviceGroup(
+            inside, model, mine, self.world, self._line, params, limit=ExchangeTimeout(self._limit.fixed_s), **common
+        )
 
     # -------------------------------------------------------------------------------------------------------- the whole run
 
     def run(self, warm_start_tokens: int = 0) -> RunFinished | None:
         """All rounds that remain. The first rank's figures; none elsewhere."""
-        self.world.meet()
+        self.world.barrier()
         self.clock.set(self._began_s)  # all at the same moment
         self._clerk.begin(self.clock.now_s())
         self._tell_limit()
@@ -151,7 +165,7 @@ class DistEngine:
             self._close_round()
         self.check_digests()
         params = self.params()
-        if not self.world.first:
+        if not self.world.is_rank_zero:
             return None
         finished = self.accounting.finished(self.clock.now_s(), warm_start_tokens, params.digest())
         self._sink.emit(finished)
@@ -163,7 +177,7 @@ class DistEngine:
 
     @property
     def limit_s(self) -> float:
-        return self._limit.limit_s
+        return self._limit.timeout_s
 
     def params(self) -> Tree:
         """The global weights. All processes ask for them together."""
@@ -174,7 +188,7 @@ class DistEngine:
         # Replicas hold the very same, unless they look ahead or something was lost on the way, or in the module.
         if self.algorithm.held(self._state) is mine and all(piece.dtype == mine.flat.dtype for piece in self._layout.pieces):
             return self._local().params()
-        return gathered(self._line, self.world.islands, mine, self._layout)
+        return gathered(self._line, self.world.counterparts, mine, self._layout)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What the module keeps besides its weights."""
@@ -190,7 +204,7 @@ class DistEngine:
         before = self._state
         self._handed_out = self._read = 0
         coroutine = self.algorithm.round(given(before), self._seat.trained(), self.peers)
-        after = self._line.drive(coroutine)
+        after = self._line.run(coroutine)
         if self.peers.flying:
             raise ExchangeFailed(f"rank {self.world.rank} leaves round {self.round} with a flight open. Await it within the round.")
         self._count(after)
@@ -221,7 +235,7 @@ class DistEngine:
         shared = shared_fields(self._state)
         self.steps_taken = whole_steps(shared["steps"]) if "steps" in shared else before + per_round
         self._journal.leave(self._diary, self.round, self.steps_taken, self.clock.now_s())
-        self._diary = Diary()
+        self._diary = RoundRecord()
         self.round += 1
         self._tell_limit()
         if self.over or self._passed(before, self._evaluate_every):
@@ -230,7 +244,7 @@ class DistEngine:
             self._journal.enter_all()
             self.check_digests()
             self._save(self)
-            self._limit.go_on()
+            self._limit.restart()
 
     def _passed(self, before: int, rounds: int) -> bool:
         """Whether the run has just passed a multiple of so many rounds' steps."""
@@ -246,7 +260,7 @@ class DistEngine:
             self._sink.emit(self.accounting.evaluated(metrics, self.clock.now_s()))
 
         self._journal.first_does(self.round, judge)
-        self._limit.go_on()
+        self._limit.restart()
 
     def check_digests(self) -> None:
         """Islands that agreed hold the same bits."""
@@ -256,22 +270,24 @@ class DistEngine:
 
     def _local(self) -> LocalReplica:
         """The replica, where it has the whole of the weights."""
-        assert isinstance(self._seat, Alone), "an algorithm that keeps weights in replicas has islands of one device"
+        assert isinstance(self._seat, SingleDevice), "an algorithm that keeps weights in replicas has islands of one device"
         return self._seat.replica
 
     def _load_held(self) -> None:
         """Where replicas keep the weights from round to round, they are gathered."""
         if isinstance(self.algorithm, HoldsWeights):
             mine = self.algorithm.held(self._state)
-            self._local().load(gathered(self._line, self.world.islands, mine, self._layout))
+            self._local().load(gathered(self._line, self.world.counterparts, mine, self._layout))
 
     # ------------------------------------------------------------------------------------------------------- what is asked for
 
     def _hand_out(self, steps: int, batches: int, pieces: int) -> Work:
         schedule = self.steps_taken + self._handed_out
         self._handed_out += steps
-        if not isinstance(self._seat, Alone):  # its devices are dealt theirs when they ask
-            readers = range(self.world.island * self.world.devices, (self.world.island + 1) * self.world.devices)
+        if not isinstance(self._seat, SingleDevice):  # its devices are dealt theirs when they ask
+            readers = range(
+                self.world.island * self.world.devices_per_island, (self.world.island + 1) * self.world.devices_per_island
+            )
             return Work(shard=readers[0], start=0, schedule=schedule, examples=self._dealing.examples(readers), pieces=pieces)
         return self._deal(batches, pieces, schedule)
 
@@ -290,7 +306,7 @@ class DistEngine:
 
     def _sign_of_life(self) -> bool:
         """Asked before each step. Nobody has to stop."""
-        if self.world.first and time.monotonic() - self._seen_s > _ALIVE_S:
+        if self.world.is_rank_zero and time.monotonic() - self._seen_s > _ALIVE_S:
             self._seen_s = time.monotonic()
             done = min(self.steps, self._seat.replica.steps_taken)
             self._sink.emit(Progress(phase="training", done=done, total=self.steps))
@@ -298,10 +314,10 @@ class DistEngine:
 
     def _tell_limit(self) -> None:
         """Reported when it is first known, and when it has grown a lot."""
-        limit_s = self._limit.limit_s
-        if self.world.first and (self._told_s is None or not self._told_s / 2 < limit_s < self._told_s * 2):
+        limit_s = self._limit.timeout_s
+        if self.world.is_rank_zero and (self._told_s is None or not self._told_s / 2 < limit_s < self._told_s * 2):
             self._told_s = limit_s
-            self._sink.emit(LimitSet(limit_s=limit_s, why=self._limit.why))
+            self._sink.emit(LimitSet(limit_s=limit_s, why=self._limit.reason))
 
     # -------------------------------------------------------------------------------------------------------------- saving
 
@@ -311,20 +327,23 @@ class DistEngine:
         # Of shards that nobody reads now the first rank knows the position; of others those who read them do.
         return {**self.accounting.to_parts(), **progress, "positions": self._dealing.to_parts()}
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, CheckpointPart]:
         """What this process holds, by part. Parts of one name on several processes are slices of a whole, or equal."""
         world, rank = self.world, self.world.rank
         position = self._dealing.positions[rank % len(self._dealing.positions)].as_integer_ratio()
         own = {"uncommitted": self._uncommitted, "skipped_in_a_row": self._skipped_in_a_row}
         return {
-            f"read-{rank}": Part({"position": position}),
-            "shared": Part(shared_fields(self._state), Cut(world.device, world.devices, "devices")),
-            "sharded": Part(fields_owned(self._state, Owner.SHARDED), Cut(world.island, world.size // world.devices, "islands")),
-            f"own-{rank}": Part({**own, "state": fields_owned(self._state, Owner.OWN)}),
+            f"read-{rank}": CheckpointPart({"position": position}),
+            "shared": CheckpointPart(shared_fields(self._state), ShardSlice(world.device, world.devices_per_island, "devices")),
+            "sharded": CheckpointPart(
+                fields_owned(self._state, Owner.SHARDED),
+                ShardSlice(world.island, world.size // world.devices_per_island, "islands"),
+            ),
+            f"own-{rank}": CheckpointPart({**own, "state": fields_owned(self._state, Owner.OWN)}),
             **self._seat.parts(),
         }
 
-    def restore(self, plain: Mapping[str, Any], load: Load) -> None:
+    def restore(self, plain: Mapping[str, Any], load: PartLoader) -> None:
         """Go on from a checkpoint, which another number of processes may have saved."""
         self.round, self.steps_taken = plain["round"], plain["steps"]
         self._began_s = plain["wall_time_s"]
@@ -341,17 +360,19 @@ class DistEngine:
         self._seat.restore(load)
         self._load_held()
 
-    def _restore_positions(self, plain: Mapping[str, Any], load: Load) -> None:
+    def _restore_positions(self, plain: Mapping[str, Any], load: PartLoader) -> None:
         """In each shard, as its first reader left it; else as the first rank knew it, while nobody read it."""
         self._dealing.from_parts(plain["positions"])
         for shard in range(len(self._dealing.positions)):
-            read = load(f"read-{shard}", Part({"position": (0, 1)}))
+            read = load(f"read-{shard}", CheckpointPart({"position": (0, 1)}))
             if read is not None:
                 self._dealing.set(shard, read["position"])
 
     def _restore_books(self, plain: Mapping[str, Any]) -> None:
         """Islands that have gone are forgotten, and new ones begin with nothing."""
-        fresh = RunAccounting(len(self.accounting.ledgers), self.world.devices if self.accounting.device_ledgers else 0, real=True)
+        fresh = RunAccounting(
+            len(self.accounting.ledgers), self.world.devices_per_island if self.accounting.device_ledgers else 0, real=True
+        )
         self.accounting.from_parts(plain)
         self.accounting.ledgers = [*self.accounting.ledgers, *fresh.ledgers[len(self.accounting.ledgers) :]][: len(fresh.ledgers)]
         self.accounting.device_ledgers = [

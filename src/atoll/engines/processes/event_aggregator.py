@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from atoll.core.events import Compared, Event, Exchanged, UpdateSkipped
 from atoll.core.protocols import Sink
 from atoll.engines.accounting import ComputeSpan, RunAccounting
-from atoll.engines.processes.round_record import Diary, Likeness, Meeting
+from atoll.engines.processes.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord
 from atoll.replica.local_replica import ComputeResult
 
 
-class Clerk:
+class EventAggregator:
     """Keeps the books of a run on real processes.
 
     Args:
@@ -32,7 +32,7 @@ class Clerk:
         """The run begins, or goes on, now."""
         self._entered_s = now_s
 
-    def enter(self, diaries: Sequence[Diary], steps: int, now_s: float, islands: Sequence[int] | None = None) -> None:
+    def enter(self, diaries: Sequence[RoundRecord], steps: int, now_s: float, islands: Sequence[int] | None = None) -> None:
         """A round is over: what all ranks did in it, in rank order, and how many steps of the run are over with it. `islands` are
         the numbers of those who were there, if not all were."""
         self._numbers = list(islands) if islands is not None else list(range(len(diaries) // self._devices))
@@ -54,7 +54,7 @@ class Clerk:
             totals.local_updates += len(self._numbers)
         self._sink.emit(self._books.round_finished(steps, len(self._numbers), now_s))
 
-    def _happened(self, diaries: Sequence[Diary]) -> Iterator[Event]:
+    def _happened(self, diaries: Sequence[RoundRecord]) -> Iterator[Event]:
         for rank, diary in enumerate(diaries):
             island, device = divmod(rank, self._devices)
             for one in diary.stretches:
@@ -70,7 +70,7 @@ class Clerk:
             for island in range(len(diaries) // self._devices):
                 yield from self._met_inside(island, diaries[island * self._devices : (island + 1) * self._devices])
 
-    def _exchanged(self, diaries: Sequence[Diary]) -> Iterator[Event]:
+    def _exchanged(self, diaries: Sequence[RoundRecord]) -> Iterator[Event]:
         """Each device has met its counterparts, all at about the same time: one exchange between islands."""
         for meetings in zip(*(diary.meetings for diary in diaries), strict=True):
             by_island = [meetings[at : at + self._devices] for at in range(0, len(meetings), self._devices)]
@@ -79,7 +79,7 @@ class Clerk:
             arrived = [max(meeting.arrived_s for meeting in devices) for devices in by_island]
             yield self._exchange(meetings, arrived, sent, control)
 
-    def _met_inside(self, island: int, diaries: Sequence[Diary]) -> Iterator[Event]:
+    def _met_inside(self, island: int, diaries: Sequence[RoundRecord]) -> Iterator[Event]:
         for meetings in zip(*(diary.inside for diary in diaries), strict=True):
             sent, control = [m.sent_bytes for m in meetings], [m.control_bytes for m in meetings]
             yield self._exchange(meetings, [m.arrived_s for m in meetings], sent, control, island)
@@ -88,7 +88,7 @@ class Clerk:
 
     def _exchange(
         self,
-        meetings: Sequence[Meeting],
+        meetings: Sequence[ExchangeRecord],
         arrived_s: list[float],
         sent_bytes: list[int],
         control_bytes: list[int],
@@ -106,7 +106,7 @@ class Clerk:
             inside=inside,
         )
 
-    def _skipped(self, diaries: Sequence[Diary]) -> Iterator[Event]:
+    def _skipped(self, diaries: Sequence[RoundRecord]) -> Iterator[Event]:
         """The last exchange of a round is what its update is made of."""
         updates = [meeting for meeting in diaries[0].meetings if meeting.what in ("mean", "reduce_scatter")]
         if updates and updates[-1].useless:
@@ -116,7 +116,7 @@ class Clerk:
         number = self._books.totals.round
         return UpdateSkipped(round=number, islands=list(who), virtual_time_s=None, wall_time_s=time_s, inside=inside)
 
-    def _compared(self, likenesses: Sequence[Likeness]) -> Compared:
+    def _compared(self, likenesses: Sequence[DeltaSimilarity]) -> Compared:
         """Each rank knows the inner products over its own slice: the whole is their sum."""
         size, weights = len(likenesses[0].weights), likenesses[0].weights
         products = [[_added(one.products[i][j] for one in likenesses) for j in range(size)] for i in range(size)]

@@ -24,11 +24,11 @@ from atoll.algorithms.fsdp import FSDP
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.protocols import Gradient, Replica, Weigh, Work, Workload
-from atoll.engines.processes.collectives import MISSED
-from atoll.engines.processes.island_role import Load, Part
-from atoll.engines.processes.process_group import World
-from atoll.engines.processes.round_record import Diary, Stretch
-from atoll.engines.processes.wall_clock import WallClock
+from atoll.engines.processes.collectives import LOST
+from atoll.engines.processes.island_role import CheckpointPart, PartLoader
+from atoll.engines.processes.process_group import RankContext
+from atoll.engines.processes.round_record import ComputeRecord, RoundRecord
+from atoll.engines.wall_clock import WallClock
 from atoll.optim.schedules import at
 from atoll.replica.flat_parameters import ModuleWeights, copy_buffers
 from atoll.replica.forward_backward import Loss
@@ -151,8 +151,8 @@ class ShardedModel:
         copy_buffers(self.module, state["buffers"])
 
 
-class Fully:
-    """This process's device of an island that FSDP2 trains. A seats.Seat, and the Replica that islands train.
+class FsdpDevice:
+    """This process's device of an island that FSDP2 trains. A seats.IslandRole, and the Replica that islands train.
 
     Args:
         model: what it trains.
@@ -167,11 +167,11 @@ class Fully:
     def __init__(
         self,
         model: ShardedModel,
-        world: World,
+        world: RankContext,
         params: Tree,
         *,
         deal: Callable[[int, int, int], Work],
-        diary: Callable[[], Diary],
+        diary: Callable[[], RoundRecord],
         clock: WallClock,
         pause_s: float = 0.0,
     ) -> None:
@@ -220,7 +220,7 @@ class Fully:
         diary, self._tokens = self._diary(), self._tokens + tokens
         diary.updates += steps
         batches = float(steps * self.replica.batches_per_step)
-        diary.stretches.append(Stretch(start_s, self._clock.now_s(), 0, batches, tokens, math.fsum(losses) / steps, True))
+        diary.stretches.append(ComputeRecord(start_s, self._clock.now_s(), 0, batches, tokens, math.fsum(losses) / steps, True))
 
     async def gradient(
         self,
@@ -233,11 +233,11 @@ class Fully:
     ) -> Gradient:
         raise ConfigError("an island that FSDP2 trains has no gradient to give. Use DiLoCo between islands, or inside=none.")
 
-    def parts(self) -> dict[str, Part]:
-        return {f"device-{self._rank}": Part(self.replica.state())}
+    def parts(self) -> dict[str, CheckpointPart]:
+        return {f"device-{self._rank}": CheckpointPart(self.replica.state())}
 
-    def restore(self, load: Load) -> None:
-        state = load(f"device-{self._rank}", Part(None))
+    def restore(self, load: PartLoader) -> None:
+        state = load(f"device-{self._rank}", CheckpointPart(None))
         if state is not None:
             self.replica.restore(state)
 
@@ -262,7 +262,7 @@ def _lost(mesh: DeviceMesh) -> Iterator[None]:
             raise
         ranks = [rank for rank in mesh.mesh.flatten().tolist() if rank != dist.get_rank()]
         raise ExchangeFailed(
-            f"rank {dist.get_rank()} lost a device of its island, one of ranks {ranks}, in an FSDP2 exchange: {MISSED} for the "
+            f"rank {dist.get_rank()} lost a device of its island, one of ranks {ranks}, in an FSDP2 exchange: {LOST} for the "
             f"limit of its group. What was saved before this round stands. ({error})"
         ) from error
 

@@ -12,13 +12,13 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
 from atoll.core.protocols import Replica
-from atoll.engines.processes.collectives import Wire
-from atoll.engines.processes.communication_thread import Line
+from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.replica.local_replica import LocalReplica
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSlice:
     """Which slice of how many, one on each of the islands, or on each of the devices of one."""
 
     number: int
@@ -26,7 +26,7 @@ class Cut:
     over: Literal["islands", "devices"]
 
 
-class Part(NamedTuple):
+class CheckpointPart(NamedTuple):
     """A part of a checkpoint.
 
     Attributes:
@@ -35,14 +35,14 @@ class Part(NamedTuple):
     """
 
     value: Any
-    cut: Cut | None = None
+    cut: ShardSlice | None = None
 
 
-Load = Callable[[str, Part], Any]
+PartLoader = Callable[[str, CheckpointPart], Any]
 """Gives back the value of a part, with the types of the one that it is shown; None if there is no such part."""
 
 
-class Model(Protocol):
+class IslandModel(Protocol):
     """What computes here."""
 
     device: str
@@ -52,11 +52,11 @@ class Model(Protocol):
         """What the module keeps besides its weights."""
 
 
-class Seat(Protocol):
+class IslandRole(Protocol):
     """This process's place in its island."""
 
     @property
-    def replica(self) -> Model: ...
+    def replica(self) -> IslandModel: ...
 
     def trained(self) -> Replica:
         """What a round between islands is handed."""
@@ -70,14 +70,14 @@ class Seat(Protocol):
     def tokens(self, read: int) -> int:
         """How many tokens went into updates, of all that were read since this was last asked."""
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, CheckpointPart]:
         """What a checkpoint must hold of it."""
 
-    def restore(self, load: Load) -> None:
+    def restore(self, load: PartLoader) -> None:
         """Go on from a checkpoint."""
 
 
-class Alone:
+class SingleDevice:
     """A device that is an island."""
 
     def __init__(self, replica: LocalReplica, trained: Replica, number: int) -> None:
@@ -95,16 +95,16 @@ class Alone:
     def tokens(self, read: int) -> int:
         return read
 
-    def parts(self) -> dict[str, Part]:
-        return {f"replica-{self._number}": Part(self.replica.state())}
+    def parts(self) -> dict[str, CheckpointPart]:
+        return {f"replica-{self._number}": CheckpointPart(self.replica.state())}
 
-    def restore(self, load: Load) -> None:
-        state = load(f"replica-{self._number}", Part(None))
+    def restore(self, load: PartLoader) -> None:
+        state = load(f"replica-{self._number}", CheckpointPart(None))
         if state is not None:  # an island that is new begins with fresh moments
             self.replica.restore(state)
 
 
-def gathered(line: Line, wire: Wire, mine: Tree, layout: Layout) -> Tree:
+def gathered(line: CommunicationThread, wire: GroupCollectives, mine: Tree, layout: Layout) -> Tree:
     """The whole of which everybody on the wire holds a slice. It is no part of training, and its bytes are counted nowhere."""
 
     def gather() -> Tree:
@@ -112,7 +112,7 @@ def gathered(line: Line, wire: Wire, mine: Tree, layout: Layout) -> Tree:
         whole = Tree(layout, empty(layout.numel, mine.flat.dtype, mine.flat.device))
         start, stop = shard_range(layout.numel, wire.rank, wire.size)
         whole.flat[start:stop].copy_(mine.flat)
-        wire.gather(whole.flat)
+        wire.all_gather(whole.flat)
         wire.sent_bytes = counted
         return whole
 

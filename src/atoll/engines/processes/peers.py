@@ -13,10 +13,10 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.protocols import Mean, Scattered, Work
-from atoll.engines.processes.collectives_protocol import Collectives
-from atoll.engines.processes.communication_thread import Flight, Line, Request
-from atoll.engines.processes.round_record import Likeness, Meeting
-from atoll.engines.processes.wall_clock import Limit, WallClock
+from atoll.engines.processes.collectives import Collectives
+from atoll.engines.processes.communication_thread import CommunicationThread, Flight, Request
+from atoll.engines.processes.round_record import DeltaSimilarity, ExchangeRecord
+from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class _Outcome(Generic[T]):
     unsound: tuple[int, ...] = ()
 
 
-class DistPeers:
+class ProcessPeers:
     """Processes as equals. A protocols.Peers.
 
     Args:
@@ -53,14 +53,14 @@ class DistPeers:
     def __init__(
         self,
         wire: Collectives,
-        line: Line,
+        line: CommunicationThread,
         deal: Callable[[int, int, int], Work],
         layout: Layout,
         *,
         clock: WallClock | None = None,
-        limit: Limit | None = None,
-        note: Callable[[Meeting], object] = lambda meeting: None,
-        liken: Callable[[Likeness], object] | None = None,
+        limit: ExchangeTimeout | None = None,
+        note: Callable[[ExchangeRecord], object] = lambda meeting: None,
+        liken: Callable[[DeltaSimilarity], object] | None = None,
         last: bool = False,
     ) -> None:
         self._wire, self._line, self._deal, self._layout = wire, line, deal, layout
@@ -101,11 +101,11 @@ class DistPeers:
             return _Outcome(Mean(tree.zeros(), 0.0, True, not unsound), 0.0, unsound)
         whole = tree if tree.spare else tree.copy()
         products = torch.zeros(self.size, self.size, dtype=torch.float64) if compare and self._liken is not None else None
-        self._wire.scatter_sum(whole.flat, weights, products=products, over=total)
-        self._wire.gather(whole.flat)
+        self._wire.reduce_scatter(whole.flat, weights, inner_products=products, divide_by=total)
+        self._wire.all_gather(whole.flat)
         value = self._lent(Tree(whole.layout, whole.flat))
         if products is not None and self._liken is not None:
-            self._liken(Likeness(tuple(map(tuple, products.tolist())), tuple(weights)))
+            self._liken(DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights)))
         return _Outcome(Mean(value, total, True, not unsound, self._last), total, unsound)
 
     async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
@@ -115,14 +115,14 @@ class DistPeers:
         weights, unsound = self._tell(weight, tree)
         buffer = self._buffer = Tree(tree.layout, (tree if tree.spare else tree.copy()).flat)
         sums = torch.promote_types(buffer.flat.dtype, torch.float32) if wide else None
-        flat = self._wire.scatter_sum(buffer.flat, [1.0] * self.size, sums)
+        flat = self._wire.reduce_scatter(buffer.flat, [1.0] * self.size, sums)
         value = Tree(buffer.shard(self.rank, self.size).layout, flat)
         total = float(sum(weights))
         return _Outcome(Scattered(value, total, not unsound), total, unsound)
 
     def _tell(self, weight: float, tree: Tree) -> tuple[list[float], tuple[int, ...]]:
         """Everybody's weight, and whose tree is not finite."""
-        told = self._wire.tell(weight, tree.is_finite())
+        told = self._wire.all_gather_numbers(weight, tree.is_finite())
         return [row[0] for row in told], tuple(rank for rank, row in enumerate(told) if not row[1])
 
     async def all_gather(self, shard: Tree) -> Tree:
@@ -136,11 +136,11 @@ class DistPeers:
         mine = buffer.shard(self.rank, self.size).flat
         if mine.data_ptr() != shard.flat.data_ptr():
             mine.copy_(shard.flat)
-        self._wire.gather(buffer.flat)
+        self._wire.all_gather(buffer.flat)
         return buffer
 
     async def total(self, number: float) -> float:
-        return await self._meeting("total", lambda: _Outcome(float(sum(row[0] for row in self._wire.tell(number)))))
+        return await self._meeting("total", lambda: _Outcome(float(sum(row[0] for row in self._wire.all_gather_numbers(number)))))
 
     def _lent(self, tree: Tree) -> Tree:
         """What an exchange made: nobody's, once the round is over."""
@@ -172,14 +172,14 @@ class DistPeers:
         def timed() -> T:
             before = wire.sent_bytes, wire.control_bytes
             if self._limit is not None:
-                wire.limit_s = self._limit.begin()
+                wire.timeout_s = self._limit.start()
             outcome = call()
             end_s = self._clock.now_s()
             if self._limit is not None:
-                self._limit.end()
+                self._limit.finish()
             sent, control = wire.sent_bytes - before[0], wire.control_bytes - before[1]
             useless = what in _UPDATES and (bool(outcome.unsound) or outcome.weight == 0)
-            self._note(Meeting(what, arrived_s, end_s, sent, control, outcome.weight, background, outcome.unsound, useless))
+            self._note(ExchangeRecord(what, arrived_s, end_s, sent, control, outcome.weight, background, outcome.unsound, useless))
             return outcome.result
 
         return Request(timed)

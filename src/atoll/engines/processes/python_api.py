@@ -12,7 +12,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.protocols import Sink, Workload
 from atoll.engines.driver import Result, is_finished, resume
 from atoll.engines.processes.launch import launch
-from atoll.engines.processes.process_group import is_started
+from atoll.engines.processes.process_group import started_by_torchrun
 from atoll.engines.processes.rank import take_part
 from atoll.engines.processes.run_plan import check_same_workload, create_folder, resume_order, start_order
 from atoll.engines.processes.spec import Dist, check_backend, place_of, placed, read_place, write_place
@@ -46,7 +46,7 @@ def run_on(
     check_type("run", run, Run)
     folder = Path(out or default_path(run.recipe, run.seed)).expanduser()
     command = list(command or sys.argv)
-    if is_started():
+    if started_by_torchrun():
         return take_part(
             start_order(run, place, folder, command, workload),
             lambda order: sinks,
@@ -77,7 +77,7 @@ def resume_on(
         command: how the run was asked for, for the record.
     """
     folder, command = Path(out).expanduser(), list(command or sys.argv)
-    if is_started():  # the first rank alone need have the folder
+    if started_by_torchrun():  # the first rank alone need have the folder
         known = place or read_place(folder) or Dist()
         return take_part(
             resume_order(folder, place, command, workload),

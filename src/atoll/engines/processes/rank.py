@@ -29,14 +29,14 @@ from atoll.core.protocols import Algorithm, Sink, Workload
 from atoll.engines.build import loss_of, replica_of, seed_of
 from atoll.engines.checkpoints import Checkpoint, check_origin
 from atoll.engines.driver import Execution, Result, digest_without_size
-from atoll.engines.processes.engine import DistEngine
+from atoll.engines.processes.engine import ProcessEngine
 from atoll.engines.processes.fsdp import ShardedModel
-from atoll.engines.processes.process_group import World, join
+from atoll.engines.processes.process_group import RankContext, create_context
 from atoll.engines.processes.rank_log import RankLog, leave_at_once, own_log, telling_why
 from atoll.engines.processes.run_plan import Order, Prepare, come_together, give_order, take_order
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.engines.processes.spec import START_LIMIT_S, check_backend, own_gpu, pause_s
-from atoll.engines.processes.wall_clock import Limit
+from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.engines.warm_start import Cache, WarmStart, load_data, warm_up
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
@@ -80,22 +80,22 @@ def take_part(
             return _reopened(order, workload, cache) if rank == 0 else None
         device = _take_device(order)  # before there is a group that would take another
         torch.set_num_threads(order.run.cluster.threads_per_island)
-        limit = Limit(order.place.limit_s)
+        limit = ExchangeTimeout(order.place.limit_s)
         _introduce(log, order, limit, f"rank {rank} of {size}", device)
         world = _joined(order, store, rank, size)
-        share = Share(order, world, device, sinks(order) if world.first else (), workload, log, limit=limit, cache=cache)
+        share = Share(order, world, device, sinks(order) if world.is_rank_zero else (), workload, log, limit=limit, cache=cache)
         result = share.carry_out()
-        world.meet()
+        world.barrier()
         world.close()
         return result
 
 
-def _introduce(log: RankLog, order: Order, limit: Limit, name: str, device: str) -> None:
+def _introduce(log: RankLog, order: Order, limit: ExchangeTimeout, name: str, device: str) -> None:
     """The first lines of a log: who writes it, and how long it waits for others."""
     log.say(f"{name} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s), {device}")
     log.say(
-        f"others are waited for {order.place.start_limit_s:g} s outside of rounds; an exchange may take {limit.limit_s:g} s "
-        f"({limit.why})"
+        f"others are waited for {order.place.start_limit_s:g} s outside of rounds; an exchange may take {limit.timeout_s:g} s "
+        f"({limit.reason})"
     )
 
 
@@ -111,9 +111,9 @@ def _take_device(order: Order) -> str:
     return f"cuda:{number}"
 
 
-def _joined(order: Order, store: Store, rank: int, size: int) -> World:
+def _joined(order: Order, store: Store, rank: int, size: int) -> RankContext:
     inside, cluster = order.run.inside is not None, order.run.cluster
-    return join(
+    return create_context(
         store,
         rank,
         size,
@@ -146,13 +146,13 @@ class Share:
     def __init__(
         self,
         order: Order,
-        world: World,
+        world: RankContext,
         device: str,
         sinks: Sequence[Sink],
         workload: Workload | None,
         log: RankLog,
         *,
-        limit: Limit,
+        limit: ExchangeTimeout,
         cache: Cache,
     ) -> None:
         self._run, self._place, self._folder = order.run.resolved, order.place, RunFolder(order.folder)
@@ -167,7 +167,7 @@ class Share:
         checkpoint = self._checkpoints.newest()
         with ExitStack() as stack:
             sink: Sink = Silent()
-            if self._world.first:
+            if self._world.is_rank_zero:
                 self._books.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
                 sink = stack.enter_context(Fanout(self._books.sinks(checkpoint)))
             engine, evaluator, warm_start_tokens = self._set_up(sink, checkpoint)
@@ -181,17 +181,17 @@ class Share:
         evaluator.load(params, engine.buffers())
         return self._books.result(evaluator, params)
 
-    def _set_up(self, sink: Sink, checkpoint: Checkpoint | None) -> tuple[DistEngine, Evaluator | None, int]:
+    def _set_up(self, sink: Sink, checkpoint: Checkpoint | None) -> tuple[ProcessEngine, Evaluator | None, int]:
         """The engine, on the first rank what judges, and the tokens of the warm start, whose weights nobody keeps."""
         run, world = self._run, self._world
         plain = self._given or plain_workload(run, load_data(run, self._cache))
-        if world.first and checkpoint is None:
+        if world.is_rank_zero and checkpoint is None:
             self._books.keep_what_is_read()
             sink.emit(self._books.started(plain, engine="dist"))
         warm = self._warm_start(plain, sink, resuming=checkpoint is not None)
         workload = self._given or island_workload(run, load_data(run, self._cache), warm.params)
         self._origin = {"run": digest_without_size(run), "data": fingerprint(workload)}
-        world.agreed("data", str(self._origin["data"]), "data")
+        world.check_equal("data", str(self._origin["data"]), "data")
         engine, evaluator = self._engine(workload, warm.params, sink)
         if checkpoint is not None:
             check_origin(checkpoint, self._origin, f"rank {self._world.rank}")
@@ -203,13 +203,13 @@ class Share:
         """Made by the first rank, and handed out. A run that goes on has the weights of its checkpoint, and needs those of the warm
         start only if its data are dealt out by them."""
         run, world, steps = self._run, self._world, self._run.train.warm_start_steps
-        if world.first:
+        if world.is_rank_zero:
             warm = warm_up(run, plain, file=self._folder.warm_start, cache=None, sink=sink)
             if steps and not resuming:
                 sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
-            world.leave_word("warm", json.dumps([warm.tokens, repr(warm.loss)]))
+            world.set("warm", json.dumps([warm.tokens, repr(warm.loss)]))
         else:
-            tokens, loss = json.loads(world.word("warm", of=0))
+            tokens, loss = json.loads(world.get("warm", of=0))
             warm = WarmStart(initial_weights(plain, self._device, dtype_of(run)), tokens, float(loss))
         deals_by_weights = self._given is None and needs_weights(run)
         return self._handed_out(warm) if deals_by_weights or not resuming else warm
@@ -217,20 +217,20 @@ class Share:
     def _handed_out(self, warm: WarmStart) -> WarmStart:
         """The first rank's weights. Those that need no training everybody has made, if all came to the same."""
         world = self._world
-        world.leave_word(f"begin/{world.rank}", warm.params.digest())
-        if any(world.word(f"begin/{rank}", of=rank) != world.word("begin/0", of=0) for rank in range(world.size)):
+        world.set(f"begin/{world.rank}", warm.params.digest())
+        if any(world.get(f"begin/{rank}", of=rank) != world.get("begin/0", of=0) for rank in range(world.size)):
             mine = Tree(warm.params.layout, warm.params.flat.cpu().clone())
-            world.everybody.hand_out(mine.flat)
+            world.all_ranks.broadcast(mine.flat)
             self._log.say(f"the first rank's weights were handed out: {mine.flat.nbytes} bytes to each")
             warm = replace(warm, params=mine.to(warm.params.flat.device))
         return warm
 
-    def _engine(self, workload: Workload, params: Tree, sink: Sink) -> tuple[DistEngine, Evaluator | None]:
+    def _engine(self, workload: Workload, params: Tree, sink: Sink) -> tuple[ProcessEngine, Evaluator | None]:
         run, world, device = self._run, self._world, self._device
         loss = loss_of(run, workload)
-        evaluator = Evaluator(workload, device, dtype_of(run)) if world.first else None
+        evaluator = Evaluator(workload, device, dtype_of(run)) if world.is_rank_zero else None
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
-        engine = DistEngine(
+        engine = ProcessEngine(
             algorithm=algorithm,
             world=world,
             params=params.to(device),
@@ -249,12 +249,12 @@ class Share:
         )
         return engine, evaluator
 
-    def _saver(self, sink: Sink) -> Callable[[DistEngine], None]:
-        def save(engine: DistEngine) -> None:
+    def _saver(self, sink: Sink) -> Callable[[ProcessEngine], None]:
+        def save(engine: ProcessEngine) -> None:
             # Before it is written: a log is cut where its checkpoint says, and one that goes on must have this line as any other.
             sink.emit(Saved(round=engine.round, name=f"{engine.round:08}"))
             metadata: dict[str, Any] = {**self._origin, "engine": engine.plain()}
-            if self._world.first:
+            if self._world.is_rank_zero:
                 metadata["events_bytes"] = self._books.log_bytes()
             self._checkpoints.save(engine.round, engine.parts(), metadata)
             self._log.say(f"saved round {engine.round}; an exchange may take {engine.limit_s:g} s")

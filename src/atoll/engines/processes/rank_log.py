@@ -14,7 +14,7 @@ from typing import IO, NoReturn
 from torch.distributed.distributed_c10d import Store
 
 from atoll.core.errors import AtollError, ExchangeFailed
-from atoll.engines.processes.failure_attribution import Blame
+from atoll.engines.liveness import FailureAttribution
 
 MISSED_ANOTHER = 3
 """The exit code of a process that ends because another is missing, or is not what it should be."""
@@ -64,7 +64,7 @@ def telling_why(store: Store, rank: int, size: int) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, ExchangeFailed):
             text = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
-            Blame(store, rank, range(size)).leave_last_words(" ".join(text.split()))
+            FailureAttribution(store, rank, range(size)).record_exit_reason(" ".join(text.split()))
         raise
 
 

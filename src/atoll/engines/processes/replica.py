@@ -10,12 +10,12 @@ from typing import Any
 from atoll.core.errors import TrainingDiverged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Weigh, Work
-from atoll.engines.processes.round_record import Stretch
-from atoll.engines.processes.wall_clock import WallClock
+from atoll.engines.processes.round_record import ComputeRecord
+from atoll.engines.wall_clock import WallClock
 from atoll.replica.local_replica import ComputeResult, LocalReplica
 
 
-class DistReplica:
+class ProcessReplica:
     """This process's model. A protocols.Replica.
 
     Args:
@@ -32,7 +32,7 @@ class DistReplica:
         replica: LocalReplica,
         *,
         clock: WallClock | None = None,
-        note: Callable[[Stretch], object] = lambda stretch: None,
+        note: Callable[[ComputeRecord], object] = lambda stretch: None,
         pause_s: float = 0.0,
         where: Callable[[int], str] = lambda step: f"this island, at step {step} of the round",
         tolerant: bool = False,
@@ -79,5 +79,5 @@ class DistReplica:
                 f"the loss is {worst} on {self._where(step)}. The run stops; what was saved before this round stands. Lower the "
                 f"learning rate, set train.clip_norm, or look at the data there."
             )
-        self._note(Stretch(start_s, self._clock.now_s(), steps, batches, trained.tokens, loss, trained.moved))
+        self._note(ComputeRecord(start_s, self._clock.now_s(), steps, batches, trained.tokens, loss, trained.moved))
         return result

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ComputeRecord:
     """It computed."""
 
     start_s: float
@@ -21,7 +21,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ExchangeRecord:
     """It met others."""
 
     what: str
@@ -38,7 +38,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Likeness:
+class DeltaSimilarity:
     """Inner products of what islands brought to a mean, over this rank's slice: row by row, in rank order."""
 
     products: tuple[tuple[float, ...], ...]
@@ -46,7 +46,7 @@ class Likeness:
 
 
 @dataclass
-class Diary:
+class RoundRecord:
     """One round of one process.
 
     Attributes:
@@ -60,24 +60,26 @@ class Diary:
         likenesses: of what islands brought to means, where these are compared.
     """
 
-    stretches: list[Stretch] = field(default_factory=list)
-    meetings: list[Meeting] = field(default_factory=list)
-    inside: list[Meeting] = field(default_factory=list)
+    stretches: list[ComputeRecord] = field(default_factory=list)
+    meetings: list[ExchangeRecord] = field(default_factory=list)
+    inside: list[ExchangeRecord] = field(default_factory=list)
     tokens: int = 0
     dropped: int = 0
     updates: int = 0
     skipped: list[tuple[int, ...]] = field(default_factory=list)
-    likenesses: list[Likeness] = field(default_factory=list)
+    likenesses: list[DeltaSimilarity] = field(default_factory=list)
 
     def to_line(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_line(line: str) -> Diary:
+    def from_line(line: str) -> RoundRecord:
         record: dict[str, Any] = json.loads(line)
-        record["stretches"] = [Stretch(**stretch) for stretch in record["stretches"]]
+        record["stretches"] = [ComputeRecord(**stretch) for stretch in record["stretches"]]
         for name in ("meetings", "inside"):
-            record[name] = [Meeting(**{**m, "unsound": tuple(m["unsound"])}) for m in record[name]]
-        record["likenesses"] = [Likeness(tuple(map(tuple, x["products"])), tuple(x["weights"])) for x in record["likenesses"]]
+            record[name] = [ExchangeRecord(**{**m, "unsound": tuple(m["unsound"])}) for m in record[name]]
+        record["likenesses"] = [
+            DeltaSimilarity(tuple(map(tuple, x["products"])), tuple(x["weights"])) for x in record["likenesses"]
+        ]
         record["skipped"] = [tuple(devices) for devices in record["skipped"]]
-        return Diary(**record)
+        return RoundRecord(**record)

@@ -17,7 +17,7 @@ from atoll.core.config.json_records import from_json, to_json
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.protocols import Workload
 from atoll.engines.driver import check_workload, is_finished, refuse_impossible
-from atoll.engines.processes.process_group import meet, rank_given, size_given
+from atoll.engines.processes.process_group import init_process_group, torchrun_rank, torchrun_world_size
 from atoll.engines.processes.spec import Dist, check_backend, place_of, placed, write_place
 from atoll.engines.processes.transport import first_sentence
 from atoll.engines.warm_start import Cache
@@ -122,18 +122,18 @@ def check_same_workload(folder: RunFolder, workload: Workload | None) -> None:
 
 
 def come_together(limit_s: float) -> tuple[Store, int, int]:
-    """Find the other processes, as `meet` does. Who has not come when the limit is over is named."""
+    """Find the other processes, as `init_process_group` does. Who has not come when the limit is over is named."""
     try:
         found, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
     except RuntimeError as error:
         raise ExchangeFailed(
-            f"rank {rank_given()} of {size_given()} did not find all others within {limit_s:g} s. See that all of them were "
-            f"started, that they reach the first rank's machine, and that they were given its address; or raise --start-limit. "
-            f"({first_sentence(str(error))})"
+            f"rank {torchrun_rank()} of {torchrun_world_size()} did not find all others within {limit_s:g} s. See that all of them "
+            f"were started, that they reach the first rank's machine, and that they were given its address; or raise "
+            f"--start-limit. ({first_sentence(str(error))})"
         ) from error
     # It is kept until all have met: where the first rank keeps the store itself, both are one.
     wait_for_all(PrefixStore("atoll", found), rank, size, limit_s)
-    return meet(limit_s)
+    return init_process_group(limit_s)
 
 
 def wait_for_all(store: Store, rank: int, size: int, limit_s: float) -> None:

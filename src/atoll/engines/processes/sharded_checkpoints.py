@@ -36,9 +36,9 @@ from atoll.core.pytree import leaves
 from atoll.core.state_packing import Packed, pack, unpack
 from atoll.core.tensor_file import layout_to_json
 from atoll.engines.checkpoints import Checkpoint, Checkpoints
-from atoll.engines.processes.collectives import MISSED
-from atoll.engines.processes.island_role import Cut, Load, Part
-from atoll.engines.processes.process_group import World
+from atoll.engines.processes.collectives import LOST
+from atoll.engines.processes.island_role import CheckpointPart, PartLoader, ShardSlice
+from atoll.engines.processes.process_group import RankContext
 
 _INDEX = ".metadata"
 Lengths = Mapping[str, Mapping[str, int]]
@@ -54,10 +54,10 @@ class ShardedCheckpoints:
         world: this process among all.
     """
 
-    def __init__(self, folder: Path, keep: int, world: World) -> None:
+    def __init__(self, folder: Path, keep: int, world: RankContext) -> None:
         self._kept, self._world = Checkpoints(folder, keep), world
         self._lead = self._find_lead(folder)
-        self._apart = any(lead for (lead,) in world.everybody.tell(float(self._lead)))
+        self._apart = any(lead for (lead,) in world.all_ranks.all_gather_numbers(float(self._lead)))
         """Whether there are machines that do not see the first rank's files."""
 
     def _find_lead(self, folder: Path) -> int:
@@ -65,19 +65,19 @@ class ShardedCheckpoints:
         folder.mkdir(parents=True, exist_ok=True)
         for left_behind in folder.glob(".seen-by-*"):  # by processes that were killed right here
             left_behind.unlink(missing_ok=True)
-        self._world.meet()
+        self._world.barrier()
         mark = folder / f".seen-by-{self._world.rank}"
         mark.touch()
-        self._world.meet()
+        self._world.barrier()
         lead = min(int(path.name.rpartition("-")[2]) for path in folder.glob(".seen-by-*"))
-        self._world.meet()
+        self._world.barrier()
         mark.unlink()
-        self._world.meet()
+        self._world.barrier()
         return lead
 
     # ---------------------------------------------------------------------------------------------------------- saving
 
-    def save(self, round: int, parts: Mapping[str, Part], metadata: Mapping[str, Any]) -> None:
+    def save(self, round: int, parts: Mapping[str, CheckpointPart], metadata: Mapping[str, Any]) -> None:
         """Save what all processes hold. `metadata` is the first rank's."""
         packed = {name: pack(part.value) for name, part in parts.items()}
         told = self._told(({name: one.structure for name, one in packed.items()}, _lengths(packed), dict(metadata)))
@@ -85,16 +85,16 @@ class ShardedCheckpoints:
         content = {**told[0][2], "structures": structures}
         tensors = self._tensors(parts, packed, [theirs for _, theirs, _ in told])
         if self._world.rank != self._lead:
-            self._world.meet()
+            self._world.barrier()
             self._write(self._kept.unfinished(round), tensors)
         else:
             with self._kept.writing(round, content) as folder:
-                self._world.meet()
+                self._world.barrier()
                 self._write(folder, tensors)
                 self._spread_index(folder, round)
-        self._world.meet()
-        if self._apart and self._world.first:
-            self._world.forget(f"index/{round}")
+        self._world.barrier()
+        if self._apart and self._world.is_rank_zero:
+            self._world.delete(f"index/{round}")
 
     def _told(self, mine: Any) -> list[Any]:
         """Everybody's, in rank order."""
@@ -103,13 +103,13 @@ class ShardedCheckpoints:
             dist.all_gather_object(told, mine)
         except RuntimeError as error:
             raise ExchangeFailed(
-                f"rank {self._world.rank} missed another while all told what their checkpoint holds: {MISSED} for this limit. "
+                f"rank {self._world.rank} missed another while all told what their checkpoint holds: {LOST} for this limit. "
                 f"What was saved before stands. ({error})"
             ) from error
         return told
 
     def _tensors(
-        self, parts: Mapping[str, Part], packed: Mapping[str, Packed], lengths: Sequence[Mapping[str, Mapping[str, int]]]
+        self, parts: Mapping[str, CheckpointPart], packed: Mapping[str, Packed], lengths: Sequence[Mapping[str, Mapping[str, int]]]
     ) -> dict[str, Any]:
         """What this process writes, by the names that torch's index has. `lengths` are those of everybody's tensors."""
         found: dict[str, Any] = {}
@@ -127,12 +127,12 @@ class ShardedCheckpoints:
         """Machines that do not see the first rank's files keep a copy of their own of what is shared."""
         return f"{part}@{self._lead}" if self._lead and part.endswith("shared") else part
 
-    def _place(self, name: str, path: str, cut: Cut, lengths: Sequence[Lengths]) -> tuple[int, int]:
+    def _place(self, name: str, path: str, cut: ShardSlice, lengths: Sequence[Lengths]) -> tuple[int, int]:
         """Where this process's slice begins, and how long the whole is. Slices need not be equally long: FSDP2 cuts rows."""
         world = self._world
-        ranks = [world.island * world.devices + number for number in range(cut.count)]
+        ranks = [world.island * world.devices_per_island + number for number in range(cut.count)]
         if cut.over == "islands":
-            ranks = [number * world.devices + world.device for number in range(cut.count)]
+            ranks = [number * world.devices_per_island + world.device for number in range(cut.count)]
         all_of_them = [lengths[rank][name][path] for rank in ranks]
         return sum(all_of_them[: cut.number]), sum(all_of_them)
 
@@ -144,10 +144,10 @@ class ShardedCheckpoints:
 
     def _spread_index(self, folder: Path, round: int) -> None:
         """torch has the first rank write the index. Other machines need it too."""
-        if self._world.first and self._apart:
-            self._world.leave_word(f"index/{round}", base64.b64encode((folder / _INDEX).read_bytes()).decode())
-        elif not self._world.first and not (folder / _INDEX).exists():
-            (folder / _INDEX).write_bytes(base64.b64decode(self._world.word(f"index/{round}", of=0)))
+        if self._world.is_rank_zero and self._apart:
+            self._world.set(f"index/{round}", base64.b64encode((folder / _INDEX).read_bytes()).decode())
+        elif not self._world.is_rank_zero and not (folder / _INDEX).exists():
+            (folder / _INDEX).write_bytes(base64.b64decode(self._world.get(f"index/{round}", of=0)))
 
     # --------------------------------------------------------------------------------------------------------- reading
 
@@ -168,16 +168,18 @@ class ShardedCheckpoints:
         if self._world.rank == self._lead:
             for name in checkpoint.files:
                 self._kept.verify(checkpoint, name)
-        self._world.meet()
+        self._world.barrier()
         return checkpoint
 
-    def loader(self, checkpoint: Checkpoint, parts: Mapping[str, Part]) -> Load:
+    def loader(self, checkpoint: Checkpoint, parts: Mapping[str, CheckpointPart]) -> PartLoader:
         """Reads parts of a checkpoint. `parts` are such as this process has now: they tell how slices are cut."""
         index = FileSystemReader(str(checkpoint.path)).read_metadata().state_dict_metadata
         lengths = self._told(_lengths({name: pack(part.value) for name, part in parts.items()}))
         return lambda name, like: self._load(checkpoint, index, lengths, name, like)
 
-    def _load(self, checkpoint: Checkpoint, index: Mapping[str, Any], lengths: Sequence[Lengths], name: str, like: Part) -> Any:
+    def _load(
+        self, checkpoint: Checkpoint, index: Mapping[str, Any], lengths: Sequence[Lengths], name: str, like: CheckpointPart
+    ) -> Any:
         if name not in checkpoint.metadata["structures"]:
             return None
         structure = copy.deepcopy(checkpoint.metadata["structures"][name])

@@ -12,11 +12,11 @@ from atoll.core.errors import CheckpointError
 from atoll.core.events import Saved, SaveFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
-from atoll.engines.processes.wall_clock import WallClock
 from atoll.engines.ray.hub_load import Load
 from atoll.engines.ray.hub_state import Desk
 from atoll.engines.ray.storage import Keeper, Log
 from atoll.engines.ray.worker_slots import Seat
+from atoll.engines.wall_clock import WallClock
 
 
 class _Snapshot(NamedTuple):

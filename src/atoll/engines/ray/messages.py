@@ -19,7 +19,7 @@ from torch import Tensor
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.protocols import Work
-from atoll.engines.processes.round_record import Stretch
+from atoll.engines.processes.round_record import ComputeRecord
 
 Bits = NDArray[np.uint8]
 
@@ -79,7 +79,7 @@ class Brought(NamedTuple):
     ticket: Ticket
     begin_s: float
     pushed_s: float
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[ComputeRecord, ...]
     buffers: dict[str, NDArray[Any]]
 
     @property

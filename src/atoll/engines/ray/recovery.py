@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from atoll.core.events import HubRestarted, Saved
 from atoll.core.protocols import Sink
-from atoll.engines.processes.wall_clock import WallClock
 from atoll.engines.ray.hub_checkpoints import restored
 from atoll.engines.ray.hub_spec import HubOrder
 from atoll.engines.ray.hub_state import Desk
 from atoll.engines.ray.outbox import Tidings
 from atoll.engines.ray.storage import Kept, Log, Lost
+from atoll.engines.wall_clock import WallClock
 from atoll.runs.cluster import draw
 
 

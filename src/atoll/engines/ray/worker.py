@@ -22,11 +22,11 @@ import torch
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
-from atoll.engines.processes.replica import DistReplica
-from atoll.engines.processes.round_record import Stretch
-from atoll.engines.processes.wall_clock import WallClock
+from atoll.engines.processes.replica import ProcessReplica
+from atoll.engines.processes.round_record import ComputeRecord
 from atoll.engines.ray.hub_client import Reach
 from atoll.engines.ray.messages import Brought, Ticket, Told, Verdict, arrays_of, bits_of, expect_read_only, own_tree
+from atoll.engines.wall_clock import WallClock
 from atoll.engines.worker_round import run_worker_round
 from atoll.replica.local_replica import LocalReplica
 
@@ -152,9 +152,9 @@ class Worker:
         assert told.work is not None
         params = own_tree(bits, self._replica.weights.layout, told.dtype, self._replica.device)
         del bits  # the store may have its room back
-        begin_s, stretches = self._clock.now_s(), list[Stretch]()
+        begin_s, stretches = self._clock.now_s(), list[ComputeRecord]()
         self.reach.hub.began.remote(self._order.number, self._order.life, told.ticket, begin_s)
-        replica = DistReplica(
+        replica = ProcessReplica(
             self._replica,
             clock=self._clock,
             note=stretches.append,
@@ -167,7 +167,7 @@ class Worker:
             params.release()
         return 1
 
-    def _push(self, ticket: Ticket, begin_s: float, stretches: Sequence[Stretch], delta: Tree) -> None:
+    def _push(self, ticket: Ticket, begin_s: float, stretches: Sequence[ComputeRecord], delta: Tree) -> None:
         """Bring a delta, and hear what became of it."""
         assert self._replica is not None
         assert self._made is not None

@@ -20,7 +20,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Arrived, Dispatched, Event, IslandJoined, IslandLeft, Refused, Returned, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Batches, Task, Work
-from atoll.engines.processes.replica import DistReplica
+from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.worker_round import run_worker_round
 from atoll.replica.local_replica import LocalReplica
 
@@ -180,7 +180,7 @@ class _Replay:
         # Several devices of a worker have cut its batches. One that cuts them as small comes to the same bits, unless a device cut
         # its share once more (they are added up in another order), or modules draw random numbers on GPUs (each has its own).
         local.micro_batches = self._micro_batches * task.devices
-        replica = DistReplica(local)
+        replica = ProcessReplica(local)
         delta = run_worker_round(self._algorithm, replica, Task(self._versions[task.version], task.steps, work))
         self._done_with(task)
         return Tree(delta.layout, delta.flat)  # a step may read it more than once

@@ -1,0 +1,164 @@
+"""Liveness of the processes of a run: which of them are alive, and which of them failed first.
+
+- `FailureDetector` takes a peer for dead after a limit of silence. It is told the time and has no thread: every engine can use it,
+  with any way of hearing from a peer.
+- `Heartbeat` calls a function at an interval on a thread of its own. `store_heartbeat` makes one that counts in a torch store.
+- `HeartbeatMonitor` reads another rank's count in that store.
+- `FailureAttribution` finds the rank that failed first. A rank that misses a peer ends too, so its peers miss it in turn.
+
+A closed connection reveals a dead process, but only to the processes that exchange over it. Between exchanges a rank waits for
+values in a store, which knows nothing of failures: there, heartbeats tell.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+from torch.distributed.distributed_c10d import Store
+
+HEARTBEAT_S = 2.0
+SILENCE_LIMIT_S = 30.0
+"""A rank whose count has not changed for this long is taken for dead."""
+_READ_S = 1.0  # a monitor reads the store at most this often
+
+Peer = TypeVar("Peer", bound=Hashable)
+
+
+class FailureDetector(Generic[Peer]):
+    """Takes a peer for dead when it has been silent for longer than a limit.
+
+    >>> detector = FailureDetector(["a", "b"], limit_s=10.0, now_s=0.0)
+    >>> detector.heard("a", now_s=8.0)
+    >>> detector.silent_s("a", now_s=11.0), detector.failed(now_s=11.0)
+    (3.0, ['b'])
+    """
+
+    def __init__(self, peers: Collection[Peer], *, limit_s: float, now_s: float) -> None:
+        self.limit_s = limit_s
+        self._heard_s = dict.fromkeys(peers, now_s)
+
+    def heard(self, peer: Peer, now_s: float) -> None:
+        self._heard_s[peer] = now_s
+
+    def remove(self, peer: Peer) -> None:
+        """The peer has left: its silence means nothing."""
+        self._heard_s.pop(peer, None)
+
+    def silent_s(self, peer: Peer, now_s: float) -> float:
+        return now_s - self._heard_s[peer]
+
+    def failed(self, now_s: float) -> list[Peer]:
+        """The peers that have been silent for longer than the limit."""
+        return [peer for peer in self._heard_s if self.silent_s(peer, now_s) > self.limit_s]
+
+
+class Heartbeat:
+    """Calls `beat` every `interval_s` seconds on a daemon thread, with the number of the beat, until `close` or an OSError or
+    RuntimeError: then the other side is gone, and the next request to it says so."""
+
+    def __init__(self, beat: Callable[[int], object], *, interval_s: float = HEARTBEAT_S) -> None:
+        self._beat, self._interval_s = beat, interval_s
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def _run(self) -> None:
+        number = 0
+        while not self._closed.wait(self._interval_s):
+            number += 1
+            try:
+                self._beat(number)
+            except (OSError, RuntimeError):
+                return
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def store_heartbeat(store: Store, rank: int) -> Heartbeat:
+    """A heartbeat that counts in a store under this rank's key."""
+    store.set(_heartbeat_key(rank), "0")
+    return Heartbeat(lambda number: store.set(_heartbeat_key(rank), str(number)))
+
+
+def _heartbeat_key(rank: int) -> str:
+    return f"heartbeat/{rank}"
+
+
+class HeartbeatMonitor:
+    """Watches another rank's heartbeat and exit reason in the store. A caller may ask in a tight loop: the store is read once a
+    second."""
+
+    def __init__(self, store: Store, rank: int, *, limit_s: float | None = None) -> None:
+        now_s = time.monotonic()
+        self._store, self._rank = store, rank
+        self._detector = FailureDetector([rank], limit_s=SILENCE_LIMIT_S if limit_s is None else limit_s, now_s=now_s)
+        self._count, self._read_s, self._exit_reason = "", 0.0, ""
+
+    def silent_s(self) -> float:
+        """How long ago the rank's count last changed."""
+        now_s = time.monotonic()
+        if now_s - self._read_s > _READ_S:
+            self._read_s = now_s
+            self._exit_reason = FailureAttribution(self._store, self._rank, [self._rank]).exit_reason(0)
+            key = _heartbeat_key(self._rank)
+            count = self._store.get(key).decode() if self._store.check([key]) else ""
+            if count != self._count:
+                self._count = count
+                self._detector.heard(self._rank, now_s)
+        return self._detector.silent_s(self._rank, now_s)
+
+    def failure(self) -> str:
+        """Why the rank is taken for dead, for an error message; empty while it is alive."""
+        silent_s = self.silent_s()
+        if self._exit_reason:
+            return f"it has ended ({self._exit_reason})"
+        return f"its last heartbeat was {silent_s:.0f} s ago" if silent_s > self._detector.limit_s else ""
+
+
+class FailureAttribution:
+    """Reports of missing ranks, in a store that all ranks read.
+
+    Args:
+        store: outlives the ranks.
+        rank: the rank that reports.
+        ranks: the global rank of each member of the group. Methods take and return ranks of the group.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int]) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+
+    def report_missing(self, rank: int) -> tuple[int, str]:
+        """Reports that a rank of the group is missing. Returns the rank that failed first, and who reported it first if another
+        rank did."""
+        failed, path = self._ranks[rank], [self._rank]
+        try:
+            # A cycle has no end: its ranks wait for each other, and each names the one it misses.
+            while (missed := self._missed_by(failed)) is not None and missed not in path:
+                path.append(failed)
+                failed = missed
+            self._store.set(f"missing/{self._rank}", str(failed))
+        except RuntimeError:  # without the store, the missing rank is named
+            return rank, ""
+        if failed not in self._ranks:
+            return rank, f", which missed rank {failed}"
+        return self._ranks.index(failed), f" (rank {path[-1]} missed it first)" if len(path) > 1 else ""
+
+    def record_exit_reason(self, text: str) -> None:
+        """This process ends for a reason of its own, which its peers can then report."""
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.set(f"exit-reason/{self._rank}", text)
+
+    def exit_reason(self, rank: int) -> str:
+        """The reason that this rank of the group recorded when it ended; empty if it recorded none."""
+        key = f"exit-reason/{self._ranks[rank]}"
+        with suppress(RuntimeError):
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        return ""
+
+    def _missed_by(self, rank: int) -> int | None:
+        key = f"missing/{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else None

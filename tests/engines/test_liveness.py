@@ -1,0 +1,100 @@
+"""Heartbeats in a store, and attribution of the first failure."""
+
+import shutil
+import threading
+from datetime import timedelta
+
+from torch.distributed import FileStore, HashStore
+
+from atoll.engines import liveness
+from atoll.engines.liveness import FailureAttribution, Heartbeat, HeartbeatMonitor, store_heartbeat
+
+
+def test_a_count_that_changes_is_a_sign_of_life(monkeypatch):
+    store, now = HashStore(), [100.0]
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    monitor = HeartbeatMonitor(store, 1)
+    store_heartbeat(store, 1).close()
+    assert monitor.silent_s() == 0
+    now[0] += 5
+    assert (monitor.silent_s(), monitor.failure()) == (5, "")
+    store.set("heartbeat/1", "2")
+    now[0] += 5
+    assert monitor.silent_s() == 0
+
+
+def test_a_rank_is_taken_for_dead_after_the_silence_limit_or_with_an_exit_reason(monkeypatch):
+    store, now = HashStore(), [100.0]
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    monitor = HeartbeatMonitor(store, 1)
+    now[0] += liveness.SILENCE_LIMIT_S + 1
+    assert monitor.failure() == "its last heartbeat was 31 s ago"
+    FailureAttribution(store, 1, [0, 1]).record_exit_reason("the disk is full")
+    now[0] += 2
+    assert monitor.failure() == "it has ended (the disk is full)"
+
+
+def test_a_heartbeat_beats_until_it_is_closed_or_the_other_side_is_gone():
+    third, ended = threading.Event(), threading.Event()
+    heartbeat = Heartbeat(lambda number: third.set() if number == 3 else None, interval_s=0.001)
+    assert third.wait(20)
+    heartbeat.close()
+
+    def gone(number):
+        ended.set()
+        raise ConnectionError
+
+    Heartbeat(gone, interval_s=0.001)
+    assert ended.wait(20)
+
+
+def attributions(size=5):
+    store = HashStore()
+    return [FailureAttribution(store, rank, range(size)) for rank in range(size)]
+
+
+def test_a_rank_that_reported_nothing_is_named_itself():
+    zero, *_ = attributions()
+    assert zero.report_missing(3) == (3, "")
+
+
+def test_a_rank_that_ended_because_it_missed_another_is_not_named_but_that_other_is():
+    zero, one, two, *_ = attributions()
+    assert zero.report_missing(4) == (4, "")
+    assert one.report_missing(0) == (4, " (rank 0 missed it first)")
+    assert two.report_missing(1) == (4, " (rank 1 missed it first)"), "along the chain: 1 reports what 0 reported"
+
+
+def test_two_ranks_that_miss_each_other_name_each_other_and_never_themselves():
+    zero, one, *_ = attributions()
+    assert zero.report_missing(1)[0] == 1
+    assert one.report_missing(0)[0] == 0
+    assert zero.report_missing(1)[0] == 1, "also after the other's report"
+
+
+def test_a_cycle_of_reports_comes_to_an_end():
+    zero, one, two, three, *_ = attributions()
+    one.report_missing(2)
+    two.report_missing(3)
+    three.report_missing(1)
+    assert zero.report_missing(1)[0] in (1, 2, 3)
+
+
+def test_members_are_named_by_their_rank_in_the_group_and_other_ranks_by_their_global_rank():
+    store = HashStore()
+    all_ranks = [FailureAttribution(store, rank, range(6)) for rank in range(6)]
+    counterparts = FailureAttribution(store, 1, [1, 3, 5])
+    assert counterparts.report_missing(2) == (2, ""), "global rank 5"
+    assert all_ranks[0].report_missing(1) == (5, " (rank 1 missed it first)")
+    all_ranks[3].report_missing(4)
+    assert FailureAttribution(store, 5, [1, 3, 5]).report_missing(1) == (1, ", which missed rank 4"), "rank 4 is in another group"
+
+
+def test_without_the_store_the_missing_rank_is_named(tmp_path):
+    folder = tmp_path / "store"
+    folder.mkdir()
+    store = FileStore(str(folder / "values"), 3)
+    store.set_timeout(timedelta(milliseconds=50))
+    attribution = FailureAttribution(store, 0, range(3))
+    shutil.rmtree(folder)
+    assert attribution.report_missing(2) == (2, "")
