@@ -29,8 +29,7 @@ from atoll.runs.cluster import Cluster
 from atoll.runs.network import Link
 from atoll.telemetry.figures import COLOURS, new_figure, save_figure
 from atoll.telemetry.units import human_bytes, human_percent
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression, simulate
 from page import fill
 from progress import Watch
 from record import Record, default_path, markdown_table, script

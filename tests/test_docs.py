@@ -22,7 +22,7 @@ from atoll.core.events import Event, RoundFinished
 from atoll.data.text import Text
 from atoll.runs.run import candidates
 from atoll.telemetry.summary import Summary
-from atoll.testing.small_runs import SMALL as TINY
+from atoll.testing.simulated_runs import SMALL as TINY
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

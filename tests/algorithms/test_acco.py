@@ -19,8 +19,7 @@ from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.testing.conformance import digests
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, drive
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 COSINE = Cosine(lr=0.05, steps=8, warmup=2, floor=0.001)
 

@@ -21,9 +21,7 @@ from atoll.runs.cluster import Cluster
 from atoll.runs.network import Link
 from atoll.runs.run import candidates
 from atoll.testing.conformance import detached, digests
-from atoll.testing.simulated_runs import simulate, simulator
-from atoll.testing.small_runs import SMALL
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import SMALL, Regression, RegressionBatches, simulate, simulator
 
 # --------------------------------------------------------------------------------------------- every micro-batch counted once
 

@@ -10,8 +10,7 @@ from atoll.engines.simulator.collectives import RoundAborted
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Lost
-from atoll.testing.simulated_runs import Recorder, simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, simulate
 
 # ---------------------------------------------------------------------------------------------------------- gradient descent
 

@@ -13,8 +13,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.runs.network import Link
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression, simulate
 
 
 def times_per_update(algorithm, m, step_time_s=(1.0,), islands=2, steps=6):

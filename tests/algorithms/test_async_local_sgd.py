@@ -21,8 +21,7 @@ from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
 from atoll.runs.network import Link
 from atoll.testing.fakes import FakeReplica, ScriptedHub, drive
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 FREE = Link(latency_s=0.0, bandwidth_mbit_per_s=math.inf)
 VERY_S = (0.58, 0.75, 1.51, 3.33)

@@ -8,8 +8,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 
 def slope(workload, params, islands, position):

@@ -16,8 +16,7 @@ from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster, Lost
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 
 def ones(value=1.0):

@@ -22,8 +22,7 @@ from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.testing.conformance import digests
 from atoll.testing.fakes import ScriptedPeers, drive
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 KINDS = [ZeRO1, ACCO, DPU, WP]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

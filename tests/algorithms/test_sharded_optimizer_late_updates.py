@@ -17,8 +17,7 @@ from atoll.runs.cluster import Away, Cluster, Lost
 from atoll.runs.network import Link
 from atoll.testing.conformance import digests
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 each_kind = pytest.mark.parametrize("kind", [DPU, WP])
 

@@ -13,8 +13,7 @@ from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 
 def slope(workload, params, islands, position):

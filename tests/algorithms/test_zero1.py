@@ -16,8 +16,7 @@ from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Lost
 from atoll.runs.network import Link
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression, simulate
 
 RULES = [AdamW(lr=0.1), AdamW(lr=Cosine(lr=0.1, steps=8, warmup=2), weight_decay=0.5), SGD(lr=0.05)]
 

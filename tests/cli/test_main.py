@@ -12,9 +12,9 @@ from atoll import recipes
 from atoll.core.events import Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
 from atoll.runs.export import load_exported
 from atoll.telemetry import JsonlSink, read_progress
-from atoll.testing.async_events import arrived
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
-from atoll.testing.small_runs import SMALL as TINY
+from atoll.testing.simulated_runs import SMALL as TINY
+from atoll.testing.simulated_runs import arrived
 
 SMALL = [*TINY, "train.steps=6", "train.warm_start_steps=0"]
 

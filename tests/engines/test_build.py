@@ -15,7 +15,7 @@ from atoll.data.partition import ByDomain
 from atoll.engines.build import device_of, island_workload, plain_workload, replica_of
 from atoll.optim.adam import AdamW
 from atoll.runs.run import candidates
-from atoll.testing.small_runs import SMALL as TINY
+from atoll.testing.simulated_runs import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=20", "algorithm.inner_steps=3"]
 

@@ -8,7 +8,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
 from atoll.engines.data_positions import DataPositions
-from atoll.testing.workloads import RegressionBatches
+from atoll.testing.simulated_runs import RegressionBatches
 
 
 def test_readers_of_one_shard_never_read_the_same_batch():

@@ -26,8 +26,8 @@ from atoll.runs.generate import generate
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import read_events
 from atoll.telemetry.sinks import Remembered
-from atoll.testing.small_runs import SMALL as TINY
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import SMALL as TINY
+from atoll.testing.simulated_runs import Regression
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=4", "keep.evaluate_every=3", "keep.save_every=3"]
 DILOCO = [*SMALL, "algorithm.inner_steps=3"]

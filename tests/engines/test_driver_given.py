@@ -9,8 +9,7 @@ from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.engines import driver
 from atoll.runs.run import candidates
-from atoll.testing.small_runs import SMALL
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import SMALL, Regression
 
 RUN = override(recipes.demo_diloco(), [*SMALL, "train.steps=2", "train.warm_start_steps=0", "algorithm.inner_steps=1"], candidates)
 

@@ -11,7 +11,7 @@ from atoll.engines.build import plain_workload, replica_of
 from atoll.engines.warm_start import Cache, load_data, warm_start, warm_up
 from atoll.runs.run import candidates
 from atoll.telemetry.sinks import Remembered
-from atoll.testing.small_runs import SMALL as TINY
+from atoll.testing.simulated_runs import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=20", "algorithm.inner_steps=3"]
 

@@ -14,7 +14,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression
 
 transformers = pytest.importorskip("transformers")
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerControl, TrainerState  # noqa: E402

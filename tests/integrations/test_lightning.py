@@ -15,7 +15,7 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression
 
 lightning = pytest.importorskip("lightning.pytorch")
 from atoll.integrations.lightning import IslandsCallback, alone  # noqa: E402

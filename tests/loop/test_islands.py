@@ -18,8 +18,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.replica.micro_batches import split_batch
 from atoll.runs.cluster import Cluster
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression, simulate
 
 WORKLOAD = Regression(hidden=3)
 TRAINING = [DiLoCo(inner_steps=3), DiLoCo(inner_steps=2, weighting="examples"), DiLoCo(inner_steps=1, outer=SGD(lr=1.0))]

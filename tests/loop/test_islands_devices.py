@@ -16,7 +16,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
 from atoll.optim.adam import AdamW
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches
 
 WORKLOAD = Regression(hidden=16, batches=RegressionBatches(batch_size=4))
 ALGORITHM = DiLoCo(inner_steps=3)

@@ -15,7 +15,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression
 
 WORKLOAD = Regression(hidden=3)
 STEPPING = [

@@ -14,7 +14,7 @@ from atoll.core.errors import TrainingDiverged
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import MAX_SKIPPED
 from atoll.optim.sgd import SGD
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression
 
 WORKLOAD = Regression(hidden=3)
 ALGORITHM = DiLoCo(inner_steps=3)

@@ -13,7 +13,7 @@ from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression
 
 WORKLOAD = Regression(hidden=3)
 

@@ -9,7 +9,7 @@ from atoll.core.protocols import Work
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.replica.local_replica import LocalReplica
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches
 
 WORK = Work(shard=0, start=0, schedule=0, examples=1)
 

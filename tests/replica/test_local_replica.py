@@ -14,7 +14,7 @@ from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.micro_batches import batch_length, two_examples
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression
 
 WORKLOAD = Regression(hidden=6)
 

@@ -13,8 +13,7 @@ from atoll.optim.adam import AdamW
 from atoll.replica.master_weights import check_exchange_dtype
 from atoll.runs.cluster import Cluster
 from atoll.testing.process_runs import ran
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression, simulate
 
 RULE = AdamW(lr=0.05)
 

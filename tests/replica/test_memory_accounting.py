@@ -19,7 +19,7 @@ from atoll.replica.local_replica import LocalReplica, TrainJob
 from atoll.replica.memory_accounting import STATE, Storages, add_replica, add_storages, by_kind, paper_formula, total_bytes
 from atoll.replica.vmap_stack import VmapStack
 from atoll.testing.island_memory import SmallBatches
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression
 
 
 def tree(count=10):

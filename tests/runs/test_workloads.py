@@ -32,8 +32,7 @@ from atoll.runs.network import Link
 from atoll.runs.run import Keep, Run, Train, candidates
 from atoll.runs.workloads import ToyWorkload, fingerprint, island_workload, plain_workload
 from atoll.telemetry.event_log import read_events
-from atoll.testing.small_runs import SMALL
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import SMALL, Regression
 
 TOY = Run(
     recipe="toy",

@@ -19,8 +19,7 @@ from atoll.telemetry.plots_overlap import overlap_figure
 from atoll.telemetry.running_totals import Tally
 from atoll.telemetry.trace import write_trace
 from atoll.telemetry.units import human_bytes, human_count
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 CLUSTER = Cluster(
     islands=2,

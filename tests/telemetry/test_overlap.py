@@ -19,7 +19,7 @@ from atoll.runs.network import Link
 from atoll.telemetry import JsonlSink, Overlap, read_overlap, read_summary
 from atoll.telemetry.overlap import worth_telling
 from atoll.telemetry.overlap_text import overlap_headlines, overlap_section
-from atoll.testing.simulated_runs import Simulated, simulate
+from atoll.testing.simulated_runs import SimulatedRun, simulate
 
 UNEQUAL = Cluster(islands=3, step_time_s=(1.0, 1.0, 3.0), link=Link(latency_s=0.05, bandwidth_mbit_per_s=math.inf))
 
@@ -29,7 +29,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def summed_up(done: Simulated):
+def summed_up(done: SimulatedRun):
     overlap = Overlap()
     for event in done.events:
         overlap.take(event)

@@ -10,8 +10,7 @@ from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
 from atoll.testing.echo_peers import EchoPeers, EchoReplica, take_turns
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression, simulate
 
 
 def ones(count=8, dtype=torch.float32):

@@ -20,8 +20,7 @@ from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Lost, Outage
 from atoll.testing.conformance import detached, digests
 from atoll.testing.fakes import FakeReplica, ScriptedHub, drive
-from atoll.testing.simulated_runs import Recorder, Simulated, simulate, simulator
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Recorder, Regression, SimulatedRun, simulate, simulator
 
 
 def check_async_algorithm(algorithm: AsyncAlgorithm[Any]) -> None:
@@ -94,7 +93,7 @@ def check_resumes_to_the_bit_at_any_hub_step(algorithm: AsyncAlgorithm[Any]) -> 
 def check_nothing_is_counted_twice_or_lost(algorithm: AsyncAlgorithm[Any]) -> None:
     """What shards were counted for is what arrived and what is still out; what came to nothing was put back."""
     engine, sink = _eventful_run(algorithm)
-    done = Simulated(engine.params, engine, sink.events, None)  # type: ignore[arg-type]
+    done = SimulatedRun(engine.params, engine, sink.events, None)  # type: ignore[arg-type]
     arrived, back = done.of(Arrived), done.of(Returned)
     assert back, "nothing was put back: the cluster was too kind"
     assert sum(event.steps for event in arrived) == engine.accounting.totals.local_updates

@@ -24,8 +24,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Lost
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
-from atoll.testing.simulated_runs import Recorder, simulate, simulator
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Recorder, Regression, simulate, simulator
 
 # --------------------------------------------------------------------------------------------------------------- rules
 

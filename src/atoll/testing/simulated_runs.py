@@ -1,12 +1,16 @@
-"""A whole simulated run in one call, for tests and experiments with algorithms."""
+"""A small regression workload, and a whole simulated run of it in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from atoll.core.events import Event, RunFinished
+import torch
+from torch import Tensor, nn
+
+from atoll.core.events import Arrived, Event, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Workload
 from atoll.engines.simulator.async_engine import AsyncSimEngine
@@ -15,11 +19,92 @@ from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import InnerRule, LocalReplica
 from atoll.runs.cluster import Cluster
-from atoll.testing.workloads import Regression
+
+SMALL = (
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "model.head_size=8",
+    "data.limit_bytes=60000",
+    "data.seq_len=16",
+    "data.eval_batches=2",
+    "train.batch_size=4",
+    "optimizer.lr.warmup=2",
+)
+"""Settings with which a text recipe takes a fraction of a second. Set `train.steps` and `train.warm_start_steps` besides."""
+
+RegressionBatch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class RegressionBatches:
+    """Noisy points of a plane, in shards. With `full_batch` each batch is the whole shard."""
+
+    num_shards: int = 4
+    shard_examples: int = 32
+    batch_size: int = 8
+    dimensions: int = 5
+    full_batch: bool = False
+    seed: int = 0
+
+    @cached_property
+    def _points(self) -> RegressionBatch:
+        generator = torch.Generator().manual_seed(self.seed)
+        inputs = torch.randn(self.num_shards, self.shard_examples, self.dimensions, generator=generator)
+        plane = torch.linspace(-1, 1, self.dimensions)
+        noise = 0.1 * torch.randn(self.num_shards, self.shard_examples, generator=generator)
+        return inputs, inputs @ plane + 0.5 + noise
+
+    def examples(self, shard: int) -> int:
+        return self.shard_examples
+
+    def batch(self, shard: int, position: int) -> RegressionBatch:
+        inputs, targets = self._points
+        if self.full_batch:
+            return inputs[shard], targets[shard]
+        chosen = (torch.arange(self.batch_size) + position * self.batch_size) % self.shard_examples
+        return inputs[shard][chosen], targets[shard][chosen]
+
+    def tokens(self, batch: RegressionBatch) -> int:
+        return len(batch[0])
+
+    def all_examples(self) -> RegressionBatch:
+        inputs, targets = self._points
+        return inputs.flatten(0, 1), targets.flatten()
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A linear model, or one with a hidden layer and dropout, on `RegressionBatches`."""
+
+    batches: RegressionBatches = RegressionBatches()
+    hidden: int = 0
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+    def module(self) -> nn.Module:
+        generator = torch.Generator().manual_seed(1)
+        size = self.batches.dimensions
+        layers: list[nn.Module] = [nn.Linear(size, self.hidden or 1)]
+        if self.hidden:
+            layers += [nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(self.hidden, 1)]
+        module = nn.Sequential(*layers).to(self.dtype)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=self.dtype) / size**0.5)
+        return module
+
+    def loss(self, module: nn.Module, batch: RegressionBatch) -> Tensor:
+        inputs, targets = batch
+        error: Tensor = module(inputs.to(self.dtype)).squeeze(1) - targets.to(self.dtype)
+        return error.square().mean()
+
+    def evaluate(self, module: nn.Module) -> Mapping[str, float]:
+        return {"loss": float(self.loss(module, self.batches.all_examples()))}
 
 
 class Recorder:
-    """A sink that keeps what it is given."""
+    """A sink that stores events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -28,12 +113,13 @@ class Recorder:
         self.events.append(event)
 
     def lines(self) -> list[str]:
+        """The lines that events.jsonl would have."""
         return [event.to_json() for event in self.events if event.recorded]
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """What came of it."""
+class SimulatedRun:
+    """The result of `simulate`: final weights, the engine, all events, and the last of them."""
 
     params: Tree
     engine: SimEngine | AsyncSimEngine
@@ -41,7 +127,7 @@ class Simulated:
     finished: RunFinished
 
     def of(self, *kinds: type[Event]) -> list[Any]:
-        """The events of these kinds, in order."""
+        """The events of these classes, in order."""
         return [event for event in self.events if isinstance(event, kinds)]
 
 
@@ -61,10 +147,10 @@ def simulator(
     sink: Recorder | None = None,
     inside: Algorithm[Any] | None = None,
 ) -> tuple[SimEngine | AsyncSimEngine, Recorder]:
-    """An engine ready to run, and the sink it reports to. By default: a linear model, inner SGD(0.05), four equal islands.
+    """An engine ready to run, and its sink. By default: a linear model, inner SGD(0.05), four equal islands.
 
-    Of an asynchronous algorithm, `evaluate_every` counts local updates, and every hub step is saved. `inside` is what the devices
-    of an island do together, where the cluster has several in each.
+    With an asynchronous algorithm, `evaluate_every` counts local updates, and every hub step is saved. `inside` is the algorithm
+    between the devices of one island, if the cluster has several per island.
     """
     what: Workload = workload or Regression()
     sink = sink or Recorder()
@@ -87,8 +173,24 @@ def simulator(
     return SimEngine(algorithm=algorithm, inside=inside, **options), sink
 
 
-def simulate(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], *, steps: int, **options: Any) -> Simulated:
-    """Runs `simulator(...)` to its end."""
+def simulate(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], *, steps: int, **options: Any) -> SimulatedRun:
+    """Run `simulator(...)` to its end."""
     engine, sink = simulator(algorithm, steps=steps, **options)
     finished = engine.run()
-    return Simulated(engine.params, engine, sink.events, finished)
+    return SimulatedRun(engine.params, engine, sink.events, finished)
+
+
+def arrived(**fields: Any) -> Arrived:
+    """An event of an update that reaches a hub, with a default for each field. Without a time, it arrives when it is pushed.
+
+    >>> arrived().time_s, arrived(virtual_time_s=2.5).time_s
+    (1.0, 2.5)
+    >>> arrived(virtual_time_s=2.5).wall_time_s is None
+    True
+    """
+    defaults: dict[str, Any] = {"island": 0, "round": 0, "window": 0, "shard": 0, "steps": 4, "pushed_s": 1.0, "version": 1}
+    defaults |= {"staleness": 0, "applied": True, "norm": 1.0, "sent_bytes": 4, "virtual_time_s": None, "wall_time_s": None}
+    known = defaults | fields
+    if known["virtual_time_s"] is None and known["wall_time_s"] is None:
+        known["wall_time_s"] = known["pushed_s"]
+    return Arrived(**known)

@@ -15,8 +15,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.testing.process_runs import context_of, engine_of
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 OUTER = DiLoCo(inner_steps=2)
 INSIDE = [DDP(optimizer=SGD(lr=0.05)), ZeRO1(optimizer=AdamW(lr=0.05)), ACCO(optimizer=AdamW(lr=0.05))]

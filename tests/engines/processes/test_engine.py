@@ -17,8 +17,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.runs.cluster import Cluster
 from atoll.testing.process_runs import ran
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 RULE = AdamW(lr=0.05)
 ALGORITHMS = [

@@ -19,8 +19,7 @@ from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.testing.process_runs import context_of, engine_of, ran
 from atoll.testing.processes import outcomes
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 RULE = AdamW(lr=0.05)
 SYNCHRONOUS = [DDP(optimizer=RULE), ZeRO1(optimizer=RULE), ACCO(optimizer=RULE)]

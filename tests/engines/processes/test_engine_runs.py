@@ -25,8 +25,7 @@ from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
 from atoll.testing.process_runs import context_of, engine_of, ran
-from atoll.testing.simulated_runs import Recorder, simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, simulate
 
 RULE = AdamW(lr=0.05)
 ALGORITHMS = [

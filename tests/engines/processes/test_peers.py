@@ -13,8 +13,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.testing.processes import played
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression, simulate
 
 ALGORITHMS = [
     DDP(optimizer=AdamW(lr=0.1), accumulation=2, clip_norm=0.5),

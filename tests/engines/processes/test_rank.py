@@ -24,7 +24,7 @@ from atoll.engines.warm_start import Cache
 from atoll.runs.folder import RunFolder
 from atoll.telemetry import read_events
 from atoll.testing.process_runs import context_of
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression
 
 
 def small(**train):

@@ -16,8 +16,7 @@ from atoll.engines.processes.run_plan import Order, create_folder, give_order, r
 from atoll.engines.processes.spec import Dist, placed, read_place
 from atoll.engines.warm_start import Cache
 from atoll.runs.folder import RunFolder
-from atoll.testing.simulated_runs import Recorder
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Recorder, Regression
 
 
 def small():

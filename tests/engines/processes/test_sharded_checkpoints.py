@@ -26,7 +26,7 @@ from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.optim.adam import AdamW
 from atoll.testing.process_runs import context_of, engine_of
 from atoll.testing.processes import outcomes, processes
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches
 
 RULE = AdamW(lr=0.05)
 WORKLOAD = Regression(hidden=3)

@@ -15,7 +15,7 @@ from atoll.engines.ray.spec import on_workers
 from atoll.engines.ray.storage import Lost
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import JsonlSink
-from atoll.testing.async_events import arrived
+from atoll.testing.simulated_runs import arrived
 
 
 def test_what_was_taken_after_a_checkpoint_is_counted_from_there_and_a_line_that_was_cut_short_does_not_count(tmp_path):

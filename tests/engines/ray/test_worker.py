@@ -14,7 +14,7 @@ from atoll.engines.ray.worker import Worker, WorkerOrder
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import initial_weights
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression
 
 
 class Gone(Exception):

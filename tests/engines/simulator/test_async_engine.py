@@ -34,8 +34,7 @@ from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Away, Cluster, Lost, Outage
 from atoll.runs.network import CONTROL_BYTES, Link
 from atoll.testing.conformance import detached
-from atoll.testing.simulated_runs import Recorder, simulate, simulator
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, simulate, simulator
 
 FREE = Link(latency_s=0.0, bandwidth_mbit_per_s=math.inf)
 PARAMS_BYTES = 24  # six weights of four bytes

@@ -22,7 +22,7 @@ from atoll.replica.vmap_stack import VmapStack
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import read_events
 from atoll.testing.island_memory import OneBatch, SmallBatches
-from atoll.testing.small_runs import SMALL
+from atoll.testing.simulated_runs import SMALL
 
 torch.set_num_threads(1)
 

@@ -10,8 +10,7 @@ from atoll.core.events import CaughtUp, Computed, Exchanged, IslandJoined, Islan
 from atoll.optim.adam import AdamW
 from atoll.runs.cluster import Away, Cluster, Lost
 from atoll.runs.network import Link
-from atoll.testing.simulated_runs import simulate, simulator
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression, simulate, simulator
 
 
 def test_a_late_joiners_absence_does_not_count_against_it():

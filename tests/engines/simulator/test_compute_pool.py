@@ -13,7 +13,7 @@ from atoll.engines.simulator.compute_pool import ComputePool
 from atoll.optim.sgd import SGD
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression
 
 
 def computing(threads=1):

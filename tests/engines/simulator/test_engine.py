@@ -22,8 +22,7 @@ from atoll.optim.sgd import SGD
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster, Lost
 from atoll.runs.network import Link
-from atoll.testing.simulated_runs import simulate, simulator
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate, simulator
 
 UNEQUAL = (0.58, 0.75, 1.51, 3.33)
 

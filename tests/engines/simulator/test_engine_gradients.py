@@ -17,8 +17,7 @@ from atoll.optim.delayed_nesterov import Buffered
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.runs.cluster import Cluster, Lost
 from atoll.runs.network import Link
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 
 def test_a_pool_shares_the_run_evenly_also_where_rounds_differ_in_length():

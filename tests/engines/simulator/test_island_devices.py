@@ -23,8 +23,7 @@ from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Lost
 from atoll.runs.network import Link, all_gather, all_reduce, reduce_scatter
 from atoll.testing.conformance import detached
-from atoll.testing.simulated_runs import simulate, simulator
-from atoll.testing.workloads import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate, simulator
 
 FREE = Link(latency_s=0.0, bandwidth_mbit_per_s=1e12)
 INSIDE = [

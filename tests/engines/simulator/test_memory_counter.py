@@ -13,8 +13,7 @@ from atoll.core.events import MemoryCounted
 from atoll.engines.simulator.memory_counter import is_counted
 from atoll.optim.adam import AdamW
 from atoll.runs.cluster import Cluster
-from atoll.testing.simulated_runs import simulate
-from atoll.testing.workloads import Regression
+from atoll.testing.simulated_runs import Regression, simulate
 
 RULE = AdamW(lr=0.01)
 

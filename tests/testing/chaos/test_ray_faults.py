@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from atoll.core.errors import ConfigError
-from atoll.testing.async_events import arrived
 from atoll.testing.chaos import (
     CHAOS_LOG,
     HUB,
@@ -27,6 +26,7 @@ from atoll.testing.chaos import (
     check_ray_script,
     ray_processes,
 )
+from atoll.testing.simulated_runs import arrived
 
 NODE = platform.node()
 FIRST = arrived()
