@@ -30,7 +30,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.telemetry.units import human_bytes, human_count
-from atoll.testing.island_memory import Held, SmallBatches, hold
+from atoll.testing.island_memory import DecoderWorkload, PeakMemory, measure_peak_memory
 from progress import Watch
 from record import Record, default_path, markdown_table, script
 
@@ -79,15 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model, vocabulary = (GPT(layers=1, width=16, heads=1, head_size=16), 64) if options.quick else MODELS[options.device]
     name = "memory" + ("_quick" if options.quick else "") + ("" if options.device == "cpu" else f"_{options.device}")
     record = Record(options.record or default_path(name))
-    workload = SmallBatches.of(model, vocab_size=vocabulary, device=options.device)
+    workload = DecoderWorkload.of(model, vocab_size=vocabulary, device=options.device)
     with Watch("memory", len(ways()) * len(SIZES), quiet=options.quiet) as watch:
         for way in ways():
             for size in SIZES:
                 key = f"{way.name} {size}"
                 watch.begin(key)
                 if record.get(key) is None:
-                    held = hold(way.algorithm, workload, size=size, device=options.device, may_fail=way.may_fail)
-                    record.add(key, _cell(held))
+                    measured = measure_peak_memory(way.algorithm, workload, size=size, device=options.device, may_fail=way.may_fail)
+                    record.add(key, _cell(measured))
                 watch.end(key)
     cells = {(way.name, size): record[f"{way.name} {size}"] for way in ways() for size in SIZES}
     sections = [f"## Outcome\n\n- {sentence(cells)}", f"## Figures\n\n{table(cells)}", _note(cells), *_details(cells)]
@@ -95,14 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{table(cells)}\n\n{sentence(cells)}\n\nrecord: {readme}")
 
 
-def _cell(held: Held) -> dict[str, Any]:
+def _cell(measured: PeakMemory) -> dict[str, Any]:
     return {
-        "params": held.params,
-        "peak_bytes": held.peak_bytes,
-        "apart_bytes": held.apart_bytes,
-        "device_bytes": held.device_bytes,
-        "at_peak": {str(site): num_bytes for site, num_bytes in held.at_peak.items()},
-        "passing": {str(site): num_bytes for site, num_bytes in held.passing.items()},
+        "params": measured.params,
+        "peak_bytes": measured.peak_bytes,
+        "apart_bytes": measured.excluded_bytes,
+        "device_bytes": measured.device_bytes,
+        "at_peak": {str(site): num_bytes for site, num_bytes in measured.at_peak.items()},
+        "passing": {str(site): num_bytes for site, num_bytes in measured.transient.items()},
     }
 
 

@@ -21,7 +21,7 @@ from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import Nesterov
 from atoll.replica.local_replica import LocalReplica
-from atoll.testing.island_memory import SmallBatches
+from atoll.testing.island_memory import DecoderWorkload
 
 T = TypeVar("T")
 READ, EXCHANGE, UPDATE, LOAD, REST = (
@@ -97,7 +97,7 @@ class OuterStep:
     """Rounds of DiLoCo without inner steps, in one of several processes."""
 
     def __init__(self, group: dist.ProcessGroup, model: GPT, vocab_size: int) -> None:
-        workload = SmallBatches.of(model, vocab_size=vocab_size)
+        workload = DecoderWorkload.of(model, vocab_size=vocab_size)
         params = Tree.of(workload.module())
         self._clock, self._line = Clock(), CommunicationThread()
         wire_group = dist.new_group(backend="gloo")

@@ -16,7 +16,7 @@ from atoll.core.protocols import Work
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica
-from atoll.testing.island_memory import OneBatch, SmallBatches
+from atoll.testing.island_memory import DecoderWorkload, RepeatedBatch
 
 VOCAB, SEQ_LEN = 257, 128
 PORT = 29_500
@@ -119,11 +119,11 @@ class Meeting:
         dist.destroy_process_group()
 
 
-def workload_of(spec: Spec) -> SmallBatches:
+def workload_of(spec: Spec) -> DecoderWorkload:
     """A small decoder on random bytes, other ones on each island."""
     model = GPT(layers=spec.layers, width=spec.width, heads=4, head_size=spec.width // 4)
     tokens = torch.randint(VOCAB, (spec.batch_size, SEQ_LEN + 1), generator=torch.Generator().manual_seed(spec.rank))
-    return SmallBatches(model, OneBatch(tokens), VOCAB, SEQ_LEN)
+    return DecoderWorkload(model, RepeatedBatch(tokens), VOCAB, SEQ_LEN)
 
 
 def step_alone(spec: Spec) -> Callable[[], object]:

@@ -15,10 +15,10 @@ def test_memory_is_measured_in_miniature_and_not_twice(b, lines_of, tmp_path, ca
 
 def test_where_rounds_may_fail_the_slices_before_them_stay_and_with_acco_the_half_that_waited(b):
     ways = {way.name: way for way in b.memory.ways()}
-    workload = b.memory.SmallBatches.of(GPT(layers=2, width=128, heads=2, head_size=64), vocab_size=2048)
+    workload = b.memory.DecoderWorkload.of(GPT(layers=2, width=128, heads=2, head_size=64), vocab_size=2048)
     for name, more in (("ACCO", 12 / 4 + 2), ("ZeRO-1", 12 / 4)):
         plain, kept = (
-            b.memory.hold(way.algorithm, workload, size=4, rounds=2, may_fail=way.may_fail)
+            b.memory.measure_peak_memory(way.algorithm, workload, size=4, rounds=2, may_fail=way.may_fail)
             for way in (ways[name], ways[f"{name}, may fail"])
         )
         assert kept.per_param - plain.per_param == pytest.approx(more, abs=0.1), name

@@ -11,7 +11,7 @@ from atoll.optim.adam import AdamW
 from atoll.replica.cuda_graphs import _MAX_GRAPHS, CudaGraphCache
 from atoll.replica.local_replica import LocalReplica, TrainJob
 from atoll.replica.vmap_stack import VmapStack
-from atoll.testing.island_memory import OneBatch, SmallBatches
+from atoll.testing.island_memory import DecoderWorkload, RepeatedBatch
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
@@ -23,7 +23,7 @@ STEPS = 6
 MODEL = GPT(layers=2, width=64, heads=2, head_size=32)
 
 
-class Positions(OneBatch):
+class Positions(RepeatedBatch):
     """Other tokens at each position of each shard."""
 
     def batch(self, shard, position):
@@ -33,7 +33,7 @@ class Positions(OneBatch):
 
 def replicas(count, *, bf16):
     """Islands with different weights and a compiled loss."""
-    work = SmallBatches(MODEL, Positions(torch.zeros(16, 9, dtype=torch.int64)), 31)
+    work = DecoderWorkload(MODEL, Positions(torch.zeros(16, 9, dtype=torch.int64)), 31)
     compiled = torch.compile(work.loss, dynamic=False)
     made = [
         LocalReplica(work, optimizer=AdamW(lr=0.001), clip_norm=1.0, device=DEVICE, autocast=bf16, loss=compiled)

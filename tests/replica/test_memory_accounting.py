@@ -18,7 +18,7 @@ from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.local_replica import LocalReplica, TrainJob
 from atoll.replica.memory_accounting import STATE, Storages, add_replica, add_storages, by_kind, paper_formula, total_bytes
 from atoll.replica.vmap_stack import VmapStack
-from atoll.testing.island_memory import SmallBatches
+from atoll.testing.island_memory import DecoderWorkload
 from atoll.testing.simulated_runs import Regression
 
 
@@ -59,7 +59,7 @@ def test_what_was_given_away_is_held_by_nobody_here():
 
 
 def test_an_island_that_left_a_stack_holds_its_own_gradients_alone():
-    workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
+    workload = DecoderWorkload.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     left, never = (LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2))
     job = TrainJob(left, 1, Work(shard=0, start=0, schedule=0, examples=1))
     stack = VmapStack(left, 1, workload.loss, compiled=False)

@@ -13,7 +13,7 @@ from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.local_replica import GradientJob, LocalReplica, TrainJob
 from atoll.replica.vmap_stack import RaggedBatches, VmapStack, why_not_stackable
-from atoll.testing.island_memory import OneBatch, SmallBatches
+from atoll.testing.island_memory import DecoderWorkload, RepeatedBatch
 
 torch.set_num_threads(1)
 
@@ -22,7 +22,7 @@ RULES = [AdamW(lr=0.01, weight_decay=0.3), Adam(lr=0.01), SGD(lr=0.1), Nesterov(
 CLOSE = {"rtol": 1e-3, "atol": 2e-5}
 
 
-class Positions(OneBatch):
+class Positions(RepeatedBatch):
     """Other tokens at each position."""
 
     def batch(self, shard: int, position: int) -> torch.Tensor:
@@ -30,8 +30,8 @@ class Positions(OneBatch):
         return torch.randint(31, self.tokens_of_a_batch.shape, generator=generator)
 
 
-def workload(batches: type[OneBatch] = Positions) -> SmallBatches:
-    return SmallBatches(MODEL, batches(torch.zeros(2, 9, dtype=torch.int64)), 31)
+def workload(batches: type[RepeatedBatch] = Positions) -> DecoderWorkload:
+    return DecoderWorkload(MODEL, batches(torch.zeros(2, 9, dtype=torch.int64)), 31)
 
 
 def replicas(count: int, rule: object = RULES[0], **options: object) -> list[LocalReplica]:
@@ -162,7 +162,7 @@ def test_gradients_of_batches_that_differ_in_shape_are_refused_before_anything_i
     assert [replica.steps_taken for replica in two] == [0, 0]
 
 
-class Dropping(SmallBatches):
+class Dropping(DecoderWorkload):
     """A loss that draws."""
 
     def loss(self, module: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ class Besides(torch.nn.Module):
         return self.decoder.loss(batch)
 
 
-class BesidesBatches(SmallBatches):
+class BesidesBatches(DecoderWorkload):
     counts, persistent = False, True
 
     def module(self) -> Besides:
@@ -227,7 +227,7 @@ def test_a_parameter_that_the_loss_does_not_use_is_stepped_as_by_an_island_alone
     assert not torch.equal(two.params()["unused"], torch.ones(3, 3)), "it decays"
 
 
-class Wrapped(SmallBatches):
+class Wrapped(DecoderWorkload):
     """Batches as the transformers library has them: something like a dict, and no dict."""
 
     def loss(self, module: torch.nn.Module, batch: UserDict) -> torch.Tensor:

@@ -21,7 +21,7 @@ from atoll.replica.local_replica import GradientJob, LocalReplica, TrainJob
 from atoll.replica.vmap_stack import VmapStack
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import read_events
-from atoll.testing.island_memory import OneBatch, SmallBatches
+from atoll.testing.island_memory import DecoderWorkload, RepeatedBatch
 from atoll.testing.simulated_runs import SMALL
 
 torch.set_num_threads(1)
@@ -116,7 +116,7 @@ def remove(path):
 
 
 def replicas(count, **options):
-    workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
+    workload = DecoderWorkload.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     return workload, [LocalReplica(workload, optimizer=AdamW(lr=0.01), **options) for _ in range(count)]
 
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_stacked_computes_apart_and_says_why():
         BatchedCompute("stacked", 2, workload.loss, compiled=False, tell=print)(trainings(made))
 
 
-class Shorter(OneBatch):
+class Shorter(RepeatedBatch):
     """Fewer tokens in shard 1 from the second batch on."""
 
     def batch(self, shard, position):
@@ -213,7 +213,7 @@ class Shorter(OneBatch):
 
 def test_where_batches_differ_in_shape_auto_goes_on_apart_and_says_why(monkeypatch):
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
-    workload = SmallBatches(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
+    workload = DecoderWorkload(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
     alone, stacked = ([LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)] for _ in range(2))
     jobs = [TrainJob(replica, 3, Work(shard=number, start=0, schedule=0, examples=1)) for number, replica in enumerate(stacked)]
     times, told = iter([0.01, 0.012]), []
@@ -260,7 +260,7 @@ def test_a_stack_is_gone_when_it_is_closed_and_made_again_when_it_is_needed():
 
 def test_a_stack_whose_batches_differ_is_gone_at_once(monkeypatch):
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
-    workload = SmallBatches(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
+    workload = DecoderWorkload(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
     made, times = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)], iter([0.01, 0.012])
     together = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=print)
     first, second = (
@@ -287,7 +287,7 @@ def test_a_stack_that_there_is_no_room_for_is_gone_at_once(monkeypatch):
 
     monkeypatch.setattr("atoll.engines.simulator.batched_compute.VmapStack", TooLarge)
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._FILLED_S", 60.0)  # on a machine that is busy, too
-    workload = SmallBatches.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
+    workload = DecoderWorkload.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)]
     together, told = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news)), []
     gc.disable()
@@ -301,7 +301,7 @@ def test_a_stack_that_there_is_no_room_for_is_gone_at_once(monkeypatch):
 
 
 def test_a_module_that_fails_stacked_computes_apart():
-    class Asks(SmallBatches):
+    class Asks(DecoderWorkload):
         def loss(self, module, batch):
             loss = super().loss(module, batch)
             return loss * float(loss.detach() > 0)  # a number of one island cannot be asked for
