@@ -108,8 +108,8 @@ class OuterStep:
             self._line,
             lambda steps, batches, pieces: work,
             params.layout,
-            note=lambda meeting: self._clock.add(EXCHANGE, meeting.end_s - meeting.arrived_s),
-            liken=lambda likeness: None,  # deltas are compared, and nobody reads a State again: as in the engine
+            on_exchange=lambda exchange: self._clock.add(EXCHANGE, exchange.end_s - exchange.arrived_s),
+            on_similarity=lambda similarity: None,  # deltas are compared, and nobody reads a State again: as in the engine
             last=True,
         )
         self._replica = Idle(LocalReplica(workload, optimizer=AdamW()), self._clock)

@@ -56,7 +56,7 @@ class Live:
         """The limit that was last told."""
         company = self._company = _company(settings, self.place)
         soundness = Soundness(self.place.island, company, settings.counted, self.place.inside)
-        peers = ProcessPeers(company, self._line, self._work, self._weights.layout, limit=self._limit, note=soundness.note)
+        peers = ProcessPeers(company, self._line, self._work, self._weights.layout, timeout=self._limit, on_exchange=soundness.note)
         self._peers = LoopPeers(peers, company, self._replica, soundness)
         self._algorithm = settings.algorithm if optimizer is None else dialled(settings.algorithm, optimizer.dial)
         self._rounds = Rounds(self._algorithm, self._replica, self._peers, self._line, company, soundness, self._between)

@@ -19,7 +19,7 @@ from atoll.core.pytree import leaves
 from atoll.engines.accounting import MAX_SKIPPED
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import Request
-from atoll.engines.processes.round_record import ExchangeRecord
+from atoll.engines.round_record import ExchangeRecord
 from atoll.loop.notices import warn
 from atoll.loop.uneven_inputs import Company
 from atoll.replica.flat_parameters import local
@@ -47,8 +47,8 @@ class Soundness:
 
     def note(self, meeting: ExchangeRecord) -> None:
         """Islands met."""
-        if meeting.what in ("mean", "reduce_scatter"):
-            self._last = meeting, self._company.names(meeting.unsound)
+        if meeting.makes_update:
+            self._last = meeting, self._company.names(meeting.nonfinite)
 
     async def accepts(self, delta: Tree) -> bool:
         """Whether what this island did can be used. All devices of the island come to the same answer.
@@ -83,7 +83,7 @@ class Soundness:
             TrainingDiverged: it must not replace the one before it.
         """
         last, self._last = self._last, None
-        useless = last is not None and last[0].useless
+        useless = last is not None and last[0].unusable
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if useless else 0
         who = last[1] if last is not None else ""
         if self._skipped_in_a_row == MAX_SKIPPED:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Mean, Scattered, Work
-from atoll.engines.processes.communication_thread import Flight
+from atoll.engines.processes.communication_thread import BackgroundTask
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.loop.nonfinite_guard import Soundness
 from atoll.loop.replica import LoopReplica
@@ -62,7 +62,7 @@ class LoopPeers:
     async def total(self, number: float) -> float:
         return await self._peers.total(number)
 
-    def background(self, coroutine: Coroutine[Any, Any, T], /) -> Flight[T]:
+    def background(self, coroutine: Coroutine[Any, Any, T], /) -> BackgroundTask[T]:
         self._look()
         self.launched = True
         return self._peers.background(coroutine)
@@ -71,5 +71,5 @@ class LoopPeers:
         return state
 
     def _look(self) -> None:
-        if not self._peers.flying:
+        if not self._peers.in_background:
             self._company.through = self._replica.through

@@ -13,7 +13,7 @@ from atoll.engines.elastic.membership import Found, Member
 from atoll.engines.elastic.peers import ElasticPeers
 from atoll.engines.elastic.state_version import NOTHING, Generation
 from atoll.engines.elastic.update_validation import Judge
-from atoll.engines.processes.round_record import RoundRecord
+from atoll.engines.round_record import RoundRecord
 from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 
 NAMES, NOW = ("a", "b"), Generation(3, 7)
@@ -157,7 +157,7 @@ def two_rounds(rank, line, group):
         coroutine = peers.mean(Tree.of({"w": DELTA}), 64.0)
         met = coroutine.send(None).call()
         coroutine.close()
-        reported.append(met.result.told[rank].diary.meetings[0].control_bytes)
+        reported.append(met.result.told[rank].diary.exchanges[0].control_bytes)
         sent.append(group.told_bytes)
         finder.found = False
     return reported, sent[0]

@@ -26,7 +26,7 @@ def test_exchanges_happen_on_the_line_and_all_else_where_it_is_driven(line):
 
     here, there, again = line.run(main())
     assert (here, again) == (who(), who())
-    assert there.startswith("line")
+    assert there == "communication"
 
 
 def test_a_flight_begins_here_and_goes_on_beside(line):
@@ -47,7 +47,7 @@ def test_a_flight_begins_here_and_goes_on_beside(line):
         return await flying, flying.done()
 
     assert line.run(main()) == ("there", True)
-    assert steps[1].startswith("line")
+    assert steps[1] == "communication"
 
 
 def test_a_flight_without_an_exchange_is_over_at_once(line):

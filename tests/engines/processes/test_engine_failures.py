@@ -109,7 +109,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_says_where_it_was(four):
     workload = Regression(batches=Poisoned(bad=(4,)))
     (_, first), (_, second) = outcomes(2, told_of, DiLoCo(inner_steps=3), workload, 9)
     assert second.startswith("the loss is nan on island 1 in round 1, at inner step 4.")
-    assert "saved before this round stands" in second
+    assert "checkpoints from before this round are valid" in second
     assert re.search(r"could not (hear from|send to) rank 1", first)
 
 

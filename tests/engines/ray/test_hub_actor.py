@@ -11,11 +11,11 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.core.errors import CheckpointError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Arrived, Dispatched, Evaluated, HubLoad, HubRestarted, IslandLeft, RunFinished, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
-from atoll.engines.processes.round_record import ComputeRecord
 from atoll.engines.ray.hub_actor import HubServer
 from atoll.engines.ray.hub_spec import HubOrder
 from atoll.engines.ray.messages import Brought, bits_of, tree_over
 from atoll.engines.ray.storage import Kept, Lost
+from atoll.engines.round_record import ComputeRecord
 from atoll.optim.sgd import SGD
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})

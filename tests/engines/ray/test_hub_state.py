@@ -23,10 +23,10 @@ from atoll.core.events import (
     WindowClosed,
 )
 from atoll.core.flat_tree import Tree
-from atoll.engines.processes.round_record import ComputeRecord
 from atoll.engines.ray.hub_checkpoints import parts_of, restored
 from atoll.engines.ray.hub_state import Desk
 from atoll.engines.ray.messages import Brought
+from atoll.engines.round_record import ComputeRecord
 from atoll.optim.sgd import SGD
 from atoll.optim.staleness import Polynomial
 from atoll.telemetry.sinks import Remembered

@@ -13,7 +13,7 @@ from atoll.engines.accounting import Ledger, RunAccounting
 from atoll.engines.elastic.commit import Met
 from atoll.engines.elastic.data_leases import Settled
 from atoll.engines.elastic.peers import Agreed, Told
-from atoll.engines.processes.event_aggregator import EventAggregator
+from atoll.engines.round_record import EventAggregator
 
 
 class Chronicle:
@@ -38,7 +38,7 @@ class Chronicle:
 
     def begin(self, now_s: float) -> None:
         """The run begins, or goes on, now."""
-        self._clerk.begin(now_s)
+        self._clerk.start(now_s)
 
     # -------------------------------------------------------------------------------------------------------------- at commits
 
@@ -71,8 +71,8 @@ class Chronicle:
         agreed, numbers = met.result, [self.known.index(name) for name in met.names]
         diaries = [told.diary for told in agreed.told]
         # What was refused is in no update.
-        self.accounting.totals.local_updates -= sum(one.steps for rank in agreed.refused for one in diaries[rank].stretches)
-        self._clerk.enter(diaries, steps, agreed.now_s, numbers)
+        self.accounting.totals.local_updates -= sum(one.steps for rank in agreed.refused for one in diaries[rank].computed)
+        self._clerk.add_round(diaries, steps, agreed.now_s, numbers)
         for rank, reason in agreed.refused.items():
             self.emit(Refused(island=numbers[rank], round=number, reason=reason, **_at(met)))
         self.emit(

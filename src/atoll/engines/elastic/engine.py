@@ -27,8 +27,8 @@ from atoll.engines.elastic.state_version import NOTHING, Generation
 from atoll.engines.elastic.update_validation import Judge
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.processes.round_record import ComputeRecord, RoundRecord
 from atoll.engines.replicated_state import shared_fields, trees_to_device, with_shared
+from atoll.engines.round_record import ComputeRecord, RoundRecord
 from atoll.engines.wall_clock import WallClock
 from atoll.replica.local_replica import LocalReplica
 
@@ -225,10 +225,12 @@ class ElasticEngine:
     def _replica_for(self, unit: Unit | None) -> Any:
         if unit is None:
             return IdleReplica(self.params)
-        return ProcessReplica(self.replica, clock=self.clock, note=self._computed, pause_s=self._pause_s, tolerant=True)
+        return ProcessReplica(
+            self.replica, clock=self.clock, on_computed=self._computed, pause_s=self._pause_s, allow_nonfinite=True
+        )
 
     def _computed(self, stretch: ComputeRecord) -> None:
-        self._diary.stretches.append(stretch)
+        self._diary.computed.append(stretch)
 
     def _work(self, unit: Unit | None) -> Work:
         unit = unit or Unit(0, 0, self.per_round)

@@ -19,8 +19,8 @@ from atoll.engines.elastic.data_leases import Unit
 from atoll.engines.elastic.state_version import Generation
 from atoll.engines.elastic.update_validation import Brought, Judge
 from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.communication_thread import CommunicationThread, Flight, Request
-from atoll.engines.processes.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord
+from atoll.engines.processes.communication_thread import BackgroundTask, CommunicationThread, Request
+from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord
 from atoll.engines.wall_clock import WallClock
 
 S = TypeVar("S")
@@ -50,13 +50,13 @@ class Told:
     now_s: float
 
     def to_text(self) -> str:
-        line = self.diary.to_line()
+        line = self.diary.to_json()
         return json.dumps([self.home, self.pier, self.donor, self.given_bytes, line, self.written, self.now_s])
 
     @staticmethod
     def from_text(text: str) -> Told:
         home, pier, donor, given_bytes, line, written, now_s = json.loads(text)
-        return Told(home, pier, donor, given_bytes, RoundRecord.from_line(line), written, now_s)
+        return Told(home, pier, donor, given_bytes, RoundRecord.from_json(line), written, now_s)
 
 
 @dataclass(frozen=True)
@@ -186,15 +186,15 @@ class ElasticPeers:
         refused = self._judge.refused(brought)
         weights = [0.0 if rank in refused else one.weight for rank, one in enumerate(brought)]
         total = float(sum(weights))
-        diary = RoundRecord(list(self._diary.stretches))
-        diary.tokens = sum(stretch.tokens for stretch in diary.stretches) if weights[wire.rank] else 0
+        diary = RoundRecord(list(self._diary.computed))
+        diary.tokens = sum(stretch.tokens for stretch in diary.computed) if weights[wire.rank] else 0
         whole = tree.copy() if total else tree.zeros()
         if total:
             self._average(wire, names, whole, weights, [row[3 + wire.rank] for row in rows], diary if compare else None)
         end_s = self._clock.now_s()
         sent = wire.sent_bytes + self._meetings.wasted_bytes
         control = wire.control_bytes + self._meetings.wasted_control_bytes + self._voted_bytes
-        diary.meetings = [ExchangeRecord("mean", arrived_s, end_s, sent, control, total, False, tuple(refused), total == 0)]
+        diary.exchanges = [ExchangeRecord("mean", arrived_s, end_s, sent, control, total, False, tuple(refused), total == 0)]
         return self._vote(wire, names, whole, rows, refused, total, diary)
 
     def _tell(self, wire: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
@@ -224,7 +224,7 @@ class ElasticPeers:
             raise Disagreed(f"what {', '.join(damaged)} sent is not what was told of it: it was damaged on the way", damaged)
         wire.all_gather(whole.flat)
         if diary is not None and products is not None:
-            diary.likenesses = [DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights))]
+            diary.similarities = [DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights))]
 
     def _vote(
         self,
@@ -266,7 +266,7 @@ class ElasticPeers:
     async def total(self, number: float) -> float:
         _refuse("total")
 
-    def background(self, coroutine: Coroutine[Any, Any, T], /) -> Flight[T]:
+    def background(self, coroutine: Coroutine[Any, Any, T], /) -> BackgroundTask[T]:
         coroutine.close()
         _refuse("background")
 

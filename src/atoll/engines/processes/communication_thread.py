@@ -1,7 +1,7 @@
-"""Driving coroutines without an event loop: this thread computes, and another one owns the communication.
+"""Runs coroutines without an event loop: the calling thread computes, and a communication thread exchanges.
 
-A coroutine awaits a `Request`, which says what is to be done and by whom. The thread that drives it computes by itself, and has the
-communication's thread exchange. A flight is driven by that thread alone, after its first request has been reached.
+A coroutine awaits a `Request`: a call for the communication thread. `run` drives a coroutine in the calling thread. `launch` drives
+one in the calling thread up to its first request, and from there in the communication thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Request(Generic[T]):
-    """What a coroutine awaits: something to be called, by the communication's thread unless it is only to be waited for."""
+    """A call that a coroutine awaits: for the communication thread, or for the calling thread if it only `waits`."""
 
     def __init__(self, call: Callable[[], T], *, waits: bool = False) -> None:
         self.call, self.waits = call, waits
@@ -29,23 +29,23 @@ class Request(Generic[T]):
 
 
 class CommunicationThread:
-    """The thread that owns an island's communication.
+    """The thread that owns a process's communication.
 
     Args:
-        device: where the island computes. On a GPU the thread has a stream of its own, which begins each request after what was
-            asked of the GPU before it, and is through with it when the request is over.
+        device: where the process computes. On a GPU the thread has a stream of its own. A request starts after the work that was
+            queued on the GPU before it, and ends when its own work on the GPU is done.
     """
 
     def __init__(self, device: str = "cpu") -> None:
         self._cuda = torch.device(device) if device.startswith("cuda") else None
         self._closed = False
-        self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        # A daemon: a process that is to end does not wait for messages that may never come.
-        self._thread = Thread(target=self._work, name="line", daemon=True)
-        # A number of threads that one thread sets is also that of threads which come to torch later. Set it back for them.
+        self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        # A daemon: a process that ends does not wait for messages that may never come.
+        self._thread = Thread(target=self._work, name="communication", daemon=True)
+        # The thread sets one torch thread for itself. torch applies that to threads that start later too: set it back for them.
         threads = torch.get_num_threads()
         self._thread.start()
-        self._put(torch.get_num_threads).result()  # asking fixes it for the line
+        self._put(torch.get_num_threads).result()  # which fixes the number for the communication thread
         torch.set_num_threads(threads)
 
     def _work(self) -> None:
@@ -53,74 +53,70 @@ class CommunicationThread:
         if self._cuda is not None:
             torch.cuda.set_device(self._cuda)
             torch.cuda.set_stream(torch.cuda.Stream(self._cuda))  # type: ignore[no-untyped-call]
-        while (asked := self._asked.get()) is not None:
-            call, future = asked
+        while (request := self._requests.get()) is not None:
+            call, future = request
             try:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
-            del call, future, asked  # and the buffers that they hold
+            del call, future, request  # and the buffers that they hold
 
     def _put(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._asked.put((call, future))
+        self._requests.put((call, future))
         return future
 
     def _submit(self, call: Callable[[], T]) -> Future[T]:
         if self._closed:
-            raise RuntimeError("the line is closed")
+            raise RuntimeError("the communication thread is closed")
         if self._cuda is None:
             return self._put(call)
-        asked = torch.cuda.current_stream(self._cuda).record_event()
+        queued = torch.cuda.current_stream(self._cuda).record_event()
 
-        def behind() -> T:
-            torch.cuda.current_stream().wait_event(asked)
+        def after_queued_work() -> T:
+            torch.cuda.current_stream().wait_event(queued)
             result = call()
             torch.cuda.current_stream().synchronize()
             return result
 
-        return self._put(behind)
+        return self._put(after_queued_work)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Have the line do something, and wait for it."""
+        """Call a function on the communication thread, and wait for it."""
         return self._submit(function).result()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end in this thread; what it exchanges is exchanged by the line."""
+        """Run a coroutine to its end in the calling thread. Its requests go to the communication thread."""
         try:
             request = coroutine.send(None)
-            while True:
-                value = request.call() if request.waits else self.call(request.call)
-                request = coroutine.send(value)
         except StopIteration as end:
             result: T = end.value
             return result
-        finally:
-            coroutine.close()
+        return _finish(coroutine, request, lambda request: request.call() if request.waits else self.call(request.call))
 
-    def launch(self, coroutine: Coroutine[Any, Any, T]) -> Flight[T]:
-        """Go on with a coroutine in the background: up to its first request here and now, and from there on the line."""
+    def launch(self, coroutine: Coroutine[Any, Any, T]) -> BackgroundTask[T]:
+        """Run a coroutine up to its first request here and now, and from there on the communication thread."""
         try:
             request = coroutine.send(None)
         except StopIteration as end:
             done: Future[T] = Future()
             done.set_result(end.value)
-            return Flight(done)
-        return Flight(self._submit(lambda: _fly(coroutine, request)))
+            return BackgroundTask(done)
+        return BackgroundTask(self._submit(lambda: _finish(coroutine, request, lambda request: request.call())))
 
     def close(self, *, wait: bool = True) -> None:
         """Accept no further request; with `wait`, return when all queued requests are done."""
         if not self._closed:
             self._closed = True
-            self._asked.put(None)
+            self._requests.put(None)
         if wait:
             self._thread.join()
 
 
-def _fly(coroutine: Coroutine[Any, Any, T], request: Request[Any]) -> T:
+def _finish(coroutine: Coroutine[Any, Any, T], request: Request[Any], fulfil: Callable[[Request[Any]], Any]) -> T:
     try:
         while True:
-            request = coroutine.send(request.call())
+            request = coroutine.send(fulfil(request))
     except StopIteration as end:
         result: T = end.value
         return result
@@ -128,8 +124,8 @@ def _fly(coroutine: Coroutine[Any, Any, T], request: Request[Any]) -> T:
         coroutine.close()
 
 
-class Flight(Generic[T]):
-    """A coroutine on the line. A protocols.Flight."""
+class BackgroundTask(Generic[T]):
+    """A coroutine on the communication thread. A protocols.Flight."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future

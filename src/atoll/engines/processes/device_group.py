@@ -20,8 +20,8 @@ from atoll.engines.processes.island_role import CheckpointPart, PartLoader, Shar
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.processes.round_record import RoundRecord
 from atoll.engines.replicated_state import given, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.round_record import RoundRecord
 from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.two_level import at_position
@@ -69,8 +69,8 @@ class DeviceGroup:
             lambda steps, batches, pieces: deal(batches, pieces, self._schedule),
             params.layout,
             clock=clock,
-            limit=limit,
-            note=lambda meeting: diary().inside.append(meeting),  # noqa: PLW0108 (the diary of the round changes),
+            timeout=limit,
+            on_exchange=lambda meeting: diary().island_exchanges.append(meeting),  # noqa: PLW0108 (the diary of the round changes),
         )
         self._dtype = params.flat.dtype
         """Of the weights that came in, and so of those that go out."""
@@ -141,7 +141,7 @@ class DeviceGroup:
         before, holds = self._state, isinstance(algorithm, HoldsWeights)
         self._state = algorithm.rebase(before, came if holds else await self._peers.all_gather(came), self._peers)
         waiting = pending_tokens(self._state)
-        self._diary().dropped += self._uncommitted - waiting
+        self._diary().dropped_tokens += self._uncommitted - waiting
         self._uncommitted = waiting
         if holds:
             self.replica.load(await self._peers.all_gather(algorithm.held(self._state)))
@@ -150,23 +150,23 @@ class DeviceGroup:
     async def _round(self) -> None:
         """One round of the algorithm inside, at this position of the schedule."""
         before, diary = self._state, self._diary()
-        stretches, meetings = len(diary.stretches), len(diary.inside)
+        stretches, meetings = len(diary.computed), len(diary.island_exchanges)
         algorithm = at_position(self._algorithm, self._schedule)
         self._state = await algorithm.round(given(before), self._mine, self._peers)
-        if self._peers.flying:
+        if self._peers.in_background:
             raise ExchangeFailed(
                 f"rank {self._rank} leaves a round inside its island with a flight open. Await it within the round."
             )
         self._recycle(before)
-        last = next((m for m in reversed(diary.inside[meetings:]) if m.what in ("mean", "reduce_scatter")), None)
-        useless, waiting = last is not None and last.useless, pending_tokens(self._state)
-        read = self._uncommitted + sum(stretch.tokens for stretch in diary.stretches[stretches:])
+        last = next((m for m in reversed(diary.island_exchanges[meetings:]) if m.what in ("mean", "reduce_scatter")), None)
+        useless, waiting = last is not None and last.unusable, pending_tokens(self._state)
+        read = self._uncommitted + sum(stretch.tokens for stretch in diary.computed[stretches:])
         self._committed += 0 if useless else read - waiting
         self._uncommitted = waiting
-        diary.updates += 1
+        diary.island_updates += 1
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if useless else 0
         if last is not None and useless:
-            diary.skipped.append(last.unsound)
+            diary.island_skipped.append(last.nonfinite)
         if self._skipped_in_a_row == MAX_SKIPPED:
             raise TrainingDiverged(
                 f"{MAX_SKIPPED} updates in a row were skipped inside island {self._island}: gradients were not finite, or nobody "

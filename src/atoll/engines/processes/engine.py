@@ -24,7 +24,6 @@ from atoll.engines.accounting import MAX_SKIPPED, RunAccounting
 from atoll.engines.data_positions import DataPositions
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.device_group import DeviceGroup
-from atoll.engines.processes.event_aggregator import EventAggregator
 from atoll.engines.processes.fsdp import FsdpDevice, ShardedModel
 from atoll.engines.processes.island_role import (
     CheckpointPart,
@@ -38,9 +37,9 @@ from atoll.engines.processes.island_role import (
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.processes.round_record import RoundRecord
 from atoll.engines.processes.store_messages import StoreMessages
 from atoll.engines.replicated_state import given, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.round_record import EventAggregator, RoundRecord
 from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
@@ -119,9 +118,9 @@ class ProcessEngine:
             self._hand_out,
             params.layout,
             clock=self.clock,
-            limit=self._limit,
-            note=lambda meeting: self._diary.meetings.append(meeting),  # noqa: PLW0108, each round has another diary
-            liken=lambda likeness: self._diary.likenesses.append(likeness),  # noqa: PLW0108
+            timeout=self._limit,
+            on_exchange=lambda meeting: self._diary.exchanges.append(meeting),  # noqa: PLW0108, each round has another diary
+            on_similarity=lambda likeness: self._diary.similarities.append(likeness),  # noqa: PLW0108
             last=True,  # a round that fails ends the run: nobody goes back to its beginning
         )
         self._seat = self._seated(model, inside, params, pause_s)
@@ -143,7 +142,7 @@ class ProcessEngine:
         model.stopped = self._sign_of_life
         if isinstance(model, ShardedModel):
             return FsdpDevice(model, self.world, params, pause_s=pause_s, **common)
-        mine = ProcessReplica(model, clock=self.clock, note=self._computed, pause_s=pause_s, where=self._where)
+        mine = ProcessReplica(model, clock=self.clock, on_computed=self._computed, pause_s=pause_s, where=self._where)
         if inside is None:
             return SingleDevice(model, mine, self.world.rank)
         return DeviceGroup(
@@ -156,7 +155,7 @@ class ProcessEngine:
         """All rounds that remain. The first rank's figures; none elsewhere."""
         self.world.barrier()
         self.clock.set(self._began_s)  # all at the same moment
-        self._clerk.begin(self.clock.now_s())
+        self._clerk.start(self.clock.now_s())
         self._tell_limit()
         if self.round == 0:
             self._judge()
@@ -205,7 +204,7 @@ class ProcessEngine:
         self._handed_out = self._read = 0
         coroutine = self.algorithm.round(given(before), self._seat.trained(), self.peers)
         after = self._line.run(coroutine)
-        if self.peers.flying:
+        if self.peers.in_background:
             raise ExchangeFailed(f"rank {self.world.rank} leaves round {self.round} with a flight open. Await it within the round.")
         self._count(after)
         recycle([before, *self.peers.results], [after])
@@ -219,7 +218,7 @@ class ProcessEngine:
 
     def _count(self, after: Any) -> None:
         """What went into this round's update."""
-        useless = next((m.useless for m in reversed(self._diary.meetings) if m.what in ("mean", "reduce_scatter")), False)
+        useless = next((m.unusable for m in reversed(self._diary.exchanges) if m.what in ("mean", "reduce_scatter")), False)
         waiting, read = pending_tokens(after), self._uncommitted + self._seat.tokens(self._read)
         self._diary.tokens = 0 if useless else read - waiting
         self._uncommitted = waiting
@@ -298,7 +297,7 @@ class ProcessEngine:
         return dealt[mine]
 
     def _computed(self, stretch: Any) -> None:
-        self._diary.stretches.append(stretch)
+        self._diary.computed.append(stretch)
         self._read += stretch.tokens
 
     def _where(self, step: int) -> str:

@@ -27,7 +27,7 @@ from atoll.core.protocols import Gradient, Replica, Weigh, Work, Workload
 from atoll.engines.processes.collectives import LOST
 from atoll.engines.processes.island_role import CheckpointPart, PartLoader
 from atoll.engines.processes.process_group import RankContext
-from atoll.engines.processes.round_record import ComputeRecord, RoundRecord
+from atoll.engines.round_record import ComputeRecord, RoundRecord
 from atoll.engines.wall_clock import WallClock
 from atoll.optim.schedules import at
 from atoll.replica.flat_parameters import ModuleWeights, copy_buffers
@@ -218,9 +218,9 @@ class FsdpDevice:
         if self._pause_s:
             time.sleep(self._pause_s * steps * self.replica.batches_per_step)
         diary, self._tokens = self._diary(), self._tokens + tokens
-        diary.updates += steps
+        diary.island_updates += steps
         batches = float(steps * self.replica.batches_per_step)
-        diary.stretches.append(ComputeRecord(start_s, self._clock.now_s(), 0, batches, tokens, math.fsum(losses) / steps, True))
+        diary.computed.append(ComputeRecord(start_s, self._clock.now_s(), 0, batches, tokens, math.fsum(losses) / steps, True))
 
     async def gradient(
         self,

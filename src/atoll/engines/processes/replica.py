@@ -1,4 +1,4 @@
-"""A replica in a process of its own: computing takes the time it takes."""
+"""The replica of a process: it computes in real time, and records each span of computing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from atoll.core.errors import TrainingDiverged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Weigh, Work
-from atoll.engines.processes.round_record import ComputeRecord
+from atoll.engines.round_record import ComputeRecord
 from atoll.engines.wall_clock import WallClock
 from atoll.replica.local_replica import ComputeResult, LocalReplica
 
@@ -20,11 +20,10 @@ class ProcessReplica:
 
     Args:
         replica: computes.
-        clock: of the run.
-        note: takes a record of each stretch of computing.
-        pause_s: so long it sleeps besides for each batch, to play a slower machine.
-        where: names this island, the round and a step of a stretch, for errors.
-        tolerant: a loss that is not finite ends nothing here: whoever is given the weights looks at them.
+        on_computed: takes a record of each span of computing.
+        pause_s: sleeps this long for each batch besides, to emulate a slower machine.
+        where: names the island, the round and a step of the span, for errors.
+        allow_nonfinite: a loss that is not finite is no error here: the receiver of the weights checks them.
     """
 
     def __init__(
@@ -32,13 +31,13 @@ class ProcessReplica:
         replica: LocalReplica,
         *,
         clock: WallClock | None = None,
-        note: Callable[[ComputeRecord], object] = lambda stretch: None,
+        on_computed: Callable[[ComputeRecord], object] = lambda span: None,
         pause_s: float = 0.0,
         where: Callable[[int], str] = lambda step: f"this island, at step {step} of the round",
-        tolerant: bool = False,
+        allow_nonfinite: bool = False,
     ) -> None:
-        self._replica, self._clock, self._note, self._pause_s = replica, clock or WallClock(), note, pause_s
-        self._where, self._tolerant = where, tolerant
+        self._replica, self._clock, self._on_computed, self._pause_s = replica, clock or WallClock(), on_computed, pause_s
+        self._where, self._allow_nonfinite = where, allow_nonfinite
 
     def load(self, params: Tree) -> None:
         self._replica.load(params)
@@ -50,7 +49,7 @@ class ProcessReplica:
         return self._replica.lent()
 
     async def train(self, steps: int, work: Work) -> None:
-        self._computed(lambda: (None, self._replica.train(steps, work)), steps, float(steps))
+        self._compute(lambda: (None, self._replica.train(steps, work)), steps, float(steps))
 
     async def gradient(
         self,
@@ -64,20 +63,20 @@ class ProcessReplica:
         def compute() -> tuple[Gradient, ComputeResult]:
             return self._replica.gradient(work, at=at, onto=onto, weigh=weigh, wide=wide)
 
-        gradient: Gradient = self._computed(compute, 0, 1 / work.pieces)
+        gradient: Gradient = self._compute(compute, 0, 1 / work.pieces)
         return gradient
 
-    def _computed(self, compute: Callable[[], tuple[Any, ComputeResult]], steps: int, batches: float) -> Any:
+    def _compute(self, compute: Callable[[], tuple[Any, ComputeResult]], steps: int, batches: float) -> Any:
         start_s = self._clock.now_s()
-        result, trained = compute()
+        value, result = compute()
         if self._pause_s:
             time.sleep(self._pause_s * batches)
-        loss = math.fsum(trained.losses) / len(trained.losses)
-        if trained.moved and not math.isfinite(loss) and not self._tolerant:
-            step, worst = next((step, one) for step, one in enumerate(trained.losses) if not math.isfinite(one))
+        loss = math.fsum(result.losses) / len(result.losses)
+        if result.moved and not math.isfinite(loss) and not self._allow_nonfinite:
+            step, worst = next((step, one) for step, one in enumerate(result.losses) if not math.isfinite(one))
             raise TrainingDiverged(
-                f"the loss is {worst} on {self._where(step)}. The run stops; what was saved before this round stands. Lower the "
-                f"learning rate, set train.clip_norm, or look at the data there."
+                f"the loss is {worst} on {self._where(step)}. The run stops; checkpoints from before this round are valid. Lower "
+                f"the learning rate, set train.clip_norm, or look at this island's data."
             )
-        self._note(ComputeRecord(start_s, self._clock.now_s(), steps, batches, trained.tokens, loss, trained.moved))
-        return result
+        self._on_computed(ComputeRecord(start_s, self._clock.now_s(), steps, batches, result.tokens, loss, result.moved))
+        return value

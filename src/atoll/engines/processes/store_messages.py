@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from atoll.core.errors import ExchangeFailed
-from atoll.engines.processes.event_aggregator import EventAggregator
 from atoll.engines.processes.process_group import RankContext
-from atoll.engines.processes.round_record import RoundRecord
+from atoll.engines.round_record import EventAggregator, RoundRecord
 
 
 class StoreMessages:
@@ -27,7 +26,7 @@ class StoreMessages:
 
     def leave(self, diary: RoundRecord, round: int, steps: int, now_s: float) -> None:
         """A round is over, and so many steps with it. Rounds before it are entered: not all may have told of this one yet."""
-        self._world.set(f"diary/{round}/{self._world.rank}", diary.to_line())
+        self._world.set(f"diary/{round}/{self._world.rank}", diary.to_json())
         self._unread.append((round, steps, now_s))
         self._enter(but_for=1)
 
@@ -42,7 +41,7 @@ class StoreMessages:
                 continue
             keys = [f"diary/{number}/{rank}" for rank in range(self._world.size)]
             lines = [self._world.get(key, of=rank) for rank, key in enumerate(keys)]
-            self._clerk.enter([RoundRecord.from_line(line) for line in lines], steps, now_s)
+            self._clerk.add_round([RoundRecord.from_json(line) for line in lines], steps, now_s)
             for key in keys:
                 self._world.delete(key)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.protocols import Work
-from atoll.engines.processes.round_record import ComputeRecord
+from atoll.engines.round_record import ComputeRecord
 
 Bits = NDArray[np.uint8]
 

@@ -23,9 +23,9 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
 from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.processes.round_record import ComputeRecord
 from atoll.engines.ray.hub_client import Reach
 from atoll.engines.ray.messages import Brought, Ticket, Told, Verdict, arrays_of, bits_of, expect_read_only, own_tree
+from atoll.engines.round_record import ComputeRecord
 from atoll.engines.wall_clock import WallClock
 from atoll.engines.worker_round import run_worker_round
 from atoll.replica.local_replica import LocalReplica
@@ -157,9 +157,9 @@ class Worker:
         replica = ProcessReplica(
             self._replica,
             clock=self._clock,
-            note=stretches.append,
+            on_computed=stretches.append,
             pause_s=self._order.pause_s,
-            tolerant=True,  # the hub refuses what it cannot use, and this worker is sent off again
+            allow_nonfinite=True,  # the hub refuses what it cannot use, and this worker is sent off again
         )
         delta = run_worker_round(self._order.algorithm, replica, Task(params, told.steps, told.work))
         self._push(told.ticket, begin_s, stretches, delta)

@@ -1,4 +1,4 @@
-"""The first rank's clerk draws up a round's events from what everybody wrote down."""
+"""The records of all ranks become the events and figures of a round."""
 
 import math
 
@@ -8,16 +8,15 @@ import torch
 from atoll.core.events import Compared, Computed, Exchanged, RoundFinished, UpdateSkipped
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import RunAccounting
-from atoll.engines.processes.event_aggregator import EventAggregator
-from atoll.engines.processes.round_record import ComputeRecord, DeltaSimilarity, ExchangeRecord, RoundRecord
+from atoll.engines.round_record import ComputeRecord, DeltaSimilarity, EventAggregator, ExchangeRecord, RoundRecord
 from atoll.testing.simulated_runs import Recorder
 
 
-def office(islands=2, devices=1, *, inside=False):
-    books, sink = RunAccounting(islands, devices if inside else 0, real=True), Recorder()
-    clerk = EventAggregator(books, devices, inside=inside, sink=sink)
-    clerk.begin(0.0)
-    return clerk, books, sink
+def aggregator_of(islands=2, devices=1, *, inside=False):
+    accounting, sink = RunAccounting(islands, devices if inside else 0, real=True), Recorder()
+    aggregator = EventAggregator(accounting, devices, inside=inside, sink=sink)
+    aggregator.start(0.0)
+    return aggregator, accounting, sink
 
 
 def of(sink, kind):
@@ -32,98 +31,100 @@ def trained(start_s, end_s, steps=3, tokens=24, loss=0.5):
     return ComputeRecord(start_s, end_s, steps, float(steps), tokens, loss, True)
 
 
-def test_an_exchange_begins_when_the_last_has_come_and_ends_when_the_last_is_through():
-    clerk, books, sink = office()
-    clerk.enter([RoundRecord([trained(0, 1)], [mean(1.0, 3.5)]), RoundRecord([trained(0, 3)], [mean(3.0, 3.25, 44)])], 3, 4.0)
+def test_an_exchange_starts_when_the_last_rank_arrives_and_ends_when_the_last_one_finishes():
+    aggregator, accounting, sink = aggregator_of()
+    aggregator.add_round(
+        [RoundRecord([trained(0, 1)], [mean(1.0, 3.5)]), RoundRecord([trained(0, 3)], [mean(3.0, 3.25, 44)])], 3, 4.0
+    )
     (event,) = of(sink, Exchanged)
     assert (event.islands, event.heard, event.arrived_s) == ([0, 1], [True, True], [1.0, 3.0])
     assert (event.start_s, event.end_s) == (3.0, 3.5)
     assert (event.sent_bytes, event.control_bytes, event.weight) == ([40, 44], [16, 16], 2.0)
-    assert [ledger.sent_bytes for ledger in books.ledgers] == [40, 44]
+    assert [ledger.sent_bytes for ledger in accounting.ledgers] == [40, 44]
     assert [(e.island, e.start_s, e.end_s, e.steps, e.device) for e in of(sink, Computed)] == [
         (0, 0, 1, 3, None),
         (1, 0, 3, 3, None),
     ]
 
 
-def test_events_of_a_round_lie_in_the_order_in_which_they_were_over():
-    clerk, _, sink = office()
-    diaries = [
+def test_events_of_a_round_are_ordered_by_their_end():
+    aggregator, _, sink = aggregator_of()
+    records = [
         RoundRecord([trained(0, 1), trained(2, 3)], [mean(1.0, 2.0), mean(3.0, 5.0)]),
         RoundRecord([trained(0, 1.5), trained(2, 4)], [mean(1.5, 2.0), mean(4.0, 5.0)]),
     ]
-    clerk.enter(diaries, 3, 5.5)
-    *happened, last = sink.events
-    assert [event.end_s for event in happened] == sorted(event.end_s for event in happened)
+    aggregator.add_round(records, 3, 5.5)
+    *earlier, last = sink.events
+    assert [event.end_s for event in earlier] == sorted(event.end_s for event in earlier)
     assert isinstance(last, RoundFinished)
     assert last.wall_time_s == 5.5
     assert last.virtual_time_s is None
 
 
-def test_figures_of_a_round_are_those_of_all_together():
-    clerk, books, sink = office()
-    clerk.enter(
+def test_figures_of_a_round_are_sums_over_all_ranks():
+    aggregator, accounting, sink = aggregator_of()
+    aggregator.add_round(
         [RoundRecord([trained(0, 1)], [mean(1, 2)], tokens=24), RoundRecord([trained(0, 2)], [mean(2, 2)], tokens=20)], 3, 2.0
     )
-    clerk.enter(
+    aggregator.add_round(
         [RoundRecord([trained(2, 3)], [mean(3, 4)], tokens=24), RoundRecord([trained(2, 4)], [mean(4, 4)], tokens=24)], 6, 4.0
     )
     first, second = of(sink, RoundFinished)
     assert (first.round, first.steps, first.tokens, first.local_updates) == (1, 3, 44, 6)
     assert (second.round, second.steps, second.tokens, second.local_updates) == (2, 6, 92, 12)
     assert second.sent_bytes_per_island == 80
-    assert books.totals.outer_steps == 2
-    assert [ledger.present_s for ledger in books.ledgers] == [4.0, 4.0]
-    assert [ledger.computed_s for ledger in books.ledgers] == [2.0, 4.0]
+    assert accounting.totals.outer_steps == 2
+    assert [ledger.present_s for ledger in accounting.ledgers] == [4.0, 4.0]
+    assert [ledger.computed_s for ledger in accounting.ledgers] == [2.0, 4.0]
 
 
-def test_gradients_of_a_round_are_one_update_of_each_island():
-    clerk, _, sink = office()
+def test_all_gradients_of_a_round_are_one_update_of_each_island():
+    aggregator, _, sink = aggregator_of()
     piece = ComputeRecord(0, 1, 0, 0.5, 4, 0.5, False)
-    clerk.enter([RoundRecord([piece, piece], [mean(1, 2)]), RoundRecord([piece, piece], [mean(1, 2)])], 1, 2.0)
+    aggregator.add_round([RoundRecord([piece, piece], [mean(1, 2)]), RoundRecord([piece, piece], [mean(1, 2)])], 1, 2.0)
     (finished,) = of(sink, RoundFinished)
     assert finished.local_updates == 2
 
 
-def test_an_update_that_was_left_out_is_reported_with_those_whose_gradients_were_not_finite():
-    clerk, books, sink = office()
-    met = ExchangeRecord("reduce_scatter", 1.0, 2.0, 40, 16, 2.0, False, unsound=(1,), useless=True)
+def test_a_skipped_update_names_the_islands_whose_gradients_were_not_finite():
+    aggregator, accounting, sink = aggregator_of()
+    met = ExchangeRecord("reduce_scatter", 1.0, 2.0, 40, 16, 2.0, False, nonfinite=(1,), unusable=True)
     gathered = ExchangeRecord("all_gather", 2.0, 2.5, 40, 0, 0.0, False)
-    clerk.enter([RoundRecord(meetings=[met, gathered]), RoundRecord(meetings=[met, gathered])], 1, 3.0)
+    aggregator.add_round([RoundRecord(exchanges=[met, gathered]), RoundRecord(exchanges=[met, gathered])], 1, 3.0)
     (event,) = of(sink, UpdateSkipped)
     assert (event.round, event.islands, event.wall_time_s, event.inside) == (0, [1], 2.0, None)
-    assert (books.totals.outer_steps, books.totals.version) == (0, 1)
+    assert (accounting.totals.outer_steps, accounting.totals.version) == (0, 1)
 
 
-def test_islands_whose_update_was_left_out_are_named_by_their_numbers():
-    clerk, _, sink = office(islands=3)
-    met = ExchangeRecord("mean", 0.0, 1.0, 0, 0, 0.0, False, unsound=(0, 1), useless=True)
-    clerk.enter([RoundRecord(meetings=[met]), RoundRecord(meetings=[met])], 1, 1.0, islands=[1, 2])
+def test_a_skipped_update_names_islands_by_their_numbers_not_their_ranks():
+    aggregator, _, sink = aggregator_of(islands=3)
+    met = ExchangeRecord("mean", 0.0, 1.0, 0, 0, 0.0, False, nonfinite=(0, 1), unusable=True)
+    aggregator.add_round([RoundRecord(exchanges=[met]), RoundRecord(exchanges=[met])], 1, 1.0, islands=[1, 2])
     (event,) = of(sink, UpdateSkipped)
     assert event.islands == [1, 2]
 
 
-def test_an_estimate_that_was_of_no_use_skips_nothing_if_the_commit_after_it_was():
-    clerk, books, sink = office()
-    bad = ExchangeRecord("reduce_scatter", 1.0, 2.0, 40, 16, 2.0, True, unsound=(0,), useless=True)
+def test_an_unusable_estimate_skips_nothing_if_the_commit_after_it_is_usable():
+    aggregator, accounting, sink = aggregator_of()
+    bad = ExchangeRecord("reduce_scatter", 1.0, 2.0, 40, 16, 2.0, True, nonfinite=(0,), unusable=True)
     good = ExchangeRecord("reduce_scatter", 2.0, 3.0, 40, 16, 4.0, True)
-    clerk.enter([RoundRecord(meetings=[bad, good]), RoundRecord(meetings=[bad, good])], 1, 3.0)
+    aggregator.add_round([RoundRecord(exchanges=[bad, good]), RoundRecord(exchanges=[bad, good])], 1, 3.0)
     assert not of(sink, UpdateSkipped)
-    assert books.totals.outer_steps == 1
+    assert accounting.totals.outer_steps == 1
 
 
 def test_norms_and_cosines_are_those_of_the_whole_trees():
-    """Each rank has the inner products over its own slice; together they are those of the trees, however these are cut."""
+    """Each rank has the inner products over its own slice; their sums are those of the whole trees."""
     generator = torch.Generator().manual_seed(0)
     trees = [Tree.of({"w": torch.randn(11, generator=generator)}) for _ in range(3)]
     weights = (1.0, 0.5, 2.0)
-    clerk, _, sink = office(islands=3)
-    diaries = []
+    aggregator, _, sink = aggregator_of(islands=3)
+    records = []
     for rank in range(3):
         slices = [tree.shard(rank, 3) for tree in trees]
         products = tuple(tuple(one.dot(two) for two in slices) for one in slices)
-        diaries.append(RoundRecord(likenesses=[DeltaSimilarity(products, weights)]))
-    clerk.enter(diaries, 1, 1.0)
+        records.append(RoundRecord(similarities=[DeltaSimilarity(products, weights)]))
+    aggregator.add_round(records, 1, 1.0)
     (event,) = of(sink, Compared)
     mean_tree = (trees[0] * weights[0] + trees[1] * weights[1] + trees[2] * weights[2]) / sum(weights)
     cosines = [trees[i].dot(trees[j]) / (trees[i].norm() * trees[j].norm()) for i, j in ((0, 1), (0, 2), (1, 2))]
@@ -133,10 +134,10 @@ def test_norms_and_cosines_are_those_of_the_whole_trees():
     assert event.cosine_std == pytest.approx(torch.tensor(cosines, dtype=torch.float64).std(correction=0).item(), rel=1e-9)
 
 
-def test_islands_that_did_not_move_have_no_angle_between_them():
-    clerk, _, sink = office()
-    clerk.enter(
-        [RoundRecord(likenesses=[DeltaSimilarity(((0.0, 0.0), (0.0, 4.0)), (1.0, 1.0))]), RoundRecord(likenesses=[_nothing()])],
+def test_zero_deltas_have_no_cosine():
+    aggregator, _, sink = aggregator_of()
+    aggregator.add_round(
+        [RoundRecord(similarities=[DeltaSimilarity(((0.0, 0.0), (0.0, 4.0)), (1.0, 1.0))]), RoundRecord(similarities=[zeros()])],
         1,
         1.0,
     )
@@ -145,48 +146,49 @@ def test_islands_that_did_not_move_have_no_angle_between_them():
     assert event.mean_norm == 1.0
 
 
-def test_what_weighs_nothing_need_not_be_finite_to_be_compared():
-    """An island whose delta was refused: its products over two slices are infinite in both directions, or no numbers."""
+def test_a_delta_of_weight_0_need_not_be_finite():
+    """An island whose delta was refused: its products over two slices are infinite with both signs, or NaN."""
     for bad in (math.inf, math.nan):
-        clerk, _, sink = office()
+        aggregator, _, sink = aggregator_of()
         slices = [((9.0, sign * bad), (sign * bad, bad)) for sign in (1, -1)]
-        clerk.enter([RoundRecord(likenesses=[DeltaSimilarity(products, (1.0, 0.0))]) for products in slices], 1, 1.0)
+        aggregator.add_round([RoundRecord(similarities=[DeltaSimilarity(products, (1.0, 0.0))]) for products in slices], 1, 1.0)
         (event,) = of(sink, Compared)
         assert event.mean_norm == event.norms[0] == math.sqrt(18)
         assert not math.isfinite(event.norms[1])
         assert event.cosine_mean is None
 
 
-def test_a_mean_of_what_is_not_finite_has_no_norm():
-    clerk, _, sink = office()
+def test_a_mean_that_is_not_finite_has_no_norm():
+    aggregator, _, sink = aggregator_of()
     slices = [((9.0, sign * math.inf), (sign * math.inf, math.inf)) for sign in (1, -1)]
-    clerk.enter([RoundRecord(likenesses=[DeltaSimilarity(products, (1.0, 1.0))]) for products in slices], 1, 1.0)
+    aggregator.add_round([RoundRecord(similarities=[DeltaSimilarity(products, (1.0, 1.0))]) for products in slices], 1, 1.0)
     (event,) = of(sink, Compared)
     assert math.isnan(event.mean_norm)
 
 
-def _nothing():
+def zeros():
     return DeltaSimilarity(((0.0, 0.0), (0.0, 0.0)), (1.0, 1.0))
 
 
-def test_a_loss_that_is_no_number_is_reported_as_it_is():
-    clerk, _, sink = office()
-    clerk.enter([RoundRecord([ComputeRecord(0, 1, 0, 1.0, 8, math.nan, False)]), RoundRecord()], 1, 1.0)
+def test_a_nan_loss_is_reported_as_it_is():
+    aggregator, _, sink = aggregator_of()
+    aggregator.add_round([RoundRecord([ComputeRecord(0, 1, 0, 1.0, 8, math.nan, False)]), RoundRecord()], 1, 1.0)
     (computed,), (finished,) = of(sink, Computed), of(sink, RoundFinished)
     assert math.isnan(computed.loss)
     assert math.isnan(finished.loss)
 
 
-def test_devices_of_an_island_meet_inside_it_and_their_counterparts_outside():
-    clerk, books, sink = office(islands=2, devices=2, inside=True)
+def test_devices_exchange_inside_their_island_and_with_their_counterparts():
+    aggregator, accounting, sink = aggregator_of(islands=2, devices=2, inside=True)
     within = [ExchangeRecord("mean", 0.5 + 0.1 * rank, 0.9, 10 + rank, 16, 2.0, False) for rank in range(4)]
     across = [mean(1.0 + 0.1 * rank, 2.0, 20 + rank) for rank in range(4)]
-    diaries = [
-        RoundRecord([trained(0, 1, 0)], [across[r]], [within[r]], tokens=8, dropped=r, updates=3, skipped=[]) for r in range(4)
+    records = [
+        RoundRecord([trained(0, 1, 0)], [across[r]], [within[r]], tokens=8, dropped_tokens=r, island_updates=3, island_skipped=[])
+        for r in range(4)
     ]
-    for diary in diaries[2:]:
-        diary.skipped.append((1,))
-    clerk.enter(diaries, 3, 2.0)
+    for record in records[2:]:
+        record.island_skipped.append((1,))
+    aggregator.add_round(records, 3, 2.0)
     between, first, second = sorted(of(sink, Exchanged), key=lambda e: -1 if e.inside is None else e.inside)
     assert (between.inside, between.islands, between.sent_bytes) == (None, [0, 1], [41, 45])
     assert between.arrived_s == [1.1, 1.3]
@@ -197,5 +199,5 @@ def test_devices_of_an_island_meet_inside_it_and_their_counterparts_outside():
     assert (skipped.inside, skipped.islands) == (1, [1])
     (finished,) = of(sink, RoundFinished)
     assert (finished.islands, finished.tokens, finished.local_updates) == (2, 32, 12)
-    assert books.totals.dropped_tokens == 6
-    assert [[ledger.sent_bytes for ledger in devices] for devices in books.device_ledgers] == [[10, 11], [12, 13]]
+    assert accounting.totals.dropped_tokens == 6
+    assert [[ledger.sent_bytes for ledger in devices] for devices in accounting.device_ledgers] == [[10, 11], [12, 13]]

@@ -1,0 +1,234 @@
+"""What one process did in a round, and the events that the records of all processes become.
+
+Each process records its computing and its exchanges by its own clock, and sends the record as JSON. `EventAggregator` turns the
+records of all ranks into the events of the round and the figures of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from atoll.core.events import Compared, Event, Exchanged, UpdateSkipped
+from atoll.core.protocols import Sink
+from atoll.engines.accounting import ComputeSpan, RunAccounting
+from atoll.replica.local_replica import ComputeResult
+
+_UPDATES = ("mean", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class ComputeRecord:
+    """A span of computing."""
+
+    start_s: float
+    end_s: float
+    steps: int
+    batches: float
+    tokens: int
+    loss: float
+    moved: bool
+
+
+@dataclass(frozen=True)
+class ExchangeRecord:
+    """An exchange with other ranks."""
+
+    what: str
+    arrived_s: float
+    end_s: float
+    sent_bytes: int
+    control_bytes: int
+    weight: float
+    background: bool
+    nonfinite: tuple[int, ...] = ()
+    """Ranks whose tree was not finite."""
+    unusable: bool = False
+    """Whether no update can be made of it: a rank's tree was not finite, or the weights add up to 0."""
+
+    @property
+    def makes_update(self) -> bool:
+        """Whether this kind of exchange sums what an update is made of."""
+        return self.what in _UPDATES
+
+
+def last_update(exchanges: Sequence[ExchangeRecord]) -> ExchangeRecord | None:
+    """The exchange that the update of a round was made of."""
+    return next((exchange for exchange in reversed(exchanges) if exchange.makes_update), None)
+
+
+@dataclass(frozen=True)
+class DeltaSimilarity:
+    """Inner products of the trees that the ranks brought to a mean, over this rank's slice: row by row, in rank order."""
+
+    products: tuple[tuple[float, ...], ...]
+    weights: tuple[float, ...]
+
+
+@dataclass
+class RoundRecord:
+    """One round of one process.
+
+    Attributes:
+        computed: its spans of computing.
+        exchanges: with other islands.
+        island_exchanges: with the other devices of its island.
+        tokens: in updates of this round.
+        dropped_tokens: in gradients that went into no update, since the island loaded other weights.
+        island_updates: rounds of the algorithm inside the island.
+        island_skipped: for each of these that was skipped, the devices whose gradients were not finite.
+        similarities: of the trees that islands brought to means, where an algorithm compares them.
+    """
+
+    computed: list[ComputeRecord] = field(default_factory=list)
+    exchanges: list[ExchangeRecord] = field(default_factory=list)
+    island_exchanges: list[ExchangeRecord] = field(default_factory=list)
+    tokens: int = 0
+    dropped_tokens: int = 0
+    island_updates: int = 0
+    island_skipped: list[tuple[int, ...]] = field(default_factory=list)
+    similarities: list[DeltaSimilarity] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> RoundRecord:
+        record: dict[str, Any] = json.loads(text)
+        record["computed"] = [ComputeRecord(**span) for span in record["computed"]]
+        for name in ("exchanges", "island_exchanges"):
+            record[name] = [ExchangeRecord(**{**x, "nonfinite": tuple(x["nonfinite"])}) for x in record[name]]
+        record["similarities"] = [
+            DeltaSimilarity(tuple(map(tuple, x["products"])), tuple(x["weights"])) for x in record["similarities"]
+        ]
+        record["island_skipped"] = [tuple(devices) for devices in record["island_skipped"]]
+        return RoundRecord(**record)
+
+
+class EventAggregator:
+    """Turns the records of all ranks into events and figures.
+
+    Args:
+        accounting: keeps the figures.
+        devices: per island.
+        inside: whether the devices of an island have an algorithm of their own.
+        sink: takes the events.
+    """
+
+    def __init__(self, accounting: RunAccounting, devices: int, *, inside: bool, sink: Sink) -> None:
+        self._accounting, self._devices, self._inside, self._sink = accounting, devices, inside, sink
+        self._round_start_s = 0.0
+        self._islands: list[int] = []
+        """The islands of the round that is added, in rank order."""
+
+    def start(self, now_s: float) -> None:
+        """The run starts, or resumes, at this time."""
+        self._round_start_s = now_s
+
+    def add_round(self, records: Sequence[RoundRecord], steps: int, now_s: float, islands: Sequence[int] | None = None) -> None:
+        """Adds a round: the records of all ranks, in rank order, and the steps of the run after it. `islands` are those that took
+        part, if not all did."""
+        self._islands = list(islands) if islands is not None else list(range(len(records) // self._devices))
+        for event in sorted(self._events(records), key=_end_s):
+            self._sink.emit(event)
+        totals = self._accounting.totals
+        for island in self._islands:
+            self._accounting.ledgers[island].present_s += now_s - self._round_start_s
+        self._round_start_s = now_s
+        update = last_update(records[0].exchanges)
+        totals.version += 1
+        totals.outer_steps += update is None or not update.unusable
+        totals.tokens += sum(record.tokens for record in records)
+        totals.dropped_tokens += sum(record.dropped_tokens for record in records)
+        if self._inside:
+            totals.local_updates += sum(record.island_updates for record in records)
+        elif not any(span.steps for record in records for span in record.computed):
+            totals.local_updates += len(self._islands)  # all gradients of the round are one update of each island
+        self._sink.emit(self._accounting.round_finished(steps, len(self._islands), now_s))
+
+    def _events(self, records: Sequence[RoundRecord]) -> Iterator[Event]:
+        for rank, record in enumerate(records):
+            island, device = divmod(rank, self._devices)
+            for one in record.computed:
+                result = ComputeResult([one.loss], one.tokens, moved=False)
+                span = ComputeSpan(one.start_s, one.end_s, one.steps, one.batches, result)
+                yield self._accounting.computed(self._islands[island], span, device=device if self._inside else None)
+        yield from self._exchanges_between_islands(records)
+        update = last_update(records[0].exchanges)
+        if update is not None and update.unusable:
+            yield self._update_skipped([self._islands[rank] for rank in update.nonfinite], update.end_s)
+        yield from (self._compared(similarities) for similarities in zip(*(r.similarities for r in records), strict=True))
+        for island in range(len(records) // self._devices if self._inside else 0):
+            yield from self._exchanges_inside(island, records[island * self._devices : (island + 1) * self._devices])
+
+    def _exchanges_between_islands(self, records: Sequence[RoundRecord]) -> Iterator[Event]:
+        """Each device exchanges with its counterparts, all at about the same time: that is one exchange between islands."""
+        for exchanges in zip(*(record.exchanges for record in records), strict=True):
+            by_island = [exchanges[at : at + self._devices] for at in range(0, len(exchanges), self._devices)]
+            yield self._exchanged(
+                exchanges,
+                arrived_s=[max(x.arrived_s for x in devices) for devices in by_island],
+                sent_bytes=[sum(x.sent_bytes for x in devices) for devices in by_island],
+                control_bytes=[sum(x.control_bytes for x in devices) for devices in by_island],
+            )
+
+    def _exchanges_inside(self, island: int, records: Sequence[RoundRecord]) -> Iterator[Event]:
+        for exchanges in zip(*(record.island_exchanges for record in records), strict=True):
+            yield self._exchanged(
+                exchanges,
+                arrived_s=[x.arrived_s for x in exchanges],
+                sent_bytes=[x.sent_bytes for x in exchanges],
+                control_bytes=[x.control_bytes for x in exchanges],
+                inside=island,
+            )
+        for devices in records[0].island_skipped:
+            yield self._update_skipped(devices, records[0].island_exchanges[-1].end_s, island)
+
+    def _exchanged(
+        self,
+        exchanges: Sequence[ExchangeRecord],
+        *,
+        arrived_s: list[float],
+        sent_bytes: list[int],
+        control_bytes: list[int],
+        inside: int | None = None,
+    ) -> Exchanged:
+        return self._accounting.exchanged(
+            exchanges[0].what,
+            islands=self._islands if inside is None else range(len(arrived_s)),
+            arrived_s=arrived_s,
+            end_s=max(exchange.end_s for exchange in exchanges),
+            sent_bytes=sent_bytes,
+            control_bytes=control_bytes,
+            weight=exchanges[0].weight,
+            background=exchanges[0].background,
+            inside=inside,
+        )
+
+    def _update_skipped(self, nonfinite: Sequence[int], time_s: float, inside: int | None = None) -> UpdateSkipped:
+        number = self._accounting.totals.round
+        return UpdateSkipped(round=number, islands=list(nonfinite), virtual_time_s=None, wall_time_s=time_s, inside=inside)
+
+    def _compared(self, similarities: Sequence[DeltaSimilarity]) -> Compared:
+        """Each rank has the inner products over its own slice: those of whole trees are their sums."""
+        size, weights = len(similarities[0].weights), similarities[0].weights
+        products = [[_sum(one.products[i][j] for one in similarities) for j in range(size)] for i in range(size)]
+        counted = [i for i in range(size) if weights[i]]  # a tree of weight 0 need not be finite
+        squared = _sum(weights[i] * weights[j] * products[i][j] for i in counted for j in counted)
+        mean_norm = math.sqrt(squared if math.isnan(squared) else max(0.0, squared)) / sum(weights)
+        return self._accounting.compared(products, mean_norm)
+
+
+def _sum(values: Iterable[float]) -> float:
+    """The exact sum; with values that are not finite, the plain one."""
+    terms = list(values)
+    return math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)
+
+
+def _end_s(event: Event) -> float:
+    """When the event was over; one without a time comes last."""
+    end_s: float = getattr(event, "end_s", None) or getattr(event, "wall_time_s", None) or math.inf
+    return end_s

@@ -1,0 +1,36 @@
+"""Records survive the way through JSON."""
+
+import math
+
+from atoll.engines.round_record import ComputeRecord, DeltaSimilarity, ExchangeRecord, RoundRecord
+
+THIRD = 1 / 3
+
+
+def test_a_record_survives_json():
+    record = RoundRecord(
+        computed=[ComputeRecord(0.1, 0.1 + THIRD, 3, 3.0, 24, THIRD, True), ComputeRecord(1.0, 2.0, 0, 0.25, 2, 0.5, False)],
+        exchanges=[
+            ExchangeRecord("mean", 0.5, 0.75, 40, 16, 2.0, False, (1, 3), True),
+            ExchangeRecord("total", 0.8, 0.9, 0, 8, 0.0, True),
+        ],
+        island_exchanges=[ExchangeRecord("reduce_scatter", 0.2, 0.3, 12, 16, 4.0, True)],
+        tokens=26,
+        dropped_tokens=2,
+        island_updates=3,
+        island_skipped=[(0,), ()],
+        similarities=[DeltaSimilarity(((4.0, THIRD), (THIRD, 1.0)), (1.0, 2.5))],
+    )
+    assert RoundRecord.from_json(record.to_json()) == record
+    assert "\n" not in record.to_json()
+
+
+def test_an_empty_record_survives_json():
+    assert RoundRecord.from_json(RoundRecord().to_json()) == RoundRecord()
+
+
+def test_losses_that_are_not_finite_survive_json():
+    record = RoundRecord(computed=[ComputeRecord(0.0, 1.0, 0, 1.0, 8, loss, False) for loss in (math.nan, math.inf, -math.inf)])
+    nan, *others = (span.loss for span in RoundRecord.from_json(record.to_json()).computed)
+    assert math.isnan(nan)
+    assert others == [math.inf, -math.inf]
