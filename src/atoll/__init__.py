@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from atoll.engines.simulator.replay_run import replay_run as replay_run
     from atoll.loop.islands import Islands as Islands
     from atoll.loop.islands import islands as islands
-    from atoll.loop.process_group_init import join as join
+    from atoll.loop.process_groups import join as join
     from atoll.models.gpt import GPT as GPT
     from atoll.models.mlp import MLP as MLP
     from atoll.models.pretrained import Pretrained as Pretrained
@@ -102,7 +102,7 @@ _HOME = {
     "ConfigError": "atoll.core.errors",
     "Islands": "atoll.loop.islands",
     "islands": "atoll.loop.islands",
-    "join": "atoll.loop.process_group_init",
+    "join": "atoll.loop.process_groups",
     "GPT": "atoll.models.gpt",
     "MLP": "atoll.models.mlp",
     "Pretrained": "atoll.models.pretrained",

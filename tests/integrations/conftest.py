@@ -1,4 +1,4 @@
-"""Two real processes for all trainers, which leave things behind in theirs; and what torchrun tells them."""
+"""Two processes for the trainers alone, because trainers change global state; and torchrun's environment."""
 
 import os
 import socket
@@ -13,18 +13,18 @@ from atoll.testing.processes import processes
 
 @pytest.fixture(scope="session")
 def two(_importable):
-    with processes(2) as together:
-        yield together
+    with processes(2) as pool:
+        yield pool
 
 
 @contextmanager
 def by_torchrun(port):
-    """As torchrun starts a process: it is told who it is, and has joined nobody yet."""
-    told = {name: dist.get_rank() for name in ("RANK", "LOCAL_RANK")}
-    told |= {name: dist.get_world_size() for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    """The environment of a process that torchrun started and that has not initialized torch.distributed."""
+    variables = {name: dist.get_rank() for name in ("RANK", "LOCAL_RANK")}
+    variables |= {name: dist.get_world_size() for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     dist.destroy_process_group()
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x"}
-    os.environ.update({name: str(value) for name, value in told.items()})
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x"}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     try:
         yield
     finally:
@@ -35,11 +35,11 @@ def by_torchrun(port):
 
 @pytest.fixture
 def torchrun():
-    """Makes what a process enters to be one of those that torchrun started together."""
+    """Returns a context manager that gives a process torchrun's environment."""
 
     def started():
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            return partial(by_torchrun, found.getsockname()[1])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return partial(by_torchrun, free.getsockname()[1])
 
     return started

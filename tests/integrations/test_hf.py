@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer as an island: the callback by the library's own handler, and the real Trainer where accelerate is."""
+"""Hugging Face's Trainer as an island: the callback in the library's handler, and the real Trainer if accelerate is installed."""
 
 import copy
 import importlib
@@ -25,8 +25,8 @@ WORKLOAD = Regression(hidden=3)
 ALGORITHM = DiLoCo(inner_steps=3)
 
 
-class Wrapped:
-    """An optimizer inside of another, as accelerate hands it to callbacks."""
+class WrappedOptimizer:
+    """A wrapped optimizer, as accelerate passes it to callbacks."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -38,13 +38,13 @@ def arguments(folder, **other):
 
 
 def steps_of_a_trainer(callback, args, start, stop, save_at=None, saved=None):
-    """What Trainer does around its callbacks, through its own handler of them."""
+    """A training loop that calls the callbacks through Trainer's handler."""
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
-    handler = CallbackHandler([DefaultFlowCallback, callback], model, None, Wrapped(optimizer), None)
+    handler = CallbackHandler([DefaultFlowCallback, callback], model, None, WrappedOptimizer(optimizer), None)
     state, control = TrainerState(global_step=start), TrainerControl()
     kept = None
     with callback:
@@ -61,7 +61,7 @@ def steps_of_a_trainer(callback, args, start, stop, save_at=None, saved=None):
     return Tree.of(model), kept
 
 
-def test_a_round_that_was_saved_with_a_checkpoint_goes_on_to_the_bit(tmp_path):
+def test_a_round_resumes_from_a_checkpoint_to_the_bit(tmp_path):
     folder = tmp_path / "checkpoint-4"
     folder.mkdir()
     straight, saved = steps_of_a_trainer(IslandsCallback(ALGORITHM), arguments(tmp_path), 0, 8, save_at=4)
@@ -76,19 +76,19 @@ def test_a_round_that_was_saved_with_a_checkpoint_goes_on_to_the_bit(tmp_path):
         assert callback.islands.steps == 8
 
 
-def test_what_trainer_would_do_wrong_is_refused(tmp_path):
+def test_unsupported_settings_of_trainer_are_refused(tmp_path):
     begin = (0, 1)
     with pytest.raises(ConfigError, match="load_best_model_at_end=True would put old weights"):
         steps_of_a_trainer(IslandsCallback(ALGORITHM), arguments(tmp_path, load_best_model_at_end=True), *begin)
-    with pytest.raises(ConfigError, match=r"Trainer trains in 2 processes together, .* Call alone\(\) first"):
+    with pytest.raises(ConfigError, match=r"Trainer trains data-parallel in 2 processes. Call alone\(\) first"):
         steps_of_a_trainer(IslandsCallback(ALGORITHM), arguments(tmp_path, world_size=2), *begin)
     with pytest.raises(CheckpointError, match=r"checkpoint-4 has no islands.pt: .* IslandsCallback\(resume="):
         steps_of_a_trainer(IslandsCallback(ALGORITHM), arguments(tmp_path), 4, 8)
-    with pytest.raises(ConfigError, match=r"ZeRO1 steps by itself, and Trainer has an optimizer of its own"):
+    with pytest.raises(ConfigError, match=r"ZeRO1 steps by itself, and Trainer has its own optimizer"):
         IslandsCallback(ZeRO1(optimizer=AdamW()))
 
 
-def test_an_exception_closes_the_block_and_goes_up(tmp_path):
+def test_an_exception_closes_the_block_and_propagates(tmp_path):
     callback = IslandsCallback(ALGORITHM)
     with pytest.raises(CheckpointError, match=r"could not write .*islands.pt: No such file"):
         steps_of_a_trainer(callback, arguments(tmp_path / "nowhere"), 0, 2, save_at=1)
@@ -96,19 +96,19 @@ def test_an_exception_closes_the_block_and_goes_up(tmp_path):
         callback.islands.load_state_dict(callback.islands.state_dict())
 
 
-def test_a_callback_whose_training_was_broken_off_can_begin_again(tmp_path):
+def test_a_callback_can_restart_after_an_aborted_training(tmp_path):
     callback, model = IslandsCallback(ALGORITHM), WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     begun = TrainerState(global_step=0), TrainerControl()
     callback.on_train_begin(arguments(tmp_path), *begun, model=model, optimizer=optimizer)
-    broken_off = callback.islands
+    aborted = callback.islands
     steps_of_a_trainer(callback, arguments(tmp_path), 0, 3)
-    assert callback.islands is not broken_off
+    assert callback.islands is not aborted
     assert callback.islands.steps == 3
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_without_the_library_the_extra_to_install_is_named(monkeypatch):
+def test_without_the_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "atoll.integrations.hf")
     monkeypatch.setitem(sys.modules, "transformers.trainer_callback", None)
     with pytest.raises(ConfigError, match=r"callbacks need transformers.trainer_callback, .*atoll\[hf\]"):
@@ -119,7 +119,7 @@ def test_without_the_library_the_extra_to_install_is_named(monkeypatch):
 
 
 def fitted(group, counts, folder, torchrun, resumes):
-    """A tiny GPT-2 in the real Trainer: its weights, and how far it came."""
+    """Trains a tiny GPT-2 in the real Trainer. Returns weights, steps and rounds."""
     warnings.simplefilter("ignore")
     with torchrun():
         rank, _ = alone()
@@ -148,14 +148,14 @@ def fitted(group, counts, folder, torchrun, resumes):
     return Tree.of(model), callback.islands.steps, callback.islands.rounds
 
 
-def test_real_trainers_with_different_data_of_different_length_end_with_the_same_weights(two, torchrun, tmp_path):
+def test_trainers_with_uneven_data_end_with_the_same_weights(two, torchrun, tmp_path):
     pytest.importorskip("accelerate", reason="Trainer itself needs it")
     one, other = two.run(fitted, (5, 8), str(tmp_path), torchrun(), False)
     assert one[0].equal(other[0])
     assert (one[1:], other[1:]) == ((5, 3), (8, 3))
 
 
-def test_a_real_trainer_goes_on_from_its_checkpoint(two, torchrun, tmp_path):
+def test_a_trainer_resumes_from_its_checkpoint(two, torchrun, tmp_path):
     pytest.importorskip("accelerate", reason="Trainer itself needs it")
     straight = two.run(fitted, (8, 8), str(tmp_path), torchrun(), False)
     resumed = two.run(fitted, (8, 8), str(tmp_path), torchrun(), True)

@@ -31,7 +31,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch, index):
         if index == self._fails_at:
-            raise ZeroDivisionError("the user's own mistake")
+            raise ZeroDivisionError("a bug of the user")
         return WORKLOAD.loss(self.net, batch)
 
     def configure_optimizers(self):
@@ -65,7 +65,7 @@ def trainer(callback, epochs, path=None):
 
 
 def fitted(group, counts, folder, torchrun, resumes):
-    """Two epochs, all in one go or from what was saved after the first. Weights, rounds, steps, and what the trainer could see."""
+    """Two epochs, uninterrupted or resumed after the first. Returns weights, rounds, steps, rank, and visible variables."""
     warnings.simplefilter("ignore")
     with torchrun():
         joined = alone()
@@ -78,7 +78,7 @@ def fitted(group, counts, folder, torchrun, resumes):
     return Tree.of(module), callback.islands.rounds, callback.islands.steps, joined, seen
 
 
-def test_trainers_with_different_data_of_different_length_end_with_the_same_weights(two, torchrun, tmp_path):
+def test_trainers_with_uneven_data_end_with_the_same_weights(two, torchrun, tmp_path):
     one, other = two.run(fitted, (4, 7), str(tmp_path), torchrun(), False)
     assert one[0].equal(other[0])
     assert not one[0].equal(Tree.of(Module()))
@@ -88,7 +88,7 @@ def test_trainers_with_different_data_of_different_length_end_with_the_same_weig
     assert one[4] == other[4] == []
 
 
-def test_a_round_that_lightning_saved_in_its_middle_goes_on_to_the_bit(two, torchrun, tmp_path):
+def test_a_round_resumes_from_a_checkpoint_to_the_bit(two, torchrun, tmp_path):
     straight = two.run(fitted, (4, 4), str(tmp_path), torchrun(), False)
     resumed = two.run(fitted, (4, 4), str(tmp_path), torchrun(), True)
     assert [found[2] for found in resumed] == [8, 8]
@@ -97,7 +97,7 @@ def test_a_round_that_lightning_saved_in_its_middle_goes_on_to_the_bit(two, torc
         assert rounds == expected_rounds
 
 
-def test_an_exception_closes_the_block_and_goes_up():
+def test_an_exception_closes_the_block_and_propagates():
     callback = IslandsCallback(ALGORITHM)
     module = Module(fails_at=2)
     with warnings.catch_warnings():
@@ -109,7 +109,7 @@ def test_an_exception_closes_the_block_and_goes_up():
     assert not module.trainer.optimizers[0]._optimizer_step_post_hooks
 
 
-def test_without_the_library_the_extra_to_install_is_named(monkeypatch):
+def test_without_the_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "atoll.integrations.lightning")
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     with pytest.raises(ConfigError, match=r"callbacks need lightning.pytorch, .*atoll\[lightning\]"):
@@ -117,12 +117,11 @@ def test_without_the_library_the_extra_to_install_is_named(monkeypatch):
 
 
 def test_an_algorithm_that_steps_by_itself_is_refused():
-    with pytest.raises(ConfigError, match=r"ACCO steps by itself, and Lightning has an optimizer of its own\. Use DiLoCo here"):
+    with pytest.raises(ConfigError, match=r"ACCO steps by itself, and Lightning has its own optimizer\. Use DiLoCo here"):
         IslandsCallback(ACCO(optimizer=AdamW()))
 
 
-def test_the_same_loop_by_hand_gives_the_same_weights():
-    """One island: what Lightning does is what a plain loop does."""
+def test_one_island_trains_like_a_plain_loop():
     module, plain = Module(), WORKLOAD.module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""A plain loop inside of `atoll.islands` gives the bits of the same algorithm on any engine."""
+"""A plain loop inside of `atoll.islands` gives the same bits as the simulator."""
 
 import re
 from pathlib import Path
@@ -21,8 +21,8 @@ from atoll.runs.cluster import Cluster
 from atoll.testing.simulated_runs import Regression, simulate
 
 WORKLOAD = Regression(hidden=3)
-TRAINING = [DiLoCo(inner_steps=3), DiLoCo(inner_steps=2, weighting="examples"), DiLoCo(inner_steps=1, outer=SGD(lr=1.0))]
-STEPPING = [
+USER_STEPS = [DiLoCo(inner_steps=3), DiLoCo(inner_steps=2, weighting="examples"), DiLoCo(inner_steps=1, outer=SGD(lr=1.0))]
+ALGORITHM_STEPS = [
     DDP(optimizer=AdamW(lr=0.1), accumulation=2, clip_norm=0.5),
     ZeRO1(optimizer=AdamW(lr=0.1), clip_norm=0.5),
     ACCO(optimizer=AdamW(lr=0.1), clip_norm=0.5),
@@ -38,7 +38,7 @@ def rank():
 
 
 def train(model, optimizer, steps, batches=WORKLOAD.batches):
-    """A user's loop, on the batches that a run would deal out."""
+    """A user's loop, on the batches that a run would assign."""
     for step in range(steps):
         WORKLOAD.loss(model, batches.batch(rank(), step)).backward()
         optimizer.step()
@@ -46,7 +46,7 @@ def train(model, optimizer, steps, batches=WORKLOAD.batches):
 
 
 def trained(group, algorithms):
-    """What is in the module after each, and what was sent."""
+    """The module's weights after each algorithm, and the bytes that this process sent."""
     found = []
     for algorithm in algorithms:
         model = WORKLOAD.module()
@@ -79,31 +79,31 @@ def simulated(algorithm, islands):
     )
 
 
-def test_a_plain_loop_gives_the_simulators_weights_to_the_bit_and_its_bytes(two, three):
-    for size, together in ((2, two), (3, three)):
-        for algorithm, *found in zip(TRAINING, *together.run(trained, TRAINING), strict=True):
+def test_if_the_user_steps_weights_and_bytes_equal_the_simulators(two, three):
+    for size, processes in ((2, two), (3, three)):
+        for algorithm, *found in zip(USER_STEPS, *processes.run(trained, USER_STEPS), strict=True):
             expected = simulated(algorithm, size)
             assert all(params.equal(expected.params) for params, _ in found), algorithm
             assert sum(sent for _, sent in found) == size * expected.finished.sent_bytes_per_island
 
 
-def test_where_the_algorithm_steps_by_itself_a_loop_gives_the_simulators_weights_to_the_bit(two, three):
-    for size, together in ((2, two), (3, three)):
-        for algorithm, *found in zip(STEPPING, *together.run(stepped, STEPPING), strict=True):
+def test_if_the_algorithm_steps_the_weights_equal_the_simulators(two, three):
+    for size, processes in ((2, two), (3, three)):
+        for algorithm, *found in zip(ALGORITHM_STEPS, *processes.run(stepped, ALGORITHM_STEPS), strict=True):
             expected = simulated(algorithm, size).params
             assert all(params.equal(expected) for params in found), algorithm
 
 
-def test_one_process_is_one_island_and_needs_no_network():
-    for algorithm, (params, sent) in zip(TRAINING, trained(None, TRAINING), strict=True):
+def test_one_process_is_one_island_without_a_network():
+    for algorithm, (params, sent) in zip(USER_STEPS, trained(None, USER_STEPS), strict=True):
         assert params.equal(simulated(algorithm, 1).params)
         assert sent == 0
-    for algorithm, params in zip(STEPPING, stepped(None, STEPPING), strict=True):
+    for algorithm, params in zip(ALGORITHM_STEPS, stepped(None, ALGORITHM_STEPS), strict=True):
         assert params.equal(simulated(algorithm, 1).params)
     assert not dist.is_initialized()
 
 
-def test_the_pages_code_runs_from_the_first_line_to_the_last(tmp_path, monkeypatch, capsys):
+def test_the_code_of_the_documentation_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[2] / "docs/own_loop.md"
     names = {}

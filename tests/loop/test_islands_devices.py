@@ -1,4 +1,4 @@
-"""Islands of two devices come to what islands of one come to at twice the batch, and each device sends half."""
+"""An island of two devices trains like an island of one with twice the batch, and each device sends half of the bytes."""
 
 import copy
 
@@ -21,10 +21,10 @@ from atoll.testing.simulated_runs import Regression, RegressionBatches
 WORKLOAD = Regression(hidden=16, batches=RegressionBatches(batch_size=4))
 ALGORITHM = DiLoCo(inner_steps=3)
 STEPS = 8
-"""Which the inner steps do not divide."""
+"""No multiple of the inner steps."""
 
 
-def wrapped(how, mesh, model):
+def wrap(how, mesh, model):
     if how == "ddp":
         return DistributedDataParallel(model, process_group=mesh["device"].get_group())
     for layer in model:
@@ -34,20 +34,20 @@ def wrapped(how, mesh, model):
 
 
 def whole(model):
-    """The weights as plain tensors."""
+    """The weights, without FSDP2's sharding."""
     tensors = (parameter.detach() for parameter in model.parameters())
     return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
-def piece(island, step, device):
+def batch_of(island, step, device):
     inputs, targets = WORKLOAD.batches.batch(island, 2 * step + device)
     return inputs, targets
 
 
-def of_devices(group, how, saved=None, start=0, stop=STEPS):
-    """What two islands of two come to, what each process sent, and its state after the last step."""
+def train_on_devices(group, how, saved=None, start=0, stop=STEPS):
+    """Two islands of two devices: their weights, the bytes that each process sent, and its state after the last step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "device"))
-    model = wrapped(how, mesh, WORKLOAD.module())
+    model = wrap(how, mesh, WORKLOAD.module())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     islands = atoll.islands(model, optimizer, ALGORITHM, mesh=mesh, limit_s=30.0)
     if saved is not None:
@@ -56,56 +56,56 @@ def of_devices(group, how, saved=None, start=0, stop=STEPS):
         islands.load_state_dict(mine["islands"])
     with islands:
         for step in range(start, stop):
-            WORKLOAD.loss(model, piece(islands.rank, step, mesh.get_local_rank("device"))).backward()
+            WORKLOAD.loss(model, batch_of(islands.rank, step, mesh.get_local_rank("device"))).backward()
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
-                model(torch.ones(1, 5))  # an evaluation, which leaves FSDP2's parameters whole
+                model(torch.ones(1, 5))  # an evaluation, after which FSDP2 keeps the parameters unsharded
         state = {"islands": islands.state_dict(), "model": None if how == "fsdp" else copy.deepcopy(model.state_dict())}
     return whole(model), islands.sent_bytes, state
 
 
-def of_one(group):
+def train_on_one(group):
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with atoll.islands(model, optimizer, ALGORITHM, limit_s=30.0) as islands:
         for step in range(STEPS):
-            pieces = [piece(islands.rank, step, device) for device in range(2)]
-            WORKLOAD.loss(model, [torch.cat(parts) for parts in zip(*pieces, strict=True)]).backward()
+            batches = [batch_of(islands.rank, step, device) for device in range(2)]
+            WORKLOAD.loss(model, [torch.cat(parts) for parts in zip(*batches, strict=True)]).backward()
             optimizer.step()
             optimizer.zero_grad()
     return whole(model), islands.sent_bytes
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_two_islands_of_two_devices_are_two_islands_at_twice_the_batch_and_each_device_sends_half(two, four, how):
-    (expected, sent_bytes), _ = two.run(of_one)
-    found = four.run(of_devices, how)
+def test_two_devices_train_like_one_with_twice_the_batch_and_each_sends_half(two, four, how):
+    (expected, sent_bytes), _ = two.run(train_on_one)
+    found = four.run(train_on_devices, how)
     for weights, _, _ in found:
         for one, other in zip(weights, expected, strict=True):
             torch.testing.assert_close(one, other)
         assert all(torch.equal(one, other) for one, other in zip(weights, found[0][0], strict=True))
     assert sum(sent for _, sent, _ in found) == 2 * sent_bytes
-    # FSDP2 cuts rows, so that a tensor of one row is one device's.
+    # FSDP2 shards rows, so a tensor of one row belongs to one device.
     assert max(sent for _, sent, _ in found) <= (0.51 if how == "ddp" else 0.6) * sent_bytes
 
 
-def test_devices_go_on_from_their_own_slices(four):
-    straight = four.run(of_devices, "ddp")
-    parts = [state for _, _, state in four.run(of_devices, "ddp", None, 0, 5)]
-    resumed = four.run(of_devices, "ddp", parts, 5)
+def test_devices_resume_from_their_own_slices(four):
+    straight = four.run(train_on_devices, "ddp")
+    parts = [state for _, _, state in four.run(train_on_devices, "ddp", None, 0, 5)]
+    resumed = four.run(train_on_devices, "ddp", parts, 5)
     for (weights, *_), (expected, *_) in zip(resumed, straight, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
 
 
-def spoilt(group, how):
-    """What comes of a round at whose end all weights of the last island are not finite, or the first number alone."""
+def diverging(group, how):
+    """Weights after training in which all weights of the last island, or only its first, are NaN at the end of a round."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "device"))
-    model = wrapped("ddp", mesh, WORKLOAD.module())
+    model = wrap("ddp", mesh, WORKLOAD.module())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with atoll.islands(model, optimizer, ALGORITHM, mesh=mesh, limit_s=30.0) as islands:
         for step in range(6):
-            WORKLOAD.loss(model, piece(islands.rank, step, mesh.get_local_rank("device"))).backward()
+            WORKLOAD.loss(model, batch_of(islands.rank, step, mesh.get_local_rank("device"))).backward()
             if islands.rank == 1 and step == 2:
                 for parameter in model.parameters():
                     parameter.data.view(-1)[: 1 if how == "first" else None] = torch.nan
@@ -116,20 +116,20 @@ def spoilt(group, how):
     return whole(model)
 
 
-def test_an_island_of_which_one_device_is_not_finite_weighs_nothing_with_all_of_its_devices(four):
-    first, everything = four.run(spoilt, "first"), four.run(spoilt, "all")
+def test_one_device_with_non_finite_weights_gives_its_whole_island_weight_0(four):
+    first, everything = four.run(diverging, "first"), four.run(diverging, "all")
     for one, other in zip(first, everything, strict=True):
         assert all(torch.equal(tensor, expected) for tensor, expected in zip(one, other, strict=True))
         assert all(tensor.isfinite().all() for tensor in one)
 
 
 def refused(group):
-    """What cannot be done with several devices."""
+    """The errors of settings that several devices do not support."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "device"))
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     sharded = fully_shard(nn.Linear(2, 2), mesh=mesh["device"])
-    said = []
+    messages = []
     for arguments, settings in (
         ((model, None, ACCO(optimizer=AdamW())), {"mesh": mesh}),
         ((model, optimizer, DiLoCo(inner_steps=2, pruned=0.5)), {"mesh": mesh}),
@@ -140,14 +140,14 @@ def refused(group):
         try:
             atoll.islands(*arguments, **settings).__enter__()
         except ConfigError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
-def test_what_cannot_be_done_with_several_devices_is_refused(four):
+def test_settings_that_several_devices_do_not_support_are_refused(four):
     for gradients, pruned, names, flat, sharded in four.run(refused):
-        assert "gradients of several devices are not taken together yet" in gradients
+        assert "does not combine gradients of several devices" in gradients
         assert "pruned=0.5 with several devices per island" in pruned
         assert "dimensions ('dp', 'tp'): it needs ('island', 'device')" in names
         assert "dimensions ('island',)" in flat
-        assert "sharded by FSDP2, over processes that atoll takes for islands" in sharded
+        assert "sharded by FSDP2 over processes that atoll treats as islands" in sharded

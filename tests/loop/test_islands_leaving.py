@@ -1,4 +1,4 @@
-"""Islands with different numbers of batches end without a hang, and so do those whose neighbour raises."""
+"""Islands with different numbers of batches finish without a deadlock, and so do islands whose peer raises."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from atoll.testing.simulated_runs import Regression
 
 WORKLOAD = Regression(hidden=3)
 LIMIT_S = 30.0
-STEPPING = [
+ALGORITHM_STEPS = [
     DDP(optimizer=AdamW(lr=0.1), accumulation=2),
     ZeRO1(optimizer=AdamW(lr=0.1), accumulation=2, clip_norm=0.5),
     ACCO(optimizer=AdamW(lr=0.1), clip_norm=0.5),
@@ -40,7 +40,7 @@ def backward(model, step):
 
 
 def trained(group, algorithm, steps, finish="together"):
-    """Each island takes its own number of steps; what comes of it, and how many islands were there at the end."""
+    """Each island takes its own number of steps. Returns weights, rounds, and the islands that were present at the end."""
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with atoll.islands(model, optimizer, algorithm, finish=finish, limit_s=LIMIT_S) as islands:
@@ -63,8 +63,8 @@ def stepped(group, algorithms, steps):
     return found
 
 
-def alone(steps, start, rank):
-    """One island's weights after some steps from others."""
+def local_sgd(steps, start, rank):
+    """The weights of one island after some steps from given weights."""
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with torch.no_grad():
@@ -77,18 +77,18 @@ def alone(steps, start, rank):
     return Tree.of(model)
 
 
-def test_what_an_island_did_since_the_last_agreement_weighs_as_much_as_the_steps_it_took(two):
+def test_a_part_of_a_round_is_weighted_by_its_steps(two):
     (one, _, _), (other, rounds, _) = two.run(trained, DiLoCo(inner_steps=4, outer=SGD(lr=1.0)), (5, 7))
     start = Tree.of(WORKLOAD.module())
-    first = (alone(range(4), start, 0) + alone(range(4), start, 1)) / 2
-    last = (alone(range(4, 5), first, 0) + alone(range(4, 7), first, 1) * 3) / 4
+    first = (local_sgd(range(4), start, 0) + local_sgd(range(4), start, 1)) / 2
+    last = (local_sgd(range(4, 5), first, 0) + local_sgd(range(4, 7), first, 1) * 3) / 4
     assert rounds == 2
     assert one.equal(other)
     torch.testing.assert_close(one.flat, last.flat)
 
 
 @pytest.mark.parametrize("steps", [(2, 13, 7), (0, 5, 6), (0, 0, 1), (0, 0, 0), (6, 3, 3)])
-def test_islands_that_are_through_stay_and_all_end_with_the_same_weights(three, steps):
+def test_with_finish_together_all_islands_end_with_the_same_weights(three, steps):
     found = three.run(trained, DiLoCo(inner_steps=3), steps)
     assert all(params.equal(found[0][0]) for params, _, _ in found)
     assert {rounds for _, rounds, _ in found} == {-(-max(steps) // 3)}
@@ -96,14 +96,14 @@ def test_islands_that_are_through_stay_and_all_end_with_the_same_weights(three, 
     assert found[0][0].equal(Tree.of(WORKLOAD.module())) == (max(steps) == 0)
 
 
-def test_islands_that_stay_change_nothing_in_what_the_others_do(two, three):
+def test_an_exhausted_island_does_not_change_the_result_of_the_others(two, three):
     (expected, _, _), _ = two.run(trained, DiLoCo(inner_steps=3), (9, 6))
     *both, (idle, _, _) = three.run(trained, DiLoCo(inner_steps=3), (9, 6, 0))
     assert [params.equal(expected) for params, _, _ in both] == [True, True]
     assert idle.equal(expected)
 
 
-def test_islands_that_leave_alone_are_left_out_and_those_that_leave_together_hold_the_same(three):
+def test_with_finish_alone_islands_that_leave_at_the_same_exchange_hold_the_same_weights(three):
     found = three.run(trained, DiLoCo(inner_steps=3), (2, 13, 14), "alone")
     assert [present for _, _, present in found] == [3, 2, 2]
     assert [rounds for _, rounds, _ in found] == [1, 5, 5]
@@ -111,7 +111,7 @@ def test_islands_that_leave_alone_are_left_out_and_those_that_leave_together_hol
     assert not found[0][0].equal(found[1][0])
 
 
-def test_an_island_without_batches_meets_the_others_once_to_say_that_it_leaves(three):
+def test_with_finish_alone_an_island_without_batches_leaves_after_one_exchange(three):
     found = three.run(trained, DiLoCo(inner_steps=3), (0, 6, 6), "alone")
     assert [present for _, _, present in found] == [3, 2, 2]
     assert found[1][0].equal(found[2][0])
@@ -119,15 +119,15 @@ def test_an_island_without_batches_meets_the_others_once_to_say_that_it_leaves(t
 
 
 @pytest.mark.parametrize("steps", [(1, 8, 5), (0, 4, 7), (0, 0, 1), (0, 0, 0)])
-def test_where_the_algorithm_steps_by_itself_unequal_islands_end_with_the_same_weights_and_nothing_is_lost(three, steps):
-    for algorithm, *found in zip(STEPPING, *three.run(stepped, STEPPING, steps), strict=True):
+def test_if_the_algorithm_steps_uneven_islands_end_with_the_same_weights(three, steps):
+    for algorithm, *found in zip(ALGORITHM_STEPS, *three.run(stepped, ALGORITHM_STEPS, steps), strict=True):
         assert all(params.equal(found[0][0]) for params, _ in found), algorithm
         assert len({rounds for _, rounds in found}) == 1
         assert found[0][0].equal(Tree.of(WORKLOAD.module())) == (max(steps) == 0), algorithm
 
 
-def test_every_micro_batch_of_unequal_islands_weighs_the_same(two):
-    """ZeRO-1 of plain descent over two micro-batches on one island and four on the other: one step along the mean of all six."""
+def test_all_micro_batches_of_uneven_islands_have_the_same_weight(two):
+    """ZeRO-1 with SGD on two micro-batches of one island and four of the other: one step along the mean of all six."""
     ((params, rounds),), _ = two.run(stepped, [ZeRO1(optimizer=SGD(lr=0.1), accumulation=4)], (2, 4))
     model = WORKLOAD.module()
     for rank, steps in enumerate((2, 4)):
@@ -142,7 +142,7 @@ def test_every_micro_batch_of_unequal_islands_weighs_the_same(two):
 
 
 def raising(group, algorithm, culprit, at, steps):
-    """One island raises after so many steps. What the others come to; of the culprit, how long it took to get out."""
+    """One island raises after `at` steps. Returns the result of the others; of the culprit, the seconds until it left the block."""
     model = WORKLOAD.module()
     form = hasattr(algorithm, "optimizer")
     optimizer = None if form else torch.optim.SGD(model.parameters(), lr=0.05)
@@ -151,13 +151,13 @@ def raising(group, algorithm, culprit, at, steps):
             for step in range(steps):
                 if islands.rank == culprit and step == at:
                     began = time.perf_counter()
-                    raise ZeroDivisionError("the user's own mistake")
+                    raise ZeroDivisionError("a bug of the user")
                 backward(model, step)
                 islands.optimizer.step()
                 islands.optimizer.zero_grad()
     except ZeroDivisionError:
         took_s = time.perf_counter() - began
-        group.barrier().wait()  # it lives on until the others are through
+        group.barrier().wait()  # its process lives until the others are done
         return took_s
     except ExchangeFailed as failed:
         group.barrier().wait()
@@ -166,32 +166,32 @@ def raising(group, algorithm, culprit, at, steps):
     return Tree.of(model), islands.present, islands.rounds
 
 
-def test_when_an_island_raises_its_exception_goes_up_at_once_and_the_others_go_on_without_it(three):
+def test_an_exception_leaves_the_block_at_once_and_the_others_continue(three):
     one, took_s, other = three.run(raising, DiLoCo(inner_steps=3), 1, 4, 9)
     assert took_s < 5.0
     assert one[0].equal(other[0])
     assert one[1:] == other[1:] == (2, 3)
 
 
-def test_when_an_island_raises_where_states_lie_in_slices_the_others_stop_and_say_why(three):
+def test_an_exception_stops_the_others_if_the_state_is_sharded(three):
     for algorithm in (ZeRO1(optimizer=AdamW()), ACCO(optimizer=AdamW())):
         one, took_s, other = three.run(raising, algorithm, 1, 4, 9)
         assert took_s < 5.0
-        for said in (one, other):
+        for message in (one, other):
             assert re.search(
-                r"island 1 left by an exception, and its slice .* went with it. .* go on from what was last saved", said
+                r"island 1 left by an exception, and its slice .* is lost. .* resume from the last checkpoint", message
             )
 
 
 def dying(group, culprit):
-    """One island raises, and its process ends before the others have heard of it."""
+    """One island raises, and its process ends before the others receive its leave message."""
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     try:
         with atoll.islands(model, optimizer, DiLoCo(inner_steps=3), limit_s=LIMIT_S) as islands:
             for step in range(9):
                 if islands.rank == culprit and step == 4:
-                    raise ZeroDivisionError("the user's own mistake")
+                    raise ZeroDivisionError("a bug of the user")
                 backward(model, step)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -201,7 +201,7 @@ def dying(group, culprit):
 
 
 @pytest.mark.usefixtures("_importable")
-def test_when_the_process_of_an_island_that_raised_is_gone_the_others_find_out_and_go_on():
+def test_if_the_process_of_a_failed_island_has_ended_the_others_find_its_record_and_continue():
     (_, one), (code, nothing), (_, other) = outcomes(3, dying, 1)
     assert (code, nothing) == (7, None)
     assert one == other
@@ -209,7 +209,7 @@ def test_when_the_process_of_an_island_that_raised_is_gone_the_others_find_out_a
 
 
 def killed(group, culprit):
-    """One island is killed without a word."""
+    """One island is killed by SIGKILL."""
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with atoll.islands(model, optimizer, DiLoCo(inner_steps=3), limit_s=LIMIT_S) as islands:
@@ -222,7 +222,7 @@ def killed(group, culprit):
 
 
 @pytest.mark.usefixtures("_importable")
-def test_when_an_island_is_killed_without_a_word_the_others_stop_at_once_and_name_it():
+def test_if_an_island_is_killed_the_others_raise_at_once_and_name_it():
     began = time.perf_counter()
     (_, failed), (code, _) = outcomes(2, killed, 1)
     assert code == -signal.SIGKILL

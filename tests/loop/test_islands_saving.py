@@ -1,4 +1,4 @@
-"""A loop that was saved goes on to the bit."""
+"""A resumed loop continues to the bit."""
 
 import io
 
@@ -18,17 +18,17 @@ from atoll.optim.adam import AdamW
 from atoll.testing.simulated_runs import Regression
 
 WORKLOAD = Regression(hidden=3)
-STEPPING = [
+ALGORITHM_STEPS = [
     (DDP(optimizer=AdamW(lr=0.1), accumulation=3), 7, 1),
     (ZeRO1(optimizer=AdamW(lr=0.1), accumulation=2), 6, 0),
     (ACCO(optimizer=AdamW(lr=0.1)), 7, 0),
     (DPU(optimizer=AdamW(lr=0.1), warmup=1, accumulation=2), 7, 1),
 ]
-"""With how many micro-batches are brought before it is saved, and how many of them belong to no update."""
+"""Algorithm, micro-batches before the checkpoint, and how many of them are in no update."""
 
 
 def through_a_file(state):
-    """As it comes back from torch.load, which runs nobody's code."""
+    """The state after torch.save and a safe torch.load."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -57,7 +57,7 @@ def load(model, optimizer, islands, saved):
 
 
 def trained(group, algorithm, start, stop, saved=None, where="before"):
-    """The weights at the end, and everything that there was to save when the last step was over."""
+    """The final weights, and the states of model, optimizer and islands after the last step."""
     model = WORKLOAD.module()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for islands in entered(model, optimizer, algorithm, saved and saved[dist.get_rank()], where):
@@ -83,28 +83,28 @@ def stepped(group, algorithm, batches, saved=None):
 
 
 @pytest.mark.parametrize(("stop", "where"), [(7, "before"), (7, "inside"), (6, "before")])
-def test_a_round_that_was_saved_in_its_middle_goes_on_to_the_bit(two, stop, where):
+def test_a_round_that_was_saved_in_its_middle_resumes_to_the_bit(two, stop, where):
     algorithm = DiLoCo(inner_steps=3)
     straight = two.run(trained, algorithm, 0, 11)
     parts = [state for _, state in two.run(trained, algorithm, 0, stop)]
-    assert [part["islands"]["taken"] for part in parts] == [stop % 3, stop % 3]
+    assert [part["islands"]["steps_in_round"] for part in parts] == [stop % 3, stop % 3]
     resumed = two.run(trained, algorithm, stop, 11, parts, where)
     for (params, _), (expected, _) in zip(resumed, straight, strict=True):
         assert params.equal(expected)
 
 
-def test_where_the_algorithm_steps_by_itself_a_state_is_that_of_the_last_update_and_the_rest_is_dropped(two):
-    for algorithm, brought, dropped in STEPPING:
+def test_if_the_algorithm_steps_micro_batches_after_the_last_update_are_dropped(two):
+    for algorithm, computed, dropped in ALGORITHM_STEPS:
         batches = list(range(16))
-        parts = [state for _, state, _ in two.run(stepped, algorithm, batches[:brought])]
-        resumed = two.run(stepped, algorithm, batches[brought - dropped :], parts)
+        parts = [state for _, state, _ in two.run(stepped, algorithm, batches[:computed])]
+        resumed = two.run(stepped, algorithm, batches[computed - dropped :], parts)
         straight = two.run(stepped, algorithm, batches)
         assert {found[2] for found in resumed} == {dropped}, algorithm
         assert all(one[0].equal(other[0]) for one, other in zip(resumed, straight, strict=True)), algorithm
 
 
 def refused(group, algorithm, parts, order, inside=False):
-    """What is said when states are loaded that do not belong together."""
+    """The error of loading states that were not saved together."""
     model = WORKLOAD.module()
     optimizer = None if hasattr(algorithm, "optimizer") else torch.optim.AdamW(model.parameters())
     islands = atoll.islands(model, optimizer, algorithm, limit_s=30.0)
@@ -120,35 +120,35 @@ def refused(group, algorithm, parts, order, inside=False):
         return str(error)
 
 
-def test_states_that_were_not_saved_together_are_refused(two):
+def test_states_of_different_rounds_algorithms_or_processes_are_refused(two):
     algorithm = DiLoCo(inner_steps=3)
     early, late = (two.run(trained, algorithm, 0, stop)[0][1] for stop in (3, 6))
-    for said in two.run(refused, algorithm, [early, late], (0, 1)):
-        assert "go on from round 1, round 2. Load on all of them" in said
-    for said in two.run(refused, algorithm, [early, late], (0, 1), True):
-        assert "go on from round 1, round 2" in said
-    for said in two.run(refused, algorithm, [early], (0, None)):
-        assert "go on from round 1, nothing" in said
+    for message in two.run(refused, algorithm, [early, late], (0, 1)):
+        assert "resume from round 1, round 2. Load checkpoints of the same round" in message
+    for message in two.run(refused, algorithm, [early, late], (0, 1), True):
+        assert "resume from round 1, round 2" in message
+    for message in two.run(refused, algorithm, [early], (0, None)):
+        assert "resume from round 1, no checkpoint" in message
     sliced = ZeRO1(optimizer=AdamW())
     parts = [state for _, state, _ in two.run(stepped, sliced, range(2))]
-    for said in two.run(refused, sliced, parts, (1, 0)):
-        assert "holds a slice. Here is device 0 of 1 in island" in said
-    for said in two.run(refused, DDP(optimizer=AdamW()), parts, (0, 1)):
-        assert "saved with another model or another algorithm (" in said
-        assert "folder" not in said
+    for message in two.run(refused, sliced, parts, (1, 0)):
+        assert "holds a slice, saved by device 0 of 1 in island" in message
+    for message in two.run(refused, DDP(optimizer=AdamW()), parts, (0, 1)):
+        assert "saved with another model or another algorithm (" in message
+        assert "folder" not in message
 
 
-def test_what_is_no_state_and_what_comes_too_late_is_refused():
+def test_a_foreign_dictionary_and_a_late_call_are_refused():
     model = WORKLOAD.module()
     optimizer = torch.optim.AdamW(model.parameters())
     islands = atoll.islands(model, optimizer, DiLoCo(inner_steps=3))
-    with pytest.raises(CheckpointError, match=r"not what islands.state_dict\(\) of this version gives, but has \['params'\]"):
+    with pytest.raises(CheckpointError, match=r"no islands.state_dict\(\) of this version: it has the keys \['params'\]"):
         islands.load_state_dict({"params": 1})
     with islands:
         saved = islands.state_dict()
         backward(model, 0)
         optimizer.step()
-        with pytest.raises(ConfigError, match="1 steps were taken in this block already"):
+        with pytest.raises(ConfigError, match="this block has taken 1 steps"):
             islands.load_state_dict(saved)
     with pytest.raises(ConfigError, match=r"this block is over\. Make new islands"):
         islands.load_state_dict(saved)
@@ -157,7 +157,7 @@ def test_what_is_no_state_and_what_comes_too_late_is_refused():
 
 
 def resumed_without_the_model(stop):
-    """Weights that were agreed on before, and those of a fresh module after a state was loaded."""
+    """The agreed weights after `stop` steps, and those of a new module after the state was loaded."""
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with atoll.islands(model, optimizer, DiLoCo(inner_steps=3)) as islands:
@@ -173,11 +173,9 @@ def resumed_without_the_model(stop):
         return Tree.of(agreed), Tree.of(model)
 
 
-def test_between_two_rounds_the_state_has_the_weights_and_in_the_middle_of_one_the_model_must_be_loaded_too():
+def test_between_rounds_the_state_has_the_weights_and_inside_of_one_the_model_must_be_loaded_too():
     agreed, found = resumed_without_the_model(6)
     assert found.equal(agreed)
     assert not found.equal(Tree.of(WORKLOAD.module()))
-    with pytest.raises(
-        CheckpointError, match=r"middle of a round, 1 steps after .* Load the model's state_dict of the same moment"
-    ):
+    with pytest.raises(CheckpointError, match=r"middle of a round, 1 steps after .* First load the model's state_dict"):
         resumed_without_the_model(7)

@@ -1,4 +1,4 @@
-"""A block in which nothing steps does not end silently."""
+"""A block that takes no step logs a warning."""
 
 import logging
 from copy import deepcopy
@@ -14,8 +14,8 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.optim.adam import AdamW
 
 DILOCO = DiLoCo(inner_steps=2)
-CALL_THEIRS = "DiLoCo counts the steps of the SGD that atoll.islands was given: call its step() after loss.backward()."
-CALL_OURS = "ACCO steps by itself: call islands.step() after each loss.backward(), and no optimizer of your own."
+STEP_OPTIMIZER = "DiLoCo counts the steps of the SGD that atoll.islands was given: call its step() after loss.backward()."
+STEP_ISLANDS = "ACCO steps by itself: call islands.step() after each loss.backward(), and no optimizer of your own."
 
 
 @pytest.fixture
@@ -40,16 +40,42 @@ def backward_twice(model):
     loss.backward()
 
 
-def test_gradients_without_a_step_of_the_optimizer_are_told(warned):
+def test_gradients_without_an_optimizer_step_cause_a_warning(warned):
     model, _, islands = made()
     with islands:
         backward(model)
     (message,) = warned()
     assert "island 0 took no step in this block, though its model's weights or gradients were changed there" in message
-    assert CALL_THEIRS in message
+    assert STEP_OPTIMIZER in message
 
 
-def test_steps_of_an_optimizer_beside_an_algorithm_that_steps_by_itself_are_told(warned):
+def add_to_weights(model):
+    with torch.no_grad():
+        model.weight.add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("work", "changes"),
+    [
+        (lambda model: model(torch.ones(1, 2)), False),
+        (lambda model: model.state_dict(), False),
+        (nn.Module.zero_grad, False),
+        (add_to_weights, True),
+        (backward, True),
+    ],
+)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_only_changes_of_weights_or_gradients_cause_a_warning(work, changes, gradients, warned):
+    model, _, islands = made()
+    model.bias.requires_grad_(False)
+    if gradients and work is not nn.Module.zero_grad:
+        backward(model)
+    with islands:
+        work(model)
+    assert bool(warned()) is changes
+
+
+def test_steps_of_an_own_optimizer_cause_a_warning_if_the_algorithm_steps(warned):
     model, optimizer, islands = made(ACCO(optimizer=AdamW()))
     with islands:
         backward(model)
@@ -57,11 +83,11 @@ def test_steps_of_an_optimizer_beside_an_algorithm_that_steps_by_itself_are_told
         optimizer.zero_grad()
     (message,) = warned()
     assert "island 0 took no step" in message
-    assert CALL_OURS in message
+    assert STEP_ISLANDS in message
 
 
-@pytest.mark.parametrize(("algorithm", "advice"), [(DILOCO, CALL_THEIRS), (ACCO(optimizer=AdamW()), CALL_OURS)])
-def test_gradients_that_were_zeroed_are_missed_and_a_shard_that_was_asked_for_is_not(algorithm, advice, warned):
+@pytest.mark.parametrize(("algorithm", "advice"), [(DILOCO, STEP_OPTIMIZER), (ACCO(optimizer=AdamW()), STEP_ISLANDS)])
+def test_reading_rank_and_size_without_a_step_causes_a_warning(algorithm, advice, warned):
     model, optimizer, islands = made(algorithm)
     with islands:
         for _ in range(islands.rank, 4, islands.size):
@@ -71,7 +97,7 @@ def test_gradients_that_were_zeroed_are_missed_and_a_shard_that_was_asked_for_is
     assert f"no island took a step in this block: nothing was trained. {advice}" in message
 
 
-def test_a_block_that_steps_that_is_only_entered_or_that_raises_says_nothing(warned):
+def test_a_block_that_steps_or_raises_or_is_only_entered_logs_nothing(warned):
     model, optimizer, islands = made()
     with islands:
         assert islands.rank == 0
@@ -94,7 +120,7 @@ def test_a_block_that_steps_that_is_only_entered_or_that_raises_says_nothing(war
     assert warned() == []
 
 
-class Heard(logging.Handler):
+class Messages(logging.Handler):
     def __init__(self):
         super().__init__(logging.WARNING)
         self.messages = []
@@ -104,20 +130,20 @@ class Heard(logging.Handler):
 
 
 def one_forgets(group, forgets):
-    """What each of two islands is told of which the second has no batches, or forgets to step."""
+    """Log messages of two islands, of which the second has no batches, or forgets to step."""
     model, optimizer, islands = made()
-    log, heard = logging.getLogger("atoll"), Heard()
-    log.addHandler(heard)
+    log, logged = logging.getLogger("atoll"), Messages()
+    log.addHandler(logged)
     with islands:
         for _ in range(4 if islands.rank == 0 or forgets else 0):
             backward(model)
             if dist.get_rank() == 0:
                 optimizer.step()
-    log.removeHandler(heard)
-    return heard.messages
+    log.removeHandler(logged)
+    return logged.messages
 
 
-def test_an_island_without_batches_is_told_nothing_and_one_that_forgets_to_step_is(two):
+def test_an_island_that_forgets_to_step_logs_a_warning_and_one_without_batches_does_not(two):
     assert two.run(one_forgets, False) == [[], []]
     one, (message,) = two.run(one_forgets, True)
     assert one == []

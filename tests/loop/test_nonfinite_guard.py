@@ -1,4 +1,4 @@
-"""Numbers that are not finite are named, and do not spread."""
+"""Non-finite numbers of an island are reported, and do not reach the agreed weights."""
 
 import logging
 
@@ -20,9 +20,7 @@ WORKLOAD = Regression(hidden=3)
 ALGORITHM = DiLoCo(inner_steps=3)
 
 
-class Heard(logging.Handler):
-    """What is logged here."""
-
+class Messages(logging.Handler):
     def __init__(self):
         super().__init__()
         self.messages = []
@@ -31,78 +29,77 @@ class Heard(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def spoilt(group, optimizers, algorithm, steps, spoils):
-    """What comes of islands of which the last has no finite loss at some steps: weights, what was raised, who is left, and what was
-    said."""
-    rank, heard = dist.get_rank() if dist.is_initialized() else 0, Heard()
+def diverging(group, optimizers, algorithm, steps, nan_steps):
+    """Trains islands of which the last has a NaN loss at some steps. Returns weights, error, present islands, and log messages."""
+    rank, logged = dist.get_rank() if dist.is_initialized() else 0, Messages()
     log = logging.getLogger("atoll")
-    log.addHandler(heard)
+    log.addHandler(logged)
     model = WORKLOAD.module()
     optimizer = None if optimizers is None else optimizers(model.parameters(), lr=0.05)
     raised = None
     try:
         with atoll.islands(model, optimizer, algorithm, limit_s=30.0) as islands:
             for step in range(steps[rank]):
-                factor = float("nan") if rank == len(steps) - 1 and step in spoils else 1.0
+                factor = float("nan") if rank == len(steps) - 1 and step in nan_steps else 1.0
                 (WORKLOAD.loss(model, WORKLOAD.batches.batch(rank, step)) * factor).backward()
                 islands.optimizer.step()
                 islands.optimizer.zero_grad()
     except TrainingDiverged as error:
         raised = str(error)
     finally:
-        log.removeHandler(heard)
+        log.removeHandler(logged)
     if group is not None:
         group.barrier().wait()
-    return Tree.of(model), raised, islands.present, heard.messages
+    return Tree.of(model), raised, islands.present, logged.messages
 
 
-def test_an_island_that_is_not_finite_is_warned_of_and_the_others_come_to_what_they_would_without_it(two):
-    (expected, *_), _ = two.run(spoilt, torch.optim.SGD, ALGORITHM, (9, 0), ())
-    one, other = two.run(spoilt, torch.optim.SGD, ALGORITHM, (9, 9), range(9))
+def test_an_island_with_non_finite_weights_has_weight_0_and_logs_a_warning(two):
+    (expected, *_), _ = two.run(diverging, torch.optim.SGD, ALGORITHM, (9, 0), ())
+    one, other = two.run(diverging, torch.optim.SGD, ALGORITHM, (9, 9), range(9))
     for params, raised, present, _ in (one, other):
         assert params.equal(expected)
         assert (raised, present) == (None, 2)
     assert one[3] == []
     assert len(other[3]) == 3
-    assert "weights of island 1 are not finite. It weighs nothing in this agreement" in other[3][0]
+    assert "weights of island 1 are not finite. It takes part in this exchange with weight 0" in other[3][0]
 
 
-def test_an_island_that_was_not_finite_for_a_round_is_back_in_the_next(two):
-    one, other = two.run(spoilt, torch.optim.SGD, ALGORITHM, (9, 9), (4,))
-    (healthy, *_), _ = two.run(spoilt, torch.optim.SGD, ALGORITHM, (9, 9), ())
+def test_an_island_recovers_in_the_next_round(two):
+    one, other = two.run(diverging, torch.optim.SGD, ALGORITHM, (9, 9), (4,))
+    (healthy, *_), _ = two.run(diverging, torch.optim.SGD, ALGORITHM, (9, 9), ())
     assert one[0].equal(other[0])
     assert one[0].is_finite()
     assert not one[0].equal(healthy)
     assert len(other[3]) == 1
 
 
-def test_an_island_whose_moments_are_spoilt_raises_before_it_exchanges_and_the_others_go_on(two):
-    one, other = two.run(spoilt, torch.optim.AdamW, ALGORITHM, (9, 9), (4,))
-    assert "the weights of island 1 are not finite, and so are its optimizer's moments. It leaves" in other[1]
+def test_an_island_with_non_finite_moments_raises_and_the_others_continue(two):
+    one, other = two.run(diverging, torch.optim.AdamW, ALGORITHM, (9, 9), (4,))
+    assert "the weights of island 1 and its optimizer's moments are not finite. It leaves" in other[1]
     assert (one[1], one[2]) == (None, 1)
     assert one[0].is_finite()
 
 
-def test_an_island_that_never_comes_back_gives_up(two):
+def test_an_island_that_does_not_recover_in_20_rounds_raises(two):
     steps = MAX_SKIPPED + 1
-    one, other = two.run(spoilt, torch.optim.SGD, DiLoCo(inner_steps=1), (steps, steps), range(steps))
-    assert f"so they were in {MAX_SKIPPED} rounds in a row" in other[1]
+    one, other = two.run(diverging, torch.optim.SGD, DiLoCo(inner_steps=1), (steps, steps), range(steps))
+    assert f"were not finite in {MAX_SKIPPED} rounds in a row" in other[1]
     assert (one[1], one[2]) == (None, 1)
 
 
 @pytest.mark.parametrize("algorithm", [DDP(optimizer=SGD(lr=0.1)), ACCO(optimizer=SGD(lr=0.1))])
-def test_updates_that_somebodys_gradients_spoil_are_left_out_by_all_and_too_many_end_it_everywhere(two, algorithm):
+def test_all_islands_skip_updates_with_non_finite_gradients_and_raise_after_20(two, algorithm):
     steps = 3 * MAX_SKIPPED
     start = Tree.of(WORKLOAD.module())
-    found = two.run(spoilt, None, algorithm, (steps, steps), range(steps))
+    found = two.run(diverging, None, algorithm, (steps, steps), range(steps))
     for params, raised, _, _ in found:
-        assert f"{MAX_SKIPPED} updates in a row were left out; at last island 1 brought something that is not finite" in raised
+        assert f"skipped {MAX_SKIPPED} updates in a row; in the last one island 1 sent non-finite gradients" in raised
         assert params.equal(start)
     assert [len(messages) for *_, messages in found] == [1, 0]
-    assert "island 1 brought gradients that are not finite" in found[0][3][0]
+    assert "island 1 sent non-finite gradients" in found[0][3][0]
 
 
-def test_a_state_that_is_not_finite_does_not_replace_the_last_good_one():
+def test_a_non_finite_state_does_not_replace_the_last_good_one():
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     start = Tree.of(model)

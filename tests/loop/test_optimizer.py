@@ -1,4 +1,4 @@
-"""Steps are counted as they are taken, and a learning rate that is set from outside is the one that counts."""
+"""Which steps count, and which learning rate applies."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def loss_of(model, step):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_scaler_skips_do_not_count(fused):
-    """A fused optimizer is stepped all the same, and told to skip."""
+    """A GradScaler steps a fused optimizer in any case, and sets found_inf."""
     model = WORKLOAD.module()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -61,8 +61,8 @@ def test_micro_batches_that_a_scaler_skips_do_not_count():
 
 
 @pytest.mark.parametrize("unscales", [False, True])
-def test_what_a_scaler_skips_is_dropped_and_does_not_spoil_what_comes(unscales):
-    """Nobody calls zero_grad(): gradients that stayed would be added to the next ones, and be skipped with them for ever."""
+def test_gradients_that_a_scaler_skips_do_not_add_to_the_next_ones(unscales):
+    """Without zero_grad(), gradients that stayed would make all later ones non-finite."""
     model, expected = WORKLOAD.module(), WORKLOAD.module()
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     with atoll.islands(model, None, DDP(optimizer=SGD(lr=0.1))) as islands:
@@ -81,7 +81,7 @@ def test_what_a_scaler_skips_is_dropped_and_does_not_spoil_what_comes(unscales):
     assert Tree.of(model).equal(Tree.of(expected))  # scales are powers of two
 
 
-def test_a_compiled_step_counts_and_what_islands_do_after_it_is_not_compiled_with_it():
+def test_a_compiled_step_counts_and_the_hook_is_not_compiled():
     model, graphs = WORKLOAD.module(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -99,7 +99,7 @@ def test_a_compiled_step_counts_and_what_islands_do_after_it_is_not_compiled_wit
     assert len(graphs) == 1
 
 
-def test_gradients_that_are_accumulated_are_one_step():
+def test_accumulated_gradients_are_one_step():
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with atoll.islands(model, optimizer, DiLoCo(inner_steps=2)) as islands:
@@ -112,25 +112,25 @@ def test_gradients_that_are_accumulated_are_one_step():
 
 
 @pytest.mark.parametrize("algorithm", [DDP(optimizer=SGD(lr=0.1)), ZeRO1(optimizer=SGD(lr=0.1))])
-def test_a_rate_that_a_scheduler_sets_counts_from_the_next_step_on_as_with_torchs_own(algorithm):
+def test_a_schedulers_rate_applies_from_the_next_step_as_in_torch(algorithm):
     model, expected = WORKLOAD.module(), WORKLOAD.module()
-    torchs = torch.optim.SGD(expected.parameters(), lr=0.1)
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
     with atoll.islands(model, None, algorithm) as islands:
-        schedulers = [torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.5) for o in (torchs, islands.optimizer)]
+        schedulers = [torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.5) for o in (reference, islands.optimizer)]
         for step in range(7):
             loss_of(model, step).backward()
             islands.optimizer.step()
             loss_of(expected, step).backward()
-            torchs.step()
-            torchs.zero_grad()
+            reference.step()
+            reference.zero_grad()
             for scheduler in schedulers:
                 scheduler.step()
-    assert islands.optimizer.param_groups[0]["lr"] == torchs.param_groups[0]["lr"] == 0.1 / 8
+    assert islands.optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] == 0.1 / 8
     torch.testing.assert_close(Tree.of(model).flat, Tree.of(expected).flat, rtol=1e-6, atol=1e-7)
 
 
-def test_acco_steps_at_one_rate_from_the_estimate_to_the_commit():
-    """With a rate of 0 set during a round, the round still ends at its own rate, and the next one moves nothing."""
+def test_acco_uses_one_rate_for_estimate_and_commit():
+    """A rate of 0 that is set during a round applies from the next round on."""
     model = WORKLOAD.module()
     with atoll.islands(model, None, ACCO(optimizer=SGD(lr=0.1))) as islands:
         moved = []
@@ -145,7 +145,7 @@ def test_acco_steps_at_one_rate_from_the_estimate_to_the_commit():
     assert moved == [True, True, False]
 
 
-def test_a_schedule_of_the_rules_own_is_shown_where_trainers_look():
+def test_the_rules_own_schedule_is_shown_in_param_groups():
     model = WORKLOAD.module()
     schedule = Cosine(lr=1.0, steps=4, warmup=2)
     islands = atoll.islands(model, None, DDP(optimizer=AdamW(lr=schedule)))
@@ -161,7 +161,7 @@ def test_a_schedule_of_the_rules_own_is_shown_where_trainers_look():
 def test_groups_with_different_rates_are_refused():
     islands = atoll.islands(WORKLOAD.module(), None, DDP(optimizer=SGD(lr=0.1)))
     islands.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.2})
-    with pytest.raises(ConfigError, match=r"learning rates \[0.1, 0.2\]: it knows one for all"), islands:
+    with pytest.raises(ConfigError, match=r"learning rates \[0.1, 0.2\]: it supports one"), islands:
         pass
 
 
@@ -174,7 +174,7 @@ def test_a_closure_is_refused():
         islands.optimizer.step(lambda: 0.0)
 
 
-def test_where_tokens_are_weighed_each_micro_batch_counts_for_its_own():
+def test_with_weigh_tokens_a_micro_batch_is_weighted_by_its_tokens():
     model, expected = WORKLOAD.module(), WORKLOAD.module()
     with atoll.islands(model, None, DDP(optimizer=SGD(lr=0.1), accumulation=2, weigh="tokens")) as islands:
         loss_of(model, 0).backward()

@@ -1,4 +1,1 @@
-"""Other people's training loops: callbacks for Hugging Face's Trainer and for Lightning, on top of `atoll.islands`.
-
-`hf` needs the extra `hf`, `lightning` the extra `lightning`.
-"""
+"""Callbacks that make a Trainer of Hugging Face (extra `hf`) or Lightning (extra `lightning`) an island of `atoll.islands`."""

@@ -1,5 +1,5 @@
-"""The user's own loop: islands around any module and any torch optimizer, with the same algorithms as everywhere.
+"""`atoll.islands`: the algorithms of this package around a user's own PyTorch loop.
 
-A round of an algorithm is a coroutine. Where it waits for training or for a gradient, the user's loop goes on; each step of the
-user's optimizer brings the round further, up to its exchange and into the next round.
+An algorithm's round is a coroutine. It suspends where it needs a training step or a gradient. Each step of the user's loop resumes
+it, up to the exchange with the other islands and into the next round.
 """

@@ -1,219 +1,263 @@
-"""What exists while a block is open: an algorithm's rounds over a user's module, and lines to the other islands."""
+"""What exists while a block is open: the algorithm's rounds, the user's module, and the links to the other islands."""
 
 from __future__ import annotations
 
 import atexit
+from collections.abc import Coroutine
 from threading import Event
 from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree, forget_spare_buffers
 from atoll.core.protocols import Work
+from atoll.core.pytree import recycle
 from atoll.core.state_packing import pack
 from atoll.engines.processes.communication_thread import CommunicationThread, Request
-from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.wall_clock import ExchangeTimeout
-from atoll.loop.handshake import Entry, check_optimizer
-from atoll.loop.module_weights import SlicedWeights, Weights
-from atoll.loop.nonfinite_guard import Soundness
-from atoll.loop.notices import say
-from atoll.loop.optimizer import IslandsOptimizer, dialled
-from atoll.loop.peers import LoopPeers
-from atoll.loop.replica import LoopReplica
-from atoll.loop.rounds import Rounds
-from atoll.loop.settings import Settings
-from atoll.loop.state_dict import Saved, unpack_state
-from atoll.loop.topology import Place, find_place
-from atoll.loop.uneven_inputs import Company
+from atoll.loop.handshake import Handshake
+from atoll.loop.nonfinite_guard import NonFiniteGuard
+from atoll.loop.optimizer import IslandsOptimizer
+from atoll.loop.process_groups import Topology, find_topology, log_info
+from atoll.loop.replica import LoopReplica, UserStep, WeightSlice
+from atoll.loop.settings import LoopSettings
+from atoll.loop.state_dict import LoopCheckpoint
+from atoll.loop.uneven_inputs import UnevenCollectives, UnevenPeers
 from atoll.replica.flat_parameters import ModuleWeights
 from atoll.replica.master_weights import check_exchange_dtype
 
-_LAST_WORDS_S = 1.0
-"""How long a process that ends waits for its last words to be posted, which they are at once unless an exchange is stuck."""
+_LEAVE_MESSAGE_S = 1.0
+"""How long an ending process waits until its leave message is posted. It is posted at once, unless an exchange is stuck."""
 
 
-class Live:
-    """An open block.
+class LoopContext:
+    """An open block. Runs the algorithm's rounds as far as the user's steps allow.
+
+    The user's thread computes; a communication thread exchanges.
 
     Args:
-        settings: what was asked for.
-        optimizer: what the user steps, where the algorithm steps by itself.
-        saved: what to go on from; none to begin.
+        optimizer: what the user steps, if the algorithm steps.
+        checkpoint: to resume from.
     """
 
-    def __init__(self, settings: Settings, optimizer: IslandsOptimizer | None, saved: Saved | None) -> None:
+    def __init__(self, settings: LoopSettings, optimizer: IslandsOptimizer | None, checkpoint: LoopCheckpoint | None) -> None:
         self._settings, self._optimizer = settings, optimizer
         self._module = ModuleWeights(settings.model)
         check_exchange_dtype(settings.algorithm, self._module.layout)
-        check_optimizer(settings, self._module, optimizer)
-        self.place = find_place(settings.mesh, settings.limit_s)
-        self._check_whole()
-        self._line = CommunicationThread(str(self._module.device))
-        self._weights = self._speaks_for()
-        self._replica = LoopReplica(self._module, self._weights, settings.form)
-        self._limit = ExchangeTimeout(settings.limit_s)
-        self._told_s: float | None = None
-        """The limit that was last told."""
-        company = self._company = _company(settings, self.place)
-        soundness = Soundness(self.place.island, company, settings.counted, self.place.inside)
-        peers = ProcessPeers(company, self._line, self._work, self._weights.layout, timeout=self._limit, on_exchange=soundness.note)
-        self._peers = LoopPeers(peers, company, self._replica, soundness)
-        self._algorithm = settings.algorithm if optimizer is None else dialled(settings.algorithm, optimizer.dial)
-        self._rounds = Rounds(self._algorithm, self._replica, self._peers, self._line, company, soundness, self._between)
-        self._entry = Entry(settings, self.place, self._module, self._weights, self._line)
-        self._tell_limit()
+        settings.check_parameters(self._module, optimizer)
+        self.topology = find_topology(settings.mesh, settings.limit_s)
+        intra_island = self.topology.intra_island
+        if self._module.sharded and intra_island is None:
+            raise ConfigError(
+                "the model is sharded by FSDP2 over processes that atoll treats as islands. Assign them to islands: "
+                'mesh=init_device_mesh("cuda", (islands, devices), mesh_dim_names=("island", "device")).'
+            )
+        self._thread = CommunicationThread(str(self._module.device))
+        self._weights: ModuleWeights | WeightSlice = self._module
+        if intra_island is not None and not self._module.sharded:
+            self._weights = WeightSlice(self._module, intra_island, self._thread)
+        self._replica = LoopReplica(self._module, self._weights, settings.stepped_by)
+        self._timeout = ExchangeTimeout(settings.limit_s)
+        self._logged_limit_s: float | None = None
+        self._collectives = _uneven_collectives(settings, self.topology)
+        self._guard = NonFiniteGuard(self.topology.position.island, settings.user_optimizer, intra_island)
+        self._peers = UnevenPeers(
+            self._collectives,
+            self._thread,
+            self._work,
+            self._weights.layout,
+            timeout=self._timeout,
+            replica=self._replica,
+            guard=self._guard,
+        )
+        self._algorithm = settings.algorithm if optimizer is None else optimizer.attach(settings.algorithm)
+        self._round: Coroutine[Any, Any, Any] | None = None
+        self._waits_for_user = False
+        self.state: Any = None
+        """The State at the start of the present round. No exchange overwrites it, so it can be saved at any time."""
+        self.rounds = 0
+        """Completed rounds that changed the weights."""
+        self._handshake = Handshake(settings, self.topology, self._module, self._weights, self._thread)
+        self._log_limit()
         try:
-            self._entry.agree(saved)
-            self.begin(saved)
+            self._handshake.run(checkpoint)
+            self._start(checkpoint)
         except BaseException:
             self.abandon()
             raise
 
-    def _check_whole(self) -> None:
-        if self._module.sharded and self.place.inside is None:
-            raise ConfigError(
-                "the model is sharded by FSDP2, over processes that atoll takes for islands. Say which of them are one island: "
-                'mesh=init_device_mesh("cuda", (islands, devices), mesh_dim_names=("island", "device")).'
-            )
+    def _work(self, steps: int, batches: int, pieces: int) -> Work:
+        """The user's loader chooses the data, so positions are not used."""
+        island = self.topology.position.island
+        return Work(shard=island, start=0, schedule=0, examples=self._settings.examples or 1, pieces=pieces)
 
-    def _speaks_for(self) -> Weights:
-        inside = self.place.inside
-        return self._module if inside is None or self._module.sharded else SlicedWeights(self._module, inside, self._line)
+    # --------------------------------------------------------------------------------------------------------------- starting
 
-    # -------------------------------------------------------------------------------------------------------------- beginning
+    def load(self, checkpoint: LoopCheckpoint) -> None:
+        """Resume from a checkpoint with the weights that the module holds now. All islands call it together."""
+        self._handshake.check_same_round(checkpoint)
+        self._start(checkpoint)
 
-    def load(self, saved: Saved) -> None:
-        """Go on from what was saved, with the weights that the module has now. All islands do so together."""
-        self._entry.agree_on(saved)
-        self.begin(saved)
-
-    def begin(self, saved: Saved | None) -> None:
-        """Begin, or go on from what was saved, up to where the user is waited for."""
+    def _start(self, checkpoint: LoopCheckpoint | None) -> None:
         params = self._weights.read().wide()
         state = self._algorithm.init(params, self._peers)
-        if saved is not None:
-            state = unpack_state(saved, state, **self._where())
-            if self._settings.form == "train":
-                saved.check_module(self._module.read(), **self._where())
-                self._replica.go_on_from(saved.taken)
+        if checkpoint is not None:
+            state = checkpoint.unpack_state(state, self.topology.position)
+            if self._settings.stepped_by == "user":
+                checkpoint.check_module(self._module.read(), self.topology.position)
+                self._replica.resume_round(checkpoint.steps_in_round)
         if self._settings.sharded:
-            self._replica.load(self._line.run(self._peers.all_gather(self._algorithm.held(state))))
-        self._sent_before = self.place.between.sent_bytes
+            self._replica.load(self._thread.run(self._peers.all_gather(self._algorithm.held(state))))
+        self._sent_before = self.topology.inter_island.sent_bytes
         if self._optimizer is not None:
-            self._optimizer.read_dial()
-        self._rounds.begin(state, saved.rounds if saved else 0)
+            self._optimizer.read_lr()
+        self._close_round()
+        self.state, self.rounds = state, checkpoint.rounds if checkpoint else 0
+        self._begin_round()
+        self._advance()
 
-    def _work(self, steps: int, batches: int, pieces: int) -> Work:
-        """The user's loader hands out the data."""
-        return Work(shard=self.place.island, start=0, schedule=0, examples=self._settings.examples or 1, pieces=pieces)
+    # ----------------------------------------------------------------------------------------------------------------- rounds
 
-    # ------------------------------------------------------------------------------------------------------------ in the block
-
-    def stepped(self) -> None:
+    def user_stepped(self) -> None:
         """The user's optimizer has taken a step."""
-        self._check_sound()
-        self._rounds.go_on()
+        self._check_usable()
+        self._advance()
 
-    def brought(self, tokens: int | None) -> None:
-        """The user has brought the gradients of a micro-batch."""
+    def user_computed(self, tokens: int | None) -> None:
+        """The user has computed the gradients of a micro-batch."""
         assert self._optimizer is not None
-        self._check_sound()
-        self._replica.bring(tokens)
-        if not self._peers.launched:  # what is on its way was put there with the old rate
-            self._optimizer.read_dial()
-        self._rounds.go_on()
+        self._check_usable()
+        self._replica.accept_gradients(tokens)
+        if not self._peers.launched:  # a running background exchange belongs to an update with the old rate
+            self._optimizer.read_lr()
+        self._advance()
 
-    def _between(self, rounds: int) -> None:
-        self._tell_limit()
-        if self._optimizer is not None:
-            self._optimizer.read_dial()
-            self._optimizer.show(rounds)
+    def _advance(self) -> None:
+        """Runs rounds until one waits for the user, or this island has finished."""
+        self._waits_for_user = False
+        while self._complete_round():
+            self._log_limit()
+            if self._optimizer is not None:
+                self._optimizer.read_lr()
+                self._optimizer.show_lr(self.rounds)
+            if self._collectives.finished:
+                return
+            self._begin_round()
+        self._waits_for_user = True
 
-    def _tell_limit(self) -> None:
-        """The first process says it on entry, and when it has changed a lot."""
-        limit_s, place = self._limit.timeout_s, self.place
-        if place.islands == 1 or place.island or place.device or (self._told_s and self._told_s / 2 < limit_s < self._told_s * 2):
+    def _begin_round(self) -> None:
+        self._replica.begin_round()
+        self._peers.begin_round()
+        self._round = self._algorithm.round(self.state, self._replica, self._peers)
+
+    def _complete_round(self) -> bool:
+        """Runs the round until it ends or waits for the user. Returns whether it ended."""
+        assert self._round is not None, "no round has begun"
+        value: Any = None
+        try:
+            while not isinstance(request := self._round.send(value), UserStep):
+                value = request.call() if request.waits else self._thread.call(request.call)
+        except StopIteration as end:
+            self._round = None
+            self._guard.check_state(end.value)
+            before, self.state = self.state, end.value
+            self.rounds += self.state.params is not before.params
+            recycle([before], [self.state, self._replica.loaded])
+            return True
+        return False
+
+    def _close_round(self) -> None:
+        if self._round is not None:
+            self._round.close()
+            self._round = None
+
+    def _log_limit(self) -> None:
+        """The first process logs the timeout on entry, and when it has changed by a factor of 2."""
+        limit_s, logged_s, position = self._timeout.timeout_s, self._logged_limit_s, self.topology.position
+        if position.islands == 1 or position.island or position.device or (logged_s and logged_s / 2 < limit_s < logged_s * 2):
             return
-        self._told_s = limit_s
-        say(f"an exchange of {place.islands} islands may take {limit_s:g} s ({self._limit.reason}). limit_s sets another limit.")
+        self._logged_limit_s = limit_s
+        log_info(
+            f"timeout of an exchange of {position.islands} islands: {limit_s:g} s ({self._timeout.reason}). limit_s sets another."
+        )
 
-    def _check_sound(self) -> None:
-        if not self._rounds.waits:
-            raise ConfigError(
-                "an exchange failed before, or training diverged, and this island has come apart from the others. Leave the block."
-            )
-
-    @property
-    def state(self) -> Any:
-        return self._rounds.state
-
-    @property
-    def rounds(self) -> int:
-        return self._rounds.number
+    def _check_usable(self) -> None:
+        if not self._waits_for_user:
+            raise ConfigError("an exchange failed or training diverged before, so this island is out of step. Leave the block.")
 
     @property
     def present(self) -> int:
-        return self._company.size
+        return self._collectives.size
 
     @property
     def sent_bytes(self) -> int:
-        return self.place.between.sent_bytes - self._sent_before
+        return self.topology.inter_island.sent_bytes - self._sent_before
 
-    def saved(self, steps: int) -> Saved:
-        taken = self._replica.taken
-        weights = self._module.read().digest() if taken and self._settings.form == "train" else ""
-        return Saved(rounds=self.rounds, steps=steps, taken=taken, weights=weights, packed=pack(self.state), **self._where())
-
-    def _where(self) -> dict[str, int]:
-        place = self.place
-        return {"island": place.island, "islands": place.islands, "device": place.device, "devices": place.devices}
+    def checkpoint(self, steps: int) -> LoopCheckpoint:
+        in_round = self._replica.steps_done
+        digest = self._module.read().digest() if in_round and self._settings.stepped_by == "user" else ""
+        return LoopCheckpoint(
+            rounds=self.rounds,
+            steps=steps,
+            steps_in_round=in_round,
+            position=self.topology.position,
+            module_digest=digest,
+            packed=pack(self.state),
+        )
 
     # ---------------------------------------------------------------------------------------------------------------- leaving
 
     def finish(self) -> None:
-        """Play to the end with the others, and leave the agreed weights in the module."""
-        self._check_sound()
-        self._rounds.finish()
+        """Complete the rounds together with the other islands, and leave the agreed weights in the module."""
+        try:
+            self._finish()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _finish(self) -> None:
+        self._check_usable()
+        self._replica.exhausted = True
+        self._advance()
         params: Tree = self.state.params
         if self._settings.sharded:
-            params = self._line.run(self._peers.all_gather(params.cast(self._weights.layout.dtype)))
+            params = self._thread.run(self._peers.all_gather(params.cast(self._weights.layout.dtype)))
         self._replica.begin_round()
         self._replica.load(params)
-        self._line.close()
-        self.place.close()
+        self._thread.close()
+        self.topology.close()
         forget_spare_buffers()
 
     def abandon(self) -> None:
-        """Leave at once. The others hear of it at their next exchange, and nobody waits for that here."""
-        self.place.departures.announce()
-        # Slices are gathered without a word before it: who breaks off in the middle of that has nothing left to say.
-        if self._rounds.waits or not self._settings.sharded:
-            said = Event()
-            self._line.launch(self._goodbye(said))
-            # A thread that is still in torch when Python is taken down takes the process down with it, by abort().
-            atexit.register(said.wait, _LAST_WORDS_S)
-        self._rounds.close()
-        self._line.close(wait=False)
+        """Leave at once after an exception. The peers learn of it at their next exchange; this process does not wait for them."""
+        self.topology.departures.add()
+        # No status message precedes a gather of slices: an island that stops inside of one has no message to replace.
+        if self._waits_for_user or not self._settings.sharded:
+            posted = Event()
+            self._thread.launch(self._post_leave_message(posted))
+            # A thread that is inside of torch at interpreter shutdown aborts the process.
+            atexit.register(posted.wait, _LEAVE_MESSAGE_S)
+        self._close_round()
+        self._thread.close(wait=False)
         forget_spare_buffers()
 
-    async def _goodbye(self, said: Event) -> None:
+    async def _post_leave_message(self, posted: Event) -> None:
         try:
-            words = await Request(self._company.say_goodbye)
-            # Kept until the process ends, which waits for nobody to hear them: the others then find in the store that it left.
-            atexit.register(_let_go, words)
+            handle = await Request(self._collectives.post_leave_message)
+            # Keeps the message alive until this process ends. Peers that read later find the record in the store.
+            atexit.register(_release, handle)
         finally:
-            said.set()
+            posted.set()
 
 
-def _let_go(words: object) -> None:
-    """Of last words, when there is nobody left to say them."""
+def _release(handle: object) -> None:
+    """Holds a reference until the process ends."""
 
 
-def _company(settings: Settings, place: Place) -> Company:
+def _uneven_collectives(settings: LoopSettings, topology: Topology) -> UnevenCollectives:
     needs_all = None
     if settings.sharded:
-        needs_all = "its slice of the optimizer's state went with it"
-    elif place.devices > 1:
-        needs_all = "with several devices per island the others cannot tell whether all of them left"
-    together = settings.finish == "together"
-    return Company(place.between, left=place.departures.has_left, together=together, needs_all=needs_all)
+        needs_all = "its slice of the optimizer's state is lost"
+    elif topology.position.devices > 1:
+        needs_all = "with several devices per island the others cannot tell whether all of its devices left"
+    finish_together = settings.finish == "together"
+    return UnevenCollectives(topology.inter_island, topology.departures, finish_together=finish_together, needs_all=needs_all)

@@ -1,12 +1,12 @@
-"""`atoll.islands`: a few lines around a plain PyTorch loop.
+"""`atoll.islands`: a `with` block around a plain PyTorch loop.
 
     with atoll.islands(model, optimizer, atoll.DiLoCo(inner_steps=500)) as islands:
         for batch in loader:
             model(batch).loss.backward()
-            optimizer.step()  # every 500 steps the islands agree
+            optimizer.step()  # every 500 steps the islands average
             optimizer.zero_grad()
 
-Under torchrun every process is an island. Without it there is one island, and no network is needed:
+Under torchrun every process is an island. Without torchrun there is one island and no network:
 
 >>> import atoll, torch
 >>> model = torch.nn.Linear(2, 1)
@@ -22,6 +22,7 @@ Under torchrun every process is an island. Without it there is one island, and n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -34,12 +35,10 @@ from torch.utils.hooks import RemovableHandle
 
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm
-from atoll.loop.change_detection import footprints
-from atoll.loop.context import Live
-from atoll.loop.notices import warn
+from atoll.loop.context import LoopContext
 from atoll.loop.optimizer import IslandsOptimizer, was_skipped
-from atoll.loop.settings import Settings
-from atoll.loop.state_dict import Saved
+from atoll.loop.settings import LoopSettings
+from atoll.loop.state_dict import LoopCheckpoint
 
 T = TypeVar("T", bound=Callable[..., None])
 
@@ -54,143 +53,144 @@ def islands(
     finish: Literal["together", "alone"] = "together",
     examples: int | None = None,
 ) -> Islands:
-    """Trains a module of yours together with the other islands. Use it in a `with` block around your loop.
+    """Trains your module together with the other islands. Use it in a `with` block around your loop.
 
     Args:
-        model: stays as it is: weights are copied in and out. On entry all islands take over the first one's.
-        optimizer: yours, for an algorithm that trains (DiLoCo): when it has stepped so many times, the islands agree. With several
-            optimizers, the one that steps last. None for an algorithm that steps by itself (ACCO, DDP, ZeRO1, DPU, WP): call
-            `islands.step()` after each micro-batch's `loss.backward()`.
-        algorithm: what the islands do, the same on all of them.
-        mesh: where islands have several devices: a DeviceMesh ("island", "device"), with the model wrapped over mesh["device"].
-        limit_s: how long to wait for another island, on entry and in each exchange, before that has failed. None: ten minutes on
-            entry and in the first exchange, then ten times the longest time between two, and at least a minute. The first island
-            says what it is.
-        finish: what an island does whose batches are used up. together: it stays, and weighs nothing, until all are through, so
-            that all end with the same weights. alone: it leaves after one more exchange, and the others go on without it.
-        examples: of this island's data, for DiLoCo(weighting="examples").
+        model: your module. Weights are copied in and out; parameters are never rebound. On entry every island loads island 0's.
+        optimizer: yours, for an algorithm that counts its steps (DiLoCo). With several optimizers, the one that steps last. None
+            for an algorithm that steps by itself (ACCO, DDP, ZeRO1, DPU, WP): call `islands.step()` after each `loss.backward()`.
+        algorithm: the same on all islands.
+        mesh: for islands of several devices: a DeviceMesh ("island", "device"), with the model wrapped over mesh["device"].
+        limit_s: timeout of the handshake on entry and of each exchange. None: 600 s for the handshake and the first exchange, then
+            ten times the longest interval between two exchanges, at least 60 s. The first process logs it.
+        finish: what an island does when its batches are used up. "together": it stays, with weight 0, until all islands are done;
+            all end with the same weights. "alone": it leaves after one more exchange, and the others continue without it.
+        examples: number of examples of this island, for DiLoCo(weighting="examples").
     """
     return Islands(
-        Settings(
+        LoopSettings(
             model=model, optimizer=optimizer, algorithm=algorithm, mesh=mesh, limit_s=limit_s, finish=finish, examples=examples
         )
     )
 
 
 _OPEN: WeakSet[Islands] = WeakSet()
-"""Blocks that are open in this process: one at most. Only here can two of them know of each other."""
+"""The open block of this process."""
 
 
 class Islands:
-    """This island among all, for as long as its block is open. Made by `islands`."""
+    """This island, while its block is open. `islands` makes it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LoopSettings) -> None:
         self._settings = settings
-        self._own: IslandsOptimizer | None = None
-        if settings.form == "gradient":
+        self._own_optimizer: IslandsOptimizer | None = None
+        if settings.stepped_by == "algorithm":
             parameters = [parameter for parameter in settings.model.parameters() if parameter.requires_grad]
-            self._own = IslandsOptimizer(parameters, settings.algorithm.optimizer, _uncompiled(self._take))
-        self._live: Live | None = None
-        self._open = False
+            self._own_optimizer = IslandsOptimizer(parameters, settings.algorithm.optimizer, _not_compiled(self._on_own_step))
+        self._context: LoopContext | None = None
+        self._is_open = False
         self._hook: RemovableHandle | None = None
-        self._pending: Saved | None = None
+        self._checkpoint: LoopCheckpoint | None = None
         self._tokens: int | None = None
-        self._asked = False
-        """Whether somebody wanted to know, in the block, how to share data out, or what to step."""
+        self._queried = False
+        """Whether the user asked inside of the block for rank, size or optimizer, and so probably meant to train."""
         self.steps = 0
-        """Steps of your optimizer, or micro-batches that you brought, on this island. What a GradScaler skips does not count."""
+        """Steps of your optimizer, or micro-batches of `step()`, on this island. Steps that a GradScaler skips do not count."""
         self.dropped = 0
-        """Micro-batches since the last update when the state was saved that was loaded here: they went into no update."""
+        """Micro-batches after the last update of the loaded state. They are in no update."""
 
     def __enter__(self) -> Islands:
-        if self._live is not None:
-            raise ConfigError("these islands were entered before. Make new ones, and give them the state_dict() of these to go on.")
+        if self._context is not None:
+            raise ConfigError("these islands were entered before. Make new ones, and load the state_dict() of these to continue.")
         if _OPEN:
             raise ConfigError(
-                "another block of atoll.islands is open in this process. In two of them islands with different numbers of batches "
-                "would wait for each other. Leave it first; or put the models into one nn.ModuleDict and one block, and give the "
+                "another block of atoll.islands is open in this process. In two blocks, islands with different numbers of batches "
+                "would deadlock. Leave the other first; or put the models into one nn.ModuleDict and one block, and give the "
                 "optimizer that steps last. (A trainer that failed leaves its block open, unless it runs in `with callback:`.)"
             )
         _OPEN.add(self)
         try:
-            counted = self._settings.counted
-            self._hook = None if counted is None else counted.register_step_post_hook(_uncompiled(self._stepped))
-            self._live = Live(self._settings, self._own, self._pending)
-            self._note_beginning()
-            self._open = True
+            optimizer = self._settings.user_optimizer
+            self._hook = None if optimizer is None else optimizer.register_step_post_hook(_not_compiled(self._on_user_step))
+            self._context = LoopContext(self._settings, self._own_optimizer, self._checkpoint)
+            self._remember_start()
+            self._is_open = True
         except BaseException:
-            self._unhook()
+            self._remove_hook()
             _OPEN.discard(self)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        live = self._alive()
-        self._open = False
-        self._unhook()
-        worked = footprints(self._settings.model) != self._begun_with
+        context = self._entered()
+        self._is_open = False
+        self._remove_hook()
+        changed = _version_counters(self._settings.model) != self._start_versions
         try:
             if kind is not None:
-                live.abandon()
+                context.abandon()
             else:
-                _finish(live)
-                self._tell_if_nothing_stepped(worked=worked)
+                context.finish()
+                self._warn_if_unstepped(changed=changed)
         finally:
             _OPEN.discard(self)
 
-    def _note_beginning(self) -> None:
-        """What there is before the first step."""
-        self._begun_with, self._steps_before, self._rounds_before = footprints(self._settings.model), self.steps, self.rounds
+    def _remember_start(self) -> None:
+        self._start_versions, self._start_steps, self._start_rounds = (
+            _version_counters(self._settings.model),
+            self.steps,
+            self.rounds,
+        )
 
-    def _tell_if_nothing_stepped(self, *, worked: bool) -> None:
-        """An island may be without batches. It is not if its model was worked on; nor if no island took a step, probably."""
-        if self.steps > self._steps_before or not (worked or (self._asked and self.rounds == self._rounds_before)):
+    def _warn_if_unstepped(self, *, changed: bool) -> None:
+        """An island may have no batches. But it had some if its model changed; and if no island took a step, that is suspicious."""
+        if self.steps > self._start_steps or not (changed or (self._queried and self.rounds == self._start_rounds)):
             return
         what = "no island took a step in this block: nothing was trained."
-        if worked:
+        if changed:
             what = (
-                f"island {self.rank} took no step in this block, though its model's weights or gradients were changed there. What "
-                f"it did is lost."
+                f"island {self.rank} took no step in this block, though its model's weights or gradients were changed there. These "
+                f"changes are lost."
             )
-        warn(f"{what} {self._settings.how_to_step}")
+        logging.getLogger("atoll").warning("atoll: %s %s", what, self._settings.how_to_step)
 
-    def _unhook(self) -> None:
+    def _remove_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
 
     # --------------------------------------------------------------------------------------------------------------- training
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._open and not was_skipped(optimizer):
+    def _on_user_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_open and not was_skipped(optimizer):
             self.steps += 1
-            self._alive().stepped()
+            self._entered().user_stepped()
 
     def step(self, tokens: int | None = None) -> None:
-        """Take the gradients of a micro-batch, where the algorithm steps by itself.
+        """Hands the gradients of a micro-batch to an algorithm that steps by itself, and clears them.
 
         Args:
-            tokens: that the micro-batch has, for algorithms that weigh by them.
+            tokens: of the micro-batch, for algorithms with weigh="tokens".
 
-        Gradients that are taken are gone: no zero_grad() is needed. With a GradScaler use `scaler.step(islands.optimizer)` instead.
+        With a GradScaler call `scaler.step(islands.optimizer)` instead.
         """
-        if self._own is None:
+        if self._own_optimizer is None:
             name = type(self._settings.algorithm).__name__
             raise ConfigError(f"{name} counts the steps of your own optimizer: call optimizer.step() instead.")
         self._tokens = tokens
-        self._own.step()  # by way of the optimizer: schedulers look whether it has stepped
+        self._own_optimizer.step()  # through the optimizer, because schedulers check that it has stepped
 
-    def _take(self) -> None:
+    def _on_own_step(self) -> None:
         tokens, self._tokens = self._tokens, None
-        if not self._open:
+        if not self._is_open:
             raise ConfigError("islands.step() was called outside of its block. Step inside of `with atoll.islands(...)`.")
-        self._alive().brought(tokens)
+        self._entered().user_computed(tokens)
         self.steps += 1
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What to step: your own optimizer, or one whose `step()` is `islands.step()`, for schedulers and trainers to hold."""
-        self._asked |= self._open
-        optimizer = self._own or self._settings.optimizer
+        """The optimizer to step, for schedulers, scalers and trainers: yours, or one whose `step()` is `islands.step()`."""
+        self._queried |= self._is_open
+        optimizer = self._own_optimizer or self._settings.optimizer
         assert optimizer is not None
         return optimizer
 
@@ -198,91 +198,88 @@ class Islands:
 
     @property
     def rank(self) -> int:
-        """This island's number, from 0; it stays the same when others leave. Shard your data by it."""
-        self._asked |= self._open
-        return self._alive().place.island
+        """This island's number, from 0. It does not change when others leave. Shard your data by it."""
+        self._queried |= self._is_open
+        return self._entered().topology.position.island
 
     @property
     def size(self) -> int:
-        """How many islands began."""
-        self._asked |= self._open
-        return self._alive().place.islands
+        """The number of islands at the start."""
+        self._queried |= self._is_open
+        return self._entered().topology.position.islands
 
     @property
     def present(self) -> int:
-        """How many islands there are now."""
-        return self._alive().present
+        """The number of islands now."""
+        return self._entered().present
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the first of all: the one to print and to save."""
-        place = self._alive().place
-        return place.island == place.device == 0
+        """Whether this is device 0 of island 0: the process to print and to save."""
+        position = self._entered().topology.position
+        return position.island == position.device == 0
 
     @property
     def rounds(self) -> int:
-        """Rounds in which the islands agreed on new weights."""
-        return self._alive().rounds
+        """Completed rounds that changed the agreed weights."""
+        return self._entered().rounds
 
     @property
     def sent_bytes(self) -> int:
-        """Weights or gradients that this process has sent to other islands in its rounds."""
-        return self._alive().sent_bytes
+        """Bytes of weights or gradients that this process has sent to other islands."""
+        return self._entered().sent_bytes
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of the weights that the islands last agreed on, by name. In the middle of a round the module's are others."""
-        live = self._alive()
-        if self._settings.sharded or live.place.devices > 1:
-            raise ConfigError(
-                "the agreed weights lie in slices here, one on each process. Read the model itself; after the block it holds them."
-            )
-        tensors: dict[str, Tensor] = live.state.params.tensors()
+        """Copies of the last agreed weights, by name. In the middle of a round the module holds this island's own."""
+        context = self._entered()
+        if self._settings.sharded or context.topology.position.devices > 1:
+            raise ConfigError("every process holds a slice of the agreed weights. Read the model; after the block it holds them.")
+        tensors: dict[str, Tensor] = context.state.params.tensors()
         return tensors
 
     # ------------------------------------------------------------------------------------------------------------------- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on, besides your own model and optimizer: plain dictionaries of numbers, text and tensors.
+        """All that a resumed loop needs besides your model and optimizer. Every process saves its own.
 
-        Every process saves its own. Of an algorithm that steps by itself it is the state after the last update: micro-batches since
-        then are left out.
+        If the algorithm steps by itself, this is the state after the last update, without later micro-batches.
         """
-        return self._alive().saved(self.steps).to_dict()
+        return self._entered().checkpoint(self.steps).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave. Call it before the block, on all islands, and load model and optimizer too.
+        """Resume from `state_dict()`. Call it on all islands, before the block, and load your model and optimizer too.
 
-        Or call it in the block, before the first step, and load the model's weights there, before this: on entry all islands took
-        over the first one's.
+        Inside of the block, call it before the first step and after you loaded the model, because entry overwrites the weights.
         """
-        saved = Saved.from_dict(state)
-        if self._open and self.steps != (self._pending.steps if self._pending else 0):
-            raise ConfigError(f"{self.steps} steps were taken in this block already. Load a state before the first.")
-        if self._live is not None and not self._open:
+        checkpoint = LoopCheckpoint.from_dict(state)
+        if self._is_open and self.steps != (self._checkpoint.steps if self._checkpoint else 0):
+            raise ConfigError(f"this block has taken {self.steps} steps. Load a state before the first step.")
+        if self._context is not None and not self._is_open:
             raise ConfigError("this block is over. Make new islands and load the state into them.")
-        self._pending, self.steps = saved, saved.steps
-        self.dropped = saved.taken if self._own is not None else 0
-        if self._open:
-            self._alive().load(saved)
-            self._note_beginning()
+        self._checkpoint, self.steps = checkpoint, checkpoint.steps
+        self.dropped = checkpoint.steps_in_round if self._own_optimizer is not None else 0
+        if self._is_open:
+            self._entered().load(checkpoint)
+            self._remember_start()
 
-    def _alive(self) -> Live:
-        if self._live is None:
+    def _entered(self) -> LoopContext:
+        if self._context is None:
             raise ConfigError(
-                "these islands were not entered yet: use `with atoll.islands(...) as islands`. atoll.join() has rank and size."
+                "these islands are not entered: use `with atoll.islands(...) as islands`. atoll.join() has rank and size."
             )
-        return self._live
+        return self._context
 
 
-def _uncompiled(function: T) -> T:
-    """The function, as it is also where a user compiles the step that calls it: what islands do after it is no part of that."""
+def _not_compiled(function: T) -> T:
+    """The function, excluded from a user's torch.compile of the step that calls it."""
     disabled: T = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
 
-def _finish(live: Live) -> None:
-    try:
-        live.finish()
-    except BaseException:
-        live.abandon()
-        raise
+def _version_counters(model: nn.Module) -> list[tuple[int, tuple[int, int] | None]]:
+    """torch's version counters of weights and gradients: they stay equal while nothing writes to them."""
+    return [
+        (parameter._version, None if parameter.grad is None else (id(parameter.grad), parameter.grad._version))
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]

@@ -1,13 +1,13 @@
-"""Numbers that are not finite: whose they are, and that they do not spread.
+"""Keeps non-finite numbers out of the agreed weights, and names the island that they come from.
 
-Where islands exchange weights, an island whose own are not finite weighs nothing, says so, and goes on from what the others agree
-on. If its optimizer's moments are not finite either, that would help nobody: it raises, before it exchanges, and the others go on
-without it. Where islands exchange gradients, all of them leave the update out. Nothing that is not finite replaces what was agreed
-on before.
+With an algorithm that exchanges weights, an island whose weights are not finite takes part with weight 0, logs a warning, and
+continues from the weights of the others. If its optimizer's moments are not finite either, it cannot recover: it raises before it
+exchanges, and the others continue without it. With an algorithm that exchanges gradients, all islands skip the update.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -20,88 +20,84 @@ from atoll.engines.accounting import MAX_SKIPPED
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import Request
 from atoll.engines.round_record import ExchangeRecord
-from atoll.loop.notices import warn
-from atoll.loop.uneven_inputs import Company
 from atoll.replica.flat_parameters import local
 
-_KEPT = "What was last agreed on is in islands.state_dict()."
+_LOGGER = logging.getLogger("atoll")
+_LAST_GOOD = "islands.state_dict() still holds the last agreed weights."
 
 
-class Soundness:
-    """Watches one island's rounds.
+class NonFiniteGuard:
+    """Checks what one island sends, and what its rounds return.
 
     Args:
         island: its number.
-        company: the other islands.
-        optimizer: the user's; none where the algorithm steps by itself.
-        inside: a wire with the devices of this island; none where it has one.
+        optimizer: the user's; None if the algorithm steps.
+        intra_island: collectives of the island's devices; None if it has one.
     """
 
-    def __init__(
-        self, island: int, company: Company, optimizer: torch.optim.Optimizer | None, inside: GroupCollectives | None
-    ) -> None:
-        self._island, self._company, self._optimizer, self._inside = island, company, optimizer, inside
-        self._last: tuple[ExchangeRecord, str] | None = None
-        """What the round's last update was made of, and who brought something that is not finite."""
-        self._unsound_in_a_row = self._skipped_in_a_row = 0
+    def __init__(self, island: int, optimizer: torch.optim.Optimizer | None, intra_island: GroupCollectives | None) -> None:
+        self._island, self._optimizer, self._intra_island = island, optimizer, intra_island
+        self._skipped, self._culprits, self._is_first = False, "", False
+        """Of the round's last update: whether it was skipped, which islands sent non-finite numbers, and whether this one logs."""
+        self._bad_rounds = self._skipped_updates = 0
+        """In a row."""
 
-    def note(self, meeting: ExchangeRecord) -> None:
-        """Islands met."""
-        if meeting.makes_update:
-            self._last = meeting, self._company.names(meeting.nonfinite)
+    def record(self, exchange: ExchangeRecord, culprits: str, *, is_first: bool) -> None:
+        if exchange.makes_update:
+            self._skipped, self._culprits, self._is_first = exchange.unusable, culprits, is_first
 
     async def accepts(self, delta: Tree) -> bool:
-        """Whether what this island did can be used. All devices of the island come to the same answer.
+        """Whether this island's delta is finite on all of its devices.
 
         Raises:
-            TrainingDiverged: it cannot, and nothing will be better in the next round.
+            TrainingDiverged: the island cannot recover.
         """
         finite = delta.is_finite()
-        lost = not finite and _is_lost(self._optimizer)
-        if self._inside is not None:
-            inside = self._inside
-            told = await Request(lambda: inside.all_gather_numbers(finite, lost))
-            finite, lost = all(row[0] for row in told), any(row[1] for row in told)
-        self._unsound_in_a_row = 0 if finite else self._unsound_in_a_row + 1
-        if lost or self._unsound_in_a_row == MAX_SKIPPED:
-            why = "so are its optimizer's moments" if lost else f"so they were in {MAX_SKIPPED} rounds in a row"
+        lost = not finite and _has_nonfinite_state(self._optimizer)
+        if self._intra_island is not None:
+            intra_island = self._intra_island
+            rows = await Request(lambda: intra_island.all_gather_numbers(finite, lost))
+            finite, lost = all(row[0] for row in rows), any(row[1] for row in rows)
+        self._bad_rounds = 0 if finite else self._bad_rounds + 1
+        if lost or self._bad_rounds == MAX_SKIPPED:
+            what = "and its optimizer's moments are not finite" if lost else f"were not finite in {MAX_SKIPPED} rounds in a row"
             raise TrainingDiverged(
-                f"the weights of island {self._island} are not finite, and {why}. It leaves, and brings nothing to the others. "
-                f"{_KEPT} Look at its data, lower the learning rate, or clip gradients."
+                f"the weights of island {self._island} {what}. It leaves before it sends them. {_LAST_GOOD} Look at its data, "
+                f"lower the learning rate, or clip gradients."
             )
         if not finite:
-            warn(
-                f"the weights of island {self._island} are not finite. It weighs nothing in this agreement, and goes on from what "
-                f"the others agree on."
+            _LOGGER.warning(
+                "atoll: the weights of island %d are not finite. It takes part in this exchange with weight 0, and continues from "
+                "the weights of the others.",
+                self._island,
             )
         return finite
 
-    def check(self, after: Any) -> None:
-        """A round led to this State.
+    def check_state(self, state: Any) -> None:
+        """Checks the State that a round returned.
 
         Raises:
-            TrainingDiverged: it must not replace the one before it.
+            TrainingDiverged: it must not replace the present State.
         """
-        last, self._last = self._last, None
-        useless = last is not None and last[0].unusable
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if useless else 0
-        who = last[1] if last is not None else ""
-        if self._skipped_in_a_row == MAX_SKIPPED:
-            why = f"{who} brought something that is not finite" if who else "nobody had anything to bring"
+        skipped, culprits = self._skipped, self._culprits
+        self._skipped, self._culprits = False, ""
+        self._skipped_updates = self._skipped_updates + 1 if skipped else 0
+        if self._skipped_updates == MAX_SKIPPED:
+            why = f"{culprits} sent non-finite gradients" if culprits else "no island had gradients to send"
             raise TrainingDiverged(
-                f"{MAX_SKIPPED} updates in a row were left out; at last {why}. {_KEPT} Look at the data there, lower the learning "
-                f"rate, or use a GradScaler."
+                f"the islands skipped {MAX_SKIPPED} updates in a row; in the last one {why}. {_LAST_GOOD} Look at the data there, "
+                f"lower the learning rate, or use a GradScaler."
             )
-        if who and self._skipped_in_a_row == 1 and self._company.rank == 0:
-            warn(f"{who} brought gradients that are not finite. All islands leave this update out.")
-        if not after.params.is_finite():
+        if culprits and self._skipped_updates == 1 and self._is_first:
+            _LOGGER.warning("atoll: %s sent non-finite gradients. All islands skip this update.", culprits)
+        if not state.params.is_finite():
             raise TrainingDiverged(
-                f"the agreed weights would not be finite after this round, though what every island brought was. {_KEPT} Lower the "
-                f"learning rates, the outer one too, or clip gradients."
+                f"the agreed weights would not be finite after this round, although all islands sent finite numbers. {_LAST_GOOD} "
+                f"Lower the learning rates, the outer one too, or clip gradients."
             )
 
 
-def _is_lost(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether an optimizer remembers something that is not finite: it will never step soundly again."""
-    remembered = (leaf for _, leaf in leaves(list(optimizer.state.values()) if optimizer is not None else []))
-    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and not local(leaf).isfinite().all() for leaf in remembered)
+def _has_nonfinite_state(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether the optimizer's moments are not finite: then every further step is not finite either."""
+    state = (leaf for _, leaf in leaves(list(optimizer.state.values()) if optimizer is not None else []))
+    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() and not local(leaf).isfinite().all() for leaf in state)

@@ -1,4 +1,4 @@
-"""What a user steps where atoll owns the optimizer: an optimizer for trainers, schedulers and scalers to hold."""
+"""A torch optimizer that stands for the algorithm's rule, so that schedulers, scalers and trainers can hold it."""
 
 from __future__ import annotations
 
@@ -14,52 +14,47 @@ from atoll.core.protocols import Rule
 from atoll.optim.schedules import Schedule, at
 
 
-class Dial:
-    """The learning rate as somebody set it from outside; none if nobody did."""
+class LearningRateOverride:
+    """The learning rate that was set in `param_groups`; None until then."""
 
     def __init__(self) -> None:
         self.lr: float | None = None
 
 
 @dataclass(frozen=True)
-class Dialled:
-    """A rule whose learning rate can be set from outside, between updates. A protocols.Rule.
+class OverridableRule:
+    """A rule whose learning rate can be set between updates. A protocols.Rule.
 
     Attributes:
-        rule: the rule itself.
-        dial: what was set, which goes before all else.
-        lr: else the rate, or the schedule: the rule's own, unless an algorithm has put another one here.
+        override: has precedence over `lr`.
+        lr: the rule's own rate or schedule, or the one that an algorithm put in its place.
     """
 
     rule: Any
-    dial: Dial
+    override: LearningRateOverride
     lr: float | Schedule
 
     def init(self, params: Tree) -> Any:
         return self.rule.init(params)
 
     def update(self, params: Tree, gradient: Tree, state: Any, /) -> tuple[Tree, Any]:
-        lr = self.lr if self.dial.lr is None else self.dial.lr
+        lr = self.lr if self.override.lr is None else self.override.lr
         rule: Rule = self.rule if lr == self.rule.lr else replace(self.rule, lr=lr)
         return rule.update(params, gradient, state)
 
 
 class IslandsOptimizer(torch.optim.Optimizer):
-    """Takes the gradients of a micro-batch at each `step()`. The islands step together when their algorithm says so.
+    """Hands the gradients of a micro-batch to the algorithm at each `step()`.
 
-    A learning rate that is set in its `param_groups`, as torch's schedulers do, counts from the next update on, and replaces the
-    rule's own schedule. It has no state to save: `islands.state_dict()` has it. A GradScaler may step it: gradients that are not
-    finite are then dropped, and the micro-batch does not count. `zero_grad()` after a step is not needed, and does no harm.
-
-    Args:
-        parameters: of the module.
-        rule: the algorithm's.
-        take: called at each step.
+    A learning rate that is set in `param_groups`, as torch's schedulers do, applies from the next update on and replaces the rule's
+    own schedule. `islands.state_dict()` holds its state. A GradScaler may step it: non-finite gradients are dropped, and the
+    micro-batch does not count. `zero_grad()` after a step is not needed.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], rule: Any, take: Callable[[], None]) -> None:
-        self._rule, self._take, self.dial = rule, take, Dial()
-        # So GradScaler always steps it, as it does torch's fused optimizers: else what it skips would stay, and spoil what comes.
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], rule: Any, on_step: Callable[[], None]) -> None:
+        self._rule, self._on_step, self.override = rule, on_step, LearningRateOverride()
+        # GradScaler then always steps it, as it does torch's fused optimizers. Otherwise skipped gradients would stay, and add to
+        # the next ones.
         self._step_supports_amp_scaling = True
         self._shown = at(rule.lr, 0) if hasattr(rule, "lr") else None
         super().__init__(parameters, {} if self._shown is None else {"lr": self._shown})
@@ -74,13 +69,13 @@ class IslandsOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ConfigError(
                 "islands.optimizer was stepped with a closure, as Lightning's automatic optimization does. It takes gradients that "
-                "are there: call loss.backward(), then step() without one (in Lightning: manual optimization)."
+                "exist: call loss.backward(), then step() without a closure (in Lightning: manual optimization)."
             )
         if was_skipped(self):
             self.zero_grad()
         else:
             self._unscale()
-            self._take()
+            self._on_step()
         return None
 
     def _unscale(self) -> None:
@@ -91,32 +86,33 @@ class IslandsOptimizer(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     parameter.grad.mul_(inverse)
 
-    def read_dial(self) -> None:
-        """Let a rate that was set from outside count from here on."""
+    def read_lr(self) -> None:
+        """Applies a rate that was set in `param_groups`."""
         if self._shown is None:
             return
         now = [float(group["lr"]) for group in self.param_groups]
         if any(lr != now[0] for lr in now):
-            raise ConfigError(f"the groups of islands.optimizer have the learning rates {now}: it knows one for all. Set the same.")
-        if now[0] != self._shown or self.dial.lr is not None:
-            self._shown = self.dial.lr = now[0]
+            raise ConfigError(
+                f"the groups of islands.optimizer have the learning rates {now}: it supports one. Set the same in all."
+            )
+        if now[0] != self._shown or self.override.lr is not None:
+            self._shown = self.override.lr = now[0]
 
-    def show(self, updates: int) -> None:
-        """Show the rate that a schedule of the rule's own has come to."""
-        if self._shown is not None and self.dial.lr is None:
+    def show_lr(self, updates: int) -> None:
+        """Writes the rate of the rule's own schedule to `param_groups`."""
+        if self._shown is not None and self.override.lr is None:
             self._shown = at(self._rule.lr, updates)
             for group in self.param_groups:
                 group["lr"] = self._shown
 
+    def attach(self, algorithm: Any) -> Any:
+        """The algorithm with a rule that this optimizer's override applies to; unchanged if its rule has no rate."""
+        rule = algorithm.optimizer
+        return replace(algorithm, optimizer=OverridableRule(rule, self.override, rule.lr)) if hasattr(rule, "lr") else algorithm
 
-def dialled(algorithm: Any, dial: Dial) -> Any:
-    """The algorithm with a rule whose rate can be set from outside; itself if its rule has none."""
-    rule = algorithm.optimizer
-    return replace(algorithm, optimizer=Dialled(rule, dial, rule.lr)) if hasattr(rule, "lr") else algorithm
 
-
-def counted(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that really steps, and whose steps can be counted: accelerate wraps it in another."""
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside of a wrapper such as accelerate's."""
     while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     inner: torch.optim.Optimizer = optimizer
@@ -124,6 +120,6 @@ def counted(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step that is just over did nothing. A fused optimizer is stepped by GradScaler in any case, and told to skip."""
+    """Whether a GradScaler made the last step a no-op. It steps a fused optimizer in any case, and sets `found_inf`."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)

@@ -1,4 +1,4 @@
-"""The user's module as a Replica: whoever trains it is the user, and a round waits for that."""
+"""The user's module as a Replica: the user's loop trains it, and a round waits for the user's steps."""
 
 from __future__ import annotations
 
@@ -6,72 +6,100 @@ from collections.abc import Generator
 from typing import Literal
 
 from atoll.core.errors import ConfigError
-from atoll.core.flat_tree import Tree
+from atoll.core.flat_tree import Tree, empty
+from atoll.core.layout import shard_range
 from atoll.core.protocols import Gradient, Weigh, Work
-from atoll.engines.processes.communication_thread import Request
-from atoll.loop.module_weights import Weights, loses_digits, with_digits
+from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.processes.communication_thread import CommunicationThread, Request
 from atoll.replica.flat_parameters import ModuleWeights
 
-Form = Literal["train", "gradient"]
+SteppedBy = Literal["user", "algorithm"]
+"""Who steps: the user's optimizer, or the algorithm with gradients that the user computes."""
 
 
-class Pause:
-    """What a round awaits while the user computes: to be gone on with when a step is done, or there will be no more."""
+class UserStep:
+    """What a round awaits while the user computes: the next step, or the end of the loop."""
 
-    def __await__(self) -> Generator[Pause, None, None]:
+    def __await__(self) -> Generator[UserStep, None, None]:
         yield self
+
+
+class WeightSlice:
+    """This device's slice of a module that torch's DDP replicates on all devices of the island.
+
+    Writing gathers the slices of all devices inside the island.
+    """
+
+    def __init__(self, module: ModuleWeights, intra_island: GroupCollectives, thread: CommunicationThread) -> None:
+        self._module, self._intra_island, self._thread = module, intra_island, thread
+        self._range = shard_range(module.layout.numel, intra_island.rank, intra_island.size)
+        self.layout = module.layout.slice(*self._range)
+
+    def read(self) -> Tree:
+        whole = self._module.read()
+        mine = whole.slice(*self._range).copy()
+        whole.release()
+        return Tree(self.layout, mine.flat)
+
+    def write(self, params: Tree) -> None:
+        layout = self._module.layout
+        whole = Tree(layout, empty(layout.numel, layout.dtype, params.flat.device))
+        whole.slice(*self._range).flat.copy_(params.flat)
+        self._thread.call(lambda: self._intra_island.all_gather(whole.flat))
+        self._module.write(whole)
+        whole.release()
 
 
 class LoopReplica:
     """The user's module. A protocols.Replica.
 
     Args:
-        module: its weights and gradients.
-        weights: as far as this process speaks for them.
-        form: who steps: the user's optimizer (train), or the algorithm, with gradients that the user brings.
+        module: for gradients.
+        weights: the part of the module's weights that this process exchanges.
+        stepped_by: who steps.
     """
 
-    def __init__(self, module: ModuleWeights, weights: Weights, form: Form) -> None:
-        self._module, self._weights, self.form = module, weights, form
-        self.through = False
-        """There will be no more steps."""
-        self.taken = 0
-        """Steps since this round began, or since its last agreement."""
-        self._asked = 0
-        self._ahead = 0
-        """Steps of a round that were taken before it was loaded."""
-        self._keeps = False
+    def __init__(self, module: ModuleWeights, weights: ModuleWeights | WeightSlice, stepped_by: SteppedBy) -> None:
+        self._module, self._weights, self.stepped_by = module, weights, stepped_by
+        self.exhausted = False
+        """Whether the user's loop has ended."""
+        self.steps_done = 0
+        """Steps since this round began, or since its last exchange."""
+        self._steps_requested = 0
+        self._resumed_steps = 0
+        """Steps of a resumed round that the user took before the checkpoint."""
+        self._skip_load = False
         self._weigh: Weigh = "batches"
         self._tokens: int | None = None
-        """Of the micro-batch whose gradients are there now."""
+        """Tokens of the micro-batch whose gradients the module holds."""
         self.loaded: Tree | None = None
-        """The weights that were put into the module last, if they have more digits than it."""
+        """The weights that were last written to the module, if they are more precise than the module."""
 
-    # ------------------------------------------------------------------------------------------------ seen from the algorithm
+    # ------------------------------------------------------------------------------------------------ called by the algorithm
 
     def load(self, params: Tree) -> None:
-        if not self._keeps:
+        if not self._skip_load:
             self._weights.write(params)
-        self._keeps = False
-        self.loaded = params if loses_digits(params) else None
+        self._skip_load = False
+        self.loaded = params if _exceeds_module_precision(params) else None
 
     def params(self) -> Tree:
         now = self._weights.read()
-        return now.wide() if self.loaded is None else with_digits(now, self.loaded)
+        return now.wide() if self.loaded is None else _with_rounding_residual(now, self.loaded)
 
     async def train(self, steps: int, work: Work) -> None:
-        self._check("train", "it counts the steps of your own optimizer")
-        self._asked += steps
+        self._check("user", "it counts the steps of your own optimizer")
+        self._steps_requested += steps
         for _ in range(steps):
-            if self._ahead:
-                self._ahead -= 1
-                self.taken += 1
+            if self._resumed_steps:
+                self._resumed_steps -= 1
+                self.steps_done += 1
                 continue
-            if not self.through:
-                await Pause()
-            if self.through:
+            if not self.exhausted:
+                await UserStep()
+            if self.exhausted:
                 break
-            self.taken += 1
+            self.steps_done += 1
 
     async def gradient(
         self,
@@ -82,55 +110,72 @@ class LoopReplica:
         weigh: Weigh = "batches",
         wide: bool = False,
     ) -> Gradient:
-        self._check("gradient", "it steps by itself, with gradients that you bring")
+        self._check("algorithm", "it steps by itself, with gradients that you compute")
         if at is not None:
             self.load(at)
-        self._asked += 1
+        self._steps_requested += 1
         self._weigh = weigh
-        if not self.through:
-            await Pause()
-        if self.through:
-            # Behind what is on its way: who asks again and again until that is over would otherwise ask without end.
+        if not self.exhausted:
+            await UserStep()
+        if self.exhausted:
+            # Queued behind the running exchange: an algorithm that asks for gradients until that ends would otherwise never yield.
             await Request(lambda: None)
             return _plain(onto) if onto is not None else Gradient(self._module.no_gradients(wide=wide), 0.0, 0)
         tokens = self._tokens or 0
         weight = float(tokens) if weigh == "tokens" else 1.0
         total = self._module.take_gradients(None if onto is None else onto.sum, weight, wide=wide)
-        self.taken += 1
+        self.steps_done += 1
         before = (0.0, 0) if onto is None else (onto.weight, onto.tokens)
         return Gradient(total, before[0] + weight, before[1] + tokens)
 
-    # ------------------------------------------------------------------------------------------------------ seen from the loop
+    # ----------------------------------------------------------------------------------------------------- called by the loop
 
-    def bring(self, tokens: int | None) -> None:
-        """The gradients of a micro-batch of so many tokens are there."""
+    def accept_gradients(self, tokens: int | None) -> None:
+        """Checks the gradients of a micro-batch, which the user has computed."""
         if self._weigh == "tokens" and tokens is None:
             raise ConfigError('weigh="tokens" needs the tokens of each micro-batch: call islands.step(tokens=...).')
         self._module.check_gradients()
         self._tokens = tokens
 
     def begin_round(self) -> None:
-        self.taken = self._asked = 0
+        self.steps_done = self._steps_requested = 0
 
-    def go_on_from(self, taken: int) -> None:
-        """The module's weights are those of a round in which so many steps were taken already; of none, the State has them."""
-        self._keeps, self._ahead = taken > 0, taken
+    def resume_round(self, steps_done: int) -> None:
+        """The module holds the weights after `steps_done` steps of the round; with 0 steps the State has its weights."""
+        self._skip_load, self._resumed_steps = steps_done > 0, steps_done
 
-    def share(self) -> float:
-        """Which part of the steps that were asked for has been taken since the last agreement. Ask once for each of them.
+    def take_share(self) -> float:
+        """The share of the requested steps that the user took since the last exchange. Resets the count.
 
-        Where tokens are weighed, the weight itself says so.
+        With weigh="tokens" the weight itself contains it.
         """
-        part = self.taken / self._asked if self._asked and self._weigh == "batches" else 1.0
+        share = self.steps_done / self._steps_requested if self._steps_requested and self._weigh == "batches" else 1.0
         self.begin_round()
-        return part
+        return share
 
-    def _check(self, form: Form, so: str) -> None:
-        if form != self.form:
-            given = "an optimizer" if self.form == "train" else "no optimizer"
-            raise ConfigError(f"the algorithm was given {given}, and {so}: see atoll.islands for which of them needs one.")
+    def _check(self, stepped_by: SteppedBy, why: str) -> None:
+        if stepped_by != self.stepped_by:
+            given = "an optimizer" if self.stepped_by == "user" else "no optimizer"
+            raise ConfigError(f"the algorithm was given {given}, and {why}: atoll.islands documents which algorithm needs one.")
 
 
 def _plain(gradient: Gradient) -> Gradient:
     """The same under a plain name: what was given is read once, and this may be kept."""
     return gradient._replace(sum=Tree(gradient.sum.layout, gradient.sum.flat))
+
+
+def _with_rounding_residual(now: Tree, loaded: Tree) -> Tree:
+    """The present weights plus what rounding removed when `loaded` was written to a module of lower precision.
+
+    An island sends how far it moved. The rounding at the start of the round is no part of that.
+    """
+    full = now.wide()
+    for piece, at in zip(full.layout.pieces, full.layout.offsets.values(), strict=True):
+        if piece.dtype.itemsize < full.flat.dtype.itemsize:
+            part, was = full.flat[at : at + piece.count], loaded.flat[at : at + piece.count]
+            part.add_(was - was.to(piece.dtype))
+    return full
+
+
+def _exceeds_module_precision(params: Tree) -> bool:
+    return any(piece.dtype.itemsize < params.flat.element_size() for piece in params.layout.pieces)

@@ -1,7 +1,8 @@
-"""What a user asks for, and what of it cannot be."""
+"""The arguments of `atoll.islands`, and which combinations it refuses."""
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,17 +16,17 @@ from atoll.core.config.type_checks import check_type, check_types
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, HoldsWeights
 from atoll.engines.processes.island_role import check_sliced
-from atoll.loop.optimizer import counted
-from atoll.loop.replica import Form
+from atoll.loop.optimizer import unwrap_optimizer
+from atoll.loop.replica import SteppedBy
+from atoll.replica.flat_parameters import ModuleWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The arguments of `atoll.islands`, which says what they mean."""
+class LoopSettings:
+    """The arguments of `atoll.islands`, which documents them."""
 
     model: nn.Module
     optimizer: Any
-    """A torch optimizer, or what is wrapped round one; none for an algorithm that steps by itself."""
     algorithm: Any
     mesh: DeviceMesh | None = None
     limit_s: float | None = None
@@ -37,73 +38,103 @@ class Settings:
         name = type(self.algorithm).__name__
         if isinstance(self.algorithm, AsyncAlgorithm) and not isinstance(self.algorithm, type):
             raise ConfigError(
-                f"{name} has a hub and no rounds in step: it cannot be wrapped round a loop. Use DiLoCo, ACCO, DDP or ZeRO1 here."
+                f"{name} is asynchronous: it has a hub and no rounds, so a loop cannot run it. Use DiLoCo, ACCO, DDP or ZeRO1 here."
             )
         check_type("algorithm", self.algorithm, Algorithm[Any])
         self._check_optimizer(name)
         if self.limit_s is not None and not self.limit_s > 0:
-            raise ConfigError(f"limit_s={self.limit_s}: it is more than 0 seconds. Leave it out to have it derived.")
+            raise ConfigError(f"limit_s={self.limit_s}: give more than 0 seconds, or leave it out to derive it.")
         if self.examples is not None and self.examples < 1:
-            raise ConfigError(f"examples={self.examples}: an island has at least 1. Leave it out where all weigh the same.")
+            raise ConfigError(f"examples={self.examples}: give 1 or more, or leave it out if all islands have the same weight.")
         if getattr(self.algorithm, "weighting", "uniform") == "examples" and self.examples is None:
             raise ConfigError(
-                'weighting="examples" needs to know how many this island has: give islands(..., examples=len(dataset)).'
+                'weighting="examples" needs the number of examples of this island: give islands(..., examples=len(dataset)).'
             )
         if self.finish == "alone" and self.sharded:
             raise ConfigError(
-                f'finish="alone" with {name}: its state lies in slices, one on each island, and an island that leaves would take '
-                f'its slice along. Use finish="together".'
+                f'finish="alone" with {name}: every island holds a slice of the state, which would be lost when it leaves. Use '
+                f'finish="together".'
             )
-        self._check_module()
+        self._check_module(name)
 
     def _check_optimizer(self, name: str) -> None:
         kind = type(self.optimizer).__name__
         given = f"the class {self.optimizer.__name__}" if isinstance(self.optimizer, type) else kind
-        if self.form == "train":
-            if not isinstance(self.counted, torch.optim.Optimizer) or not hasattr(self.counted, "_optimizer_step_post_hooks"):
+        if self.stepped_by == "user":
+            optimizer = self.user_optimizer
+            if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_post_hooks"):
                 raise ConfigError(
-                    f"{name} was given {given} for an optimizer, and counts the steps of a torch optimizer of yours: "
+                    f"{name} was given {given} as the optimizer, and counts the steps of a torch optimizer: "
                     f"islands(model, optimizer, {name}(...))."
                 )
             return
         if self.optimizer is not None:
             raise ConfigError(
-                f"{name} steps by itself, with the rule in it, and was given a {kind} besides. Give none, "
+                f"{name} steps by itself, with its own rule, and was also given {kind}. Give none, "
                 f"islands(model, None, {name}(optimizer=atoll.AdamW(lr=...))), and call islands.step() after loss.backward()."
             )
         if self.algorithm.optimizer is None:
-            raise ConfigError(f"{name} has no optimizer to step with: {name}(optimizer=atoll.AdamW(lr=...)).")
+            raise ConfigError(f"{name} has no rule to step with: give {name}(optimizer=atoll.AdamW(lr=...)).")
 
-    def _check_module(self) -> None:
+    def _check_module(self, name: str) -> None:
         if self.mesh is not None:
-            if self.form == "gradient":
+            if self.stepped_by == "algorithm":
                 raise ConfigError(
-                    f"{type(self.algorithm).__name__} with a mesh: gradients of several devices are not taken together yet. Use "
-                    f"DiLoCo with a mesh, or one process per island."
+                    f"{name} with a mesh: atoll does not combine gradients of several devices per island. Use DiLoCo with a mesh, "
+                    f"or one process per island."
                 )
             check_sliced(self.algorithm)
             return
         if isinstance(self.model, DistributedDataParallel) and self.model.process_group.size() > 1:
             raise ConfigError(
                 f"the model is wrapped in DistributedDataParallel over {self.model.process_group.size()} processes, "
-                f"which talk after every step. Give the model itself, or a mesh that says which processes are one island."
+                f"which exchange gradients at every step. Give the bare model, or a mesh that assigns the processes to islands."
+            )
+
+    def check_parameters(self, module: ModuleWeights, own: torch.optim.Optimizer | None) -> None:
+        """Checks that the optimizer holds the module's parameters.
+
+        Args:
+            own: the optimizer that stands for the algorithm's rule, if the algorithm steps.
+
+        Raises:
+            ConfigError: the optimizer belongs to another model, or parameters were unfrozen since `atoll.islands` was called.
+        """
+        optimizer = own or self.user_optimizer
+        assert optimizer is not None
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        missing = [name for name, parameter in module.parameters.items() if id(parameter) not in stepped]
+        if own is not None and missing:
+            raise ConfigError(f"{missing[0]} was unfrozen after atoll.islands was called. Unfreeze it first.")
+        if len(missing) == len(module.parameters):
+            raise ConfigError(
+                f"the optimizer has none of the model's {len(missing)} trainable parameters: it was made for another model, or "
+                f"before this one's parameters were replaced (by fully_shard, for example). Make the optimizer last."
+            )
+        if missing:
+            logging.getLogger("atoll").warning(
+                "atoll: %d of the model's %d trainable parameters are not in the optimizer, for example %s. That is right if "
+                "another optimizer steps them. Otherwise add them to this one, or freeze them.",
+                len(missing),
+                len(module.parameters),
+                missing[0],
             )
 
     @property
-    def counted(self) -> torch.optim.Optimizer | None:
-        """The optimizer whose steps are counted, without what it may be wrapped in."""
-        return None if self.optimizer is None else counted(self.optimizer)
+    def user_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer whose steps are counted, without wrappers."""
+        return None if self.optimizer is None else unwrap_optimizer(self.optimizer)
 
     @property
-    def form(self) -> Form:
-        """Algorithms that step by themselves have a field for the rule they do it with."""
-        return "gradient" if hasattr(self.algorithm, "optimizer") else "train"
+    def stepped_by(self) -> SteppedBy:
+        """Algorithms that step by themselves have a field for their rule."""
+        return "algorithm" if hasattr(self.algorithm, "optimizer") else "user"
 
     @property
     def how_to_step(self) -> str:
-        """What a user calls in the block."""
+        """Advice for a user whose block took no step."""
         name = type(self.algorithm).__name__
-        if self.form == "gradient":
+        if self.stepped_by == "algorithm":
             return f"{name} steps by itself: call islands.step() after each loss.backward(), and no optimizer of your own."
         return (
             f"{name} counts the steps of the {type(self.optimizer).__name__} that atoll.islands was given: call its step() after "
@@ -112,10 +143,10 @@ class Settings:
 
     @property
     def sharded(self) -> bool:
-        """Whether the algorithm's State lies in slices."""
+        """Whether every island holds a slice of the algorithm's State."""
         return isinstance(self.algorithm, HoldsWeights)
 
     @property
-    def text(self) -> str:
-        """What must be the same on all islands."""
+    def comparable(self) -> str:
+        """The settings that all islands must share, as text."""
         return re.sub(r" at 0x[0-9a-f]+", "", f"{self.algorithm!r} {self.finish}")

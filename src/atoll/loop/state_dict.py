@@ -1,4 +1,4 @@
-"""A loop's state as plain dictionaries of numbers, text and tensors, which torch.save writes and torch.load reads as they are."""
+"""Checkpoints of a loop: dictionaries of numbers, text and tensors, which torch.save writes and torch.load reads safely."""
 
 from __future__ import annotations
 
@@ -10,82 +10,89 @@ from atoll.core.errors import CheckpointError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Owner, fields_owned
 from atoll.core.state_packing import Packed, unpack
+from atoll.loop.process_groups import GridPosition
 
 _KIND = "atoll.islands"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
-    """What a loop remembers.
+class LoopCheckpoint:
+    """What one process needs to resume, besides the user's model and optimizer.
 
     Attributes:
-        rounds: that were over.
-        steps: that this island's user had taken.
-        taken: of them, those since the last round was over.
-        island: whose it is.
-        islands: how many there were.
-        device: of the island.
-        devices: how many it had.
-        weights: a digest of the module's, where they are not those of the State; else nothing.
-        packed: the algorithm's State when the last round was over.
+        rounds: completed ones.
+        steps: of the user, in all rounds.
+        steps_in_round: steps since the last completed round.
+        position: of the process that saved it.
+        module_digest: of the module's weights in the middle of a round; empty where the State has the weights.
+        packed: the algorithm's State after the last completed round.
     """
 
     rounds: int
     steps: int
-    taken: int
-    island: int
-    islands: int
-    device: int
-    devices: int
-    weights: str
+    steps_in_round: int
+    position: GridPosition
+    module_digest: str
     packed: Packed
 
     def to_dict(self) -> dict[str, Any]:
-        numbers = {name: value for name, value in vars(self).items() if name != "packed"}
-        tensors = {name: tensor.detach().clone() for name, tensor in self.packed.tensors.items()}
-        return {"kind": _KIND, "version": _VERSION, **numbers, "structure": self.packed.structure, "tensors": tensors}
+        return {
+            "kind": _KIND,
+            "version": _VERSION,
+            "rounds": self.rounds,
+            "steps": self.steps,
+            "steps_in_round": self.steps_in_round,
+            "position": list(self.position),
+            "module_digest": self.module_digest,
+            "structure": self.packed.structure,
+            "tensors": {name: tensor.detach().clone() for name, tensor in self.packed.tensors.items()},
+        }
 
     @staticmethod
-    def from_dict(given: Mapping[str, Any]) -> Saved:
+    def from_dict(given: Mapping[str, Any]) -> LoopCheckpoint:
         if given.get("kind") != _KIND or given.get("version") != _VERSION:
             raise CheckpointError(
-                f"this is not what islands.state_dict() of this version gives, but has {sorted(map(str, given))[:8]}. Give "
-                f"back what it gave, or begin afresh."
+                f"this is no islands.state_dict() of this version: it has the keys {sorted(map(str, given))[:8]}. Load what "
+                f"islands.state_dict() returned, or start without it."
             )
-        names = ("rounds", "steps", "taken", "island", "islands", "device", "devices")
-        numbers = {name: int(given[name]) for name in names}
-        return Saved(**numbers, weights=str(given["weights"]), packed=Packed(given["structure"], dict(given["tensors"])))
-
-    def check_module(self, weights: Tree, *, island: int, islands: int, device: int, devices: int) -> None:
-        """That the module has the weights with which this was saved. What another island saved fits none."""
-        mine, theirs = (island, islands, device, devices), (self.island, self.islands, self.device, self.devices)
-        if self.weights and mine == theirs and weights.digest() != self.weights:
-            raise CheckpointError(
-                f"this state was saved in the middle of a round, {self.taken} steps after the last agreement, and the model has "
-                f"other weights than then. Load the model's state_dict of the same moment too, before that of the islands."
-            )
-
-
-def unpack_state(saved: Saved, like: Any, *, island: int, islands: int, device: int, devices: int) -> Any:
-    """The State that was saved, for this process.
-
-    Raises:
-        CheckpointError: it is another algorithm's, or a slice of it that is another process's.
-    """
-    sliced = devices > 1 or bool(fields_owned(like, Owner.SHARDED))
-    mine, theirs = (island, islands, device, devices), (saved.island, saved.islands, saved.device, saved.devices)
-    if (sliced and mine != theirs) or devices != saved.devices:
-        raise CheckpointError(
-            f"this state was saved by device {saved.device} of {saved.devices} in island {saved.island} of {saved.islands}, and "
-            f"holds a slice. Here is device {device} of {devices} in island {island} of {islands}: give each process its own, with "
-            f"as many processes as then."
+        return LoopCheckpoint(
+            rounds=int(given["rounds"]),
+            steps=int(given["steps"]),
+            steps_in_round=int(given["steps_in_round"]),
+            position=GridPosition(*given["position"]),
+            module_digest=str(given["module_digest"]),
+            packed=Packed(given["structure"], dict(given["tensors"])),
         )
-    try:
-        return unpack(saved.packed, like)
-    except CheckpointError as error:
-        difference, _, _ = str(error).partition(": it is the checkpoint of")
-        raise CheckpointError(
-            f"this state was saved with another model or another algorithm ({difference}). Enter the block with those it was saved "
-            f"with, or begin without it."
-        ) from error
+
+    def check_module(self, weights: Tree, position: GridPosition) -> None:
+        """Checks that the module holds the weights of the checkpoint. Another island's checkpoint has a digest of other weights."""
+        if self.module_digest and position == self.position and weights.digest() != self.module_digest:
+            raise CheckpointError(
+                f"this state was saved in the middle of a round, {self.steps_in_round} steps after the last exchange, and the "
+                f"model holds other weights. First load the model's state_dict that was saved with it."
+            )
+
+    def unpack_state(self, like: Any, position: GridPosition) -> Any:
+        """The algorithm's State for this process.
+
+        Raises:
+            CheckpointError: it is another algorithm's, or another process's slice.
+        """
+        sliced = position.devices > 1 or bool(fields_owned(like, Owner.SHARDED))
+        if (sliced and position != self.position) or position.devices != self.position.devices:
+            raise CheckpointError(
+                f"this state holds a slice, saved by {_described(self.position)}. This process is {_described(position)}. Load "
+                f"into each process the state that it saved, with the same number of processes."
+            )
+        try:
+            return unpack(self.packed, like)
+        except CheckpointError as error:
+            difference, _, _ = str(error).partition(": it is the checkpoint of")
+            raise CheckpointError(
+                f"this state was saved with another model or another algorithm ({difference}). Use those, or start without it."
+            ) from error
+
+
+def _described(position: GridPosition) -> str:
+    return f"device {position.device} of {position.devices} in island {position.island} of {position.islands}"

@@ -1,4 +1,4 @@
-"""A user's module stays as it is, whatever it is made of."""
+"""The user's module keeps its parameters, whatever they are."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.flat_parameters import ModuleWeights
 
 
-class Odd(nn.Module):
-    """Tied, frozen and unused weights, a buffer, and two precisions."""
+class MixedModule(nn.Module):
+    """Tied, frozen and unused weights, a buffer, and two dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -39,25 +39,24 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
 
 
-def test_parameters_are_never_rebound_and_frozen_ones_stay():
-    model = Odd()
-    objects, places = list(model.parameters()), [parameter.data_ptr() for parameter in model.parameters()]
+def test_parameters_are_never_rebound_and_frozen_ones_do_not_change():
+    model = MixedModule()
+    objects, pointers = list(model.parameters()), [parameter.data_ptr() for parameter in model.parameters()]
     frozen, still = model.frozen.weight.clone(), model.unused.clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with atoll.islands(model, optimizer, DiLoCo(inner_steps=2)) as islands:
         train(model, optimizer, 5)
         assert set(islands.weights()) == {"embed.weight", "norm.weight", "norm.bias", "unused"}
     assert all(one is two for one, two in zip(model.parameters(), objects, strict=True))
-    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.frozen.weight, frozen)
     assert torch.equal(model.unused, still)
     assert model.embed.weight.dtype == torch.bfloat16
 
 
-def test_agreeing_alone_on_what_one_did_changes_nothing():
-    """One island and an outer step of rate 1: the identity, in two precisions."""
-    models = [Odd(), Odd()]
+def test_one_island_with_an_outer_rate_of_1_trains_like_a_plain_loop():
+    models = [MixedModule(), MixedModule()]
     plain, wrapped = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
     train(models[0], plain, 6)
     with atoll.islands(models[1], wrapped, DiLoCo(inner_steps=2, outer=SGD(lr=1.0))):
@@ -66,11 +65,11 @@ def test_agreeing_alone_on_what_one_did_changes_nothing():
     torch.testing.assert_close(one.flat, other.flat, rtol=1e-6, atol=1e-6)
 
 
-def test_agreed_weights_keep_digits_that_a_module_in_half_precision_has_not():
-    """Each round moves it by less than bfloat16 can tell from nothing; what the islands agreed on adds up all the same."""
+def test_agreed_weights_are_more_precise_than_a_module_in_bfloat16():
+    """Each round moves them by less than bfloat16 resolves; the agreed weights accumulate these moves."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     model.weight.data.fill_(1.0)
-    step = 2.0**-8  # half of the distance to the next number above 1; downwards it is a whole one
+    step = 2.0**-8  # half of bfloat16's spacing above 1, and its whole spacing below 1
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     seen = []
     with atoll.islands(model, optimizer, DiLoCo(inner_steps=1, outer=Nesterov(lr=0.125, momentum=0.0))) as islands:
@@ -78,15 +77,15 @@ def test_agreed_weights_keep_digits_that_a_module_in_half_precision_has_not():
             model.weight.grad = torch.full_like(model.weight, step)
             optimizer.step()
             seen.append(float(model.weight.detach()))
-            agreed = float(islands._alive().state.params.flat)
+            agreed = float(islands._entered().state.params.flat)
     assert agreed == 1.0 - step
     assert seen[0] == 1.0
     assert seen[-1] == agreed
 
 
 @pytest.mark.parametrize("algorithm", [DDP(optimizer=SGD(lr=0.1)), ZeRO1(optimizer=SGD(lr=0.1), wire="fp32")])
-def test_gradients_of_two_precisions_step_as_torch_steps_them(algorithm):
-    model, expected = Odd(), Odd()
+def test_gradients_of_two_dtypes_step_as_torch_steps_them(algorithm):
+    model, expected = MixedModule(), MixedModule()
     with atoll.islands(model, None, algorithm) as islands:
         model(torch.arange(6)).backward()
         islands.step()
@@ -96,15 +95,15 @@ def test_gradients_of_two_precisions_step_as_torch_steps_them(algorithm):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_slices_of_two_precisions_do_not_travel_in_the_models_own():
+def test_slices_of_two_dtypes_are_refused_without_a_wire_dtype():
     with (
         pytest.raises(ConfigError, match=r'differs from slice to slice\. Give the algorithm wire="fp32"'),
-        atoll.islands(Odd(), None, ZeRO1(optimizer=SGD(lr=0.1))),
+        atoll.islands(MixedModule(), None, ZeRO1(optimizer=SGD(lr=0.1))),
     ):
         pass
 
 
-def test_sparse_gradients_are_taken_too():
+def test_sparse_gradients_are_supported():
     model = nn.Embedding(4, 2, sparse=True)
     model.weight.data.zero_()
     with atoll.islands(model, None, DDP(optimizer=SGD(lr=1.0))) as islands:
@@ -113,13 +112,13 @@ def test_sparse_gradients_are_taken_too():
     assert model.weight.tolist() == [[0, 0], [-2, -2], [0, 0], [0, 0]]
 
 
-def test_a_module_that_changes_in_the_block_is_noticed():
+def test_parameters_that_are_frozen_or_replaced_in_the_block_are_refused():
     for change in (
         lambda model: model.frozen.requires_grad_(True),
         lambda model: model.unused.requires_grad_(False),
         lambda model: model.load_state_dict(model.state_dict(), assign=True),
     ):
-        model = Odd()
+        model = MixedModule()
         weights = ModuleWeights(model)
         weights.read()
         change(model)
@@ -127,7 +126,7 @@ def test_a_module_that_changes_in_the_block_is_noticed():
             weights.read()
 
 
-def test_a_module_that_is_moved_in_the_block_is_noticed():
+def test_a_module_that_is_cast_in_the_block_is_refused():
     model = nn.Linear(2, 1)
     weights = ModuleWeights(model)
     model.bfloat16()
@@ -135,8 +134,8 @@ def test_a_module_that_is_moved_in_the_block_is_noticed():
         weights.read()
 
 
-def test_names_are_the_modules_own_whether_it_is_compiled_or_not():
-    plain, whole, part = Odd(), torch.compile(Odd(), backend="eager"), Odd()
+def test_names_do_not_depend_on_torch_compile():
+    plain, whole, part = MixedModule(), torch.compile(MixedModule(), backend="eager"), MixedModule()
     part.frozen = torch.compile(part.frozen, backend="eager")
     for model in (whole, part):
         assert ModuleWeights(model).layout == ModuleWeights(plain).layout

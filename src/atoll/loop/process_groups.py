@@ -1,0 +1,252 @@
+"""Process groups of a loop: joining torchrun's processes, and the topology of islands and devices.
+
+A trainer that finds torchrun's variables or a process group sets up data-parallel training over these processes. To prevent that,
+`hide_torchrun` renames the variables. The islands then rendezvous on entry, in groups that torch.distributed does not know.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.rendezvous import rendezvous
+
+from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.engines.liveness import FailureAttribution
+from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.processes.transport import Group
+from atoll.loop.uneven_inputs import DepartureRecords, SingleIslandCollectives
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = {
+    *_RENDEZVOUS,
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+}
+"""Variables that torchrun sets in every process, besides those that begin with TORCHELASTIC_."""
+_HIDDEN = "ATOLL_HIDDEN_"
+_HANDSHAKE_LIMIT_S = 600.0
+
+
+class RankAndSize(NamedTuple):
+    rank: int
+    size: int
+
+
+def log_info(text: str) -> None:
+    """Logs at INFO to the logger `atoll`; to stderr if logging is not configured, because INFO would then be lost."""
+    logger = logging.getLogger("atoll")
+    if logger.hasHandlers():
+        logger.info(text)
+    else:
+        sys.stderr.write(f"atoll: {text}\n")
+
+
+# ------------------------------------------------------------------------------------------------------- torchrun's processes
+
+
+def join(*, limit_s: float = 600.0, threads: int | None = None) -> RankAndSize:
+    """Initializes a gloo process group if torchrun started this process and no group exists. Returns rank and size.
+
+    Without torchrun it returns (0, 1). On CPUs, if you chose no number of torch threads and the processes of this machine would use
+    more threads than it has cores, `join` divides the cores among them.
+
+    Args:
+        limit_s: timeout for the other processes.
+        threads: torch threads of this process. None keeps what OMP_NUM_THREADS or torch.set_num_threads chose. (torchrun itself
+            sets OMP_NUM_THREADS=1 if it starts several processes and you did not set it.)
+    """
+    if limit_s <= 0:
+        raise ConfigError(f"limit_s={limit_s}: give more than 0 seconds, or leave it out for 600 s.")
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads={threads}: give 1 or more, or leave it out to keep the present number.")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if not dist.is_initialized():
+        if not _started_by_torchrun():
+            return RankAndSize(0, 1)
+        _divide_cores(chosen=threads is not None)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=limit_s))
+    return RankAndSize(dist.get_rank(), dist.get_world_size())
+
+
+def hide_torchrun() -> RankAndSize:
+    """Renames torchrun's variables, so that a trainer sees a single process. `find_topology` still finds the others."""
+    if not _started_by_torchrun():
+        return RankAndSize(0, 1)
+    joined = RankAndSize(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    _divide_cores()
+    for name in [name for name in os.environ if name in _TORCHRUN or name.startswith("TORCHELASTIC_")]:
+        os.environ[_HIDDEN + name] = os.environ.pop(name)
+    return joined
+
+
+def _started_by_torchrun() -> bool:
+    return all(name in os.environ for name in _RENDEZVOUS)
+
+
+@contextmanager
+def _torchrun_visible() -> Iterator[None]:
+    names = [name.removeprefix(_HIDDEN) for name in os.environ if name.startswith(_HIDDEN)]
+    os.environ.update({name: os.environ[_HIDDEN + name] for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
+
+
+def _divide_cores(*, chosen: bool = False) -> None:
+    cores, processes, threads = _cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.get_num_threads()
+    chosen = chosen or any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    is_default = threads in (cores, cores // 2)  # with and without hyper-threads
+    if chosen or not is_default or threads * processes <= cores or torch.cuda.is_available():
+        return
+    torch.set_num_threads(max(1, cores // processes))
+    if threads > 1 and os.environ["RANK"] == "0":
+        log_info(
+            f"{processes} processes share {cores} cores: {torch.get_num_threads()} torch threads each, instead of {threads}. "
+            f"Set OMP_NUM_THREADS or call atoll.join(threads=...) for another number."
+        )
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ------------------------------------------------------------------------------------------------------------------ topology
+
+
+class GridPosition(NamedTuple):
+    """This process in the grid of islands and their devices."""
+
+    island: int = 0
+    islands: int = 1
+    device: int = 0
+    devices: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """This process's position, and its collectives.
+
+    Attributes:
+        inter_island: with the same device of all islands.
+        intra_island: with the devices of this island; None if it has one.
+        groups: process groups that were created for these collectives.
+    """
+
+    position: GridPosition = GridPosition()
+    inter_island: GroupCollectives | SingleIslandCollectives
+    intra_island: GroupCollectives | None = None
+    departures: DepartureRecords
+    groups: tuple[Group, ...] = ()
+
+    def close(self) -> None:
+        for group in self.groups:
+            if isinstance(group, dist.ProcessGroup):
+                dist.destroy_process_group(group)
+
+
+def find_topology(mesh: DeviceMesh | None, limit_s: float | None) -> Topology:
+    """Creates the process groups of the islands. All processes call it together."""
+    limit_s = _HANDSHAKE_LIMIT_S if limit_s is None else limit_s
+    with _explained_errors(limit_s):
+        if _HIDDEN + "RANK" in os.environ:
+            return _hidden_topology(mesh, limit_s)
+        return _visible_topology(mesh, limit_s)
+
+
+@contextmanager
+def _explained_errors(limit_s: float) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeFailed(
+            f"not all islands entered the block within {limit_s:g} s: one is late, died, or is unreachable. Look at their logs, or "
+            f"raise islands(limit_s=...). ({error})"
+        ) from error
+
+
+def _visible_topology(mesh: DeviceMesh | None, limit_s: float) -> Topology:
+    """Groups among the processes of torch.distributed, which `join` initializes if necessary."""
+    rank, size = join(limit_s=limit_s)
+    if mesh is None:
+        grid = [[rank] for rank in range(size)]
+    else:
+        _check_mesh(mesh, size)
+        grid = mesh.mesh.tolist()
+    if size == 1:
+        return _single_process()
+    island, device = next((i, d) for i, ranks in enumerate(grid) for d, other in enumerate(ranks) if other == rank)
+    islands, devices = len(grid), len(grid[0])
+    counterparts = [list(column) for column in zip(*grid, strict=True)]
+    inter = _new_group(counterparts, rank, limit_s)
+    intra = _new_group(grid, rank, limit_s) if devices > 1 else None
+    store = PrefixStore(f"atoll/{inter.group_name}", _get_default_store())
+    island_names = [f"island {number}" for number in range(islands)]
+    device_names = [f"device {number} of island {island}" for number in range(devices)]
+    return Topology(
+        position=GridPosition(island, islands, device, devices),
+        inter_island=_collectives(inter, island_names, store, limit_s) if islands > 1 else SingleIslandCollectives(),
+        intra_island=_collectives(intra, device_names, store, limit_s) if intra else None,
+        departures=DepartureRecords(store, island),
+        groups=(inter, intra) if intra else (inter,),
+    )
+
+
+def _hidden_topology(mesh: DeviceMesh | None, limit_s: float) -> Topology:
+    """A group among the processes that `hide_torchrun` hid from torch.distributed."""
+    with _torchrun_visible():
+        shared_store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
+    shared_store.set_timeout(timedelta(seconds=limit_s))
+    if mesh is not None:
+        raise ConfigError("a mesh needs the processes that alone() hides. Use either a mesh or alone().")
+    if size == 1:
+        return _single_process()
+    # All islands enter the same sequence of blocks, so a counter gives each block its own keys in the store.
+    store = PrefixStore(f"atoll/block{shared_store.add(f'atoll/blocks/{rank}', 1)}", shared_store)
+    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=limit_s))
+    names, attribution = [f"island {number}" for number in range(size)], FailureAttribution(store, rank, range(size))
+    return Topology(
+        position=GridPosition(rank, size),
+        inter_island=GroupCollectives(group, timeout_s=limit_s, attribution=attribution, names=names),
+        departures=DepartureRecords(store, rank),
+        groups=(group,),
+    )
+
+
+def _single_process() -> Topology:
+    return Topology(inter_island=SingleIslandCollectives(), departures=DepartureRecords(None, 0))
+
+
+def _check_mesh(mesh: DeviceMesh, size: int) -> None:
+    if mesh.mesh_dim_names != ("island", "device"):
+        raise ConfigError(
+            f"the mesh has the dimensions {mesh.mesh_dim_names}: it needs ('island', 'device'), in this order. Make it with "
+            f'init_device_mesh("cuda", (islands, devices), mesh_dim_names=("island", "device")).'
+        )
+    if mesh.size() != size:
+        raise ConfigError(f"the mesh has {mesh.size()} processes and the process group {size}: put all of them into the mesh.")
+
+
+def _new_group(groups: Sequence[list[int]], rank: int, limit_s: float) -> dist.ProcessGroup:
+    """The group that contains this rank. torch requires that all processes create all groups, in the same order."""
+    created: list[Any] = [dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=limit_s)) for ranks in groups]
+    own: dist.ProcessGroup = next(group for group, ranks in zip(created, groups, strict=True) if rank in ranks)
+    return own
+
+
+def _collectives(group: dist.ProcessGroup, names: Sequence[str], store: Store, limit_s: float) -> GroupCollectives:
+    ranks = dist.get_process_group_ranks(group)
+    return GroupCollectives(group, timeout_s=limit_s, attribution=FailureAttribution(store, dist.get_rank(), ranks), names=names)

@@ -1,0 +1,86 @@
+"""Processes join, divide their cores, and find their topology."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import atoll
+from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.loop import process_groups
+from atoll.loop.process_groups import GridPosition, _explained_errors, find_topology, log_info
+
+PRINTS = "import atoll, torch; print(*atoll.join(), torch.get_num_threads(), *atoll.join(threads=7), torch.get_num_threads())"
+
+
+def test_without_torchrun_a_process_is_one_island_without_process_groups():
+    assert atoll.join() == (0, 1)
+    topology = find_topology(None, None)
+    assert topology.position == GridPosition(island=0, islands=1, device=0, devices=1)
+    assert topology.groups == ()
+    assert not dist.is_initialized()
+
+
+def test_join_refuses_a_timeout_or_threads_of_zero():
+    with pytest.raises(ConfigError, match="limit_s=0: give more than 0 seconds"):
+        atoll.join(limit_s=0)
+    with pytest.raises(ConfigError, match="threads=0: give 1 or more"):
+        atoll.join(threads=0)
+
+
+def test_join_uses_torchruns_variables_and_divides_the_cores():
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": "999"}
+    done = subprocess.run([sys.executable, "-c", PRINTS], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1", "1", "0", "1", "7"]
+
+
+def test_a_chosen_number_of_threads_is_kept(monkeypatch):
+    monkeypatch.setattr(process_groups, "_cores", lambda: 4)
+    for name, value in {"RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    seen = []
+    try:
+        for chosen, threads in ((None, 4), ("4", 4), (None, 3), (None, 1)):
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            if chosen is not None:
+                monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+            torch.set_num_threads(threads)
+            process_groups._divide_cores()
+            seen.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1, 4, 3, 1]
+
+
+def test_a_timeout_of_torch_is_explained_and_errors_of_atoll_are_not_changed():
+    with (
+        pytest.raises(ExchangeFailed, match=r"not all islands entered the block within 3 s: .* raise islands\(limit_s=.*Connect"),
+        _explained_errors(3.0),
+    ):
+        raise dist.DistStoreError("Connect timeout")
+    with pytest.raises(ConfigError, match="a mesh of two"), _explained_errors(3.0):
+        raise ConfigError("a mesh of two")
+
+
+def test_log_info_writes_to_stderr_if_logging_is_not_configured(monkeypatch, capsys):
+    logger = logging.getLogger("atoll")
+    monkeypatch.setattr(logger, "propagate", False)  # pytest's handlers are on the root logger
+    log_info("something")
+    assert capsys.readouterr().err == "atoll: something\n"
+    silent = logging.NullHandler()
+    logger.addHandler(silent)
+    try:
+        log_info("something else")
+    finally:
+        logger.removeHandler(silent)
+    assert capsys.readouterr().err == ""
+
+
+def test_log_info_writes_to_the_logger_if_logging_is_configured(caplog):
+    with caplog.at_level(logging.INFO, "atoll"):
+        log_info("something")
+    assert caplog.messages == ["something"]
