@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import ConfigError
-from atoll.models import GPT, Decoder
-from atoll.models.gpt import rotary_tables, rotate
+from atoll.models.gpt import GPT, Decoder, rotary_tables, rotate
 
 torch.set_num_threads(1)
 
@@ -89,7 +88,7 @@ def test_building_neither_reads_nor_moves_the_global_rng():
     assert torch.equal(one.embedding.weight, small().embedding.weight)
 
 
-def test_what_is_added_onto_the_stream_starts_smaller():
+def test_projections_into_the_residual_stream_start_smaller():
     decoder = GPT(layers=8, width=64, heads=4, head_size=16).build(vocab_size=500, seq_len=8, seed=0)
     block = decoder.blocks[0]
     assert float(decoder.embedding.weight.detach().std()) == pytest.approx(0.02, rel=0.05)

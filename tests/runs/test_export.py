@@ -98,7 +98,7 @@ def test_a_failed_export_leaves_nothing(tmp_path):
     for path in (tmp_path / "model").glob("tokenizer*"):
         path.unlink()
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(DataError, match=r"holds no tokenizer: what is there makes nothing of a text"):
+    with pytest.raises(DataError, match=r"holds no tokenizer: the one that was loaded encodes a text as nothing"):
         export(done.folder, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
 

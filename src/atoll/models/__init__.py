@@ -1,7 +1,1 @@
-"""Models: one readable decoder, with the papers' sizes as presets, a perceptron for the toy, and models of others from disk."""
-
-from atoll.models.gpt import GPT, Decoder
-from atoll.models.mlp import MLP
-from atoll.models.pretrained import Pretrained
-
-__all__ = ["GPT", "MLP", "Decoder", "Pretrained"]
+"""Models: a decoder-only transformer with the papers' sizes as presets, a one-layer MLP, and Hugging Face models from disk."""

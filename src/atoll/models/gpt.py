@@ -1,13 +1,9 @@
-"""One decoder-only transformer, small enough to hold in the head.
-
-Tokens become vectors; each block lets every position look back (attention) and then think alone (feed-forward), both added onto
-the stream; what comes out is compared with every token of the vocabulary. RMSNorm before each half, rotary positions, GELU,
-no biases, no dropout.
+"""A decoder-only transformer: RMSNorm before attention and feed-forward, rotary positions, GELU, no biases, no dropout.
 
     letter   B       T           V            W       H       D
     means    batch   positions   vocabulary   width   heads   head_size
 
-The attention's inner width is `heads * head_size` and need not be `width`: the DiLoCo paper's models have 16 heads of 64 at
+The inner width of attention is `heads * head_size`, which may differ from `width`: the DiLoCo paper's models have 16 heads of 64 at
 width 896. `GPT` is the config. It builds a `Decoder`, the module:
 
 >>> decoder = GPT.tiny().build(vocab_size=257, seq_len=64, seed=0)
@@ -40,13 +36,13 @@ class GPT:
 
     Args:
         layers: blocks of attention and feed-forward.
-        width: size of the vector at each position.
-        heads: attention heads.
-        head_size: size of each head; even, because rotary positions turn it pair by pair.
-        ffn_multiple: inner width of the feed-forward part, in widths.
-        tied: whether the output projection is the embedding itself.
-        rope_base: the slowest rotary frequency turns once in about 2 pi times this many positions.
-        vocab_size: rows of the embedding. None: the tokenizer's. A larger number pads it, as the papers' 32,000 does for bytes.
+        width: size of the residual stream.
+        heads: attention heads per layer.
+        head_size: size of each head; even, because rotary positions rotate pairs.
+        ffn_multiple: hidden width of the feed-forward layers, in widths.
+        tied: whether the output projection is the embedding.
+        rope_base: the slowest rotary frequency has a period of about 2 pi times this many positions.
+        vocab_size: rows of the embedding. None: the tokenizer's size. A larger number pads it.
     """
 
     layers: int
@@ -64,34 +60,31 @@ class GPT:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: a decoder needs at least 1. GPT.tiny() is a shape that works.")
         if self.head_size % 2:
-            raise ConfigError(f"head_size={self.head_size} is odd: rotary positions turn pairs of numbers. Use an even head_size.")
+            raise ConfigError(f"head_size={self.head_size} is odd: rotary positions rotate pairs. Use an even head_size.")
         if not self.rope_base > 1:
             raise ConfigError(f"rope_base={self.rope_base} must be above 1: frequencies fall from 1 to 1/rope_base. Use 10000.")
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ConfigError(f"vocab_size={self.vocab_size}: use a positive number, or None for the tokenizer's own.")
 
     def build(self, vocab_size: int, seq_len: int, seed: int) -> Decoder:
-        """A decoder on the CPU in float32. The same arguments give the same weights, and the global RNG is neither read nor moved.
+        """A decoder on the CPU in float32, for a tokenizer of `vocab_size` ids and up to `seq_len` positions.
 
-        Args:
-            vocab_size: how many ids the tokenizer has.
-            seq_len: the most positions the decoder looks at.
-            seed: of the initial weights.
+        The same arguments give the same weights. The global RNG is not used.
         """
         if seq_len < 1:
             raise ConfigError(f"seq_len={seq_len}: a decoder needs at least 1 position.")
-        decoder = Decoder(self, used_vocab=vocab_size, padded_vocab=self._rows(vocab_size), seq_len=seq_len)
+        decoder = Decoder(self, used_vocab=vocab_size, padded_vocab=self._padded_vocab(vocab_size), seq_len=seq_len)
         decoder.reset(torch.Generator().manual_seed(seed))
         return decoder
 
     def num_params(self, vocab: int) -> int:
-        """Trainable parameters with a tokenizer of `vocab` ids; nothing is built."""
+        """Number of trainable parameters with a tokenizer of `vocab` ids, without building a module."""
         attention = 4 * self.width * self.heads * self.head_size
         feed_forward = 2 * self.ffn_multiple * self.width**2
-        tables = (1 if self.tied else 2) * self._rows(vocab) * self.width
+        tables = (1 if self.tied else 2) * self._padded_vocab(vocab) * self.width
         return tables + self.layers * (attention + feed_forward + 2 * self.width) + self.width
 
-    def _rows(self, vocab: int) -> int:
+    def _padded_vocab(self, vocab: int) -> int:
         if vocab < 1:
             raise ConfigError(f"the tokenizer's vocab_size={vocab}: at least 1 id is needed.")
         if self.vocab_size is not None and self.vocab_size < vocab:
@@ -103,7 +96,7 @@ class GPT:
 
     @staticmethod
     def tiny() -> GPT:
-        """68,000 parameters on bytes: for tests and laptops."""
+        """68,000 parameters with the byte tokenizer: for tests and laptops."""
         return GPT(layers=2, width=48, heads=4, head_size=12)
 
     @staticmethod
@@ -128,8 +121,6 @@ class GPT:
 
 
 class Decoder(nn.Module):
-    """The module that `GPT.build` makes. See the top of this file."""
-
     cos: Tensor
     sin: Tensor
 
@@ -138,27 +129,28 @@ class Decoder(nn.Module):
         self.config = config
         self.used_vocab = used_vocab
         self.seq_len = seq_len
-        self.embedding = Embedding(padded_vocab, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.width)
-        self.head = None if config.tied else Linear(config.width, padded_vocab, bias=False)
+        self.embedding = UninitializedEmbedding(padded_vocab, config.width)
+        self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.head = None if config.tied else UninitializedLinear(config.width, padded_vocab, bias=False)
         cos, sin = rotary_tables(seq_len, config.head_size, config.rope_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        """Draw all weights anew. What is added onto the stream starts smaller, so that depth does not widen it."""
+        """Draw all weights. Projections into the residual stream start smaller by sqrt(2 * layers), so that its variance does not
+        grow with depth."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
                 continue
-            added = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
-            scale = 1 / math.sqrt(2 * self.config.layers) if added else 1.0
+            is_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+            scale = 1 / math.sqrt(2 * self.config.layers) if is_residual else 1.0
             parameter.normal_(0.0, INIT_STD * scale, generator=generator)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of the token after each of `tokens` (B, T)."""
+        """Next-token logits (B, T, V) for `tokens` (B, T)."""
         hidden = self.features(tokens)
         return F.linear(hidden, self.embedding.weight) if self.head is None else cast(Tensor, self.head(hidden))
 
@@ -176,8 +168,8 @@ class Decoder(nn.Module):
         return cast(Tensor, self.norm(stream))
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross entropy, in nats, of predicting each of `tokens` (B, T+1) but the first from those before it."""
-        logits = self(tokens[:, :-1]).float()  # (B, T, V); of a decoder in half precision too: a loss has more than two digits
+        """Mean cross entropy, in nats, of predicting all `tokens` (B, T+1) but the first from those before them."""
+        logits = self(tokens[:, :-1]).float()  # (B, T, V); float32 also for a decoder in half precision
         if torch.compiler.is_compiling():
             return _fused_cross_entropy(logits, tokens[:, 1:])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -193,34 +185,26 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """The prompt and `count` more tokens: (B, T + count) for a prompt of (B, T), or (T + count,) for one of (T,).
 
-        The decoder sees at most the last `seq_len` tokens, as in training, so that it may go on for as long as it likes.
-
-        Args:
-            prompt_tokens: one row of tokens, or several of the same length; at least one token each.
-            count: how many tokens to add.
-            temperature: below 1 is bolder; 0 always takes the likeliest token.
-            top_k: draw among this many likeliest tokens; None: among all.
-            generator: for the draws; None: torch's global one.
+        The decoder sees at most the last `seq_len` tokens, so `count` has no limit. A temperature of 0 always takes the likeliest
+        token. `top_k` samples among that many likeliest tokens.
         """
         _check_sampling(prompt_tokens, count, temperature, top_k)
         tokens = prompt_tokens.view(-1, prompt_tokens.shape[-1])  # (B, T)
         for _ in range(count):
-            # The last position alone goes through the head; padded rows of the vocabulary mean nothing, so they are never drawn.
+            # Only the last position goes through the head. Padding rows of the vocabulary have no meaning and are never sampled.
             last = self.features(tokens[:, -self.seq_len :])[:, -1]  # (B, W)
             table = self.embedding.weight if self.head is None else self.head.weight
             logits = F.linear(last, table[: self.used_vocab]).float()  # (B, V)
-            tokens = torch.cat((tokens, _draw(logits, temperature, top_k, generator)), dim=1)
+            tokens = torch.cat((tokens, _sample(logits, temperature, top_k, generator)), dim=1)
         return tokens if prompt_tokens.ndim == 2 else tokens[0]
 
 
-class Block(nn.Module):
-    """Attention, then feed-forward, each added onto the stream."""
-
+class DecoderBlock(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width)
+        self.attention_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
         self.attention = Attention(config)
-        self.feed_forward_norm = RMSNorm(config.width)
+        self.feed_forward_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
         self.feed_forward = FeedForward(config)
 
     def forward(self, stream: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -229,63 +213,50 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each position looks at itself and at those before it."""
+    """Causal multi-head self-attention with rotary positions."""
 
     def __init__(self, config: GPT) -> None:
         super().__init__()
         self.heads, self.head_size = config.heads, config.head_size
-        self.qkv = Linear(config.width, 3 * config.heads * config.head_size, bias=False)
-        self.out = Linear(config.heads * config.head_size, config.width, bias=False)
+        self.qkv = UninitializedLinear(config.width, 3 * config.heads * config.head_size, bias=False)
+        self.out = UninitializedLinear(config.heads * config.head_size, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
         qkv = self.qkv(x).view(batch, length, 3 * self.heads, self.head_size)  # (B, T, 3H, D)
         qk, v = qkv.split([2 * self.heads, self.heads], dim=2)
-        qk = rotate(qk, cos[:, None], sin[:, None]).to(v.dtype)  # queries and keys turn together: one pass over both
+        qk = rotate(qk, cos[:, None], sin[:, None]).to(v.dtype)  # one pass rotates queries and keys
         q, k = qk.transpose(1, 2).chunk(2, dim=1)  # (B, H, T, D) each
         mixed = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True)  # (B, H, T, D)
         return cast(Tensor, self.out(mixed.transpose(1, 2).flatten(2)))  # (B, T, W)
 
 
 class FeedForward(nn.Module):
-    """Each position on its own: widen, bend, narrow."""
-
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.up = Linear(config.width, config.ffn_multiple * config.width, bias=False)
-        self.down = Linear(config.ffn_multiple * config.width, config.width, bias=False)
+        self.up = UninitializedLinear(config.width, config.ffn_multiple * config.width, bias=False)
+        self.down = UninitializedLinear(config.ffn_multiple * config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.down(F.gelu(self.up(x))))  # exact GELU: on CPU it is faster than the tanh form
 
 
-class Linear(nn.Linear):
-    """A matrix without values: torch would draw them from the global RNG, and `Decoder.reset` draws them anyway."""
+class UninitializedLinear(nn.Linear):
+    """Leaves initialization to `Decoder.reset`; torch would draw from the global RNG."""
 
     def reset_parameters(self) -> None:
         pass
 
 
-class Embedding(nn.Embedding):
-    """A table without values, for the same reason."""
+class UninitializedEmbedding(nn.Embedding):
+    """Leaves initialization to `Decoder.reset`; torch would draw from the global RNG."""
 
     def reset_parameters(self) -> None:
         pass
-
-
-class RMSNorm(nn.Module):
-    """Scales each vector to unit mean square, then by a learnt gain."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, NORM_EPS)
 
 
 def rotary_tables(seq_len: int, head_size: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (T, D) of the angle by which each position turns each pair (d, d + D/2) of a head."""
+    """Cosines and signed sines (T, D) of the angle by which each position rotates each pair (d, d + D/2) of a head."""
     half = head_size // 2
     speed = base ** -(torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(seq_len, dtype=torch.float64)[:, None] * speed  # (T, D/2)
@@ -294,24 +265,24 @@ def rotary_tables(seq_len: int, head_size: int, base: float) -> tuple[Tensor, Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (a, b) of the last dimension to (a cos - b sin, b cos + a sin).
+    """Rotate each pair (a, b) of the last dimension to (a cos - b sin, b cos + a sin).
 
-    Positions are angles, and a query and a key score by the angle between them: only their distance counts.
+    The score of a rotated query and key then depends on the distance of their positions alone.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _fused_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of logits (B, T, V), in a form of which a compiler leaves nothing but two passes over the logits.
+    """Mean cross entropy of logits (B, T, V), which a compiler fuses into two passes over the logits.
 
-    The usual form looks targets up, and its gradient is scattered into zeros: under vmap a buffer of its own, in single precision
-    and as large as the logits. A comparison with each position is computed in passing."""
+    The usual form gathers targets. Its gradient is a scatter into zeros, which under vmap needs a float32 buffer as large as the
+    logits. A comparison with each position needs no buffer."""
     positions = torch.arange(logits.shape[-1], device=logits.device)
     chosen = torch.where(positions == targets.unsqueeze(-1), logits, 0.0).sum(-1)
     return (torch.logsumexp(logits, -1) - chosen).mean()
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """One token (B, 1) for each row of logits (B, V)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
@@ -322,14 +293,12 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
 
 def _check_sampling(prompt: Tensor, count: int, temperature: float, top_k: int | None) -> None:
     if prompt.ndim not in (1, 2) or prompt.numel() == 0:
-        raise ConfigError(
-            f"a prompt of shape {tuple(prompt.shape)}: give (tokens,) or (rows, tokens), at least 1 token to go on from."
-        )
+        raise ConfigError(f"a prompt of shape {tuple(prompt.shape)}: give (tokens,) or (rows, tokens), with at least 1 token.")
     if count < 0:
-        raise ConfigError(f"count={count}: a prompt can be continued by 0 tokens or more.")
+        raise ConfigError(f"count={count}: the number of tokens to generate is 0 or more.")
     if not temperature >= 0:
         raise ConfigError(
-            f"temperature={temperature} must be 0 (always the likeliest token) or more; 1 draws as the model predicts."
+            f"temperature={temperature} must be 0 (always the likeliest token) or more; 1 samples from the model's distribution."
         )
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k={top_k} leaves nothing to draw from. Use 1 or more, or None for all tokens.")
+        raise ConfigError(f"top_k={top_k} leaves nothing to sample from. Use 1 or more, or None for all tokens.")

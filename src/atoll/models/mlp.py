@@ -1,4 +1,4 @@
-"""One hidden layer, as wide as you like: the model of the asynchronous Local-SGD authors' toy.
+"""A perceptron with one hidden layer: the model of the asynchronous Local-SGD authors' toy.
 
 >>> module = MLP.small().build(inputs=512, outputs=4, seed=0)
 >>> module(torch.zeros(2, 512)).shape
@@ -20,11 +20,7 @@ from atoll.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class MLP:
-    """The shape of a perceptron with one hidden layer.
-
-    Args:
-        hidden: units of the hidden layer; the authors' large run has 65,000.
-    """
+    """The number of hidden units; the authors' large run has 65,000."""
 
     hidden: int = 65_000
 
@@ -34,25 +30,22 @@ class MLP:
             raise ConfigError(f"hidden={self.hidden}: the hidden layer has at least 1 unit. MLP.small() has 128.")
 
     def build(self, inputs: int, outputs: int, seed: int) -> nn.Sequential:
-        """A module in float32 with torch's own initial weights. The global random numbers stay as they are.
+        """A module in float32 with torch's default initial weights, drawn with `seed`. The global RNG keeps its state.
 
-        Args:
-            inputs: numbers in an example, whatever its shape.
-            outputs: classes.
-            seed: of the initial weights.
+        `inputs` is the number of elements of an example, `outputs` the number of classes.
         """
         if inputs < 1 or outputs < 1:
             raise ConfigError(f"inputs={inputs}, outputs={outputs}: a perceptron has at least 1 of each.")
         with torch.random.fork_rng(devices=[]):
-            # Not torch.manual_seed, which would also seed CUDA, whose state is not put back here.
+            # Not torch.manual_seed: it would also seed CUDA, whose state is not restored here.
             torch.default_generator.manual_seed(seed)
             return nn.Sequential(nn.Flatten(), nn.Linear(inputs, self.hidden), nn.ReLU(), nn.Linear(self.hidden, outputs))
 
     def num_params(self, inputs: int, outputs: int) -> int:
-        """Trainable parameters; nothing is built."""
+        """Number of trainable parameters, without building a module."""
         return (inputs + 1) * self.hidden + (self.hidden + 1) * outputs
 
     @staticmethod
     def small() -> MLP:
-        """The authors' small run: 66,180 parameters on the toy's points."""
+        """The authors' small run: 66,180 parameters for 512 inputs and 4 classes."""
         return MLP(hidden=128)

@@ -1,7 +1,7 @@
-"""A causal language model of the Hugging Face library, from a folder on disk.
+"""A causal language model of the Hugging Face library, loaded from a folder on disk without using the network.
 
-The folder is one that `save_pretrained` wrote, or a copy of a model's repository: `config.json` and weights. Nothing is asked of
-the network. Weights are loaded in float32, whatever they were saved in; tied weights stay tied; dropout is what the config says.
+The folder is one that `save_pretrained` wrote, or a copy of a model's repository: `config.json` and weights. Weights are loaded in
+float32, whatever their saved dtype. Tied weights stay tied. Dropout is as the config says.
 
 >>> Pretrained(path="models/gpt-neo-125m", frozen=("transformer.wte.*", "transformer.wpe.*"))
 Pretrained(path='models/gpt-neo-125m', frozen=('transformer.wte.*', 'transformer.wpe.*'))
@@ -26,17 +26,14 @@ from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
 
 _WEIGHTS = ("*.safetensors", "*.bin")
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file of weights, to tell it from another
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weight file, for the fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """A model to go on from.
+    """The folder of a model, and patterns of parameters to freeze.
 
-    Args:
-        path: its folder.
-        frozen: patterns of the names of parameters that stay as they are, such as `transformer.wte.*`; `*` stands for anything,
-            also for dots. A tied parameter may be called by any of its names.
+    In a pattern such as `transformer.wte.*`, `*` also matches dots. A tied parameter matches by any of its names.
     """
 
     path: str = ""
@@ -49,25 +46,18 @@ class Pretrained:
 
     @property
     def folder(self) -> Path:
-        """Where the model lies. See `check`."""
         self.check()
         return Path(self.path).expanduser()
 
     def check(self) -> None:
-        """Looks whether there is a model.
-
-        Raises:
-            ConfigError: there is no such folder, or it holds no model.
-        """
+        """Raise ConfigError if the folder is missing or holds no model."""
         if not self.path:
-            raise ConfigError(
-                "model.path is not given: it is the folder of a Hugging Face model. Say which: --set model.path=FOLDER."
-            )
+            raise ConfigError("model.path is not given: it is the folder of a Hugging Face model. Set it: --set model.path=FOLDER.")
         folder = Path(self.path).expanduser()
         if not folder.is_dir():
             raise ConfigError(
-                f"model.path={self.path!r} is not a folder (it is taken from {Path.cwd()}). Give the folder of a model on this "
-                f"disk, as `save_pretrained` or `hf download NAME --local-dir FOLDER` writes it."
+                f"model.path={self.path!r} is not a folder (the path is relative to {Path.cwd()}). Give the folder of a model on "
+                f"this disk, as `save_pretrained` or `hf download NAME --local-dir FOLDER` writes it."
             )
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} has no config.json, so it holds no model. Give the folder that does.")
@@ -78,17 +68,16 @@ class Pretrained:
             )
 
     def build(self) -> nn.Module:
-        """A new module in float32 with the folder's weights, in training mode. The global random numbers stay as they are.
+        """A new module in float32 with the folder's weights, in training mode. The global RNG keeps its state.
 
-        Raises:
-            ConfigError: the folder's files make no whole model, or nothing of it is left to train.
+        Raises ConfigError if the folder's files are incomplete, or if all parameters are frozen.
         """
         module = _load(self.folder).float().train()
         self._freeze(module)
         return module
 
     def fingerprint(self) -> str:
-        """Of the config and, by sample, of the weights: whether two folders hold the same model."""
+        """A digest of the config and of samples of the weights: equal for folders that hold the same model."""
         folder, state = self.folder, blake2b(digest_size=16)
         state.update((folder / "config.json").read_bytes())
         for path in _weight_files(folder):
@@ -108,8 +97,8 @@ class Pretrained:
                 names = [name for name, _ in named]
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
                 raise ConfigError(
-                    f"model.frozen: {pattern!r} is the name of no parameter of {self.path}. There are {len(names)}; near it: "
-                    f"{', '.join(near)}. A * stands for anything."
+                    f"model.frozen: {pattern!r} matches no parameter of {self.path}. It has {len(names)}; similar names: "
+                    f"{', '.join(near)}. A * matches anything."
                 )
             for parameter in matches:
                 parameter.requires_grad_(False)
@@ -125,9 +114,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _load(folder: Path) -> nn.Module:
     transformers = require("transformers", extra="hf", purpose="pretrained models")
-    with torch.random.fork_rng(devices=[]), quiet():
+    with torch.random.fork_rng(devices=[]), silent_transformers():
         try:
-            module, told = transformers.AutoModelForCausalLM.from_pretrained(
+            module, loading = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, local_files_only=True, output_loading_info=True
             )
         except Exception as error:  # the library raises errors of many kinds, for damaged files too
@@ -135,8 +124,8 @@ def _load(folder: Path) -> nn.Module:
                 f"{folder} could not be loaded as a causal language model ({type(error).__name__}: {error}). "
                 f"Check that its files are whole and that it is a decoder."
             ) from error
-    if missing := sorted(told["missing_keys"]):
-        # The library would draw them at random: other weights at every call.
+    if missing := sorted(loading["missing_keys"]):
+        # The library would draw them at random, differently at every call.
         raise ConfigError(
             f"{folder} lacks the weights of {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}: it is cut "
             f"short, or another kind of model. Copy it again from its source."
@@ -145,8 +134,8 @@ def _load(folder: Path) -> nn.Module:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """No bars and no reports of the library for a while: a run loads the same folder once for each island."""
+def silent_transformers() -> Iterator[None]:
+    """Suppress the library's progress bars and reports: a run loads the same folder once per island."""
     logging = require("transformers", extra="hf", purpose="pretrained models").utils.logging
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

@@ -32,7 +32,7 @@ from atoll.data.tokenizer import ByteTokenizer, load_tokenizer
 from atoll.engines.driver import TOKENIZER, check_workload
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
-from atoll.models.pretrained import Pretrained, quiet
+from atoll.models.pretrained import Pretrained, silent_transformers
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
 
@@ -125,7 +125,7 @@ def _load(module: nn.Module, params: Tree, path: Path) -> None:
 
 def _export_pretrained(run: Run, module: Any, place: Path) -> None:
     assert isinstance(run.data, Instructions)
-    with quiet():
+    with silent_transformers():
         module.save_pretrained(place)
     assert run.data.tokenizer is not None, "a resolved run names its tokenizer"
     load_model_tokenizer(run.data.tokenizer).save_pretrained(place)

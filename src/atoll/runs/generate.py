@@ -15,7 +15,7 @@ from atoll.data.tokenizer import ByteTokenizer, load_tokenizer
 from atoll.engines.driver import TOKENIZER, check_workload
 from atoll.models.gpt import Decoder
 from atoll.models.mlp import MLP
-from atoll.models.pretrained import quiet
+from atoll.models.pretrained import silent_transformers
 from atoll.runs.export import trained
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
@@ -54,7 +54,7 @@ def _pretrained(data: Instructions, module: Any, prompt: str, tokens: int, tempe
     if places is not None and length >= places:
         raise ConfigError(f"the prompt has {length} tokens, and the model reads at most {places} with what it adds. Shorten it.")
     chance = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0} if temperature else {"do_sample": False}
-    with torch.random.fork_rng(devices=[]), quiet():
+    with torch.random.fork_rng(devices=[]), silent_transformers():
         torch.default_generator.manual_seed(seed)
         written = module.generate(
             input_ids=start["input_ids"],
