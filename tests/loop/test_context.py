@@ -14,7 +14,6 @@ from torch import nn
 import atoll
 from atoll.algorithms.diloco import DiLoCo
 from atoll.loop import context
-from atoll.loop.process_groups import find_topology
 from atoll.loop.uneven_inputs import UnevenCollectives
 
 
@@ -29,20 +28,17 @@ def stderr_of_blocks(group):
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
         found.append(written.getvalue().splitlines())
-    inter_island = find_topology(None, 7.0).inter_island
-    inter_island.all_gather_numbers(0.0)  # a process that ended now would disconnect one that is still connecting
-    return found, inter_island.timeout_s
+    return found
 
 
 def test_the_first_process_logs_the_timeout_on_entry_and_after_a_large_change(two):
-    ((derived, given), limit_s), (others, _) = two.run(stderr_of_blocks)
+    (derived, given), others = two.run(stderr_of_blocks)
     assert others == [[], []]
     first, second = derived
     assert "timeout of an exchange of 2 islands: 600 s (before the first exchange" in first
     assert re.search(r"islands: \d+ s \(ten times the longest interval between two exchanges \([\d.e-]+ s\)", second)
     assert len(given) == 1
     assert "islands: 90 s (as given)" in given[0]
-    assert limit_s == 7.0
 
 
 def test_an_ending_process_waits_for_its_leave_message_and_the_block_does_not(monkeypatch):

@@ -9,19 +9,28 @@ import torch
 import torch.distributed as dist
 
 import atoll
+from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.loop import process_groups
 from atoll.loop.process_groups import GridPosition, _explained_errors, find_topology, log_info
+from atoll.loop.settings import LoopSettings
 
 PRINTS = "import atoll, torch; print(*atoll.join(), torch.get_num_threads(), *atoll.join(threads=7), torch.get_num_threads())"
 
 
 def test_without_torchrun_a_process_is_one_island_without_process_groups():
     assert atoll.join() == (0, 1)
-    topology = find_topology(None, None)
+    model = torch.nn.Linear(2, 1)
+    topology = find_topology(
+        LoopSettings(model=model, optimizer=torch.optim.SGD(model.parameters()), algorithm=DiLoCo(inner_steps=2))
+    )
     assert topology.position == GridPosition(island=0, islands=1, device=0, devices=1)
     assert topology.groups == ()
     assert not dist.is_initialized()
+    flat = torch.tensor([1.0, 2.0])
+    assert topology.inter_island.reduce_scatter(flat.clone(), [0.5]).tolist() == [0.5, 1.0]
+    assert topology.inter_island.reduce_scatter(flat.bfloat16(), [1.0], torch.float32).dtype == torch.float32
+    assert topology.inter_island.sent_bytes == 0
 
 
 def test_join_refuses_a_timeout_or_threads_of_zero():

@@ -1,40 +1,27 @@
 """Exhausted islands stay or leave, and failed islands are excluded."""
 
+from types import SimpleNamespace
+
 import pytest
-import torch
 
 from atoll.core.errors import ExchangeFailed
-from atoll.loop.uneven_inputs import (
-    CONTINUES,
-    EXHAUSTED,
-    LEFT,
-    DepartureRecords,
-    SingleIslandCollectives,
-    UnevenCollectives,
-)
+from atoll.loop.uneven_inputs import CONTINUES, EXHAUSTED, LEFT, UnevenCollectives
 
 
-class ScriptedCollectives(SingleIslandCollectives):
+class ScriptedCollectives(UnevenCollectives):
     """The other islands send scripted rows, one list per exchange; None for an island that does not answer."""
 
-    def __init__(self, *rows):
-        super().__init__()
-        self._rows, self.size = list(rows), 1 + len(rows[0])
+    def __init__(self, *rows, finish_together=True, needs_all=None):
+        group = SimpleNamespace(rank=lambda: 0, size=lambda: 1 + len(rows[0]))
+        super().__init__(group, range(group.size()), None, timeout_s=1.0, finish_together=finish_together, needs_all=needs_all)
+        self._rows = list(rows)
 
     def all_gather_surviving(self, *numbers, has_left):
         return [list(numbers), *self._rows.pop(0)]
 
-    def remove(self, ranks):
-        self.size -= len(ranks)
-
-
-def uneven(*rows, finish_together=True, needs_all=None):
-    scripted = ScriptedCollectives(*rows)
-    return UnevenCollectives(scripted, DepartureRecords(None, 0), finish_together=finish_together, needs_all=needs_all)
-
 
 def test_with_finish_together_an_exhausted_island_stays_until_all_are_exhausted():
-    islands = uneven([[5.0, 0.0, EXHAUSTED], [6.0, 0.0, CONTINUES]], [[0.0, 0.0, EXHAUSTED], [6.0, 0.0, EXHAUSTED]])
+    islands = ScriptedCollectives([[5.0, 0.0, EXHAUSTED], [6.0, 0.0, CONTINUES]], [[0.0, 0.0, EXHAUSTED], [6.0, 0.0, EXHAUSTED]])
     islands.exhausted = True
     assert islands.all_gather_numbers(1.0) == [[1.0], [5.0], [6.0]]
     assert (islands.finished, islands.size) == (False, 3)
@@ -43,7 +30,7 @@ def test_with_finish_together_an_exhausted_island_stays_until_all_are_exhausted(
 
 
 def test_with_finish_alone_an_exhausted_island_is_excluded_after_its_last_exchange():
-    islands = uneven([[5.0, 0.0, EXHAUSTED], [6.0, 0.0, CONTINUES]], [[7.0, 0.0, CONTINUES]], finish_together=False)
+    islands = ScriptedCollectives([[5.0, 0.0, EXHAUSTED], [6.0, 0.0, CONTINUES]], [[7.0, 0.0, CONTINUES]], finish_together=False)
     assert islands.all_gather_numbers(1.0) == [[1.0], [5.0], [6.0]]
     assert (islands.finished, islands.size) == (False, 3)
     assert islands.all_gather_numbers(2.0) == [[2.0], [7.0]]
@@ -51,25 +38,19 @@ def test_with_finish_alone_an_exhausted_island_is_excluded_after_its_last_exchan
 
 
 def test_a_failed_island_is_excluded_at_once_with_or_without_its_message():
-    islands = uneven([None, [0.0, 0.0, LEFT], [6.0, 1.0, CONTINUES]])
+    islands = ScriptedCollectives([None, [0.0, 0.0, LEFT], [6.0, 1.0, CONTINUES]])
     assert islands.all_gather_numbers(1.0, True) == [[1.0, True], [6.0, 1.0]]
     assert islands.size == 2
 
 
 def test_if_all_islands_are_needed_a_failed_one_raises():
-    islands = uneven([[0.0, 0.0, LEFT], [6.0, 1.0, CONTINUES]], needs_all="its slice is lost")
+    islands = ScriptedCollectives([[0.0, 0.0, LEFT], [6.0, 1.0, CONTINUES]], needs_all="its slice is lost")
     with pytest.raises(ExchangeFailed, match=r"island 1 left by an exception, and its slice is lost\."):
         islands.all_gather_numbers(1.0)
 
 
 def test_islands_keep_their_initial_numbers_after_others_left():
-    islands = uneven([None, [6.0, 1.0, CONTINUES], [7.0, 1.0, CONTINUES]])
+    islands = ScriptedCollectives([None, [6.0, 1.0, CONTINUES], [7.0, 1.0, CONTINUES]])
     assert islands.names([1, 2]) == "island 1, island 2"
     islands.all_gather_numbers(1.0)
     assert islands.names([1, 2]) == "island 2, island 3"
-
-
-def test_a_single_island_sums_its_own_part():
-    flat = torch.tensor([1.0, 2.0])
-    assert SingleIslandCollectives().reduce_scatter(flat, [0.5]).tolist() == [0.5, 1.0]
-    assert SingleIslandCollectives().reduce_scatter(flat.bfloat16(), [1.0], torch.float32).dtype == torch.float32

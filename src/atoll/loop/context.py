@@ -17,11 +17,11 @@ from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.loop.handshake import Handshake
 from atoll.loop.nonfinite_guard import NonFiniteGuard
 from atoll.loop.optimizer import IslandsOptimizer
-from atoll.loop.process_groups import Topology, find_topology, log_info
+from atoll.loop.process_groups import find_topology, log_info
 from atoll.loop.replica import LoopReplica, UserStep, WeightSlice
 from atoll.loop.settings import LoopSettings
 from atoll.loop.state_dict import LoopCheckpoint
-from atoll.loop.uneven_inputs import UnevenCollectives, UnevenPeers
+from atoll.loop.uneven_inputs import UnevenPeers
 from atoll.replica.flat_parameters import ModuleWeights
 from atoll.replica.master_weights import check_exchange_dtype
 
@@ -44,7 +44,7 @@ class LoopContext:
         self._module = ModuleWeights(settings.model)
         check_exchange_dtype(settings.algorithm, self._module.layout)
         settings.check_parameters(self._module, optimizer)
-        self.topology = find_topology(settings.mesh, settings.limit_s)
+        self.topology = find_topology(settings)
         intra_island = self.topology.intra_island
         if self._module.sharded and intra_island is None:
             raise ConfigError(
@@ -58,7 +58,7 @@ class LoopContext:
         self._replica = LoopReplica(self._module, self._weights, settings.stepped_by)
         self._timeout = ExchangeTimeout(settings.limit_s)
         self._logged_limit_s: float | None = None
-        self._collectives = _uneven_collectives(settings, self.topology)
+        self._collectives = self.topology.inter_island
         self._guard = NonFiniteGuard(self.topology.position.island, settings.user_optimizer, intra_island)
         self._peers = UnevenPeers(
             self._collectives,
@@ -107,7 +107,7 @@ class LoopContext:
                 self._replica.resume_round(checkpoint.steps_in_round)
         if self._settings.sharded:
             self._replica.load(self._thread.run(self._peers.all_gather(self._algorithm.held(state))))
-        self._sent_before = self.topology.inter_island.sent_bytes
+        self._sent_before = self._collectives.sent_bytes
         if self._optimizer is not None:
             self._optimizer.read_lr()
         self._close_round()
@@ -190,7 +190,7 @@ class LoopContext:
 
     @property
     def sent_bytes(self) -> int:
-        return self.topology.inter_island.sent_bytes - self._sent_before
+        return self._collectives.sent_bytes - self._sent_before
 
     def checkpoint(self, steps: int) -> LoopCheckpoint:
         in_round = self._replica.steps_done
@@ -229,7 +229,7 @@ class LoopContext:
 
     def abandon(self) -> None:
         """Leave at once after an exception. The peers learn of it at their next exchange; this process does not wait for them."""
-        self.topology.departures.add()
+        self._collectives.record_departure()
         # No status message precedes a gather of slices: an island that stops inside of one has no message to replace.
         if self._waits_for_user or not self._settings.sharded:
             posted = Event()
@@ -251,13 +251,3 @@ class LoopContext:
 
 def _release(handle: object) -> None:
     """Holds a reference until the process ends."""
-
-
-def _uneven_collectives(settings: LoopSettings, topology: Topology) -> UnevenCollectives:
-    needs_all = None
-    if settings.sharded:
-        needs_all = "its slice of the optimizer's state is lost"
-    elif topology.position.devices > 1:
-        needs_all = "with several devices per island the others cannot tell whether all of its devices left"
-    finish_together = settings.finish == "together"
-    return UnevenCollectives(topology.inter_island, topology.departures, finish_together=finish_together, needs_all=needs_all)

@@ -42,7 +42,7 @@ class Handshake:
         fixed = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._module.others()] if fresh else ""
         mine = [_fingerprint(self._settings.comparable), _fingerprint(f"{_described(params.layout)} {fixed}")]
         mine += [not fresh, checkpoint.rounds if checkpoint else 0, self._values_fingerprint(params) if fresh else 0]
-        rows = self._thread.call(lambda: self._topology.inter_island.all_gather_numbers(*mine))
+        rows = self._thread.call(lambda: self._topology.inter_island.all_gather_on_entry(*mine))
         _check_same_round([row[2:4] for row in rows])
         self._check_equal([row[0] for row in rows], "another algorithm or another finish", self._settings.comparable)
         self._check_equal([row[1] for row in rows], "another model or other buffers", _summary(params.layout))
@@ -55,7 +55,7 @@ class Handshake:
 
     def check_same_round(self, checkpoint: LoopCheckpoint) -> None:
         """For a checkpoint that is loaded inside of the block."""
-        _check_same_round(self._thread.call(lambda: self._topology.inter_island.all_gather_numbers(True, checkpoint.rounds)))
+        _check_same_round(self._thread.call(lambda: self._topology.inter_island.all_gather_on_entry(True, checkpoint.rounds)))
 
     def _check_equal(self, fingerprints: Sequence[float], what: str, here: str) -> None:
         others = [f"island {island}" for island, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]

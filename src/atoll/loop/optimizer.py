@@ -14,31 +14,21 @@ from atoll.core.protocols import Rule
 from atoll.optim.schedules import Schedule, at
 
 
-class LearningRateOverride:
-    """The learning rate that was set in `param_groups`; None until then."""
-
-    def __init__(self) -> None:
-        self.lr: float | None = None
-
-
 @dataclass(frozen=True)
 class OverridableRule:
-    """A rule whose learning rate can be set between updates. A protocols.Rule.
-
-    Attributes:
-        override: has precedence over `lr`.
-        lr: the rule's own rate or schedule, or the one that an algorithm put in its place.
-    """
+    """A rule whose learning rate can be set between updates, in an optimizer's `param_groups`. A protocols.Rule."""
 
     rule: Any
-    override: LearningRateOverride
+    optimizer: IslandsOptimizer
     lr: float | Schedule
+    """The rule's own, or the one that an algorithm put in its place."""
 
     def init(self, params: Tree) -> Any:
         return self.rule.init(params)
 
     def update(self, params: Tree, gradient: Tree, state: Any, /) -> tuple[Tree, Any]:
-        lr = self.lr if self.override.lr is None else self.override.lr
+        override = self.optimizer.lr_override
+        lr = self.lr if override is None else override
         rule: Rule = self.rule if lr == self.rule.lr else replace(self.rule, lr=lr)
         return rule.update(params, gradient, state)
 
@@ -52,7 +42,9 @@ class IslandsOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], rule: Any, on_step: Callable[[], None]) -> None:
-        self._rule, self._on_step, self.override = rule, on_step, LearningRateOverride()
+        self._rule, self._on_step = rule, on_step
+        self.lr_override: float | None = None
+        """The rate that was set in `param_groups`; None until then."""
         # GradScaler then always steps it, as it does torch's fused optimizers. Otherwise skipped gradients would stay, and add to
         # the next ones.
         self._step_supports_amp_scaling = True
@@ -95,12 +87,12 @@ class IslandsOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"the groups of islands.optimizer have the learning rates {now}: it supports one. Set the same in all."
             )
-        if now[0] != self._shown or self.override.lr is not None:
-            self._shown = self.override.lr = now[0]
+        if now[0] != self._shown or self.lr_override is not None:
+            self._shown = self.lr_override = now[0]
 
     def show_lr(self, updates: int) -> None:
         """Writes the rate of the rule's own schedule to `param_groups`."""
-        if self._shown is not None and self.override.lr is None:
+        if self._shown is not None and self.lr_override is None:
             self._shown = at(self._rule.lr, updates)
             for group in self.param_groups:
                 group["lr"] = self._shown
@@ -108,7 +100,7 @@ class IslandsOptimizer(torch.optim.Optimizer):
     def attach(self, algorithm: Any) -> Any:
         """The algorithm with a rule that this optimizer's override applies to; unchanged if its rule has no rate."""
         rule = algorithm.optimizer
-        return replace(algorithm, optimizer=OverridableRule(rule, self.override, rule.lr)) if hasattr(rule, "lr") else algorithm
+        return replace(algorithm, optimizer=OverridableRule(rule, self, rule.lr)) if hasattr(rule, "lr") else algorithm
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:

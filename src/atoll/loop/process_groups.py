@@ -25,7 +25,8 @@ from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.liveness import FailureAttribution
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.transport import Group
-from atoll.loop.uneven_inputs import DepartureRecords, SingleIslandCollectives
+from atoll.loop.settings import LoopSettings
+from atoll.loop.uneven_inputs import UnevenCollectives
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN = {
@@ -34,7 +35,7 @@ _TORCHRUN = {
 }
 """Variables that torchrun sets in every process, besides those that begin with TORCHELASTIC_."""
 _HIDDEN = "ATOLL_HIDDEN_"
-_HANDSHAKE_LIMIT_S = 600.0
+_HANDSHAKE_TIMEOUT_S = 600.0
 
 
 class RankAndSize(NamedTuple):
@@ -136,7 +137,7 @@ class GridPosition(NamedTuple):
     devices: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Topology:
     """This process's position, and its collectives.
 
@@ -146,10 +147,9 @@ class Topology:
         groups: process groups that were created for these collectives.
     """
 
-    position: GridPosition = GridPosition()
-    inter_island: GroupCollectives | SingleIslandCollectives
+    position: GridPosition
+    inter_island: UnevenCollectives
     intra_island: GroupCollectives | None = None
-    departures: DepartureRecords
     groups: tuple[Group, ...] = ()
 
     def close(self) -> None:
@@ -158,79 +158,89 @@ class Topology:
                 dist.destroy_process_group(group)
 
 
-def find_topology(mesh: DeviceMesh | None, limit_s: float | None) -> Topology:
+class _SingleProcessGroup:
+    """The group of a single island: no message is ever sent."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def find_topology(settings: LoopSettings) -> Topology:
     """Creates the process groups of the islands. All processes call it together."""
-    limit_s = _HANDSHAKE_LIMIT_S if limit_s is None else limit_s
-    with _explained_errors(limit_s):
-        if _HIDDEN + "RANK" in os.environ:
-            return _hidden_topology(mesh, limit_s)
-        return _visible_topology(mesh, limit_s)
+    timeout_s = _HANDSHAKE_TIMEOUT_S if settings.limit_s is None else settings.limit_s
+    with _explained_errors(timeout_s):
+        return (_hidden_topology if _HIDDEN + "RANK" in os.environ else _visible_topology)(settings, timeout_s)
 
 
 @contextmanager
-def _explained_errors(limit_s: float) -> Iterator[None]:
+def _explained_errors(timeout_s: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise ExchangeFailed(
-            f"not all islands entered the block within {limit_s:g} s: one is late, died, or is unreachable. Look at their logs, or "
-            f"raise islands(limit_s=...). ({error})"
+            f"not all islands entered the block within {timeout_s:g} s: one is late, died, or is unreachable. Look at their logs, "
+            f"or raise islands(limit_s=...). ({error})"
         ) from error
 
 
-def _visible_topology(mesh: DeviceMesh | None, limit_s: float) -> Topology:
+def _visible_topology(settings: LoopSettings, timeout_s: float) -> Topology:
     """Groups among the processes of torch.distributed, which `join` initializes if necessary."""
-    rank, size = join(limit_s=limit_s)
-    if mesh is None:
-        grid = [[rank] for rank in range(size)]
-    else:
-        _check_mesh(mesh, size)
-        grid = mesh.mesh.tolist()
+    rank, size = join(limit_s=timeout_s)
+    grid = [[rank] for rank in range(size)] if settings.mesh is None else _checked_grid(settings.mesh, size)
     if size == 1:
-        return _single_process()
+        return _single_process(settings)
     island, device = next((i, d) for i, ranks in enumerate(grid) for d, other in enumerate(ranks) if other == rank)
-    islands, devices = len(grid), len(grid[0])
+    position = GridPosition(island, len(grid), device, len(grid[0]))
     counterparts = [list(column) for column in zip(*grid, strict=True)]
-    inter = _new_group(counterparts, rank, limit_s)
-    intra = _new_group(grid, rank, limit_s) if devices > 1 else None
+    inter, inter_ranks = _new_group(counterparts, rank, timeout_s)
     store = PrefixStore(f"atoll/{inter.group_name}", _get_default_store())
-    island_names = [f"island {number}" for number in range(islands)]
-    device_names = [f"device {number} of island {island}" for number in range(devices)]
-    return Topology(
-        position=GridPosition(island, islands, device, devices),
-        inter_island=_collectives(inter, island_names, store, limit_s) if islands > 1 else SingleIslandCollectives(),
-        intra_island=_collectives(intra, device_names, store, limit_s) if intra else None,
-        departures=DepartureRecords(store, island),
-        groups=(inter, intra) if intra else (inter,),
-    )
+    inter_island = _uneven_collectives(settings, timeout_s, inter, inter_ranks, store, position.devices)
+    if position.devices == 1:
+        return Topology(position, inter_island, groups=(inter,))
+    intra, intra_ranks = _new_group(grid, rank, timeout_s)
+    names = [f"device {number} of island {island}" for number in range(position.devices)]
+    attribution = FailureAttribution(store, rank, intra_ranks)
+    intra_island = GroupCollectives(intra, timeout_s=timeout_s, attribution=attribution, names=names)
+    return Topology(position, inter_island, intra_island, (inter, intra))
 
 
-def _hidden_topology(mesh: DeviceMesh | None, limit_s: float) -> Topology:
+def _hidden_topology(settings: LoopSettings, timeout_s: float) -> Topology:
     """A group among the processes that `hide_torchrun` hid from torch.distributed."""
     with _torchrun_visible():
-        shared_store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
-    shared_store.set_timeout(timedelta(seconds=limit_s))
-    if mesh is not None:
+        shared_store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    shared_store.set_timeout(timedelta(seconds=timeout_s))
+    if settings.mesh is not None:
         raise ConfigError("a mesh needs the processes that alone() hides. Use either a mesh or alone().")
     if size == 1:
-        return _single_process()
+        return _single_process(settings)
     # All islands enter the same sequence of blocks, so a counter gives each block its own keys in the store.
     store = PrefixStore(f"atoll/block{shared_store.add(f'atoll/blocks/{rank}', 1)}", shared_store)
-    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=limit_s))
-    names, attribution = [f"island {number}" for number in range(size)], FailureAttribution(store, rank, range(size))
-    return Topology(
-        position=GridPosition(rank, size),
-        inter_island=GroupCollectives(group, timeout_s=limit_s, attribution=attribution, names=names),
-        departures=DepartureRecords(store, rank),
-        groups=(group,),
-    )
+    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    inter_island = _uneven_collectives(settings, timeout_s, group, range(size), store)
+    return Topology(GridPosition(rank, size), inter_island, groups=(group,))
 
 
-def _single_process() -> Topology:
-    return Topology(inter_island=SingleIslandCollectives(), departures=DepartureRecords(None, 0))
+def _single_process(settings: LoopSettings) -> Topology:
+    group: Any = _SingleProcessGroup()
+    return Topology(GridPosition(), _uneven_collectives(settings, 0.0, group, [0], None))
 
 
-def _check_mesh(mesh: DeviceMesh, size: int) -> None:
+def _uneven_collectives(
+    settings: LoopSettings, timeout_s: float, group: Group, ranks: Sequence[int], store: Store | None, devices: int = 1
+) -> UnevenCollectives:
+    needs_all = None
+    if settings.sharded:
+        needs_all = "its slice of the optimizer's state is lost"
+    elif devices > 1:
+        needs_all = "with several devices per island the others cannot tell whether all of its devices left"
+    together = settings.finish == "together"
+    return UnevenCollectives(group, ranks, store, timeout_s=timeout_s, finish_together=together, needs_all=needs_all)
+
+
+def _checked_grid(mesh: DeviceMesh, size: int) -> list[list[int]]:
     if mesh.mesh_dim_names != ("island", "device"):
         raise ConfigError(
             f"the mesh has the dimensions {mesh.mesh_dim_names}: it needs ('island', 'device'), in this order. Make it with "
@@ -238,15 +248,12 @@ def _check_mesh(mesh: DeviceMesh, size: int) -> None:
         )
     if mesh.size() != size:
         raise ConfigError(f"the mesh has {mesh.size()} processes and the process group {size}: put all of them into the mesh.")
+    grid: list[list[int]] = mesh.mesh.tolist()
+    return grid
 
 
-def _new_group(groups: Sequence[list[int]], rank: int, limit_s: float) -> dist.ProcessGroup:
-    """The group that contains this rank. torch requires that all processes create all groups, in the same order."""
-    created: list[Any] = [dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=limit_s)) for ranks in groups]
+def _new_group(groups: Sequence[list[int]], rank: int, timeout_s: float) -> tuple[dist.ProcessGroup, list[int]]:
+    """The group that contains this rank, and its members. torch requires that all processes create all groups in the same order."""
+    created: list[Any] = [dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s)) for ranks in groups]
     own: dist.ProcessGroup = next(group for group, ranks in zip(created, groups, strict=True) if rank in ranks)
-    return own
-
-
-def _collectives(group: dist.ProcessGroup, names: Sequence[str], store: Store, limit_s: float) -> GroupCollectives:
-    ranks = dist.get_process_group_ranks(group)
-    return GroupCollectives(group, timeout_s=limit_s, attribution=FailureAttribution(store, dist.get_rank(), ranks), names=names)
+    return own, dist.get_process_group_ranks(own)

@@ -6,11 +6,12 @@ from collections.abc import Generator
 from typing import Literal
 
 from atoll.core.errors import ConfigError
-from atoll.core.flat_tree import Tree, empty
+from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
 from atoll.core.protocols import Gradient, Weigh, Work
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread, Request
+from atoll.engines.processes.island_role import gathered
 from atoll.replica.flat_parameters import ModuleWeights
 
 SteppedBy = Literal["user", "algorithm"]
@@ -43,9 +44,8 @@ class WeightSlice:
 
     def write(self, params: Tree) -> None:
         layout = self._module.layout
-        whole = Tree(layout, empty(layout.numel, layout.dtype, params.flat.device))
-        whole.slice(*self._range).flat.copy_(params.flat)
-        self._thread.call(lambda: self._intra_island.all_gather(whole.flat))
+        mine = Tree(self.layout, params.flat.to(layout.dtype))
+        whole = gathered(self._thread, self._intra_island, mine, layout)
         self._module.write(whole)
         whole.release()
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
 from atoll.core.protocols import Mean, Scattered, Work
-from atoll.engines.processes.collectives import GroupCollectives, weighted_sum
+from atoll.engines.liveness import FailureAttribution
+from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import BackgroundTask, CommunicationThread
 from atoll.engines.processes.peers import ProcessPeers
+from atoll.engines.processes.transport import Group
 from atoll.engines.round_record import ExchangeRecord
 from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.loop.nonfinite_guard import NonFiniteGuard
@@ -33,129 +33,54 @@ _MESSAGE_NUMBERS = 2
 """Numbers per message besides the status. All messages have this length, so that a leave message can replace any of them."""
 
 
-class DepartureRecords:
-    """Records in the store of islands that left by an exception."""
-
-    def __init__(self, store: Store | None, island: int) -> None:
-        self._store, self._island = store, island
-
-    def add(self) -> None:
-        """Record that this island leaves."""
-        try:
-            if self._store is not None:
-                self._store.set(f"left/{self._island}", "1")
-        except RuntimeError:  # the process that hosts the store has ended, so no island can read it any more
-            self._store = None
-
-    def has_left(self, island: int) -> bool:
-        try:
-            return self._store is not None and bool(self._store.check([f"left/{island}"]))
-        except RuntimeError:
-            return False
-
-
-class SingleIslandCollectives:
-    """The collectives of a single island: nothing is sent."""
-
-    def __init__(self) -> None:
-        self.timeout_s, self.sent_bytes, self.control_bytes = 0.0, 0, 0
-        self.rank, self.size = 0, 1
-
-    def all_gather_numbers(self, *numbers: float) -> list[list[float]]:
-        return [list(numbers)]
-
-    def all_gather_surviving(self, *numbers: float, has_left: Callable[[int], bool]) -> list[list[float] | None]:
-        return [list(numbers)]
-
-    def post_final(self, *numbers: float) -> object:
-        return None
-
-    def remove(self, ranks: Sequence[int]) -> None:
-        assert not ranks, "a single island cannot exclude itself"
-
-    def broadcast(self, whole: Tensor) -> None:
-        pass
-
-    def all_gather(self, whole: Tensor) -> None:
-        pass
-
-    def reduce_scatter(
-        self,
-        flat: Tensor,
-        weights: Sequence[float],
-        sum_dtype: torch.dtype | None = None,
-        *,
-        inner_products: Tensor | None = None,
-        divide_by: float | None = None,
-    ) -> Tensor:
-        total = flat if sum_dtype in (None, flat.dtype) else torch.empty_like(flat, dtype=sum_dtype)
-        weighted_sum([flat], weights, total)
-        if divide_by is not None:
-            total /= divide_by
-        return total
-
-
-class UnevenCollectives:
-    """Collectives whose members may leave. A collectives_protocol.Collectives.
+class UnevenCollectives(GroupCollectives):
+    """The collectives of all islands, which may leave.
 
     Args:
-        inner: the collectives of all islands.
-        departures: tells whether an island that does not answer has left.
+        group: one process of each island.
+        ranks: its members by their rank in the store.
+        store: holds records of islands that left by an exception; None if there is one island.
         finish_together: exhausted islands stay until all islands are exhausted; otherwise each leaves by itself.
         needs_all: the reason why no island may fail; None if the others can continue without it.
     """
 
     def __init__(
         self,
-        inner: GroupCollectives | SingleIslandCollectives,
-        departures: DepartureRecords,
+        group: Group,
+        ranks: Sequence[int],
+        store: Store | None,
         *,
+        timeout_s: float,
         finish_together: bool,
         needs_all: str | None,
     ) -> None:
-        self._inner, self._departures = inner, departures
-        self._finish_together, self._needs_all = finish_together, needs_all
-        self._islands = list(range(inner.size))
-        """The initial numbers of the present islands, by rank."""
+        names = [f"island {number}" for number in range(group.size())]
+        attribution = FailureAttribution(store, ranks[group.rank()], ranks) if store is not None else None
+        super().__init__(group, timeout_s=timeout_s, attribution=attribution, names=names)
+        self._store, self._finish_together, self._needs_all = store, finish_together, needs_all
         self._leaving: list[int] = []
         self.exhausted = False
         """Whether this island's batches are used up."""
         self.finished = False
         """Whether the last exchange was this island's final one."""
 
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def size(self) -> int:
-        return self._inner.size
-
-    @property
-    def timeout_s(self) -> float:
-        return self._inner.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, timeout_s: float) -> None:
-        self._inner.timeout_s = timeout_s
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._inner.sent_bytes
-
-    @property
-    def control_bytes(self) -> int:
-        return self._inner.control_bytes
+    def all_gather_on_entry(self, *numbers: float) -> list[list[float]]:
+        """The numbers of all islands, before any may leave."""
+        return super().all_gather_numbers(*numbers)
 
     def all_gather_numbers(self, *numbers: float) -> list[list[float]]:
         """The numbers of all present islands, in rank order. Excludes islands that failed or that left at the last exchange."""
         assert len(numbers) <= _MESSAGE_NUMBERS, f"{len(numbers)} numbers in a message of {_MESSAGE_NUMBERS}"
-        self._exclude(self._leaving)
+        self.remove(self._leaving)
         padded = [*numbers, *[0.0] * (_MESSAGE_NUMBERS - len(numbers))]
-        status = EXHAUSTED if self.exhausted else CONTINUES
-        rows = self._inner.all_gather_surviving(*padded, status, has_left=self._departures.has_left)
+        rows = self.all_gather_surviving(*padded, EXHAUSTED if self.exhausted else CONTINUES, has_left=self._has_left)
         present = [row for row in rows if row is not None and row[-1] != LEFT]
-        self._exclude_failed([rank for rank, row in enumerate(rows) if row is None or row[-1] == LEFT])
+        failed = [rank for rank, row in enumerate(rows) if row is None or row[-1] == LEFT]
+        if failed and self._needs_all is not None:
+            raise ExchangeFailed(
+                f"{self.names(failed)} left by an exception, and {self._needs_all}. Fix it, and resume from the last checkpoint."
+            )
+        self.remove(failed)
         exhausted = [rank for rank, row in enumerate(present) if row[-1] == EXHAUSTED]
         self.finished = len(exhausted) == len(present) if self._finish_together else self.exhausted
         self._leaving = [] if self._finish_together else [rank for rank in exhausted if rank != self.rank]
@@ -163,36 +88,25 @@ class UnevenCollectives:
 
     def names(self, ranks: Sequence[int]) -> str:
         """The islands of these ranks by their initial numbers, as in "island 1, island 3"."""
-        return ", ".join(f"island {self._islands[rank]}" for rank in ranks)
+        return ", ".join(self._names[self._members[rank]] for rank in ranks)
+
+    def record_departure(self) -> None:
+        """Record in the store that this island leaves."""
+        try:
+            if self._store is not None:
+                self._store.set(f"left/{self._group_rank}", "1")
+        except RuntimeError:  # the process that hosts the store has ended, so no island can read it any more
+            self._store = None
+
+    def _has_left(self, island: int) -> bool:
+        try:
+            return self._store is not None and bool(self._store.check([f"left/{island}"]))
+        except RuntimeError:
+            return False
 
     def post_leave_message(self) -> object:
         """Send LEFT in place of the next status message. The caller keeps the returned handle until the peers can have read it."""
-        return self._inner.post_final(*[0.0] * _MESSAGE_NUMBERS, LEFT)
-
-    def _exclude_failed(self, ranks: Sequence[int]) -> None:
-        if ranks and self._needs_all is not None:
-            raise ExchangeFailed(
-                f"{self.names(ranks)} left by an exception, and {self._needs_all}. Fix it, and resume from the last checkpoint."
-            )
-        self._exclude(ranks)
-
-    def _exclude(self, ranks: Sequence[int]) -> None:
-        self._inner.remove(ranks)
-        self._islands = [island for rank, island in enumerate(self._islands) if rank not in ranks]
-
-    def reduce_scatter(
-        self,
-        flat: Tensor,
-        weights: Sequence[float],
-        sum_dtype: torch.dtype | None = None,
-        *,
-        inner_products: Tensor | None = None,
-        divide_by: float | None = None,
-    ) -> Tensor:
-        return self._inner.reduce_scatter(flat, weights, sum_dtype, inner_products=inner_products, divide_by=divide_by)
-
-    def all_gather(self, whole: Tensor) -> None:
-        self._inner.all_gather(whole)
+        return self.post_final(*[0.0] * _MESSAGE_NUMBERS, LEFT)
 
 
 class UnevenPeers(ProcessPeers):
