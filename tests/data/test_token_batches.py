@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.protocols import Batches
-from atoll.data.documents import Document
+from atoll.data.corpus import Document
 from atoll.data.partition import IID
 from atoll.data.shuffled_epochs import Indices
 from atoll.data.token_batches import TokenBatches, TokenExamples, validation_batches

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import DataError
-from atoll.data.documents import Document
+from atoll.data.corpus import Document
 from atoll.data.token_store import (
     HEADER_BYTES,
     VERSION,

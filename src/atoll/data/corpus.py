@@ -1,4 +1,4 @@
-"""Opens a corpus by its spec.
+"""Corpora: streams of documents by domain, opened by a spec.
 
     stdlib                                  the standard library of the running Python
     files:PATH[#field]                      a file, a glob or a folder: text or .jsonl, also .xz, .gz, .zst
@@ -8,6 +8,9 @@
 packages, modules by first letter, and `topics`, the prose of `help()`. It leaves out site-packages, tests, bundled wheels and files
 generated when this Python was built. Another version of Python is another text.
 
+A folder of `files:` is read recursively without hidden files; its sub-folders are the domains. A glob is read in the same way, from
+its last folder without a wildcard on. A text file is one document, or several that each end with a line `<|endoftext|>`.
+
 >>> corpus = open_corpus("stdlib", limit_bytes=20_000)
 >>> sum(len(document.text.encode()) for document in corpus) <= 20_000
 True
@@ -15,6 +18,8 @@ True
 
 from __future__ import annotations
 
+import glob
+import heapq
 import importlib
 import os
 import re
@@ -26,10 +31,98 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import DataError
+from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.data.documents import Corpus, Document
-from atoll.data.text_files import files_corpus, text_field
+from atoll.data.text_files import decode_utf8, is_hidden, open_file, read_json_lines, text_field, uncompressed_suffix, visible_files
+
+END_OF_TEXT = "<|endoftext|>"
+"""Ends a document where it stands alone on a line of a text file. Tokenizers have an id for it, which separates documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text, its domain, and a name that is unique in its corpus."""
+
+    name: str
+    domain: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Documents by domain. Each iteration reads them again in the same order, without the blank ones.
+
+    Args:
+        spec: where the text comes from, for error messages.
+        domains: a reader of documents for each domain.
+        limit_bytes: UTF-8 bytes of text to yield at most; None: all.
+    """
+
+    spec: str
+    domains: Mapping[str, Callable[[], Iterator[Document]]]
+    limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_limit_bytes(self.limit_bytes)
+
+    def __iter__(self) -> Iterator[Document]:
+        documents = self._all() if self.limit_bytes is None else self._limited(self.limit_bytes)
+        empty = True
+        for document in documents:
+            yield document
+            empty = False
+        if empty:
+            raise DataError(f"{self.spec} holds no text: all of its documents are empty. Check that the spec names the right text.")
+
+    def _all(self) -> Iterator[Document]:
+        for read in self.domains.values():
+            yield from _with_text(read())
+
+    def _limited(self, limit_bytes: int) -> Iterator[Document]:
+        for read, sizes in zip(self.domains.values(), self._allotted_bytes(limit_bytes), strict=True):
+            for document, size in zip(_with_text(read()), sizes, strict=False):
+                if size:
+                    yield _truncate(document, size)[0]
+
+    def _allotted_bytes(self, limit_bytes: int) -> list[list[int]]:
+        """For each domain, how many bytes of each document to yield."""
+        # A document longer than a domain's share is truncated to it. Else the first long document would use up the limit.
+        share, left = max(1, limit_bytes // len(self.domains)), limit_bytes
+        readers = [_with_text(read()) for read in self.domains.values()]
+        sizes: list[list[int]] = [[] for _ in readers]
+        full_sizes: list[list[int]] = [[] for _ in readers]
+        heap = [(0, domain) for domain in range(len(readers))]  # (bytes so far, domain)
+        while heap and left > 0:
+            so_far, domain = heap[0]
+            document = next(readers[domain], None)
+            if document is None:
+                heapq.heappop(heap)
+                continue
+            size = _truncate(document, min(share, left))[1]
+            sizes[domain].append(size)
+            full_sizes[domain].append(len(document.text.encode()))
+            left -= size
+            heapq.heapreplace(heap, (so_far + max(1, size), domain))
+        # If the whole text is within the limit, nothing is truncated.
+        return full_sizes if not heap and sum(map(sum, full_sizes)) <= limit_bytes else sizes
+
+
+def check_limit_bytes(limit_bytes: int | None) -> None:
+    if limit_bytes is not None and limit_bytes < 1:
+        raise ConfigError(f"limit_bytes={limit_bytes} leaves no text. Use a positive number of bytes, or None for all of it.")
+
+
+def _with_text(documents: Iterator[Document]) -> Iterator[Document]:
+    return (document for document in documents if document.text and not document.text.isspace())
+
+
+def _truncate(document: Document, limit_bytes: int) -> tuple[Document, int]:
+    """The document's first bytes, up to the end of the last whole character, and their number."""
+    data = document.text.encode()
+    if len(data) <= limit_bytes:
+        return document, len(data)
+    text = data[:limit_bytes].decode(errors="ignore")
+    return replace(document, text=text), len(text.encode())
 
 
 def open_corpus(spec: str, limit_bytes: int | None = None) -> Corpus:
@@ -118,6 +211,91 @@ def _help_topics() -> list[Document]:
     return [Document(f"topics/{name}", "topics", topics[name]) for name in sorted(topics)]
 
 
+# ------------------------------------------------------------------------------------------------------------- text files
+
+
+def files_corpus(given: str) -> Corpus:
+    """The corpus of `PATH` or `PATH#field`, where PATH is a file, a glob or a folder."""
+    # A '#' may also be part of a file's name.
+    path, _, field = (given, "", "") if Path(given).exists() else given.partition("#")
+    spec = f"files:{given}"
+    root, paths = _find_files(path, spec)
+    by_domain: dict[str, list[Path]] = defaultdict(list)
+    for found in paths:
+        inside = found.relative_to(root)
+        by_domain[inside.parts[0] if len(inside.parts) > 1 else root.resolve().name].append(found)
+    read = partial(_read_documents, root, field or "text")
+    return Corpus(spec=spec, domains={name: partial(read, name, by_domain[name]) for name in sorted(by_domain)})
+
+
+def _find_files(path: str, spec: str) -> tuple[Path, list[Path]]:
+    """The folder whose sub-folders are domains, and the files in the order of their paths."""
+    target = Path(path).expanduser()
+    if not path:
+        raise DataError(f"{spec} names no file. Give a file, a glob or a folder: files:PATH.")
+    if target.is_file():
+        return target.parent, [target]
+    if target.is_dir():
+        root, paths = target, visible_files(target)
+    elif glob.has_magic(path):
+        root = _without_wildcards(target)
+        matches = sorted(map(Path, glob.glob(str(target), recursive=True)))
+        paths = [found for match in matches for found in ([match] if match.is_file() else match.rglob("*"))]
+        paths = [found for found in paths if found.is_file() and not is_hidden(found.relative_to(root))]
+    else:
+        raise DataError(f"{spec}: there is no file or folder {target}. Check the path; it is relative to {Path.cwd()}.")
+    if not paths:
+        raise DataError(f"{spec}: nothing was found there. Give a file, a folder with files in it, or a glob that matches some.")
+    return root, sorted(set(paths))
+
+
+def _without_wildcards(pattern: Path) -> Path:
+    """The folders before the first wildcard."""
+    parts: list[str] = []
+    for part in pattern.parts[:-1]:
+        if glob.has_magic(part):
+            break
+        parts.append(part)
+    return Path(*parts)
+
+
+def _read_documents(root: Path, field: str, domain: str, paths: list[Path]) -> Iterator[Document]:
+    for path in paths:
+        name = path.relative_to(root).as_posix()
+        if uncompressed_suffix(path) == ".jsonl":
+            yield from _read_jsonl(path, name, domain, field)
+        else:
+            yield from _read_text(path, name, domain)
+
+
+def _read_jsonl(path: Path, name: str, domain: str, field: str) -> Iterator[Document]:
+    for number, record in read_json_lines(path):
+        where = f"{path}:{number}"
+        if not isinstance(record, dict):
+            raise DataError(f"{where} is a JSON {type(record).__name__}, not an object. Each line needs a field with the text.")
+        yield Document(f"{name}#{number}", domain, text_field(record, field, where, "Name the field with the text: PATH#field."))
+
+
+def _read_text(path: Path, name: str, domain: str) -> Iterator[Document]:
+    """The documents of a text file. The first has the name of the file, the others have a number besides."""
+    end, lines, number, at = END_OF_TEXT.encode(), list[bytes](), 0, 0
+
+    def document() -> Document:
+        text = decode_utf8(path, b"".join(lines), at)
+        text = text.removeprefix("\ufeff") if at == 0 else text  # a byte-order mark is no text
+        return Document(f"{name}#{number}" if number else name, domain, text)
+
+    with open_file(path) as file:
+        for line in file:
+            if line.startswith(end) and line.strip() == end:
+                yield document()
+                at += sum(map(len, lines)) + len(line)
+                lines, number = [], number + 1
+            else:
+                lines.append(line)
+        yield document()
+
+
 # --------------------------------------------------------------------------------------------------------- Hugging Face
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
@@ -134,9 +312,9 @@ class HubSpec:
     """
 
     name: str
-    configuration: str | None
-    split: str
-    field: str
+    configuration: str | None = None
+    split: str = "train"
+    field: str = "text"
 
     @staticmethod
     def parse(given: str) -> HubSpec:
@@ -145,12 +323,7 @@ class HubSpec:
         )
         if match is None:
             raise DataError(f"hf:{given} names no dataset. The form is hf:NAME_OR_PATH[@CONFIGURATION][:SPLIT][#FIELD].")
-        return HubSpec(
-            name=match["name"],
-            configuration=match["configuration"],
-            split=match["split"] or "train",
-            field=match["field"] or "text",
-        )
+        return HubSpec(**{part: value for part, value in match.groupdict().items() if value is not None})
 
 
 def hub_corpus(given: str) -> Corpus:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from atoll.core.errors import ConfigError
-from atoll.data.documents import Document
+from atoll.data.corpus import Document
 
 TRAIN, VALIDATION = 0, 1
 """The two sides, in the order in which `Split.sides` returns them."""

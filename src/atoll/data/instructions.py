@@ -36,10 +36,10 @@ from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.layout import shard_range
 from atoll.core.optional_imports import require
-from atoll.data.documents import Document
+from atoll.data.corpus import Document
 from atoll.data.holdout_split import VALIDATION, check_fraction, plan_split
-from atoll.data.shuffled_epochs import Indices, ShuffledShards, check_num_shards, keyed_random
-from atoll.data.text_files import parse_json, read_bytes, read_json_lines, text_field, uncompressed_suffix, visible_files
+from atoll.data.shuffled_epochs import Indices, ShuffledShards, check_num_shards, check_shards_setting, keyed_random
+from atoll.data.text_files import parse_json, read_json_lines, read_text, text_field, uncompressed_suffix, visible_files
 
 PaddedBatch = dict[str, Tensor]
 """`input_ids`, `attention_mask` and `labels`, all (examples, longest), int64; see `EncodedRecords.padded`."""
@@ -84,10 +84,7 @@ class Instructions:
             raise ConfigError(f"max_len={self.max_len}: an example has at least 2 tokens, one to see and one to predict.")
         if self.eval_examples < 1:
             raise ConfigError(f"eval_examples={self.eval_examples}: a model is evaluated on at least 1 example.")
-        if self.shards is not None and self.shards < 1:
-            raise ConfigError(
-                f"shards={self.shards}: there is at least 1 shard. Use a positive number, or none for one per island."
-            )
+        check_shards_setting(self.shards)
         check_fraction(self.validation_fraction)
 
     def load(self) -> LoadedInstructions:
@@ -269,11 +266,8 @@ def _read_json_values(path: Path) -> Iterator[tuple[int, Any]]:
     if uncompressed_suffix(path) != ".json":
         yield from read_json_lines(path)
         return
-    try:
-        text = read_bytes(path).decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({error}). Convert it.") from error
-    whole = parse_json(text, str(path), "A .json file is one array of objects; with an object on each line, call it .jsonl.")
+    advice = "A .json file is one array of objects; with an object on each line, call it .jsonl."
+    whole = parse_json(read_text(path), str(path), advice)
     if not isinstance(whole, list):
         raise DataError(
             f"{path} is a JSON {type(whole).__name__}, not an array. Give an array of records, or one per line in .jsonl."

@@ -21,8 +21,7 @@ from typing import Any
 from atoll.core.atomic_files import replacing
 from atoll.core.errors import DataError
 from atoll.core.events import Progress
-from atoll.data.corpus import open_corpus
-from atoll.data.documents import Corpus, Document
+from atoll.data.corpus import Corpus, Document, open_corpus
 from atoll.data.holdout_split import TRAIN, VALIDATION, Split, SplitPlanner, split_documents
 from atoll.data.token_store import Tokens, TokenWriter, encode_documents, open_token_file, token_writer
 from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe

@@ -105,3 +105,8 @@ def check_num_shards(num_shards: int, num_examples: int) -> None:
             f"{num_shards} shards of {num_examples} examples: there is at least 1 shard, and each has at least 1 example. "
             f"Use fewer shards, or more examples."
         )
+
+
+def check_shards_setting(shards: int | None) -> None:
+    if shards is not None and shards < 1:
+        raise ConfigError(f"shards={shards}: there is at least 1 shard. Use a positive number, or none for one per island.")

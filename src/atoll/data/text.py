@@ -14,12 +14,11 @@ from torch import Tensor
 
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError, DataError
-from atoll.data.corpus import check_corpus_spec, open_corpus
-from atoll.data.documents import check_limit_bytes
+from atoll.data.corpus import check_corpus_spec, check_limit_bytes, open_corpus
 from atoll.data.holdout_split import TRAIN, VALIDATION, Split, check_fraction, plan_split, split_documents
 from atoll.data.partition import IID, ByDomain, Dirichlet, Features, KMeans, Partition
 from atoll.data.prepare import is_prepared, open_prepared
-from atoll.data.shuffled_epochs import check_batch_size
+from atoll.data.shuffled_epochs import check_batch_size, check_shards_setting
 from atoll.data.token_batches import TokenBatches, TokenExamples, validation_batches
 from atoll.data.token_store import Tokens, encode_in_memory
 from atoll.data.tokenizer import Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
@@ -60,10 +59,7 @@ class Text:
             raise ConfigError(f"seq_len={self.seq_len}: an example predicts at least 1 token.")
         if self.eval_batches < 1:
             raise ConfigError(f"eval_batches={self.eval_batches}: a model is evaluated on at least 1 batch.")
-        if self.shards is not None and self.shards < 1:
-            raise ConfigError(
-                f"shards={self.shards}: there is at least 1 shard. Use a positive number, or none for one per island."
-            )
+        check_shards_setting(self.shards)
         check_limit_bytes(self.limit_bytes)
         check_fraction(self.validation_fraction)
         bpe_vocab_size(self.tokenizer)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from atoll.core.atomic_files import replacing
 from atoll.core.errors import DataError
-from atoll.data.documents import Document
+from atoll.data.corpus import Document
 from atoll.data.tokenizer import Ids, Tokenizer, dtype_for
 
 _ENCODE_BYTES = 1 << 20
@@ -79,25 +79,13 @@ class DocumentIndex:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._starts, self._domain_ids = array("q"), array("i")
-        self._domains: dict[str, int] = {}
+        self.starts, self.domain_ids = array("q"), array("i")
+        self.domains: dict[str, int] = {}
 
     def add(self, domain: str, num_tokens: int) -> None:
-        self._starts.append(self.num_tokens)
-        self._domain_ids.append(self._domains.setdefault(domain, len(self._domains)))
+        self.starts.append(self.num_tokens)
+        self.domain_ids.append(self.domains.setdefault(domain, len(self.domains)))
         self.num_tokens += num_tokens
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        return np.array(self._starts, dtype=np.int64)
-
-    @property
-    def domain_ids(self) -> NDArray[np.int32]:
-        return np.array(self._domain_ids, dtype=np.int32)
-
-    @property
-    def domains(self) -> tuple[str, ...]:
-        return tuple(self._domains)
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Ids]]:
@@ -127,9 +115,9 @@ def encode_in_memory(documents: Iterable[Document], tokenizer: Tokenizer) -> Tok
         raise DataError("there are no documents to make tokens of. Give more text, or hold out less of it.")
     return Tokens(
         ids=np.concatenate(parts),
-        starts=index.starts,
-        domain_ids=index.domain_ids,
-        domains=index.domains,
+        starts=np.array(index.starts, dtype=np.int64),
+        domain_ids=np.array(index.domain_ids, dtype=np.int32),
+        domains=tuple(index.domains),
         vocab_size=tokenizer.vocab_size,
         tokenizer_digest=tokenizer.digest,
     )
@@ -197,8 +185,8 @@ class TokenWriter:
         index = self.index
         if not index.num_tokens:
             raise DataError("there are no tokens to write. Give more text, or hold out less of it.")
-        names = json.dumps(index.domains).encode()
-        data = index.starts.astype("<i8").tobytes() + index.domain_ids.astype("<i4").tobytes() + names
+        names = json.dumps(list(index.domains)).encode()
+        data = np.array(index.starts, dtype="<i8").tobytes() + np.array(index.domain_ids, dtype="<i4").tobytes() + names
         self._file.write(data)
         header = _HEADER.pack(
             *TokenFileHeader(

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.data.documents import END_OF_TEXT, Document
-from atoll.data.text_files import COMPRESSED_SUFFIXES, read_bytes
+from atoll.data.corpus import END_OF_TEXT, Document
+from atoll.data.text_files import COMPRESSED_SUFFIXES, read_text
 
 Ids = NDArray[np.unsignedinteger[Any]]
 
@@ -151,7 +151,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
             f"tokenizer={spec!r} is neither `bytes` nor a file. Give bytes, the JSON file or the folder of a tokenizer, "
             f"or bpe:VOCAB to train one."
         )
-    return BPETokenizer(_text(path), source=str(path))
+    return BPETokenizer(read_text(path), source=str(path))
 
 
 def bpe_vocab_size(spec: str) -> int | None:
@@ -171,16 +171,16 @@ def bpe_vocab_size(spec: str) -> int | None:
 def _from_folder(folder: Path) -> BPETokenizer:
     whole, vocab, merges = (_plain_or_compressed(folder, name) for name in ("tokenizer.json", "vocab.json", "merges.txt"))
     if whole is not None:
-        return BPETokenizer(_text(whole), source=str(whole))
+        return BPETokenizer(read_text(whole), source=str(whole))
     if vocab is None or merges is None:
         raise DataError(
             f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.json and merges.txt. Give the folder that does."
         )
     library = require("tokenizers", extra="hf", purpose="BPE tokenizers")
-    lines = _text(merges).split("\n")
+    lines = read_text(merges).split("\n")
     pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     try:
-        model = library.models.BPE(vocab=json.loads(_text(vocab)), merges=pairs)
+        model = library.models.BPE(vocab=json.loads(read_text(vocab)), merges=pairs)
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{vocab} and {merges} do not make a tokenizer ({error}). Copy them again from their source.") from error
     tokenizer = _byte_level(library, model)
@@ -198,13 +198,6 @@ def _byte_level(library: Any, model: Any) -> Any:
 
 def _plain_or_compressed(folder: Path, name: str) -> Path | None:
     return next((path for suffix in ("", *COMPRESSED_SUFFIXES) if (path := folder / f"{name}{suffix}").is_file()), None)
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_bytes(path).decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({error}). A tokenizer is a text file.") from error
 
 
 def _checked_ids(ids: Iterable[int], vocab_size: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Recipes: functions that return a Run. The command line knows them by name, with dashes."""
+"""Recipes: functions that return a Run. On the command line their names have dashes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ __all__ = ["ALL", "recipe", *(make.__name__ for make in _MAKERS)]  # noqa: PLE06
 
 
 def recipe(name: str) -> Run:
-    """The recipe of this name."""
     if name not in ALL:
-        raise ConfigError(f"there is no recipe {name!r}. There are: {', '.join(ALL)}. `atoll recipes` says what they do.")
+        raise ConfigError(f"there is no recipe {name!r}. There are: {', '.join(ALL)}. `atoll recipes` describes them.")
     return ALL[name]()

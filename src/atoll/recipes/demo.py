@@ -1,7 +1,7 @@
-"""The demo's workload, once, and the recipes that differ in their algorithm alone, so that their figures can be compared.
+"""The demo recipes: one workload, with a different algorithm in each, so that their figures can be compared.
 
-Four unequal islands on lines of 100 Mbit/s and 30 ms train a small decoder on the standard library of the Python that runs it.
-All start from the same weights, after a warm start of plain training, and use the same inner learning rate and schedule.
+Four unequal islands on links of 100 Mbit/s and 30 ms train a small decoder on the standard library of the running Python. All runs
+start from the same weights, after a warm start of plain training, and use the same inner learning rate and schedule.
 """
 
 from __future__ import annotations
@@ -29,46 +29,45 @@ from atoll.runs.run import Keep, Run, Train
 
 
 def demo_ddp() -> Run:
-    """Data-parallel training: islands agree on every gradient."""
+    """Data-parallel training: islands average every gradient."""
     return _demo("demo-ddp", DDP())
 
 
 def demo_zero1() -> Run:
-    """ZeRO-1: data-parallel training at a k-th of the optimizer's memory."""
+    """ZeRO-1: data-parallel training with optimizer state sharded over the islands."""
     return _demo("demo-zero1", ZeRO1())
 
 
 def demo_acco() -> Run:
-    """ACCO: half a batch is exchanged while the other half is computed."""
+    """ACCO: islands exchange one half of a batch while they compute the other."""
     return _demo("demo-acco", ACCO())
 
 
 def demo_acco_free() -> Run:
-    """ACCO whose islands go on computing until their exchange is over: none is idle."""
+    """ACCO with free batches: islands compute until their exchange is over, so none is idle."""
     return _demo("demo-acco-free", ACCO(batch="free"))
 
 
 def demo_dpu() -> Run:
-    """Delayed parameter update: the exchange hides behind the next batch, which is one step late."""
+    """Delayed parameter update: the exchange overlaps the next batch, so each update is one step late."""
     return _demo("demo-dpu", DPU())
 
 
 def demo_wp() -> Run:
-    """Weight prediction: like demo-dpu, with gradients where the weights are expected to be."""
+    """Weight prediction: like demo-dpu, with gradients at the predicted weights."""
     return _demo("demo-wp", WP())
 
 
 def demo_diloco() -> Run:
-    """DiLoCo: islands train apart for 20 steps, then agree."""
-    # At a learning rate that is DDP's best, the paper's momentum of 0.9 overshoots; see docs/log.md.
+    """DiLoCo: islands train alone for 20 steps, then average."""
+    # At the learning rate that is best for DDP, the paper's momentum of 0.9 overshoots; see docs/log.md.
     return _demo("demo-diloco", DiLoCo(inner_steps=20, outer=Nesterov(lr=0.8, momentum=0.7)))
 
 
 def demo_two_level() -> Run:
     """Two levels: ACCO between the two devices of an island, DiLoCo between islands."""
     run = demo_diloco()
-    # Twice the demo's devices, each as fast as one of its islands, with half the batch: as many samples per step in all, and in
-    # the warm start.
+    # Twice the devices with half the batch each, as fast per sample: the same samples per step in all, and in the warm start.
     cluster = replace(
         run.cluster,
         step_time_s=tuple(time / 2 for time in step_times("very")),
@@ -80,14 +79,14 @@ def demo_two_level() -> Run:
 
 
 def demo_async() -> Run:
-    """Asynchronous Local-SGD with Delayed Nesterov and Dynamic Local Updates: nobody waits."""
-    outer = DelayedNesterov(lr=0.8, momentum=0.7, period=4)  # demo-diloco's own rates
-    # Rounds of 20, 15, 7 and 3 steps take 10.0 to 11.6 s: within this grace all workers are sent off together.
+    """Asynchronous Local-SGD with Delayed Nesterov and Dynamic Local Updates: no worker waits."""
+    outer = DelayedNesterov(lr=0.8, momentum=0.7, period=4)  # as in demo-diloco
+    # Rounds of 20, 15, 7 and 3 steps take 10.0 to 11.6 s, so a grace of 2 s dispatches all workers together.
     return _demo("demo-async", AsyncLocalSGD(inner_steps=20, outer=outer, pace="given", grace_s=2.0))
 
 
 def demo_async_naive() -> Run:
-    """Asynchronous Local-SGD as one would write it first: DiLoCo's outer step at every arrival."""
+    """Naive asynchronous Local-SGD: DiLoCo's outer step at every arrival."""
     outer = Nesterov(lr=0.7, momentum=0.9)
     return _demo("demo-async-naive", AsyncLocalSGD(inner_steps=20, outer=outer, weight="1/k"))
 

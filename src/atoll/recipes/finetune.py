@@ -1,11 +1,11 @@
 """Fine-tuning a pretrained model, with the settings of ACCO's fine-tuning of GPT-Neo 2.7B on Alpaca (arXiv 2406.02613, Table 5).
 
-Which model and which examples is yours to say: `--set model.path=FOLDER --set data.path=FILE.jsonl`.
+Set the model and the examples: `--set model.path=FOLDER --set data.path=FILE.jsonl`.
 
-AdamW at 2e-5 along a cosine, without decay or warm-up; sequences of at most 512 tokens, padded to the longest of their batch; 8
-islands, micro-batches of 4, 2 of them in each half of a batch, so that 128 sequences make an update. The paper's 50,000
-micro-batches, over all islands, are 1,562 updates. It clips nothing. The module is bfloat16 itself, as the paper's is, beside
-masters and moments in single precision. What the paper leaves open: the loss is over all tokens, every token weighs the same, and
+AdamW at 2e-5 along a cosine, without decay, warm-up or clipping. Sequences have at most 512 tokens and are padded to the longest of
+their batch. 8 islands compute micro-batches of 4, 2 of them in each half of a batch, so an update has 128 sequences. The paper's
+50,000 micro-batches, over all islands, are 1,562 updates. The module is in bfloat16, as in the paper; master weights and moments
+are in float32. The paper does not say, and this recipe chooses: the loss is over all tokens, each token has the same weight, and
 the rate goes down to 0.
 """
 

@@ -1,19 +1,20 @@
-"""The papers' own settings. Bring your own text (`--set data.corpus=...`); batch and steps can be cut down by `--set` too.
+"""The papers' own settings. Set your own text with `--set data.corpus=...`; batch and steps can be reduced by `--set` too.
 
-DiLoCo's Tables 1 and 5: AdamW at 4e-4 with 1,000 steps of warm-up and decay 0.1, batches of 512 sequences of 1,024 tokens, shards
-by k-means, 8 islands that agree every 500 steps, 24,000 steps of plain training and then 64,000 of DiLoCo. What the paper leaves
-open: betas and clipping are OpenDiLoCo's, and that the rate goes down to 0 along a cosine.
+DiLoCo, Tables 1 and 5: AdamW at 4e-4 with 1,000 steps of warm-up and decay 0.1, batches of 512 sequences of 1,024 tokens, shards by
+k-means, 8 islands that average every 500 steps, 24,000 steps of plain training and then 64,000 of DiLoCo. The paper does not say:
+betas and clipping are OpenDiLoCo's, and the rate goes down to 0 along a cosine.
 
-Asynchronous Local-SGD's Tables 5 and 6: 4 workers of very different speeds, rounds of 50 steps for the fastest, batches of 128
-sequences of 256 tokens, 24,000 steps of plain training and then 64,000 per worker. Its inner rate of 0.1 cannot be AdamW's:
-here it is DiLoCo's, down to the 1e-6 of the authors' notebook. It gives no grace period: rounds of 50, 38, 19 and 8 steps take
-26.6 to 29 s, so that within 3 s all workers are sent off together. Shards are random.
+Asynchronous Local-SGD, Tables 5 and 6: 4 workers of very different speeds, rounds of 50 steps for the fastest, batches of 128
+sequences of 256 tokens, 24,000 steps of plain training and then 64,000 per worker. Its inner rate of 0.1 is too high for AdamW:
+here it is DiLoCo's, down to the 1e-6 of the authors' notebook. The paper gives no grace period. Rounds of 50, 38, 19 and 8 steps
+take 26.6 to 29 s, so a grace of 3 s dispatches all workers together. Shards are random.
 
-ACCO's section 4 and Table 4: 8 islands, AdamW with decay 0.1 along a cosine, no warm-up of either kind, nothing clipped, bfloat16.
-On OpenWebText micro-batches of 24 sequences of 1,024 tokens, one in each half of a batch, so that a commit has 393,216 tokens, and
-6 billion of them are 15,259 commits. On TinyStories the paper gives neither batch nor length: here they have as many tokens, in
-sequences of 512. Its models are GPT-Neo; ours are this decoder at the same depth, width, heads and vocabulary (36.0M and 123.6M
-parameters): rotary positions instead of learnt ones, and every layer looks back all the way instead of every other.
+ACCO, section 4 and Table 4: 8 islands, AdamW with decay 0.1 along a cosine, no warm-up of either kind, no clipping, bfloat16. On
+OpenWebText, micro-batches of 24 sequences of 1,024 tokens, one in each half of a batch. So a commit has 393,216 tokens, and 6
+billion tokens are 15,259 commits. On TinyStories the paper gives neither batch nor length: here a commit has the same number of
+tokens, in sequences of 512. The paper's models are GPT-Neo. Ours are this package's decoder at the same depth, width, heads and
+vocabulary (36.0M and 123.6M parameters): with rotary instead of learned positions, and with full attention in every layer instead
+of every other.
 """
 
 from __future__ import annotations

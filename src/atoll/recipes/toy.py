@@ -1,8 +1,8 @@
-"""The toy of the asynchronous paper's authors: a perceptron that tells mixtures of Gaussians apart, on four unequal workers.
+"""The toy of the asynchronous paper's authors: a perceptron classifies mixtures of Gaussians, on four unequal workers.
 
-As in their notebook, odd habits included: an inner optimizer that is new in every round and takes its first step at the peak of the
-schedule, a shard among those with the fewest visits, heavy-ball momentum where the runs are called Nesterov's, and a weight of
-sqrt(k)/k = 0.5 for every arrival. Lines cost nothing. `--set model.hidden=128` makes a run quick.
+All choices are those of their notebook: each round has a new inner optimizer, whose first step is at the peak of the schedule; a
+worker gets a shard among those with the fewest visits; momentum is heavy-ball where the runs are called Nesterov's; each arrival
+has a weight of sqrt(k)/k = 0.5. Links take no time. `--set model.hidden=128` makes a run quick.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from atoll.runs.run import Keep, Run, Train
 
 
 def toy_async() -> Run:
-    """The authors' asynchronous toy: heavy ball at every arrival."""
+    """The authors' asynchronous toy: heavy-ball momentum at every arrival."""
     algorithm = AsyncLocalSGD(
         inner_steps=20,
         outer=Momentum(lr=0.07, momentum=0.9),
@@ -37,7 +37,7 @@ def toy_async() -> Run:
 
 
 def toy_sync() -> Run:
-    """The authors' synchronous toy: heavy ball on the mean of the workers."""
+    """The authors' synchronous toy: heavy-ball momentum on the mean of the workers."""
     return _toy("toy-sync", DiLoCo(inner_steps=20, outer=Momentum(lr=0.5, momentum=0.9)))
 
 
