@@ -18,8 +18,8 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Attended, Computed, Event, Exchanged, Leased, RoundFinished, RunFinished
 from atoll.data.text import Text
 from atoll.engines.elastic.launch import create_elastic, keep_going
-from atoll.engines.elastic.registry import Board
-from atoll.engines.elastic.snapshot_server import fetch
+from atoll.engines.elastic.rendezvous import RegistryClient
+from atoll.engines.elastic.snapshot_server import fetch_snapshot
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import Supervisor, island_name
 from atoll.engines.processes.python_api import run_on
@@ -162,26 +162,26 @@ class Twins:
 
     def __init__(self) -> None:
         self.found: list[dict[str, Any]] = []
-        self._board: Board | None = None
+        self._registry: RegistryClient | None = None
         self._alone = False
 
     def started(self, supervisor: Supervisor) -> None:
-        self._board = Board(supervisor.address)
+        self._registry = RegistryClient(supervisor.address)
 
     def emit(self, event: Event) -> None:
-        if not isinstance(event, Attended) or self._board is None:
+        if not isinstance(event, Attended) or self._registry is None:
             return
         if event.participating < 2:
             self._alone = True
         elif self._alone:
-            self._alone = not self._compared(self._board, event.round)
+            self._alone = not self._compared(self._registry, event.round)
 
-    def _compared(self, board: Board, number: int) -> bool:
+    def _compared(self, registry: RegistryClient, number: int) -> bool:
         try:
-            one, two = (fetch(board.entries()[island_name(island)]["pier"], 10.0) for island in range(2))
+            one, two = (fetch_snapshot(registry.entries()[island_name(island)]["address"], 10.0) for island in range(2))
         except ExchangeFailed:
             return False
-        if one is None or two is None or one.header["plain"]["generation"] != two.header["plain"]["generation"]:
+        if one is None or two is None or one.header["metadata"]["version"] != two.header["metadata"]["version"]:
             return False  # one of them has committed again meanwhile
         equal = one.tensors.keys() == two.tensors.keys() and all(torch.equal(t, two.tensors[n]) for n, t in one.tensors.items())
         self.found.append({"round": number, "tensors": len(one.tensors), "bytes": one.nbytes, "equal": equal})

@@ -18,11 +18,12 @@ from atoll.cli.commands import interruptible, run_of, show_result, sinks_of
 from atoll.core.config.json_records import from_json
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.engines.driver import is_finished
+from atoll.engines.elastic.island import Interpose
 from atoll.engines.elastic.join import take_part
 from atoll.engines.elastic.launch import create_elastic, keep_going, place_again, refuse_strangers
 from atoll.engines.elastic.recovery import NoState
-from atoll.engines.elastic.rendezvous import Harbour
-from atoll.engines.elastic.spec import Elastic, Invitation, check_address, read_elastic
+from atoll.engines.elastic.rendezvous import Rendezvous
+from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address, read_elastic
 from atoll.engines.elastic.supervisor import STATELESS
 from atoll.engines.processes.rank_log import leave_at_once
 from atoll.runs.folder import RunFolder, default_path
@@ -85,6 +86,14 @@ def _script(path: Path | None) -> FaultScript | None:
     return FaultScript.read(path) if path is not None else None
 
 
+def _faults(path: Path | None) -> Interpose | None:
+    if path is None:
+        return None
+    from atoll.testing.chaos import interpose_update_faults
+
+    return interpose_update_faults(path)
+
+
 class _terminated_like_interrupted:  # noqa: N801
     """Whoever is asked to end stops what it has started."""
 
@@ -116,7 +125,7 @@ def be_island(address: str, name: str, folder: Path | None, chaos: Path | None =
     os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every meeting
     try:
         limit_s = START_LIMIT_S if folder is None else 60.0
-        take_part(address, name, folder=folder, say=_say, start_limit_s=limit_s, chaos=chaos, devices=devices)
+        take_part(address, name, folder=folder, say=_say, start_limit_s=limit_s, interpose=_faults(chaos), devices=devices)
     except NoState as error:  # others may have what this one could not read
         leave_at_once(error, code=STATELESS)
     except CheckpointError as error:  # in the middle of the run: a death like any other
@@ -130,12 +139,12 @@ def be_island(address: str, name: str, folder: Path | None, chaos: Path | None =
 def be_harbour(invitation: Path, address: str) -> NoReturn:
     """Keep the lighthouse and the roll of a run, until this process is ended."""
     _end_with_whoever_started_this()
-    invited = Invitation.from_text(invitation.read_text("utf-8"))
+    invited = JoinInfo.from_text(invitation.read_text("utf-8"))
     host, _, port = address.rpartition(":")
     lighthouse_port = int(invited.lighthouse.rpartition(":")[2])
     try:
         place = invited.place
-        kept = Harbour(host, int(port), lighthouse_port, invited.to_text(), join_limit_s=place.limit_s, silent_s=place.silent_s)
+        kept = Rendezvous(host, int(port), lighthouse_port, invited.to_text(), join_limit_s=place.limit_s, silent_s=place.silent_s)
     except BaseException as error:
         leave_at_once(error)
     try:

@@ -1,4 +1,4 @@
-"""A run whose islands are threads of one process, which meet over a real lighthouse and real sockets."""
+"""A run whose islands are threads of one process, which commit over a real lighthouse and real sockets."""
 
 import gc
 import threading
@@ -9,19 +9,19 @@ import torch
 
 from atoll import recipes
 from atoll.core.config.overrides import override
-from atoll.engines.elastic import island as islands
-from atoll.engines.elastic import recovery, registry, shutdown
+from atoll.engines.elastic import island as island_module
+from atoll.engines.elastic import recovery, rendezvous
 from atoll.engines.elastic.engine import ElasticEngine
-from atoll.engines.elastic.island import Island
+from atoll.engines.elastic.island import IslandProcess
 from atoll.engines.elastic.launch import create_elastic
-from atoll.engines.elastic.rendezvous import Harbour, free_port
-from atoll.engines.elastic.spec import Invitation
+from atoll.engines.elastic.rendezvous import Rendezvous, free_port
+from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.processes.spec import placed
 from atoll.engines.warm_start import Cache, load_data, warm_up
 from atoll.runs.folder import RunFolder
 from atoll.runs.workloads import plain_workload
 from atoll.telemetry import read_events
-from atoll.testing.chaos import FaultScript
+from atoll.testing.chaos import FaultScript, interpose_update_faults
 from atoll.testing.simulated_runs import Recorder
 
 HOST = "127.0.0.1"
@@ -41,39 +41,42 @@ SETTINGS = (
 
 
 class Died(BaseException):
-    """An island is gone, between a commit and the log of it."""
+    """An island died between a commit and its entry in the event log."""
 
 
-class Shore:
-    """A run whose islands are threads here."""
+class ThreadedRun:
+    """A run whose islands are threads of this process."""
 
-    def __init__(self, folder, run, place, *update_faults):
-        self.run, self.folder = run, create_elastic(run, place, folder, ["test"])
-        self.chaos = self.folder / "chaos.json"
-        self.chaos.write_text(FaultScript(update_faults=update_faults).to_text())
-        port, self.errors, self.said = free_port(HOST), [], []
-        self.invitation = Invitation(run, place, f"{HOST}:{port}")
-        self.something_said = threading.Condition()
+    def __init__(self, folder, run, spec, *update_faults):
+        self.run, self.folder = run, create_elastic(run, spec, folder, ["test"])
+        script = self.folder / "chaos.json"
+        script.write_text(FaultScript(update_faults=update_faults).to_text())
+        self.interpose = interpose_update_faults(script)
+        port, self.errors, self.logged = free_port(HOST), [], []
+        self.join_info = JoinInfo(run, spec, f"{HOST}:{port}")
+        self.something_logged = threading.Condition()
         self.waits = {}
-        """What is waited for, by whom, after which of its rounds: until something is said that begins so."""
-        resolved = run.resolved  # whoever starts islands makes the warm start first, and threads share their random numbers
+        """By island and round: after that commit, the island waits until a line is logged that begins like this."""
+        resolved = run.resolved  # the warm start comes before the islands: threads share their random numbers
         plain = plain_workload(resolved, load_data(resolved, Cache()))
         warm_up(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
-        self.harbour = Harbour(HOST, 0, port, self.invitation.to_text(), join_limit_s=30.0, silent_s=0.8)
+        self.rendezvous = Rendezvous(HOST, 0, port, self.join_info.to_text(), join_limit_s=30.0, silent_s=0.8)
 
-    def start(self, *names, home=True, until=None, clock_s=None):
-        """Islands that take part, each in a thread; they die when they have committed a round, if one is given."""
-        threads = [threading.Thread(target=self._take_part, args=(name, home, until, clock_s), daemon=True) for name in names]
+    def start(self, *names, has_folder=True, dies_after=None, clock_s=None):
+        """Islands that take part, each in a thread; they die when they have committed round `dies_after`."""
+        threads = [
+            threading.Thread(target=self._take_part, args=(name, has_folder, dies_after, clock_s), daemon=True) for name in names
+        ]
         for thread in threads:
             thread.start()
         return threads
 
-    def _take_part(self, name, home, until, clock_s):
+    def _take_part(self, name, has_folder, dies_after, clock_s):
         torch.set_num_threads(1)
 
-        def say(text):
-            self.note(text)
-            if until is not None and text.startswith(f"committed round {until} "):
+        def log(text):
+            self.log(text)
+            if dies_after is not None and text.startswith(f"committed round {dies_after} "):
                 raise Died
             if text.startswith(f"{name} begins with") and clock_s is not None:
                 island._engine.clock.set(clock_s)
@@ -81,66 +84,68 @@ class Shore:
                 if who == name and text.startswith(f"committed round {number} "):
                     self.wait_until(what)
 
+        folder = self.folder if has_folder else None
         try:
-            island = Island(self.invitation, self.harbour.address, HOST, name, self.folder if home else None, say, self.chaos)
-            sound = False
+            island = IslandProcess(self.join_info, self.rendezvous.address, HOST, name, folder, log, self.interpose)
+            ended = False
             try:
-                island.carry_out()
-                sound = True
-            finally:  # a thread that is left asks the roll while the interpreter ends, which aborts it
-                island.close(wait=sound)
+                island.run()
+                ended = True
+            finally:  # a registry thread that outlives the interpreter aborts it
+                island.close(wait=ended)
         except Died:
             return
         except Exception as error:
             self.errors.append(error)
-            self.note(f"{name} ended: {error}")
+            self.log(f"{name} ended: {error}")
 
     def one_island(self, name="island-0000"):
-        """One in no thread, to be driven by hand."""
-        return Island(self.invitation, self.harbour.address, HOST, name, self.folder, lambda text: None)
+        """An island without a thread, which the test drives."""
+        return IslandProcess(self.join_info, self.rendezvous.address, HOST, name, self.folder, lambda text: None)
 
     def wait_until(self, what):
-        """Until something is said that begins so."""
-        with self.something_said:
-            assert self.something_said.wait_for(lambda: any(text.startswith(what) for text in self.said), 30.0), (what, self.said)
+        """Until a line is logged that begins like this."""
+        with self.something_logged:
+            found = self.something_logged.wait_for(lambda: any(text.startswith(what) for text in self.logged), 30.0)
+            assert found, (what, self.logged)
 
-    def note(self, text):
-        with self.something_said:
-            self.said.append(text)
-            self.something_said.notify_all()
+    def log(self, text):
+        with self.something_logged:
+            self.logged.append(text)
+            self.something_logged.notify_all()
 
     def finish(self, threads):
         for thread in threads:
             thread.join(60.0)
         assert not self.errors, self.errors
-        assert not any(thread.is_alive() for thread in threads), self.said
-        self.harbour.close()
+        assert not any(thread.is_alive() for thread in threads), self.logged
+        self.rendezvous.close()
 
     def events(self, kind):
         return [event for event in read_events(RunFolder(self.folder).events) if isinstance(event, kind)]
 
 
 @pytest.fixture(scope="module")
-def _light():
-    """An island that leaves collects what it holds: what was here before the tests is not looked through each time."""
+def _frozen_garbage():
+    """An island that leaves collects garbage: objects from before the tests are not looked through each time."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 @pytest.fixture
-def _hasty(monkeypatch):
-    """Islands sign and look more often, and are taken for dead sooner."""
-    monkeypatch.setattr(registry, "BEAT_S", 0.1)
-    monkeypatch.setattr(registry, "SILENT_S", 1.0)
+def _fast_heartbeats(monkeypatch):
+    """Islands register and poll more often, and count as dead sooner."""
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(rendezvous, "SILENT_S", 1.0)
     monkeypatch.setattr(recovery, "_ALONE_S", 1.0)
-    for room in (recovery, shutdown, islands):
-        monkeypatch.setattr(room, "_LOOK_S", 0.05)
+    for module in (recovery, island_module):
+        monkeypatch.setattr(module, "_POLL_S", 0.05)
 
 
 @pytest.fixture
 def toy():
-    """Makes a small run of so many islands: `toy(2, "train.steps=16")`."""
+    """Makes a small run: `toy(2, "train.steps=16")` of two islands."""
 
     def make(islands, *settings):
         return placed(override(recipes.ALL["toy-sync"](), [*SETTINGS, *settings]), islands)
@@ -149,17 +154,17 @@ def toy():
 
 
 @pytest.fixture
-def shore_of(tmp_path, _light, _hasty):
-    """Makes the shore of a run, whose folder is `run`, with what is to be spoilt there."""
+def threaded(tmp_path, _frozen_garbage, _fast_heartbeats):
+    """Makes a threaded run in the folder `run`, with update faults."""
 
-    def make(run, place, *update_faults):
-        return Shore(tmp_path / "run", run, place, *update_faults)
+    def make(run, spec, *update_faults):
+        return ThreadedRun(tmp_path / "run", run, spec, *update_faults)
 
     return make
 
 
-class OtherBits:
-    """An algorithm on a machine that rounds otherwise."""
+class OtherRounding:
+    """An algorithm on a machine that rounds differently."""
 
     def __init__(self, algorithm):
         self._algorithm, self.steps_per_round = algorithm, algorithm.steps_per_round
@@ -171,13 +176,13 @@ class OtherBits:
 
 
 @pytest.fixture
-def rounding(monkeypatch):
-    """Has one island round otherwise than the others."""
+def diverging(monkeypatch):
+    """Makes one island round differently from the others."""
 
     def one(who):
-        def engine(*, name, algorithm, **others):
-            return ElasticEngine(name=name, algorithm=OtherBits(algorithm) if name == who else algorithm, **others)
+        def engine(algorithm, membership, status, *others):
+            return ElasticEngine(OtherRounding(algorithm) if status.name == who else algorithm, membership, status, *others)
 
-        monkeypatch.setattr(islands, "ElasticEngine", engine)
+        monkeypatch.setattr(island_module, "ElasticEngine", engine)
 
     return one

@@ -1,4 +1,4 @@
-"""Meetings over a real lighthouse: wholly or not at all, and never with an older state."""
+"""The commit protocol over a real lighthouse: all members of a quorum commit or none, and never from an older state."""
 
 import gc
 import threading
@@ -9,17 +9,18 @@ from contextlib import closing
 import pytest
 import torch
 
-from atoll.engines.elastic import commit as meeting
-from atoll.engines.elastic import failure_detector as watching
-from atoll.engines.elastic.commit import Absent, Disagreed, LeftBehind, Meetings, Unvouched
-from atoll.engines.elastic.membership import CutOff, Membership
-from atoll.engines.elastic.rendezvous import Harbour, free_port
-from atoll.engines.elastic.snapshot_server import Pier
-from atoll.engines.elastic.state_version import Generation, epoch_of
+from atoll.engines.elastic import commit as commit_module
+from atoll.engines.elastic import membership as membership_module
+from atoll.engines.elastic.aggregation import Disagreement
+from atoll.engines.elastic.commit import CommitProtocol, MemberMissing, StaleState, UnconfirmedState
+from atoll.engines.elastic.membership import Membership, MembershipLost
+from atoll.engines.elastic.rendezvous import Rendezvous, free_port
+from atoll.engines.elastic.snapshot_server import IslandStatus, SnapshotServer
+from atoll.engines.elastic.state_version import StateVersion, attempt_epoch
 from atoll.engines.wall_clock import ExchangeTimeout
 
 HOST = "127.0.0.1"
-NOW = Generation(3, 7)
+NOW = StateVersion(3, 7)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,36 +31,44 @@ def _light():
     gc.unfreeze()
 
 
+def exchange_with(exchange, act):
+    """The proposals of these tests are functions."""
+    return act(exchange.collectives, exchange.names)
+
+
 class Islands:
     """Members of one lighthouse, each driven by a thread of its own."""
 
     def __init__(self, lighthouse, names):
-        self.said, self._lighthouse = [], lighthouse
-        self.members, self.meetings, self.piers, self.about = {}, {}, {}, {}
+        self.logged, self._lighthouse = [], lighthouse
+        self.members, self.protocols, self.servers, self.statuses, self.before_status = {}, {}, {}, {}, {}
         for name in names:
             self.add(name).join()
 
-    def add(self, name, home=True):
-        """An island that can be asked, and has not joined yet."""
+    def add(self, name, has_folder=True):
+        """An island that can be queried, and has not joined yet."""
+        status = self.statuses[name] = IslandStatus(name, has_folder)
 
-        def about():
-            self.about.get(name, bool)()
-            return {"name": name, "generation": NOW.number, "blames": sorted(self.meetings[name].blames)}
+        def answer():
+            self.before_status.get(name, bool)()
+            return {"name": name, "version": NOW.number, "suspects": sorted(status.suspects)}
 
-        pier = self.piers[name] = Pier(HOST, about)
-        member = Membership(name, HOST, self._lighthouse, pier=pier.address, home=home, limit_s=20.0, say=self.said.append)
-        self.members[name] = member
-        self.meetings[name] = Meetings(member, ExchangeTimeout(10.0), self.said.append, patience_s=20.0)
+        server = self.servers[name] = SnapshotServer(HOST, answer)
+        status.address = server.address
+        member = self.members[name] = Membership(status, HOST, self._lighthouse, 20.0, self.logged.append)
+        self.protocols[name] = CommitProtocol(
+            member, exchange_with, status, ExchangeTimeout(10.0), self.logged.append, patience_s=20.0
+        )
         return member
 
-    def hold(self, acts, generations=None, digests=None):
-        """Everybody's meeting, or what it raised."""
-        generations, digests = generations or {}, digests or {}
+    def commit(self, acts, versions=None, digests=None):
+        """Every island's commit, or what it raised."""
+        versions, digests = versions or {}, digests or {}
 
         def one(name):
             try:
-                return self.meetings[name].hold(generations.get(name, NOW), digests.get(name, 1), acts[name])
-            except (LeftBehind, Unvouched, CutOff, Died) as error:
+                return self.protocols[name].commit(versions.get(name, NOW), digests.get(name, 1), acts[name])
+            except (StaleState, UnconfirmedState, MembershipLost, Died) as error:
                 raised = error.with_traceback(None)  # which would hold its connections open
             self.members[name].leave()
             return raised
@@ -68,9 +77,9 @@ class Islands:
             return dict(zip(acts, pool.map(one, acts), strict=True))
 
     def close(self):
-        for member, pier in zip(self.members.values(), self.piers.values(), strict=True):
+        for member, server in zip(self.members.values(), self.servers.values(), strict=True):
             member.leave()
-            pier.close()
+            server.close()
 
 
 class Died(Exception):
@@ -80,16 +89,16 @@ class Died(Exception):
 @pytest.fixture
 def islands():
     """Makes islands, all of one lighthouse: the test's own, since those of the test before would be waited for there."""
-    port, made, harbours = free_port(HOST), [], []
+    port, made, rendezvous = free_port(HOST), [], []
 
     def make(*names):
-        if not harbours:
-            harbours.append(Harbour(HOST, 0, port, "", join_limit_s=20.0, silent_s=0.8))
+        if not rendezvous:
+            rendezvous.append(Rendezvous(HOST, 0, port, "", join_limit_s=20.0, silent_s=0.8))
         made.append(Islands(f"{HOST}:{port}", names))
         return made[-1]
 
     yield make
-    for one in [*made, *harbours]:
+    for one in [*made, *rendezvous]:
         one.close()
 
 
@@ -99,56 +108,56 @@ def names_of(wire, names):
 
 
 def test_all_who_are_there_meet_in_the_order_of_their_names(islands):
-    met = islands("c", "a", "b").hold(dict.fromkeys("abc", names_of))
+    met = islands("c", "a", "b").commit(dict.fromkeys("abc", names_of))
     assert {name: m.result for name, m in met.items()} == dict.fromkeys("abc", ("a", "b", "c"))
-    assert {(m.names, m.behind, m.attempts) for m in met.values()} == {(("a", "b", "c"), (), 1)}
-    assert {m.epoch for m in met.values()} == {epoch_of("abc", NOW.epoch + 1)}
+    assert {(m.names, m.stale, m.attempts) for m in met.values()} == {(("a", "b", "c"), (), 1)}
+    assert {m.epoch for m in met.values()} == {attempt_epoch("abc", NOW.epoch + 1)}
 
 
 def test_whoever_holds_an_older_state_is_left_behind_and_told_so(islands):
-    met = islands("a", "b", "c").hold(dict.fromkeys("abc", names_of), {"a": Generation(2, 6), "b": Generation(3, 6)})
+    met = islands("a", "b", "c").commit(dict.fromkeys("abc", names_of), {"a": StateVersion(2, 6), "b": StateVersion(3, 6)})
     assert met["c"].result == ("c",)
-    assert met["c"].behind == ("a", "b")
-    assert [type(met[name]) for name in "ab"] == [LeftBehind, LeftBehind]
-    assert met["a"].ahead == NOW
+    assert met["c"].stale == ("a", "b")
+    assert [type(met[name]) for name in "ab"] == [StaleState, StaleState]
+    assert met["a"].version == NOW
 
 
 def test_of_those_who_differ_the_fewer_take_part_and_are_told_so(islands):
-    met = islands("a", "b", "c").hold(dict.fromkeys("abc", names_of), digests={"a": 5})
-    assert {(one.names, one.apart, one.epoch) for one in met.values()} == {
-        (("a", "b", "c"), ("a",), epoch_of("abc", NOW.epoch + 1))
+    met = islands("a", "b", "c").commit(dict.fromkeys("abc", names_of), digests={"a": 5})
+    assert {(one.names, one.diverged, one.epoch) for one in met.values()} == {
+        (("a", "b", "c"), ("a",), attempt_epoch("abc", NOW.epoch + 1))
     }
 
 
 def test_whoever_was_given_its_state_never_outvotes_one_that_has_committed_it(islands):
-    shore = islands("a", "b", "c")
-    shore.meetings["a"].vouched = shore.meetings["b"].vouched = False
-    met = shore.hold(dict.fromkeys("abc", names_of), digests={"a": 5, "b": 5})
+    group = islands("a", "b", "c")
+    group.statuses["a"].confirmed = group.statuses["b"].confirmed = False
+    met = group.commit(dict.fromkeys("abc", names_of), digests={"a": 5, "b": 5})
     assert met["c"].names == ("c",)
-    assert met["c"].behind == ("a", "b")
-    assert "it holds other bits than the others" in str(met["a"])
+    assert met["c"].stale == ("a", "b")
+    assert "its bits differ from the other islands'" in str(met["a"])
 
 
 def test_where_nobody_has_committed_the_state_nobody_goes_on_from_it(islands):
-    shore = islands("a", "b")
-    for meetings in shore.meetings.values():
-        meetings.vouched = False
-    assert {type(met) for met in shore.hold(dict.fromkeys("ab", names_of)).values()} == {Unvouched}
+    group = islands("a", "b")
+    for status in group.statuses.values():
+        status.confirmed = False
+    assert {type(met) for met in group.commit(dict.fromkeys("ab", names_of)).values()} == {UnconfirmedState}
 
 
 def test_of_two_islands_of_one_name_the_later_ends(islands):
-    shore, later = islands("a", "b"), islands("a")
+    group, later = islands("a", "b"), islands("a")
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(later.hold, {"a": names_of})
-        met = shore.hold(dict.fromkeys("ab", names_of))
-    assert isinstance(other.result()["a"], CutOff)
+        other = pool.submit(later.commit, {"a": names_of})
+        met = group.commit(dict.fromkeys("ab", names_of))
+    assert isinstance(other.result()["a"], MembershipLost)
     assert "another island is called a too" in str(other.result()["a"])
     assert met["a"].names == met["b"].names == ("a", "b")
     assert met["a"].attempts == 1
 
 
 def test_when_one_dies_in_the_middle_the_others_meet_again_and_begin_anew(islands):
-    shore, begun = islands("a", "b", "c"), []
+    group, begun = islands("a", "b", "c"), []
 
     def dies(wire, names):
         wire.all_gather_numbers(1.0)
@@ -163,13 +172,13 @@ def test_when_one_dies_in_the_middle_the_others_meet_again_and_begin_anew(island
         wire.all_gather_numbers(1.0)
         return float(flat[-1])
 
-    met = shore.hold({"a": goes_on, "b": dies, "c": goes_on})
+    met = group.commit({"a": goes_on, "b": dies, "c": goes_on})
     assert met["a"].names == met["c"].names == ("a", "c")
     assert met["a"].result == met["c"].result == 2.0
     assert met["a"].attempts >= 2
-    assert met["a"].epoch == met["c"].epoch > epoch_of("abc", NOW.epoch + 1), "a later attempt has a later epoch"
+    assert met["a"].epoch == met["c"].epoch > attempt_epoch("abc", NOW.epoch + 1), "a later attempt has a later epoch"
     assert ("a", "b", "c") in begun
-    assert any("has failed, and those who are left meet again" in text for text in shore.said)
+    assert any("has failed, and the survivors try again" in text for text in group.logged)
 
 
 def test_what_they_disagree_on_is_done_again(islands):
@@ -179,10 +188,10 @@ def test_what_they_disagree_on_is_done_again(islands):
         wire.all_gather_numbers(1.0)
         tries.append(names)
         if len(tries) <= 2:
-            raise Disagreed("a bit has flipped")
+            raise Disagreement("a bit has flipped")
         return len(tries)
 
-    met = islands("a", "b").hold({"a": act, "b": act})
+    met = islands("a", "b").commit({"a": act, "b": act})
     assert {m.attempts for m in met.values()} == {2}
 
 
@@ -191,146 +200,139 @@ def test_what_was_sent_in_vain_is_known_when_it_succeeds(islands):
         wire.all_gather_numbers(1.0)
         if len(tried.setdefault(wire.rank, [])) < 2:
             tried[wire.rank].append(wire.control_bytes)
-            raise Disagreed("a bit has flipped")
-        return [meetings.wasted_control_bytes for meetings in shore.meetings.values()]
+            raise Disagreement("a bit has flipped")
+        return [protocol._wasted_control_bytes for protocol in group.protocols.values()]
 
-    tried, shore = {}, islands("a", "b")
-    met = shore.hold({"a": act, "b": act})
+    tried, group = {}, islands("a", "b")
+    met = group.commit({"a": act, "b": act})
     assert met["a"].attempts == 3
     assert met["a"].result == met["b"].result == [sum(tried[0]), sum(tried[1])]
 
 
 def test_one_that_dies_after_it_was_found_is_missed_before_anybody_connects_to_it(islands):
-    shore = islands("a", "b", "c")
+    group = islands("a", "b", "c")
 
     def dies(name):
-        shore.piers[name].close()  # before anybody could ask
-        shore.members[name].find(NOW, 0)
-        shore.members[name].leave()
+        group.servers[name].close()  # before anybody could ask
+        group.members[name].form_quorum(NOW, 0)
+        group.members[name].leave()
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(dies, "c")
-        met = shore.hold(dict.fromkeys("ab", names_of))
+        met = group.commit(dict.fromkeys("ab", names_of))
     assert met["a"].names == met["b"].names == ("a", "b")
-    assert all("c came to this meeting, and cannot be asked" in text for text in shore.said), "nobody has waited for a connection"
+    assert all("c joined this quorum and does not answer" in text for text in group.logged), "nobody has waited for a connection"
 
 
 def test_one_that_stops_in_the_middle_is_given_up_though_its_connections_stand(islands, monkeypatch):
-    monkeypatch.setattr(meeting, "_SILENT_S", 1.0)
-    monkeypatch.setattr(watching, "EVERY_S", 0.05)
-    shore, goes_on, stopped = islands("a", "b", "c"), threading.Event(), threading.Event()
-    shore.about["c"] = lambda: stopped.is_set() and goes_on.wait(20.0)
+    monkeypatch.setattr(commit_module, "_SILENT_S", 1.0)
+    monkeypatch.setattr(membership_module, "PROBE_S", 0.05)
+    group, goes_on, stopped = islands("a", "b", "c"), threading.Event(), threading.Event()
+    group.before_status["c"] = lambda: stopped.is_set() and goes_on.wait(20.0)
 
     def stops(wire, names):
-        shore.members["c"]._server.shutdown()  # whose heartbeats stop with the process
+        group.members["c"]._server.shutdown()  # whose heartbeats stop with the process
         stopped.set()
         goes_on.wait(20.0)
         raise Died
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(shore.hold, {"c": stops})
-        met = shore.hold(dict.fromkeys("ab", names_of))
+        pool.submit(group.commit, {"c": stops})
+        met = group.commit(dict.fromkeys("ab", names_of))
         goes_on.set()
     assert met["a"].names == met["b"].names == ("a", "b")
-    assert any("c has not answered for 1 s" in text for text in shore.said)
+    assert any("c has not answered for 1 s" in text for text in group.logged)
 
 
 @pytest.fixture
 def hasty(monkeypatch):
     """Islands wait for each other for a moment only."""
-    for name in ("_CALL_S", "_CONNECT_S"):
-        monkeypatch.setattr(meeting, name, 0.2)
+    for name in ("_QUERY_S", "_CONNECT_S"):
+        monkeypatch.setattr(commit_module, name, 0.2)
 
 
 def test_one_that_the_others_cannot_reach_leaves_and_they_go_on(islands, hasty):
-    shore = islands("a", "b", "c")
-    shore.piers["c"].close()
-    met = shore.hold(dict.fromkeys("abc", names_of))
+    group = islands("a", "b", "c")
+    group.servers["c"].close()
+    met = group.commit(dict.fromkeys("abc", names_of))
     assert met["a"].names == met["b"].names == ("a", "b")
-    assert isinstance(met["c"], CutOff)
-    assert "See that all of them reach each other" in str(met["c"])
-    assert any(text.startswith("c is left out") for text in shore.said)
+    assert isinstance(met["c"], MembershipLost)
+    assert "Check that all of them reach each other" in str(met["c"])
+    assert any(text.startswith("c is evicted") for text in group.logged)
 
 
-@pytest.mark.parametrize(("homes", "leaves"), [({"a": True, "b": False}, "b"), ({"a": False, "b": True}, "a")])
-def test_of_two_whose_line_changes_bits_the_one_that_has_the_folder_goes_on(islands, hasty, homes, leaves):
-    shore = islands()
-    for name, home in homes.items():
-        shore.add(name, home).join()
+@pytest.mark.parametrize(("folders", "leaves"), [({"a": True, "b": False}, "b"), ({"a": False, "b": True}, "a")])
+def test_of_two_whose_line_changes_bits_the_one_that_has_the_folder_goes_on(islands, hasty, folders, leaves):
+    group = islands()
+    for name, has_folder in folders.items():
+        group.add(name, has_folder).join()
 
     def act(wire, names):
         wire.all_gather_numbers(1.0)
         if len(names) == 2:
-            raise Disagreed("a bit has flipped", [names[1 - wire.rank]])
+            raise Disagreement("a bit has flipped", [names[1 - wire.rank]])
         return names
 
-    met = shore.hold({"a": act, "b": act})
-    assert isinstance(met[leaves], CutOff)
+    met = group.commit({"a": act, "b": act})
+    assert isinstance(met[leaves], MembershipLost)
     (stays,) = {"a", "b"} - {leaves}
     assert met[stays].result == (stays,)
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
 def test_a_fellow_that_is_alive_is_waited_for_though_the_lighthouse_does_not_know_it(islands, names):
-    shore, asked = islands(*names), threading.Event()
-    shore.add("c")
+    group, asked = islands(*names), threading.Event()
+    group.add("c")
 
-    def about():
+    def status():
         asked.set()
-        return {"name": "c", "generation": NOW.number}
+        return {"name": "c", "version": NOW.number}
 
-    with closing(Pier(HOST, about)) as pier, ThreadPoolExecutor(3) as pool:
+    with closing(SnapshotServer(HOST, status)) as server, ThreadPoolExecutor(3) as pool:
         for name in names:
-            shore.meetings[name].fellows = {"c": pier.address}
-        early = [pool.submit(shore.meetings[name].hold, NOW, 1, names_of) for name in names]
+            group.protocols[name].peers = {"c": server.address}
+        early = [pool.submit(group.protocols[name].commit, NOW, 1, names_of) for name in names]
         assert asked.wait(20.0), "it was never asked"
-        shore.members["c"].join()
-        late = shore.meetings["c"].hold(NOW, 1, names_of)
+        group.members["c"].join()
+        late = group.protocols["c"].commit(NOW, 1, names_of)
         met = [late, *(one.result() for one in early)]
     assert {one.names for one in met} == {(*names, "c")}
     assert {one.attempts for one in met} == {1}, "nothing has failed"
-    assert shore.said == []
+    assert group.logged == []
 
 
 def test_fellows_that_are_missed_are_asked_all_at_once_and_have_as_long_as_whoever_was_found(monkeypatch):
-    monkeypatch.setattr(meeting, "_CALL_S", 20.0)
+    monkeypatch.setattr(commit_module, "_QUERY_S", 20.0)
     together = threading.Barrier(2)
 
-    def about(name):
+    def status(name):
         together.wait(10.0)  # nobody answers before the other was asked too
-        return {"name": name, "generation": NOW.number}
+        return {"name": name, "version": NOW.number}
 
-    alone = Meetings(None, ExchangeTimeout(10.0), bool, patience_s=20.0)
-    with closing(Pier(HOST, lambda: about("b"))) as b, closing(Pier(HOST, lambda: about("c"))) as c:
-        alone.fellows = {"b": b.address, "c": c.address}
-        with pytest.raises(Absent, match="b is alive and has not come"):
-            alone._look_for_fellows(NOW, ["a"], time.monotonic())
+    alone = CommitProtocol(None, None, None, ExchangeTimeout(10.0), bool, patience_s=20.0)
+    with closing(SnapshotServer(HOST, lambda: status("b"))) as b, closing(SnapshotServer(HOST, lambda: status("c"))) as c:
+        alone.peers = {"b": b.address, "c": c.address}
+        with pytest.raises(MemberMissing, match="b is alive and not in"):
+            alone._check_missing_peers(NOW, ["a"], time.monotonic())
 
 
-@pytest.mark.parametrize("said", [None, {"name": "other", "generation": NOW.number}, {"name": "b", "generation": 0}])
+@pytest.mark.parametrize("said", [None, {"name": "other", "version": NOW.number}, {"name": "b", "version": 0}])
 def test_a_fellow_that_is_dead_another_or_behind_is_not_waited_for(islands, said):
-    shore = islands("a")
-    pier = Pier(HOST, lambda: said)
+    group = islands("a")
+    server = SnapshotServer(HOST, lambda: said)
     if said is None:
-        pier.close()
-    shore.meetings["a"].fellows = {"b": pier.address}
-    assert shore.meetings["a"].hold(NOW, 1, names_of).names == ("a",)
+        server.close()
+    group.protocols["a"].peers = {"b": server.address}
+    assert group.protocols["a"].commit(NOW, 1, names_of).names == ("a",)
     if said is not None:
-        pier.close()
+        server.close()
 
 
 @pytest.mark.parametrize("patience_s", [20.0, 0.0])
 def test_of_a_fellow_that_is_alive_and_ahead_the_state_is_needed_though_the_lighthouse_does_not_know_it(islands, patience_s):
-    shore, ahead = islands("a"), Generation(4, 1)
-    with closing(Pier(HOST, lambda: {"name": "b", "generation": ahead.number})) as pier:
-        shore.meetings["a"].fellows, shore.meetings["a"]._patience_s = {"b": pier.address}, patience_s
-        left = shore.hold({"a": names_of})["a"]
-    assert isinstance(left, LeftBehind)
-    assert left.ahead == ahead
-
-
-def test_without_a_lighthouse_it_is_said_how_long_it_was_waited_for():
-    nowhere = f"{HOST}:{free_port(HOST)}"
-    member = Membership("a", HOST, nowhere, pier=f"{HOST}:1", home=True, limit_s=0.1, say=lambda text: None)
-    with pytest.raises(CutOff, match=r"a waited 0 s for the lighthouse at 127\.0\.0\.1"):
-        member.join()
+    group, ahead = islands("a"), StateVersion(4, 1)
+    with closing(SnapshotServer(HOST, lambda: {"name": "b", "version": ahead.number})) as server:
+        group.protocols["a"].peers, group.protocols["a"]._patience_s = {"b": server.address}, patience_s
+        left = group.commit({"a": names_of})["a"]
+    assert isinstance(left, StaleState)
+    assert left.version == ahead

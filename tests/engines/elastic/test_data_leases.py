@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError, ExchangeFailed
-from atoll.engines.elastic.data_leases import Leases, Unit
+from atoll.engines.elastic.data_leases import DataLeases, DataUnit
 
 ISLANDS = ["a", "b", "c", "d"]
 ROUNDS = st.lists(
@@ -17,7 +17,7 @@ ROUNDS = st.lists(
 
 @given(ROUNDS, st.integers(1, 5), st.integers(1, 30))
 def test_whoever_comes_and_dies_no_unit_is_delivered_twice_or_lost(rounds, shards, units):
-    leases, delivered = Leases(shards=shards, batches=3, units=units), []
+    leases, delivered = DataLeases(shards=shards, batches=3, units=units), []
     for here, died in rounds:
         out = leases.lease(sorted(here))
         assert len(out) == min(len(here), units - leases.delivered)
@@ -36,24 +36,24 @@ def test_whoever_comes_and_dies_no_unit_is_delivered_twice_or_lost(rounds, shard
 
 
 def test_with_all_there_each_island_reads_its_own_shard_in_order():
-    leases = Leases(shards=3, batches=2, units=9)
+    leases = DataLeases(shards=3, batches=2, units=9)
     for number in range(3):
         out = leases.lease(["a", "b", "c"])
-        assert out == {name: Unit(shard, 2 * number, 2) for shard, name in enumerate("abc")}
+        assert out == {name: DataUnit(shard, 2 * number, 2) for shard, name in enumerate("abc")}
         leases.settle(out)
     assert leases.done
     assert leases.lease(["a", "b", "c"]) == {}
 
 
 def test_islands_that_share_a_shard_never_read_the_same():
-    leases = Leases(shards=2, batches=1, units=8)
+    leases = DataLeases(shards=2, batches=1, units=8)
     out = leases.lease(["a", "b", "c", "d"])
     assert [unit.shard for unit in out.values()] == [0, 1, 0, 1]
     assert len(set(out.values())) == 4
 
 
 def test_an_account_goes_on_from_its_parts():
-    leases, other = Leases(shards=2, batches=4, units=20), Leases(shards=2, batches=4, units=20)
+    leases, other = DataLeases(shards=2, batches=4, units=20), DataLeases(shards=2, batches=4, units=20)
     leases.lease(["a", "b", "c"])
     leases.settle(["b"])
     leases.lease(["b", "d"])
@@ -65,13 +65,13 @@ def test_an_account_goes_on_from_its_parts():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="at least one of each"):
-        Leases(shards=0, batches=1, units=1)
-    leases = Leases(shards=1, batches=1, units=5)
+        DataLeases(shards=0, batches=1, units=1)
+    leases = DataLeases(shards=1, batches=1, units=5)
     leases.lease(["a"])
     with pytest.raises(ExchangeFailed, match=r"\['b'\] delivered without a lease"):
         leases.settle(["b"])
     with pytest.raises(ConfigError, match="of 1 shards, and there are 2"):
-        Leases(shards=2, batches=1, units=5).from_parts(leases.to_parts())
+        DataLeases(shards=2, batches=1, units=5).from_parts(leases.to_parts())
     leases.delivered = 3
     with pytest.raises(ExchangeFailed, match="the account of data is wrong"):
         leases.check()
@@ -79,7 +79,7 @@ def test_what_cannot_be_is_refused():
 
 def refused_until_dropped(islands, units, poison):
     """How often, and whose deltas of one unit are refused, until everything is settled."""
-    leases, refusals, delivered = Leases(shards=2, batches=2, units=units), [], []
+    leases, refusals, delivered = DataLeases(shards=2, batches=2, units=units), [], []
     while not leases.done:
         out = leases.lease(islands)
         bad = [name for name, unit in out.items() if unit == poison]
@@ -95,18 +95,18 @@ def refused_until_dropped(islands, units, poison):
 
 
 def test_a_unit_that_nobody_can_deliver_is_tried_by_two_and_then_dropped():
-    refusals = refused_until_dropped(["a", "b"], 12, Unit(1, 2, 2))
+    refusals = refused_until_dropped(["a", "b"], 12, DataUnit(1, 2, 2))
     assert len(refusals) == 3
     assert set(refusals) == {"a", "b"}
 
 
 @pytest.mark.parametrize("units", [2, 6])
 def test_an_island_that_is_alone_drops_it_after_three_refusals(units):
-    assert refused_until_dropped(["a"], units, Unit(1, 0, 2)) == ["a"] * 3
+    assert refused_until_dropped(["a"], units, DataUnit(1, 0, 2)) == ["a"] * 3
 
 
 def test_an_island_whose_every_delta_is_refused_drops_nothing_that_another_can_deliver():
-    leases, delivered = Leases(shards=2, batches=2, units=10), []
+    leases, delivered = DataLeases(shards=2, batches=2, units=10), []
     while not leases.done:
         out = leases.lease(["a", "b"])
         delivered += leases.settle(out.keys() - {"a"}, out.keys() & {"a"}).delivered.values()
@@ -115,10 +115,10 @@ def test_an_island_whose_every_delta_is_refused_drops_nothing_that_another_can_d
 
 
 def test_refusals_go_with_the_account():
-    leases, other = Leases(shards=1, batches=2, units=3), Leases(shards=1, batches=2, units=3)
+    leases, other = DataLeases(shards=1, batches=2, units=3), DataLeases(shards=1, batches=2, units=3)
     for _ in range(2):
         leases.lease(["a"])
         leases.settle([], ["a"])
     other.from_parts(json.loads(json.dumps(leases.to_parts())))
     other.lease(["a"])
-    assert other.settle([], ["a"]).dropped == {"a": Unit(0, 0, 2)}
+    assert other.settle([], ["a"]).dropped == {"a": DataUnit(0, 0, 2)}

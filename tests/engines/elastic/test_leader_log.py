@@ -1,5 +1,6 @@
 """The desk of one island, driven by hand: what is written, judged and saved, whoever was frozen or killed over it."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -7,18 +8,24 @@ import torch
 
 from atoll import recipes
 from atoll.core.config.overrides import override
-from atoll.core.events import Attended, Evaluated, RoundFinished, RunFinished, Saved, SaveFailed
+from atoll.core.errors import CheckpointError
+from atoll.core.events import Attended, Evaluated, IslandLeft, RoundFinished, RunFinished, RunStarted, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.checkpoints import Checkpoints
-from atoll.engines.elastic import leader_log as desks
-from atoll.engines.elastic import shutdown
-from atoll.engines.elastic.commit_log import Minute, Minutes
+from atoll.engines.elastic import leader_log
 from atoll.engines.elastic.launch import create_elastic
-from atoll.engines.elastic.leader_log import Desk
-from atoll.engines.elastic.recovery import Sources
+from atoll.engines.elastic.leader_log import (
+    CommitLog,
+    CommitRecord,
+    EventLogLease,
+    LeaderLog,
+    committed_prefix,
+    file_identity,
+)
+from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.spec import Elastic
-from atoll.engines.elastic.state_version import NOTHING, Generation
+from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.processes.spec import placed
 from atoll.engines.warm_start import Cache, WarmStart, load_data
 from atoll.runs.folder import RunFolder
@@ -46,15 +53,15 @@ class Engine:
     replica, clock = SimpleNamespace(buffers=dict), SimpleNamespace(now_s=lambda: 1.0)
 
     def __init__(self):
-        self.generation, self.accounting = Generation(0, 1), RunAccounting(1, real=True)
+        self.version, self.accounting = StateVersion(0, 1), RunAccounting(1, real=True)
         self.params = Tree.of({"w": torch.zeros(2)})
 
     @property
     def steps_taken(self):
-        return self.generation.round * 10
+        return self.version.round * 10
 
     def reach(self, number, epoch):
-        self.generation = Generation(number, epoch)
+        self.version = StateVersion(number, epoch)
         self.accounting.totals.round, self.accounting.totals.steps = number, self.steps_taken
         self.accounting.totals.metrics = {"loss": 1.0}
         self.accounting.ledgers[0].present_s = 1.0
@@ -62,14 +69,14 @@ class Engine:
     def shared(self):
         return {"params": self.params}
 
-    def plain(self):
-        return {"generation": list(self.generation)}
+    def metadata(self):
+        return {"version": list(self.version)}
 
-    def restore(self, plain, shared):
-        self.reach(*plain["generation"])
+    def restore(self, metadata, shared):
+        self.reach(*metadata["version"])
 
-    def begin_anew(self):
-        self.generation = self.generation._replace(epoch=self.generation.epoch + 1000)
+    def resume_alone(self):
+        self.version = self.version._replace(epoch=self.version.epoch + 1000)
 
 
 class Evaluator:
@@ -96,18 +103,20 @@ class Island:
         if not folder.exists():
             create_elastic(run, Elastic(processes=1), folder, ["test"])
         run, cache = run.resolved, Cache()
-        self.engine, self.minutes, self.evaluator, self.said = Engine(), Minutes(), Evaluator(), []
+        self.engine, self.commits_seen, self.evaluator, self.logged = Engine(), CommitLog(), Evaluator(), []
         self.folder, plain, warm = (
             RunFolder(folder),
             plain_workload(run, load_data(run, cache)),
             WarmStart(self.engine.params, 0, 1.0),
         )
-        self.desk = Desk(run, self.folder, plain, warm, self.evaluator, ORIGIN, cache, self.minutes, self.said.append)
+        self.leader_log = LeaderLog(
+            run, self.folder, plain, warm, self.evaluator, ORIGIN, cache, self.commits_seen, self.logged.append
+        )
 
-    def commit(self, number, epoch, *, writer="a"):
+    def commit(self, number, epoch, *, leader="a"):
         self.engine.reach(number, epoch)
-        self.minutes.add(Minute(self.engine.generation, False, [finished(number), attended(number, epoch)]), NOTHING)
-        self.desk.committed(self.engine, SimpleNamespace(opening=False), writer)
+        self.commits_seen.append(CommitRecord(self.engine.version, False, [finished(number), attended(number, epoch)]), NO_VERSION)
+        self.leader_log.append(self.engine, SimpleNamespace(opening=False, leader=leader))
 
     def events(self, kind):
         return [event for event in read_events(self.folder.events) if isinstance(event, kind)]
@@ -127,7 +136,7 @@ def island(tmp_path):
 
     yield make
     for one in made:
-        one.desk.close()
+        one.leader_log.release()
 
 
 def attended(number, epoch):
@@ -144,9 +153,9 @@ def test_an_island_that_was_frozen_at_the_end_finishes_the_run_if_whoever_took_t
     frozen, other = island(), island()
     frozen.commit(1, 1)
     other.commit(1, 1)
-    other.desk.close()  # before it has finished the run
-    frozen.desk.finish(frozen.engine, None)
-    assert frozen.desk.is_finished
+    other.leader_log.release()  # before it has finished the run
+    frozen.leader_log.finish(frozen.engine, None, 60.0)
+    assert frozen.leader_log.is_finished
     assert frozen.commits == [(1, 1)]
     assert len(frozen.events(RunFinished)) == 1
 
@@ -163,16 +172,16 @@ def test_when_the_log_is_taken_over_while_the_run_is_finished_that_is_tried_agai
         return last(*given)
 
     one.engine.accounting.finished = frozen
-    monkeypatch.setattr(shutdown, "_AGAIN_S", 0.0)
-    shutdown.finish(one.engine, one.desk, None, 60.0, one.said.append)
-    assert one.desk.is_finished
-    assert [text for text in one.said if text.startswith("not finished, and tried again: another island")]
+    monkeypatch.setattr(leader_log, "_RETRY_S", 0.0)
+    one.leader_log.finish(one.engine, None, 60.0)
+    assert one.leader_log.is_finished
+    assert [text for text in one.logged if text.startswith("not finished, and tried again: another island")]
 
 
 def test_what_another_writes_while_the_log_is_taken_over_is_read_once_more_and_neither_cut_off_nor_written_twice(
     island, monkeypatch
 ):
-    one, other, read = island(), island(), desks.agreed_part
+    one, other, read = island(), island(), leader_log.committed_prefix
     one.commit(1, 1)
 
     def reads(path, epochs):
@@ -181,20 +190,20 @@ def test_what_another_writes_while_the_log_is_taken_over_is_read_once_more_and_n
             one.commit(2, 2)
         return found
 
-    monkeypatch.setattr(desks, "agreed_part", reads)
+    monkeypatch.setattr(leader_log, "committed_prefix", reads)
     other.commit(2, 2)
     other.commit(3, 3)
     assert other.commits == [(1, 1), (2, 2), (3, 3)]
-    assert not [text for text in other.said if text.startswith("not written")]
+    assert not [text for text in other.logged if text.startswith("not written")]
 
 
-class Fetching(Sources):
+class Fetching(Recovery):
     """Of an island whom another gives the state."""
 
-    def __init__(self, desk):
-        self._desk, self._say = desk, lambda text: None
+    def __init__(self, leader_log):
+        self._leader_log, self._log = leader_log, lambda text: None
 
-    def _found(self, *given, **named):
+    def _find(self, *given, **named):
         return "round 6, fetched from b"
 
 
@@ -202,10 +211,10 @@ def test_a_checkpoint_that_cannot_be_read_harms_nobody_as_long_as_another_island
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(5, {})
     (tmp_path / "00000005" / "meta.json").unlink()
-    assert Fetching(SimpleNamespace(checkpoints=checkpoints)).first(SimpleNamespace()) == "round 6, fetched from b"
+    assert Fetching(SimpleNamespace(checkpoints=checkpoints)).initialize(SimpleNamespace()) == "round 6, fetched from b"
 
 
-@pytest.mark.parametrize("dies", ["judge", "save"])
+@pytest.mark.parametrize("dies", ["evaluate", "save"])
 def test_whoever_takes_over_makes_up_for_what_the_last_one_died_over(island, dies):
     first, second = island(), island()
     for number in range(1, 10):
@@ -214,13 +223,13 @@ def test_whoever_takes_over_makes_up_for_what_the_last_one_died_over(island, die
     def die(*given):
         raise Died
 
-    setattr(first.desk, f"_{dies}", die)
+    setattr(first.leader_log, f"_{dies}", die)
     with pytest.raises(Died):
         first.commit(10, 10)
     assert first.commits[-1] == (10, 10), "the log tells of the round in which it was due"
     for number in range(1, 13):
-        second.commit(number, number, writer="a" if number > 10 else "dead")
-    assert [event.round for event in second.events(Evaluated)] == ([11] if dies == "judge" else [10])
+        second.commit(number, number, leader="a" if number > 10 else "dead")
+    assert [event.round for event in second.events(Evaluated)] == ([11] if dies == "evaluate" else [10])
     assert [event.round for event in second.events(Saved)] == [11]
 
 
@@ -236,9 +245,9 @@ def test_what_could_not_be_saved_is_tried_again_long_before_the_next_is_due(isla
     assert [event.round for event in one.events(Saved)] == [13, 20]
 
 
-def commits(one, *generations, writer="a"):
-    for number, epoch in generations:
-        one.commit(number, epoch, writer=writer)
+def commits(one, *versions, leader="a"):
+    for number, epoch in versions:
+        one.commit(number, epoch, leader=leader)
 
 
 BEFORE = [(number, number) for number in range(1, 10)]
@@ -249,35 +258,35 @@ SAVED, ANEW = (10, 10), (10, 20)
 def test_a_checkpoint_of_a_commit_that_came_to_nothing_goes_when_a_better_one_stands(island):
     one, other = island(), island()
     commits(one, *BEFORE, SAVED)
-    commits(other, *BEFORE, ANEW, writer="one")
-    assert other.desk.checkpoints.rounds() == [10]
+    commits(other, *BEFORE, ANEW, leader="one")
+    assert other.leader_log.checkpoints.rounds() == [10]
     commits(other, (11, 21))
     assert other.commits == [*BEFORE, ANEW, (11, 21)]
-    assert other.desk.checkpoints.rounds() == [11]
+    assert other.leader_log.checkpoints.rounds() == [11]
     commits(other, (12, 22))
-    assert other.desk.checkpoints.rounds() == [11], "and no more than one besides"
+    assert other.leader_log.checkpoints.rounds() == [11], "and no more than one besides"
 
 
 def test_one_that_is_ahead_of_what_counts_goes_too_and_one_of_the_same_round_is_replaced(island):
     one, other = island(), island()
     commits(one, *BEFORE, SAVED)
     one.engine.reach(24, 24)
-    one.desk._save(one.engine, one.desk._log)
-    assert one.desk.checkpoints.rounds() == [10, 24]
-    commits(other, *BEFORE, writer="one")
+    one.leader_log._save(one.engine, one.leader_log._lease)
+    assert one.leader_log.checkpoints.rounds() == [10, 24]
+    commits(other, *BEFORE, leader="one")
     commits(other, ANEW)
-    assert other.desk.checkpoints.rounds() == [10]
-    assert other.desk.checkpoints.newest().metadata["engine"]["generation"] == [*ANEW]
+    assert other.leader_log.checkpoints.rounds() == [10]
+    assert other.leader_log.checkpoints.newest().metadata["engine"]["version"] == [*ANEW]
 
 
 def test_the_log_has_no_hole_where_all_go_on_from_a_checkpoint_that_it_tells_nothing_of(island):
     one, other, last = island(), island(), island()
     commits(one, *BEFORE, SAVED)
-    commits(other, *BEFORE, writer="one")
-    other.desk._save = lambda engine, log: None  # it dies first, and so do all
+    commits(other, *BEFORE, leader="one")
+    other.leader_log._save = lambda engine, log: None  # it dies first, and so do all
     commits(other, ANEW)
     assert other.commits == [*BEFORE, ANEW]
-    last.desk.restored(last.desk.checkpoints.newest(), last.engine)
+    last.leader_log.restore(last.leader_log.checkpoints.newest(), last.engine)
     commits(last, (11, 1021))
     assert last.commits == [*BEFORE, SAVED, (11, 1021)]
     assert [event.round for event in last.events(RoundFinished)] == [*range(1, 12)]
@@ -289,11 +298,107 @@ def test_an_island_that_was_frozen_while_it_saved_saves_nothing_when_others_went
     shared = frozen.engine.shared
 
     def freeze():
-        commits(other, *BEFORE, SAVED, writer="frozen")
+        commits(other, *BEFORE, SAVED, leader="frozen")
         commits(other, *((number, number) for number in range(11, 21)))
         return shared()
 
     frozen.engine.shared = freeze
     commits(frozen, SAVED)
-    assert other.desk.checkpoints.rounds() == [11, 20]
-    assert frozen.said[-1] == "round 10 is not saved: another island has taken the log over"
+    assert other.leader_log.checkpoints.rounds() == [11, 20]
+    assert frozen.logged[-1] == "round 10 is not saved: another island has taken the write lease"
+
+
+START = RunStarted(recipe="r", algorithm="DiLoCo", islands=1, params=1, steps=1, seed=0)
+
+
+def written(path, *events, tail=""):
+    path.write_text("".join(event.to_json() + "\n" for event in events) + tail)
+    return path
+
+
+def saved(number):
+    return Saved(round=number, name=f"{number:08}")
+
+
+def test_an_island_that_was_frozen_while_it_wrote_writes_into_the_void(tmp_path):
+    path = tmp_path / "events.jsonl"
+    frozen = EventLogLease(path, 0)
+    frozen.emit(saved(1))
+    assert frozen.is_held
+    other = EventLogLease(path, path.stat().st_size)
+    other.emit(saved(2))
+    frozen.emit(saved(99))
+    other.emit(saved(3))
+    assert not frozen.is_held
+    assert other.is_held
+    assert [event.round for event in read_events(path)] == [1, 2, 3]
+    frozen.close()
+    other.close()
+
+
+def test_an_island_that_was_frozen_while_it_took_the_log_over_has_it_no_more(tmp_path, monkeypatch):
+    path, others = written(tmp_path / "events.jsonl", saved(1)), []
+    replacing = leader_log.replacing
+
+    @contextmanager
+    def frozen_after_the_rename(path, error):
+        with replacing(path, error) as file:
+            yield file
+        monkeypatch.undo()
+        others.append(EventLogLease(path, path.stat().st_size))
+        others[0].emit(saved(2))
+
+    monkeypatch.setattr(leader_log, "replacing", frozen_after_the_rename)
+    frozen = EventLogLease(path, path.stat().st_size)
+    frozen.emit(saved(99))
+    others[0].emit(saved(3))
+    assert (frozen.is_held, others[0].is_held) == (False, True)
+    assert [event.round for event in read_events(path)] == [1, 2, 3]
+    frozen.close()
+    others[0].close()
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_what_was_written_since_the_log_was_read_is_not_cut_off(tmp_path, replaced):
+    path = tmp_path / "events.jsonl"
+    writes = EventLogLease(path, 0)
+    writes.emit(saved(1))
+    seen, keep_bytes = file_identity(path), path.stat().st_size
+    if replaced:
+        writes.close()
+        writes = EventLogLease(path, keep_bytes)
+    writes.emit(saved(2))
+    with pytest.raises(CheckpointError, match="another island"):
+        EventLogLease(path, keep_bytes, seen)
+    assert writes.is_held
+    assert [event.round for event in read_events(path)] == [1, 2]
+    assert [file.name for file in tmp_path.iterdir()] == ["events.jsonl"]
+    writes.close()
+
+
+LEFT = IslandLeft(island=0, round=2, virtual_time_s=None, wall_time_s=1.0)
+LOG = [START, attended(1, 2), saved(1), attended(2, 3), saved(2), LEFT, attended(3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "keeps", "last"),
+    [
+        ({2: 3}, 5, StateVersion(2, 3)),  # of a checkpoint: what came after it happens again
+        ({2: 3, 3: 4, 4: 5}, 7, StateVersion(3, 4)),
+        ({2: 9, 3: 10}, 3, StateVersion(1, 2)),  # others did the second round again
+        ({5: 9}, 7, StateVersion(3, 4)),
+        ({}, 0, StateVersion(-1, 0)),
+    ],
+)
+def test_what_counts_is_told_by_rounds_and_epochs_and_not_by_bytes(tmp_path, epochs, keeps, last):
+    path = written(tmp_path / "log", *LOG, tail='{"event": "Att')
+    assert committed_prefix(path, epochs) == (len("".join(event.to_json() + "\n" for event in LOG[:keeps])), last)
+
+
+def test_a_log_that_is_not_there_has_nothing(tmp_path):
+    assert committed_prefix(tmp_path / "log", {4: 5}) == (0, StateVersion(-1, 0))
+
+
+def test_a_log_that_cannot_be_taken_over_stays_as_it_is(tmp_path):
+    with pytest.raises(CheckpointError, match="untouched"):
+        EventLogLease(tmp_path / "nowhere" / "log", 5)

@@ -17,9 +17,8 @@ from atoll.core.flat_tree import Tree
 from atoll.core.tensor_file import save_tree
 from atoll.engines.elastic.launch import place_again
 from atoll.engines.elastic.recovery import NoState
-from atoll.engines.elastic.registry import listening
-from atoll.engines.elastic.rendezvous import free_port
-from atoll.engines.elastic.spec import Elastic, Invitation
+from atoll.engines.elastic.rendezvous import free_port, listen
+from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.supervisor import REFUSED, STATELESS, Child, IslandFailed, Supervisor, Tail, island_name
 from atoll.engines.processes.spec import placed
 from atoll.runs.folder import RunFolder
@@ -215,7 +214,7 @@ def test_a_log_that_was_cut_and_has_grown_again_is_followed_from_its_next_whole_
 def test_a_run_goes_on_where_it_was_found_before_unless_somebody_else_is_there_now(tmp_path):
     before = Elastic(processes=1, port=free_port(HOST))
     assert place_again(before, {"pace": 1.0}) == replace(before, pace=1.0)
-    with listening(HOST, before.port):
+    with listen(HOST, before.port):
         assert place_again(before, {}).port == 0
         assert place_again(before, {"port": before.port}).port == before.port, "who asks for it is told that it is taken"
 
@@ -225,4 +224,4 @@ def test_a_lighthouse_is_found_where_it_was_before(tmp_path):
         Supervisor(placed(recipes.ALL["toy-sync"](), 1), Elastic(processes=1), tmp_path, say=print)._invitation.read_text()
         for _ in range(2)
     )
-    assert Invitation.from_text(first).lighthouse == Invitation.from_text(second).lighthouse
+    assert JoinInfo.from_text(first).lighthouse == JoinInfo.from_text(second).lighthouse

@@ -8,7 +8,7 @@ import torch
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Mean
-from atoll.engines.elastic.membership import Found
+from atoll.engines.elastic.membership import Quorum
 from atoll.testing.chaos import UpdateCorrupter, UpdateFault
 
 
@@ -107,7 +107,7 @@ def test_the_wrapper_has_the_settings_of_its_algorithm():
 def test_one_bit_of_the_payload_is_flipped_and_none_of_control_messages(kind, number):
     corrupter, group = corrupter_of(kind, at=3), RecordingGroup()
     corrupter.corrupt(Tree.of({"w": torch.ones(4)}))
-    corrupted = corrupter.membership(FakeMembership(group)).connect(Found((), 0, ""), 1.0)
+    corrupted = corrupter.membership(FakeMembership(group)).connect(Quorum((), 0, ""), 1.0)
     control, delta, mean = torch.ones(1, dtype=torch.float64), torch.ones(2), torch.full((2,), 2.0)
     for tensor in (control, delta, mean, delta, mean):
         corrupted.send([tensor], 1, 0)
@@ -118,7 +118,7 @@ def test_one_bit_of_the_payload_is_flipped_and_none_of_control_messages(kind, nu
 
 def test_one_peer_gets_a_wrong_weight_once():
     corrupter, group = corrupter_of("corrupt_weight", at=3), RecordingGroup()
-    corrupted = corrupter.membership(FakeMembership(group)).connect(Found((), 0, ""), 1.0)
+    corrupted = corrupter.membership(FakeMembership(group)).connect(Quorum((), 0, ""), 1.0)
     state, weight, delta = torch.ones(7).double(), torch.tensor([64.0, 1.0, 2.0]).double(), torch.ones(2)
     for tensor in (state, weight, delta, weight):
         for rank in (1, 2):
@@ -129,7 +129,7 @@ def test_one_peer_gets_a_wrong_weight_once():
 @pytest.mark.parametrize("second", [torch.tensor([300.0]).double(), torch.tensor([0.0, 1.0]).double()])
 def test_without_a_delta_no_control_message_is_corrupted(second):
     corrupter, group = corrupter_of("corrupt_weight", at=3), RecordingGroup()
-    corrupted = corrupter.membership(FakeMembership(group)).connect(Found((), 0, ""), 1.0)
+    corrupted = corrupter.membership(FakeMembership(group)).connect(Quorum((), 0, ""), 1.0)
     for tensor in (torch.ones(7).double(), second):
         corrupted.send([tensor], 1, 0)
     assert torch.equal(group.sent[1], second)

@@ -1,6 +1,6 @@
-"""What is told of a run whose islands come and go: who is known, who was there, what became of the data, and what it cost.
+"""The accounting of a run whose islands come and go: its ledgers, its members, and the events of every commit.
 
-Every island keeps it, and all keep the same: each event follows from what was committed. So whoever writes the log can be replaced.
+Every island keeps the same accounting, since every event follows from a commit. So any island can replace the leader.
 """
 
 from __future__ import annotations
@@ -10,108 +10,107 @@ from typing import Any
 
 from atoll.core.events import Attended, Event, IslandJoined, IslandLeft, Leased, Refused
 from atoll.engines.accounting import Ledger, RunAccounting
-from atoll.engines.elastic.commit import Met
-from atoll.engines.elastic.data_leases import Settled
-from atoll.engines.elastic.peers import Agreed, Told
+from atoll.engines.elastic.aggregation import Agreement, IslandReport
+from atoll.engines.elastic.commit import Commit
+from atoll.engines.elastic.data_leases import DataUnit, Settlement
 from atoll.engines.round_record import EventAggregator
 
 
-class Chronicle:
-    """The chronicle of one island. A protocols.Sink, which keeps what it is given until it is taken."""
+class ElasticAccounting:
+    """One island's copy. A protocols.Sink that keeps its events until they are drained."""
 
     def __init__(self) -> None:
         self.accounting = RunAccounting(0, real=True)
         self.known: list[str] = []
-        """All that ever took part, in the order in which they came."""
-        self.here: tuple[str, ...] = ()
-        """Who took part in the last commit."""
-        self._happened: list[Event] = []
-        self._clerk = EventAggregator(self.accounting, 1, inside=False, sink=self)
+        """All islands that ever took part, in the order in which they joined: an island's number in events is its place here."""
+        self.present: tuple[str, ...] = ()
+        """The participants of the last commit."""
+        self._events: list[Event] = []
+        self._aggregator = EventAggregator(self.accounting, 1, inside=False, sink=self)
 
     def emit(self, event: Event) -> None:
-        self._happened.append(event)
+        self._events.append(event)
 
-    def take(self) -> list[Event]:
-        """What has happened since it was last taken."""
-        events, self._happened = self._happened, []
+    def drain(self) -> list[Event]:
+        """The events since the last call."""
+        events, self._events = self._events, []
         return events
 
     def begin(self, now_s: float) -> None:
         """The run begins, or goes on, now."""
-        self._clerk.start(now_s)
+        self._aggregator.start(now_s)
 
-    # -------------------------------------------------------------------------------------------------------------- at commits
-
-    def gather(self, met: Met[Agreed], number: int) -> None:
-        """Who came to this round's commit, and who has left."""
-        told = dict(zip(met.names, met.result.told, strict=True))
-        for name in self.here:
-            # Whoever was given the state has been away, though it may not have missed a commit.
-            if name not in told or told[name].donor is not None:
-                self.emit(IslandLeft(island=self.known.index(name), round=number, **_at(met)))
-        for name in met.names:
+    def record_members(self, commit: Commit[Agreement], number: int) -> None:
+        """Record the islands that joined and left with this commit."""
+        reports = dict(zip(commit.names, commit.result.reports, strict=True))
+        for name in self.present:
+            # An island that fetched the state has been away, though it may not have missed a commit.
+            if name not in reports or reports[name].donor is not None:
+                self.emit(IslandLeft(island=self.known.index(name), round=number, **_time(commit)))
+        for name in commit.names:
             if name not in self.known:
                 self.known.append(name)
                 self.accounting.ledgers.append(Ledger())
-        for name, one in told.items():
-            if name not in self.here or one.donor is not None:
-                self._welcome(name, one, met, number)
-        self.here = met.names
+        for name, report in reports.items():
+            if name not in self.present or report.donor is not None:
+                self._record_joiner(name, report, commit, number)
+        self.present = commit.names
 
-    def _welcome(self, name: str, told: Told, met: Met[Agreed], number: int) -> None:
-        # Those who begin together begin with the same weights, wherever they have them from: that is counted nowhere.
-        donor = self.known.index(told.donor) if number and told.donor in self.known else None
-        given_bytes = told.given_bytes if donor is not None else 0
+    def _record_joiner(self, name: str, report: IslandReport, commit: Commit[Agreement], number: int) -> None:
+        # Islands that begin together begin with the same weights: fetching those is not counted.
+        donor = self.known.index(report.donor) if number and report.donor in self.known else None
+        sent_bytes = report.received_bytes if donor is not None else 0
         if donor is not None:
-            self.accounting.sent([donor], [given_bytes], [0])
-        self.emit(IslandJoined(island=self.known.index(name), round=number, donor=donor, sent_bytes=given_bytes, **_at(met)))
+            self.accounting.sent([donor], [sent_bytes], [0])
+        self.emit(IslandJoined(island=self.known.index(name), round=number, donor=donor, sent_bytes=sent_bytes, **_time(commit)))
 
-    def enter(self, met: Met[Agreed], settled: Settled, steps: int, number: int) -> None:
-        """A round is committed, and so many steps of the run are over with it."""
-        agreed, numbers = met.result, [self.known.index(name) for name in met.names]
-        diaries = [told.diary for told in agreed.told]
-        # What was refused is in no update.
-        self.accounting.totals.local_updates -= sum(one.steps for rank in agreed.refused for one in diaries[rank].computed)
-        self._clerk.add_round(diaries, steps, agreed.now_s, numbers)
-        for rank, reason in agreed.refused.items():
-            self.emit(Refused(island=numbers[rank], round=number, reason=reason, **_at(met)))
+    def record_round(self, commit: Commit[Agreement], settled: Settlement, steps: int, number: int) -> None:
+        """Record a committed round, which brings the run to this many steps."""
+        agreement, numbers = commit.result, [self.known.index(name) for name in commit.names]
+        records = [report.record for report in agreement.reports]
+        # No update contains a rejected delta.
+        self.accounting.totals.local_updates -= sum(one.steps for rank in agreement.rejected for one in records[rank].computed)
+        self._aggregator.add_round(records, steps, agreement.now_s, numbers)
+        for rank, reason in agreement.rejected.items():
+            self.emit(Refused(island=numbers[rank], round=number, reason=reason, **_time(commit)))
         self.emit(
             Leased(
                 round=number,
-                delivered=[[self.known.index(name), *unit] for name, unit in settled.delivered.items()],
-                returned=[[self.known.index(name), *unit] for name, unit in settled.returned.items()],
-                dropped=[[self.known.index(name), *unit] for name, unit in settled.dropped.items()],
-                **_at(met),
+                delivered=self._numbered(settled.delivered),
+                returned=self._numbered(settled.returned),
+                dropped=self._numbered(settled.dropped),
+                **_time(commit),
             )
         )
 
-    def attend(self, met: Met[Agreed], settled: Settled, number: int, *, alive: int, digest: str) -> None:
-        """The last that is told of a commit."""
+    def _numbered(self, units: Mapping[str, DataUnit]) -> list[list[int]]:
+        return [[self.known.index(name), *unit] for name, unit in units.items()]
+
+    def record_attendance(self, commit: Commit[Agreement], settled: Settlement, number: int, *, alive: int, digest: str) -> None:
+        """The last event of a commit."""
         self.emit(
             Attended(
                 round=number,
                 known=len(self.known),
-                alive=max(alive, len(met.names)),
+                alive=max(alive, len(commit.names)),
                 participating=len(settled.delivered),
-                attempts=met.attempts,
-                epoch=met.epoch,
+                attempts=commit.attempts,
+                epoch=commit.epoch,
                 digest=digest,
-                **_at(met),
+                **_time(commit),
             )
         )
 
-    # ------------------------------------------------------------------------------------------------------------------ saving
-
     def to_parts(self) -> dict[str, Any]:
-        return {"books": self.accounting.to_parts(), "known": list(self.known), "here": list(self.here)}
+        return {"accounting": self.accounting.to_parts(), "known": list(self.known), "present": list(self.present)}
 
     def from_parts(self, parts: Mapping[str, Any], now_s: float) -> None:
-        self.accounting.from_parts(parts["books"])
-        self.known, self.here = list(parts["known"]), tuple(parts["here"])
-        self._happened.clear()
+        self.accounting.from_parts(parts["accounting"])
+        self.known, self.present = list(parts["known"]), tuple(parts["present"])
+        self._events.clear()
         self.begin(now_s)
 
 
-def _at(met: Met[Agreed]) -> dict[str, Any]:
-    """When, as events have it."""
-    return {"virtual_time_s": None, "wall_time_s": met.result.now_s}
+def _time(commit: Commit[Agreement]) -> dict[str, Any]:
+    """The time fields of a commit's events."""
+    return {"virtual_time_s": None, "wall_time_s": commit.result.now_s}

@@ -1,9 +1,9 @@
-"""A meeting: all islands that are there do something together, wholly or not at all.
+"""The commit protocol: all live islands that hold the same state commit a proposal together, or none of them does.
 
-They find each other, say which state they hold, and leave out those who hold an older one. What they do then is over when
-everybody has heard from everybody that it came to the same. If somebody dies on the way, those who are left meet again and begin
-anew; nothing that they hold has changed. An island that has died after it heard from everybody, and before the others did, has a
-state that nobody will go on from: they meet again in a later epoch.
+An attempt forms a quorum, compares the members' states, and leaves out members with an older one. It commits when every participant
+has received from every other that all came to the same. If a member dies on the way, the survivors try again with a new quorum;
+their state has not changed. A member that dies after it received all votes, and before the others did, holds a state from which no
+island continues: the survivors repeat the round in a later epoch.
 """
 
 from __future__ import annotations
@@ -15,304 +15,281 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from atoll.core.errors import ExchangeFailed
-from atoll.engines.elastic.eviction import call, double, who_leaves
-from atoll.engines.elastic.failure_detector import Watch
-from atoll.engines.elastic.membership import CutOff, Found, Member
-from atoll.engines.elastic.state_version import MOST, Generation, Held, epoch_of, sound
+from atoll.engines.elastic.aggregation import Disagreement, Exchange
+from atoll.engines.elastic.membership import MembershipLost, Quorum, QuorumMonitor, choose_eviction, find_duplicate
+from atoll.engines.elastic.snapshot_server import IslandStatus, query_islands
+from atoll.engines.elastic.state_version import VERSION_LIMIT, HeldState, StateVersion, attempt_epoch, select_state
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.transport import Group
 from atoll.engines.wall_clock import ExchangeTimeout
 
+P = TypeVar("P")
+P_contra = TypeVar("P_contra", contravariant=True)
 T = TypeVar("T")
-_CALL_S, _CONNECT_S, _SILENT_S, _MOST_S = 1.0, 2.0, 6.0, 60.0
-"""Islands that were found, or are missed, answer within the first, have connected within the second, and answer within the third
-while they exchange; each twice as long after every failure, since a line may be slow, up to the last."""
-_VOTE_AFTER = 3
-"""Failures of the same islands in a row, before one of them has to leave."""
-_AGAIN_S, _MOST_AGAIN_S, _TELL_S = 0.1, 1.0, 10.0
+T_co = TypeVar("T_co", covariant=True)
+_QUERY_S, _CONNECT_S, _SILENT_S, _LONGEST_S = 1.0, 2.0, 6.0, 60.0
+"""Limits for a status query, for connecting, and for an answer during an exchange. Each doubles with every failed attempt, since a
+link may be slow, up to the last."""
+_EVICT_AFTER = 3
+"""Failures of the same quorum in a row, before one of its members has to leave."""
+_RETRY_S, _LONGEST_RETRY_S, _LOG_S = 0.1, 1.0, 10.0
 
 
-class LeftBehind(Exception):
-    """The others hold a newer state than this island, or another one. It needs theirs before it can go on.
+class StaleState(Exception):
+    """The quorum holds a newer state than this island, or other bits. The island must fetch `version` before it can continue."""
 
-    Args:
-        ahead: what they hold.
-        why: it is so, in words.
-    """
-
-    def __init__(self, ahead: Generation, why: str) -> None:
+    def __init__(self, version: StateVersion, why: str) -> None:
         super().__init__(why)
-        self.ahead = ahead
+        self.version = version
 
 
-APART = "it holds other bits than the others: they compute otherwise than it does, on another kind of machine"
+DIVERGED = "its bits differ from the other islands': its kind of machine computes otherwise than theirs"
 
 
-class Unvouched(Exception):
-    """Nobody here has committed the state that all hold: they were given it by islands that are gone, and perhaps went on."""
+class UnconfirmedState(Exception):
+    """No member took part in the commit of the state that all hold: they fetched it from islands that are gone, and may have
+    committed further rounds."""
 
 
-class Disagreed(Exception):
-    """Islands have not come to the same: a message was damaged, or one of them computes wrongly. They meet again.
-
-    Args:
-        why: in words.
-        who: the islands to or from which messages were damaged, as far as this one knows.
-    """
-
-    def __init__(self, why: str, who: Sequence[str] = ()) -> None:
-        super().__init__(why)
-        self.who = who
-
-
-class Absent(Exception):
-    """Somebody is alive, and not in this meeting; or is in it, and about to leave."""
+class MemberMissing(Exception):
+    """An island is alive and not in this quorum, or is in it and about to leave."""
 
 
 @dataclass(frozen=True)
-class Met(Generic[T]):
-    """What a meeting came to.
+class Commit(Generic[T]):
+    """A committed proposal.
 
     Attributes:
-        names: of the islands that met, in rank order.
-        behind: those that were left out, since they hold an older state, or one that they were given with other bits.
-        apart: of those that met, who hold other bits: each has to be given the others' state afterwards.
-        epoch: of the meeting.
-        attempts: it took.
-        result: of what they did.
+        names: of the participants, in rank order.
+        stale: members that were left out: their state was older, or fetched and of other bits.
+        diverged: participants whose bits differ. Each must fetch the others' state afterwards.
+        attempts: how many it took.
     """
 
     names: tuple[str, ...]
-    behind: tuple[str, ...]
-    apart: tuple[str, ...]
+    stale: tuple[str, ...]
+    diverged: tuple[str, ...]
     epoch: int
     attempts: int
     result: T
 
 
-class Finds(Protocol):
-    """Finds the islands that are there, as a Membership does."""
+class QuorumSource(Protocol):
+    """Forms quorums and connects them, as a Membership does."""
 
-    def find(self, generation: Generation, failures: int) -> Found: ...
+    def form_quorum(self, version: StateVersion, failures: int) -> Quorum: ...
 
-    def connect(self, found: Found, limit_s: float) -> Group: ...
+    def connect(self, quorum: Quorum, limit_s: float) -> Group: ...
 
     def abort(self) -> None: ...
 
 
-class Meetings:
-    """All meetings of one island.
+class Exchanger(Protocol[P_contra, T_co]):
+    """Exchanges a proposal within a quorum. It starts anew at each call, and returns when all members have voted for the same."""
+
+    def __call__(self, exchange: Exchange, proposal: P_contra, /) -> T_co: ...
+
+
+class CommitProtocol(Generic[P, T]):
+    """One island's side of all commits.
 
     Args:
-        membership: finds the others.
-        limit: of exchanges.
-        say: takes what a person may want to know.
-        patience_s: how long a fellow is waited for that is alive and does not come.
+        patience_s: how long a peer is waited for that is alive and does not ask for a quorum.
     """
 
     def __init__(
-        self, membership: Finds, limit: ExchangeTimeout, say: Callable[[str], object], *, patience_s: float = 600.0
+        self,
+        membership: QuorumSource,
+        exchanger: Exchanger[P, T],
+        status: IslandStatus,
+        timeout: ExchangeTimeout,
+        log: Callable[[str], object],
+        *,
+        patience_s: float = 600.0,
     ) -> None:
-        self.fellows: Mapping[str, str] = {}
-        """Who took part in the last commit, and where each can be asked whether it is alive."""
-        self._patience_s = patience_s
-        self._membership, self._limit, self.say = membership, limit, say
-        self.wasted_bytes = self.wasted_control_bytes = 0
-        """Sent in attempts of this meeting that have failed."""
-        self.blames: frozenset[str] = frozenset()
-        """Whom this island could not do with since the last commit."""
-        self.exchanging = False
-        """Whether islands have met, and a new state may follow at any moment. After a meeting that succeeded it is so until whoever
-        held it has put the new state where others find it, and says so here."""
-        self.told: Sequence[Sequence[float]] = ()
-        """What each of those who act has told of the state that it holds: in the end they make sure that all heard the same."""
-        self._tried = 0
-        """The last epoch that this island took part in."""
-        self.vouched = True
-        """Whether this island has committed the state that it holds, or knows that nobody has gone on from it."""
+        self._membership, self._exchanger, self._status, self._timeout = membership, exchanger, status, timeout
+        self._log, self._patience_s = log, patience_s
+        self.peers: Mapping[str, str] = {}
+        """The participants of the last commit besides this island, and their addresses."""
+        self._wasted_bytes = self._wasted_control_bytes = 0
+        """Sent in failed attempts of this commit."""
+        self._last_epoch = 0
+        """Of the attempts that this island took part in."""
         self._failures = 0
         """Since the last commit."""
-        self._company: tuple[Member, ...] = ()
-        self._in_a_row = 0
-        """Who was found last, and how often they have failed in a row."""
+        self._last_quorum: Quorum | None = None
+        self._failures_in_a_row = 0
+        """Of the last quorum's members."""
 
-    def hold(
-        self, generation: Generation, digest: int, act: Callable[[GroupCollectives, tuple[str, ...]], T], *, opening: bool = False
-    ) -> Met[T]:
-        """Do something with all who are there and hold the same state.
+    def commit(self, version: StateVersion, digest: int, proposal: P, *, opening: bool = False) -> Commit[T]:
+        """Commit a proposal with all live islands that hold the same state.
+
+        After a commit `status.exchanging` stays set until the caller has published the new state.
 
         Args:
-            generation: that this island holds.
-            digest: of it: those who hold the same generation hold the same bits, or the fewer of them are left out.
-            act: what is done, with a wire to those who do it, by their names. It begins anew whenever it is called. It ends when
-                all have told each other that they came to the same.
-            opening: it is no round, but what comes before one. Others who are in a round go on without this island.
+            version: that this island holds.
+            digest: of it. Where members hold other bits of this version, the majority decides.
+            opening: it is no round, but precedes the first one. Islands in a round go on without this one.
 
         Raises:
-            LeftBehind: the others go on without this island.
-            Unvouched: nobody here can tell whether this is the newest state.
-            CutOff: this island cannot take part any more.
+            StaleState: the quorum goes on without this island.
+            UnconfirmedState: no member knows whether this is the newest state.
+            MembershipLost: this island cannot take part any more.
         """
-        self._failures = self._in_a_row = self.wasted_bytes = self.wasted_control_bytes = 0
-        began_s = told_s = time.monotonic()
-        pause_s = _AGAIN_S
+        self._failures = self._failures_in_a_row = self._wasted_bytes = self._wasted_control_bytes = 0
+        began_s = logged_s = time.monotonic()
+        retry_s = _RETRY_S
+        held = _OwnState(version, digest, opening)
         while True:
             try:
-                return self._attempt(Holding(generation, digest, opening), act, began_s)
-            except CutOff:
+                return self._attempt(held, proposal, began_s)
+            except MembershipLost:
                 raise
-            except Absent as absent:
-                failed, why = False, str(absent)
-            except (ExchangeFailed, Disagreed) as error:
+            except MemberMissing as missing:
+                failed, why = False, str(missing)
+            except (ExchangeFailed, Disagreement) as error:
                 failed, why = True, str(error)
             if failed:
-                # Not while the error is handled: its trace holds the connections, which are closed when nobody holds them.
+                # Outside of the except block: the exception's traceback refers to the connections that are to be closed.
                 self._membership.abort()
-                self._failures, self._in_a_row = self._failures + 1, self._in_a_row + 1
-                words = f"attempt {self._failures} of round {generation.round} has failed, and those who are left meet again"
-                self.say(f"{words}: {why}")
-                self._limit.restart()
+                self._failures, self._failures_in_a_row = self._failures + 1, self._failures_in_a_row + 1
+                self._log(f"attempt {self._failures} of round {version.round} has failed, and the survivors try again: {why}")
+                self._timeout.restart()
                 continue
-            if time.monotonic() - told_s > _TELL_S:
-                told_s = time.monotonic()
-                self.say(why)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_AGAIN_S)
+            if time.monotonic() - logged_s > _LOG_S:
+                logged_s = time.monotonic()
+                self._log(why)
+            time.sleep(retry_s)
+            retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
 
-    def _attempt(self, mine: Holding, act: Callable[[GroupCollectives, tuple[str, ...]], T], began_s: float) -> Met[T]:
-        found = self._membership.find(mine.generation, self._failures)
-        _check_names(found)
-        self._look_for_fellows(mine.generation, found.names, began_s)
-        limit_s = _CONNECT_S if found.connected else self._call(found)
-        group = self._membership.connect(found, limit_s)
-        wire = GroupCollectives(group, timeout_s=self._limit.start(), names=found.names)
-        self.exchanging = True
-        others = {rank: member for rank, member in enumerate(found.members) if rank != found.rank}
-        watch = Watch(others, group, self._tolerant(_SILENT_S))
+    def _attempt(self, held: _OwnState, proposal: P, began_s: float) -> Commit[T]:
+        quorum = self._membership.form_quorum(held.version, self._failures)
+        _check_names(quorum)
+        self._check_missing_peers(held.version, quorum.names, began_s)
+        limit_s = _CONNECT_S if quorum.connected else self._check_members(quorum)
+        group = self._membership.connect(quorum, limit_s)
+        wire = GroupCollectives(group, timeout_s=self._timeout.start(), names=quorum.names)
+        self._status.exchanging = True
+        monitor = QuorumMonitor(quorum.others, group, self._scaled(_SILENT_S))
         try:
-            with watch:
-                met = self._meet(wire, watch, found, mine, act)
+            with monitor:
+                commit = self._exchange(wire, monitor, quorum, held, proposal)
         except BaseException as error:
-            self.exchanging = False
-            self.wasted_bytes += wire.sent_bytes
-            self.wasted_control_bytes += wire.control_bytes
-            self.blames |= {*(error.who if isinstance(error, Disagreed) else ()), *([watch.lost] if watch.lost else ())}
-            if watch.lost and isinstance(error, ExchangeFailed):
-                raise ExchangeFailed(f"{watch.lost} has not answered for {self._tolerant(_SILENT_S):.0f} s") from error
+            self._status.exchanging = False
+            self._wasted_bytes += wire.sent_bytes
+            self._wasted_control_bytes += wire.control_bytes
+            suspects = {*(error.suspects if isinstance(error, Disagreement) else ())}
+            self._status.suspects |= suspects | ({monitor.failed} if monitor.failed else set())
+            if monitor.failed and isinstance(error, ExchangeFailed):
+                raise ExchangeFailed(f"{monitor.failed} has not answered for {self._scaled(_SILENT_S):.0f} s") from error
             raise
-        self._limit.finish()
-        self.blames = frozenset()
-        self.vouched = True
-        return met
+        self._timeout.finish()
+        self._status.suspects = frozenset()
+        self._status.confirmed = True
+        return commit
 
-    def _meet(
-        self,
-        wire: GroupCollectives,
-        watch: Watch,
-        found: Found,
-        mine: Holding,
-        act: Callable[[GroupCollectives, tuple[str, ...]], T],
-    ) -> Met[T]:
-        """All tell what they hold, and those who hold the same act."""
-        generation = mine.generation
-        self._tried = max(self._tried, generation.epoch)
-        told = wire.all_gather_numbers(
-            generation.round, generation.epoch, not mine.opening, self._tried + 1, mine.digest, self.vouched, found.me.home
+    def _exchange(self, wire: GroupCollectives, monitor: QuorumMonitor, quorum: Quorum, held: _OwnState, proposal: P) -> Commit[T]:
+        """Compare the members' states, and exchange the proposal among those that hold the valid one."""
+        version = held.version
+        self._last_epoch = max(self._last_epoch, version.epoch)
+        confirmed, has_folder = self._status.confirmed, quorum.own.has_folder
+        rows = wire.all_gather_numbers(
+            version.round, version.epoch, not held.opening, self._last_epoch + 1, held.digest, confirmed, has_folder
         )
-        damaged = [name for name, row in zip(found.names, told, strict=True) if not _is_a_state(row)]
+        damaged = [name for name, row in zip(quorum.names, rows, strict=True) if not _is_possible(row)]
         if damaged:
-            raise Disagreed(f"what {', '.join(damaged)} told of its state is none: it was damaged on the way", damaged)
-        held = [Held(tuple(map(int, row[:3])), int(row[4]), bool(row[5]), bool(row[6])) for row in told]
-        these, apart = sound(held)
-        first = int(max(told[rank][3] for rank in (*these, *apart)))
-        # How far an island moved says as much where its bits are others, if they are of its own making.
-        apart = [rank for rank in apart if held[rank].vouched]
-        if found.rank not in (*these, *apart):
-            ahead = Generation(*held[these[0]].state[:2])
-            raise LeftBehind(ahead, APART if ahead == generation else f"the others hold {ahead}, and this island {generation}")
-        if not any(held[rank].vouched for rank in these):
-            raise Unvouched
-        out = [rank for rank in range(wire.size) if rank not in (*these, *apart)]
-        wire.remove(out)
-        watch.leave_out(out)
-        names = tuple(name for rank, name in enumerate(found.names) if rank not in out)
-        self.told = [row for rank, row in enumerate(told) if rank not in out]
-        epoch = self._tried = epoch_of(names, first)
-        result = act(wire, names)
-        behind, others = (tuple(found.names[rank] for rank in ranks) for ranks in (out, apart))
-        return Met(names, behind, others, epoch, self._failures + 1, result)
+            raise Disagreement(f"the state that {', '.join(damaged)} announced is impossible: it was damaged on the way", damaged)
+        states = [HeldState(tuple(map(int, row[:3])), int(row[4]), bool(row[5]), bool(row[6])) for row in rows]
+        valid, diverged = select_state(states)
+        first = int(max(rows[rank][3] for rank in (*valid, *diverged)))
+        # The delta of an island whose bits differ is as good as any, if the island computed those bits itself.
+        diverged = [rank for rank in diverged if states[rank].confirmed]
+        if quorum.rank not in (*valid, *diverged):
+            newest = StateVersion(*states[valid[0]].position[:2])
+            raise StaleState(newest, DIVERGED if newest == version else f"the quorum holds {newest}, and this island {version}")
+        if not any(states[rank].confirmed for rank in valid):
+            raise UnconfirmedState
+        stale = [rank for rank in range(wire.size) if rank not in (*valid, *diverged)]
+        wire.remove(stale)
+        monitor.ignore(stale)
+        names = tuple(name for rank, name in enumerate(quorum.names) if rank not in stale)
+        epoch = self._last_epoch = attempt_epoch(names, first)
+        announced = [row for rank, row in enumerate(rows) if rank not in stale]
+        exchange = Exchange(wire, names, announced, self._wasted_bytes, self._wasted_control_bytes)
+        result = self._exchanger(exchange, proposal)
+        left_out, differing = (tuple(quorum.names[rank] for rank in ranks) for ranks in (stale, diverged))
+        return Commit(names, left_out, differing, epoch, self._failures + 1, result)
 
-    # ------------------------------------------------------------------------------------------------------------- who is here
+    # -------------------------------------------------------------------------------------------------------------- membership
 
-    def _look_for_fellows(self, generation: Generation, here: Sequence[str], began_s: float) -> None:
-        """A lighthouse that was just started knows nobody, and may find one island a company of its own while another is alive and
-        about to come: then both would go on alone. So whoever is missed is asked itself. Of one that is ahead this island needs the
-        state."""
-        missed = [Member(name, pier, False, 0.0) for name, pier in self.fellows.items() if name not in here]
-        for name, said in call(missed, self._tolerant(_CALL_S)).items():
-            if said["generation"] > generation.number:
-                theirs = Generation.of(said["generation"])
-                raise LeftBehind(theirs, f"{name} holds {theirs}, and this island {generation}")
-            if said["generation"] == generation.number and time.monotonic() - began_s < self._patience_s:
-                raise Absent(f"{name} is alive and has not come to this meeting yet. It is waited for.")
+    def _check_missing_peers(self, version: StateVersion, present: Sequence[str], began_s: float) -> None:
+        """Query the peers that are not in the quorum.
 
-    def _call(self, found: Found) -> float:
-        """Before they connect, which needs all of them: whoever has died since it was found is missed here, at once.
-
-        Returns how long it may take to connect.
+        A lighthouse that was just restarted knows no island yet, and may form a quorum of one while another island is alive: both
+        would go on alone. If a peer is ahead, this island needs its state.
         """
-        if found.members != self._company:
-            self._company, self._in_a_row = found.members, 0
+        missing = {name: address for name, address in self.peers.items() if name not in present}
+        for name, status in query_islands(missing, self._scaled(_QUERY_S)).items():
+            if status["version"] > version.number:
+                theirs = StateVersion.of(status["version"])
+                raise StaleState(theirs, f"{name} holds {theirs}, and this island {version}")
+            if status["version"] == version.number and time.monotonic() - began_s < self._patience_s:
+                raise MemberMissing(f"{name} is alive and not in this round's quorum yet. The quorum waits for it.")
+
+    def _check_members(self, quorum: Quorum) -> float:
+        """Query the members before connecting, which needs all of them. Returns how long connecting may take."""
+        if self._last_quorum is None or quorum.members != self._last_quorum.members:
+            self._last_quorum, self._failures_in_a_row = quorum, 0
         began_s = time.monotonic()
-        answers = call(found.others, self._tolerant(_CALL_S))
+        others = {member.name: member.address for member in quorum.others.values()}
+        answers = query_islands(others, self._scaled(_QUERY_S))
         took_s = time.monotonic() - began_s
-        silent = [member.name for member in found.others if member.name not in answers]
-        self.blames |= set(silent)
-        if self._in_a_row >= _VOTE_AFTER:
-            self._in_a_row = 0
-            self._vote(found, {found.me.name: self.blames, **{name: said.get("blames", ()) for name, said in answers.items()}})
+        silent = [name for name in others if name not in answers]
+        self._status.suspects |= set(silent)
+        if self._failures_in_a_row >= _EVICT_AFTER:
+            self._failures_in_a_row = 0
+            theirs = {name: status.get("suspects", ()) for name, status in answers.items()}
+            self._evict(quorum, {quorum.own.name: self._status.suspects, **theirs})
         if silent:
-            raise ExchangeFailed(f"{', '.join(silent)} came to this meeting, and cannot be asked whether it is there")
-        return self._tolerant(_CONNECT_S + 10 * took_s)
+            raise ExchangeFailed(f"{', '.join(silent)} joined this quorum and does not answer any more")
+        return self._scaled(_CONNECT_S + 10 * took_s)
 
-    def _vote(self, found: Found, blames: Mapping[str, Collection[str]]) -> None:
-        """One of those who cannot come to anything has to leave. All who can be asked find the same one."""
-        leaves = who_leaves(found.members, blames)
-        others = ", ".join(member.name for member in found.members if member is not leaves)
-        if leaves is found.me:
-            raise CutOff(
-                f"{leaves.name} and {others} have failed {_VOTE_AFTER} times in a row, and {leaves.name} is the one most could "
-                f"not do with, or else the last that came: they go on without it. See that all of them reach each other on any "
-                f"port, {leaves.name} at {leaves.pier.rpartition(':')[0]}, and that its line changes no bits. Then start it again."
+    def _evict(self, quorum: Quorum, suspects: Mapping[str, Collection[str]]) -> None:
+        """Make one member of a quorum that fails again and again leave. All members that answer choose the same one."""
+        evicted = choose_eviction(quorum.members, suspects)
+        others = ", ".join(member.name for member in quorum.members if member is not evicted)
+        if evicted is quorum.own:
+            raise MembershipLost(
+                f"{evicted.name} and {others} have failed {_EVICT_AFTER} times in a row. {evicted.name} has most faulty links, or "
+                f"joined last, and is evicted. Check that all of them reach each other on any port, {evicted.name} at "
+                f"{evicted.address.rpartition(':')[0]}, and that its link changes no bits. Then start it again."
             )
-        self.say(
-            f"{leaves.name} is left out: all who are here have failed {_VOTE_AFTER} times in a row, and it is the one that most "
-            f"could not do with, or else the last that came"
+        self._log(
+            f"{evicted.name} is evicted: this quorum has failed {_EVICT_AFTER} times in a row, and {evicted.name} has most faulty "
+            f"links, or joined last"
         )
-        raise Absent(f"{leaves.name} was left out, and has not gone yet.")
+        raise MemberMissing(f"{evicted.name} was evicted, and has not left yet.")
 
-    def _tolerant(self, seconds: float) -> float:
-        return min(seconds * 2.0**self._failures, _MOST_S)
+    def _scaled(self, seconds: float) -> float:
+        return min(seconds * 2.0**self._failures, _LONGEST_S)
 
 
-class Holding(NamedTuple):
-    """What this island brings to a meeting."""
-
-    generation: Generation
+class _OwnState(NamedTuple):
+    version: StateVersion
     digest: int
     opening: bool
 
 
-def _check_names(found: Found) -> None:
-    """Data are leased by names: of two islands of one name the later leaves."""
-    later = double(found.members)
-    if later is not None and later is found.me:
-        raise CutOff(f"another island is called {later.name} too, and was here before. Give this one a name of its own.")
+def _check_names(quorum: Quorum) -> None:
+    """Data are leased by name: of two islands of one name the later leaves."""
+    later = find_duplicate(quorum.members)
+    if later is not None and later is quorum.own:
+        raise MembershipLost(f"another island is called {later.name} too, and joined earlier. Give this one a name of its own.")
     if later is not None:
-        raise Absent(f"there are two islands called {later.name}. The later one leaves.")
+        raise MemberMissing(f"there are two islands called {later.name}. The later one leaves.")
 
 
-def _is_a_state(row: Sequence[float]) -> bool:
-    """Whether an island can hold what is told here: rounds and epochs have no more bits. Else one that was damaged would be later
-    than any other, and stay so; what is damaged less is found by the vote."""
-    return all(map(math.isfinite, row)) and all(0 <= number < MOST for number in (row[0], row[1], row[3]))
+def _is_possible(row: Sequence[float]) -> bool:
+    """Whether an announced state is one that an island can hold. Else a damaged round or epoch would be later than any other, and
+    stay so. The vote finds smaller damage."""
+    return all(map(math.isfinite, row)) and all(0 <= number < VERSION_LIMIT for number in (row[0], row[1], row[3]))

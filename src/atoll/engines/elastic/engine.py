@@ -1,8 +1,8 @@
-"""One island of an elastic run: it trains, meets whoever is there, and commits with them.
+"""The engine of one island: it trains a round, proposes its delta, and returns what the quorum committed.
 
-All that a run is lies in a state that every island holds alike: the algorithm's shared fields, the account of data, the books,
-and who is known. A commit moves all of it at once. So any island can take over what another did, an island that comes is given
-the state by any other, and when all have died the newest checkpoint has everything.
+All of a run is one state that every island replicates: the algorithm's shared fields, the data leases, the accounting and the
+members. A commit advances all of it at once. So any island can replace any other, a joiner fetches the state from any island, and
+the newest checkpoint has everything when all islands have died.
 """
 
 from __future__ import annotations
@@ -17,120 +17,148 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Batches, Work
 from atoll.core.pytree import recycle
 from atoll.engines.accounting import MAX_SKIPPED, RunAccounting
-from atoll.engines.elastic.accounting import Chronicle
-from atoll.engines.elastic.commit import APART, LeftBehind, Meetings, Met, Unvouched
-from atoll.engines.elastic.data_leases import Leases, Settled, Unit
-from atoll.engines.elastic.observer_replica import IdleReplica
-from atoll.engines.elastic.peers import Agreed, ElasticPeers
-from atoll.engines.elastic.state_digest import check_elastic, digest_of
-from atoll.engines.elastic.state_version import NOTHING, Generation
-from atoll.engines.elastic.update_validation import Judge
+from atoll.engines.elastic.accounting import ElasticAccounting
+from atoll.engines.elastic.aggregation import Agreement, IslandReport, UpdateValidator, ValidatedMean
+from atoll.engines.elastic.commit import DIVERGED, Commit, CommitProtocol, QuorumSource, StaleState, UnconfirmedState
+from atoll.engines.elastic.data_leases import DataLeases, DataUnit, Settlement
+from atoll.engines.elastic.peers import ElasticPeers, ObserverReplica, RoundContext
+from atoll.engines.elastic.snapshot_server import IslandStatus
+from atoll.engines.elastic.state_version import NO_VERSION, StateVersion, refuse_unreplicated, state_digest
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.replicated_state import shared_fields, trees_to_device, with_shared
-from atoll.engines.round_record import ComputeRecord, RoundRecord
-from atoll.engines.wall_clock import WallClock
+from atoll.engines.round_record import RoundRecord
+from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 from atoll.replica.local_replica import LocalReplica
 
-_ANEW = 1 << 20
-"""Epochs: where nothing fails a commit takes at most 256, so that 4,096 commits after a checkpoint do not take more."""
+_EPOCH_GAP = 1 << 20
+"""A commit without failures takes at most 256 epochs, so 4,096 commits after a checkpoint take no more than this."""
 
 
 @dataclass(frozen=True)
-class Commit:
-    """What an island has just committed, together with others.
+class TrainingPlan:
+    """How an island trains.
 
     Attributes:
-        met: who they were, and what they agreed on.
-        events: what happened.
-        opening: whether it was before the first round.
+        islands: that the run is planned for. They define the amount of work, however many islands do it.
+        steps: inner steps of each planned island.
+        refused_above: a delta is rejected if its norm exceeds so many times what is usual.
+        patience_s: how long the quorum waits for a peer that is alive and does not come.
+        pause_s: how long this island sleeps for each batch besides computing it.
     """
 
-    met: Met[Agreed]
+    islands: int
+    steps: int
+    refused_above: float
+    patience_s: float = 600.0
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RoundInputs:
+    """What the island process knows before a round.
+
+    Attributes:
+        alive: islands that the registry counts as alive.
+        written: the last version that this island has written into the run's log.
+    """
+
+    alive: int = 1
+    written: StateVersion = NO_VERSION
+
+
+@dataclass(frozen=True)
+class CommittedRound:
+    """A round was committed, and the engine holds the new state.
+
+    Attributes:
+        events: of the commit.
+        superseded: the buffers of the state before, for `ElasticEngine.reclaim`.
+        opening: whether this commit preceded the first round.
+    """
+
+    commit: Commit[Agreement]
     events: Sequence[Event]
+    superseded: Sequence[Any] = ()
     opening: bool = False
+
+    @property
+    def leader(self) -> str | None:
+        """The island that writes this commit into the run's log: the first that has the run's folder, and has not diverged."""
+        reports = zip(self.commit.names, self.commit.result.reports, strict=True)
+        return next((name for name, one in reports if one.has_folder and name not in self.commit.diverged), None)
+
+    @property
+    def written(self) -> StateVersion:
+        """How far the run's log goes, as its participants reported."""
+        return max(StateVersion.of(one.written) for one in self.commit.result.reports)
+
+    def includes_work_of(self, name: str) -> bool:
+        return name in self.commit.result.delivered(self.commit.names)
+
+
+@dataclass(frozen=True)
+class BehindQuorum:
+    """The quorum goes on without this island, which must fetch `version` or a newer one first."""
+
+    version: StateVersion
+    reason: str
+
+
+@dataclass(frozen=True)
+class StateUnconfirmed:
+    """No member of the quorum knows whether the state that all hold is the newest."""
 
 
 class ElasticEngine:
-    """One island.
+    """One island's engine.
 
     Args:
-        name: of the island.
-        algorithm: what each island does.
-        meetings: with the others.
-        params: the weights to begin with, the same everywhere.
-        batches: the data.
+        membership: forms quorums.
+        status: of this island. The engine keeps `exchanging`, `confirmed` and `suspects` up to date.
+        params: the initial weights, the same on every island.
         make_replica: makes this island's replica, with a fresh optimizer.
-        islands: how many the run is planned for: so much work there is, however many do it.
-        steps: inner steps of each of these.
-        most: a delta is refused if it is so many times longer than deltas were lately.
-        alive: tells how many islands are alive, as far as anybody knows.
-        home: whether this island has the run's folder.
-        pier: where this island can be asked.
-        committed: called after each commit, with this engine. It says when others find the state: see `published`.
-        heal: brings this engine up to date from another island, or from a checkpoint. It is told what the others hold.
-        confirm: finds out whether anybody went on from the state that this engine was given.
-        written: tells up to which generation this island has written the run's log.
-        pause_s: so long this process sleeps for each batch besides computing it.
-        busy: whether somebody reads the state that was committed last: then its buffers are not used again.
     """
 
     def __init__(
         self,
-        *,
-        name: str,
         algorithm: Algorithm[Any],
-        meetings: Meetings,
+        membership: QuorumSource,
+        status: IslandStatus,
         params: Tree,
         batches: Batches,
         make_replica: Callable[[], LocalReplica],
-        islands: int,
-        steps: int,
-        most: float,
-        alive: Callable[[], int],
-        home: bool,
-        pier: str,
-        committed: Callable[[ElasticEngine, Commit], None],
-        heal: Callable[[ElasticEngine, Generation], None],
-        confirm: Callable[[ElasticEngine], None],
-        written: Callable[[], Generation] = lambda: NOTHING,
-        pause_s: float = 0.0,
-        busy: Callable[[], bool] = lambda: False,
+        plan: TrainingPlan,
+        log: Callable[[str], object],
     ) -> None:
-        self._pier = pier
-        self.name, self.algorithm, self._planned, self._pause_s = name, algorithm, islands, pause_s
-        self._meetings, self._batches, self._make_replica = meetings, batches, make_replica
-        self._alive, self._committed, self._heal, self._confirm, self._busy = alive, committed, heal, confirm, busy
+        self.algorithm, self._status, self._plan = algorithm, status, plan
+        self._batches, self._make_replica = batches, make_replica
         self.clock = WallClock()
-        self.generation = Generation(0, 0)
-        self._chronicle = Chronicle()
-        self._judge = Judge(most)
-        self.per_round = algorithm.steps_per_round * getattr(algorithm, "accumulation", 1)
-        rounds = -(-steps // algorithm.steps_per_round)
-        self.leases = Leases(shards=batches.num_shards, batches=self.per_round, units=rounds * islands)
+        self.version = StateVersion(0, 0)
+        self._accounting = ElasticAccounting()
+        self._validator = UpdateValidator(plan.refused_above)
+        self._commits = CommitProtocol(
+            membership, ValidatedMean(self._validator, self.clock), status, ExchangeTimeout(None), log, patience_s=plan.patience_s
+        )
+        self._batches_per_round = algorithm.steps_per_round * getattr(algorithm, "accumulation", 1)
+        rounds = -(-plan.steps // algorithm.steps_per_round)
+        self.leases = DataLeases(shards=batches.num_shards, batches=self._batches_per_round, units=rounds * plan.islands)
         self.replica = make_replica()
-        self._line = CommunicationThread(self.replica.device)
-        self.peers = ElasticPeers(meetings, self._line, self._judge, self.clock, home=home, pier=pier, written=written)
+        self._thread = CommunicationThread(self.replica.device)
+        self.peers = ElasticPeers(self._commits, self._thread, self.clock)
         self.state = algorithm.init(params.copy(), self.peers)
-        check_elastic(algorithm, self.state)
-        self._diary = RoundRecord()
-        self._fruitless = 0
-        self._listens = False
-        """Whether it was just given the state: a lease that it had before is old, and the others would wait for it."""
-        self._digest = self._digested()
+        refuse_unreplicated(algorithm, self.state)
+        self._record = RoundRecord()
+        self._rounds_without_delta = 0
+        self._donor: str | None = None
+        self._received_bytes = 0
+        self._observes = False
+        """Whether it has just fetched the state: a lease that it held before is old, and the quorum would wait for it."""
+        self._digest = self._compute_digest()
 
-    # --------------------------------------------------------------------------------------------------------- the whole run
-
-    def run(self) -> None:
-        """Until all work is done."""
-        while not self.over:
-            try:
-                self._open() if not self.leases.out else self._play_round()
-            except LeftBehind as left:
-                self._meetings.say(f"{self.name} was left behind: {left}")
-                self._heal(self, left.ahead)
-            except Unvouched:
-                self._confirm(self)
+    @property
+    def name(self) -> str:
+        return self._status.name
 
     @property
     def over(self) -> bool:
@@ -138,17 +166,12 @@ class ElasticEngine:
 
     @property
     def steps_taken(self) -> int:
-        """Position on the schedule: as if the planned islands had shared the work evenly."""
-        return self.leases.settled * self.algorithm.steps_per_round // self._planned
+        """Position on the schedule, as if the planned islands had shared the work evenly."""
+        return self.leases.settled * self.algorithm.steps_per_round // self._plan.islands
 
     @property
     def accounting(self) -> RunAccounting:
-        return self._chronicle.accounting
-
-    @property
-    def was_given(self) -> bool:
-        """Whether it was given the state that it holds, and has not committed since."""
-        return not self._meetings.vouched
+        return self._accounting.accounting
 
     @property
     def params(self) -> Tree:
@@ -157,177 +180,172 @@ class ElasticEngine:
 
     @property
     def digest(self) -> str:
-        """Of all that islands hold alike."""
+        """Of the replicated state."""
         return f"{self._digest:08x}"
 
     @property
-    def standing(self) -> dict[str, Any]:
-        """What is said to whoever asks: whether a commit may follow at any moment, whether this island has committed the state that
-        it holds, and whom it could not do with."""
-        meetings = self._meetings
-        return {"exchanging": meetings.exchanging, "vouched": meetings.vouched, "blames": sorted(meetings.blames)}
+    def peer_addresses(self) -> Mapping[str, str]:
+        """The other participants of the last commit. The quorum waits for those that are alive."""
+        return self._commits.peers
+
+    def expect_peers(self, addresses: Mapping[str, str]) -> None:
+        self._commits.peers = {name: address for name, address in addresses.items() if name != self.name}
 
     def close(self, *, wait: bool = True) -> None:
-        self._line.close(wait=wait)
+        self._thread.close(wait=wait)
 
-    def expect(self, fellows: Mapping[str, str]) -> None:
-        """These are here too, at these piers, and are waited for if they are alive."""
-        self._meetings.fellows = {name: pier for name, pier in fellows.items() if name != self.name}
+    def resume_alone(self) -> None:
+        """Continue from the held state without any other island: leased units return.
 
-    @property
-    def fellows(self) -> Mapping[str, str]:
-        """Who took part in the last commit, and where each can be asked."""
-        return self._meetings.fellows
-
-    def published(self) -> None:
-        """The state that was committed last is where others find it: whoever waits for it need not wait until it is written too."""
-        self._meetings.exchanging = False
-
-    def begin_anew(self) -> None:
-        """Nobody is at work: what a checkpoint says is leased comes back.
-
-        What was committed after it, and died with those who had it, must never be taken for what is committed from now on: so
-        epochs go on far from theirs.
+        Commits after this state that died with their islands must never be mistaken for later ones. So epochs continue far beyond
+        theirs.
         """
-        self._listens = False
-        self.generation = Generation(self.generation.round, self.generation.epoch + _ANEW)
+        self._observes = False
+        self.version = StateVersion(self.version.round, self.version.epoch + _EPOCH_GAP)
         self.leases.settle(())
-        self._meetings.fellows, self._meetings.vouched = {}, True
-        self._digest = self._digested()
-
-    def _open(self) -> None:
-        """Those who are here begin together."""
-        self.peers.begin(self.generation, self._digest, None, self._work, RoundRecord())
-        met = self.peers.assemble()
-        self.generation = Generation(self.generation.round, met.epoch)
-        self.clock.set(met.result.now_s)
-        self._chronicle.begin(met.result.now_s)
-        self._gather(met)
-        self.leases.lease(met.names)
-        self._digest = self._digested()
-        self._report(met, opening=True)
+        self._commits.peers, self._status.confirmed = {}, True
+        self._digest = self._compute_digest()
 
     # ---------------------------------------------------------------------------------------------------------------- a round
 
-    def _play_round(self) -> None:
-        before, unit = self.state, None if self._listens else self.leases.out.get(self.name)
-        self._diary = RoundRecord()
-        self.peers.begin(self.generation, self._digest, unit, self._work, self._diary)
-        coroutine = self.algorithm.round(before, self._replica_for(unit), self.peers)
-        after = self._line.run(coroutine)
-        met = self.peers.met
-        if met is None:
+    def round(self, inputs: RoundInputs) -> CommittedRound | BehindQuorum | StateUnconfirmed:
+        """Train and commit one round, or open the run with the islands that are present."""
+        try:
+            return self._train(inputs) if self.leases.active else self._open(inputs)
+        except StaleState as stale:
+            return BehindQuorum(stale.version, str(stale))
+        except UnconfirmedState:
+            return StateUnconfirmed()
+
+    def reclaim(self, committed: CommittedRound) -> None:
+        """Reuse the buffers of the state before this commit: nothing reads them any more."""
+        recycle(committed.superseded, [self.state])
+
+    def _open(self, inputs: RoundInputs) -> CommittedRound:
+        self._begin_round(None, inputs)
+        commit = self.peers.open()
+        self.version = StateVersion(self.version.round, commit.epoch)
+        self.clock.set(commit.result.now_s)
+        self._accounting.begin(commit.result.now_s)
+        self._record_members(commit)
+        self.leases.lease(commit.names)
+        self._digest = self._compute_digest()
+        return CommittedRound(commit, self._accounting.drain(), opening=True)
+
+    def _train(self, inputs: RoundInputs) -> CommittedRound | BehindQuorum:
+        before, unit = self.state, None if self._observes else self.leases.active.get(self.name)
+        self._begin_round(unit, inputs)
+        after = self._thread.run(self.algorithm.round(before, self._round_replica(unit), self.peers))
+        commit = self.peers.commit
+        if commit is None:
             raise ConfigError(f"{type(self.algorithm).__name__} ended a round without a mean, and so without a commit.")
-        self._settle(after, met)
-        if not self._busy():
-            recycle([before, met.result.value], [after])
+        if self.name in commit.diverged:  # its delta counts, but its new state does not
+            self._status.exchanging = False
+            return BehindQuorum(StateVersion(self.version.round + 1, commit.epoch), DIVERGED)
+        settled = self._advance(after, commit, inputs.alive)
+        self._check_progress(settled)
+        return CommittedRound(commit, self._accounting.drain(), [before, commit.result.value])
 
-    def _replica_for(self, unit: Unit | None) -> Any:
-        if unit is None:
-            return IdleReplica(self.params)
-        return ProcessReplica(
-            self.replica, clock=self.clock, on_computed=self._computed, pause_s=self._pause_s, allow_nonfinite=True
-        )
+    def _begin_round(self, unit: DataUnit | None, inputs: RoundInputs) -> None:
+        self._record = RoundRecord()
+        status = self._status
+        report = IslandReport(status.has_folder, status.address, self._donor, self._received_bytes, inputs.written.number)
+        self.peers.begin(RoundContext(self.version, self._digest, unit, self._work_of(unit), self._record, report))
 
-    def _computed(self, stretch: ComputeRecord) -> None:
-        self._diary.computed.append(stretch)
-
-    def _work(self, unit: Unit | None) -> Work:
-        unit = unit or Unit(0, 0, self.per_round)
+    def _work_of(self, unit: DataUnit | None) -> Work:
+        unit = unit or DataUnit(0, 0, self._batches_per_round)
         return Work(unit.shard, unit.start, self.steps_taken, self._batches.examples(unit.shard))
 
-    def _settle(self, after: Any, met: Met[Agreed]) -> None:
-        """The commit: from here on this is the state."""
-        agreed, number = met.result, self.generation.round + 1
-        if self.name in met.apart:  # its work counts, and what it makes of all of it does not
-            self._meetings.exchanging = False
-            raise LeftBehind(Generation(number, met.epoch), APART)
+    def _round_replica(self, unit: DataUnit | None) -> Any:
+        if unit is None:
+            return ObserverReplica(self.params)
+        on_computed = self._record.computed.append
+        return ProcessReplica(
+            self.replica, clock=self.clock, on_computed=on_computed, pause_s=self._plan.pause_s, allow_nonfinite=True
+        )
+
+    def _advance(self, after: Any, commit: Commit[Agreement], alive: int) -> Settlement:
+        """Move all of the replicated state to this commit."""
+        agreement, number = commit.result, self.version.round + 1
         self.state = after
-        self.generation = Generation(number, met.epoch)
-        self._judge.remember(agreed.brought, agreed.refused)
-        self._gather(met)
-        settled = self.leases.settle(agreed.delivered(met.names), [met.names[rank] for rank in agreed.refused])
-        self._chronicle.enter(met, settled, self.steps_taken, number)
-        self.leases.lease(met.names)
+        self.version = StateVersion(number, commit.epoch)
+        self._validator.record(agreement.contributions, agreement.rejected)
+        self._record_members(commit)
+        rejected = [commit.names[rank] for rank in agreement.rejected]
+        settled = self.leases.settle(agreement.delivered(commit.names), rejected)
+        self._accounting.record_round(commit, settled, self.steps_taken, number)
+        self.leases.lease(commit.names)
         self.leases.check()
-        self._digest = self._digested()
-        self._chronicle.attend(met, settled, number, alive=self._alive(), digest=self.digest)
-        if self.name in [met.names[rank] for rank in agreed.refused]:
-            self.replica = self._make_replica()  # its moments are as unusable as what it brought
-        self._check(after, settled)
-        self._report(met)
+        self._digest = self._compute_digest()
+        self._accounting.record_attendance(commit, settled, number, alive=alive, digest=self.digest)
+        if self.name in rejected:
+            self.replica = self._make_replica()  # its optimizer moments are as unusable as its delta
+        return settled
 
-    def _gather(self, met: Met[Agreed]) -> None:
-        """These are here now, and this island is one of them."""
-        self._chronicle.gather(met, self.generation.round)
-        self.expect({name: told.pier for name, told in zip(met.names, met.result.told, strict=True)})
-        self._listens = False
-        self.peers.given(None, 0)
+    def _record_members(self, commit: Commit[Agreement]) -> None:
+        """The participants are present, and this island is one of them."""
+        self._accounting.record_members(commit, self.version.round)
+        self.expect_peers({name: one.address for name, one in zip(commit.names, commit.result.reports, strict=True)})
+        self._observes = False
+        self._donor, self._received_bytes = None, 0
 
-    def _check(self, after: Any, settled: Settled) -> None:
-        self._fruitless = 0 if settled.delivered else self._fruitless + 1
-        if self._fruitless == MAX_SKIPPED:
-            raise TrainingDiverged(f"{MAX_SKIPPED} rounds in a row brought nothing that could be taken. Lower the learning rate.")
-        if not after.params.is_finite():
+    def _check_progress(self, settled: Settlement) -> None:
+        self._rounds_without_delta = 0 if settled.delivered else self._rounds_without_delta + 1
+        if self._rounds_without_delta == MAX_SKIPPED:
+            raise TrainingDiverged(f"{MAX_SKIPPED} rounds in a row had no valid delta. Lower the learning rate.")
+        if not self.params.is_finite():
             raise TrainingDiverged(
-                f"the global weights are no longer finite after round {self.generation.round}, though every delta was. Lower the "
+                f"the global weights are no longer finite after round {self.version.round}, though every delta was. Lower the "
                 f"outer learning rate, or set train.clip_norm."
             )
 
-    def _report(self, met: Met[Agreed], *, opening: bool = False) -> None:
-        self._committed(self, Commit(met, self._chronicle.take(), opening))
-
     # ---------------------------------------------------------------------------------------------------------------- saving
 
-    def _digested(self) -> int:
-        return digest_of(self.shared(), self._alike())
+    def _compute_digest(self) -> int:
+        return state_digest(self.shared(), self._replicated())
 
-    def _alike(self) -> dict[str, Any]:
-        """All that islands hold alike, but for the algorithm's state. The books are drawn up from it, and follow."""
-        return {"leases": self.leases.to_parts(), "judge": self._judge.to_parts(), **self._chronicle.to_parts()}
+    def _replicated(self) -> dict[str, Any]:
+        """What islands replicate besides the algorithm's state. The digest leaves out the books, which follow from the rest."""
+        return {"leases": self.leases.to_parts(), "validator": self._validator.to_parts(), **self._accounting.to_parts()}
 
-    def plain(self) -> dict[str, Any]:
-        """All of the state but the algorithm's. Between two rounds only."""
+    def metadata(self) -> dict[str, Any]:
+        """All of the state but the algorithm's, as JSON data. Between two rounds only."""
         return {
-            **self._alike(),
-            "generation": list(self.generation),
+            **self._replicated(),
+            "version": list(self.version),
             "wall_time_s": self.clock.now_s(),
-            "fellows": {**self._meetings.fellows, self.name: self._pier},
-            "fruitless": self._fruitless,
+            "peers": {**self._commits.peers, self.name: self._status.address},
+            "rounds_without_delta": self._rounds_without_delta,
             "digest": self.digest,
         }
 
     def shared(self) -> dict[str, Any]:
-        """What the algorithm shares."""
+        """The algorithm's shared fields."""
         return shared_fields(self.state)
 
-    def restore(self, plain: Mapping[str, Any], shared: Mapping[str, Any], donor: str | None = None, nbytes: int = 0) -> None:
-        """Go on from a state that was committed.
-
-        Args:
-            plain: as another engine has told it.
-            shared: the algorithm's part of it.
-            donor: the island that has given it, if one has.
-            nbytes: that it sent.
+    def restore(
+        self, metadata: Mapping[str, Any], shared: Mapping[str, Any], donor: str | None = None, received_bytes: int = 0
+    ) -> None:
+        """Continue from a committed state, of a checkpoint or of the island `donor`.
 
         Raises:
-            ExchangeFailed: this is not what was committed. Nothing has changed.
+            ExchangeFailed: the state does not match its digest. The engine has not changed.
         """
         shared = trees_to_device(dict(shared), self.replica.device)
-        if (found := f"{digest_of(shared, plain):08x}") != plain["digest"]:
+        if (found := f"{state_digest(shared, metadata):08x}") != metadata["digest"]:
             raise ExchangeFailed(
-                f"the state that {donor or 'a checkpoint'} has of round {plain['generation'][0]} is damaged: it was committed as "
-                f"{plain['digest']}, and is {found}. Use another's."
+                f"the state of round {metadata['version'][0]} from {donor or 'a checkpoint'} is damaged: it was committed as "
+                f"{metadata['digest']}, and is {found}. Use another island's."
             )
-        self._listens = True
-        self.generation = Generation(*plain["generation"])
-        self.clock.set(plain["wall_time_s"])
-        self.leases.from_parts(plain["leases"])
-        self._judge.from_parts(plain["judge"])
-        self._chronicle.from_parts(plain, plain["wall_time_s"])
-        self._fruitless = plain["fruitless"]
-        self.expect(plain["fellows"])
-        self.peers.given(donor, nbytes)
-        self._meetings.vouched = False
+        self._observes = True
+        self.version = StateVersion(*metadata["version"])
+        self.clock.set(metadata["wall_time_s"])
+        self.leases.from_parts(metadata["leases"])
+        self._validator.from_parts(metadata["validator"])
+        self._accounting.from_parts(metadata, metadata["wall_time_s"])
+        self._rounds_without_delta = metadata["rounds_without_delta"]
+        self.expect_peers(metadata["peers"])
+        self._donor, self._received_bytes = donor, received_bytes
+        self._status.confirmed = False
         self.state = with_shared(self.algorithm.init(self.params, self.peers), shared)
-        self._digest = self._digested()
+        self._digest = self._compute_digest()

@@ -1,15 +1,17 @@
-"""One island of an elastic run: it is given the state, and takes part until the end."""
+"""The process of one island: it gets the run's state, trains and commits round by round, and stays until the run is finished."""
 
 from __future__ import annotations
 
 import math
 import re
+import socket
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,22 +20,23 @@ from atoll.core.protocols import Algorithm
 from atoll.core.state_packing import pack
 from atoll.engines.build import loss_of, replica_of
 from atoll.engines.driver import digest_without_size
-from atoll.engines.elastic.commit import Finds, Meetings
-from atoll.engines.elastic.commit_log import Minute, Minutes
-from atoll.engines.elastic.engine import Commit, ElasticEngine
-from atoll.engines.elastic.eviction import call
-from atoll.engines.elastic.gpu_claims import Cards
-from atoll.engines.elastic.leader_log import Desk, Finished
-from atoll.engines.elastic.membership import Member, Membership
-from atoll.engines.elastic.recovery import Sources
-from atoll.engines.elastic.registry import Roll
-from atoll.engines.elastic.shutdown import FINISHED, finish, hand_over, stay
-from atoll.engines.elastic.snapshot_server import Cargo, Pier
-from atoll.engines.elastic.spec import Invitation
-from atoll.engines.elastic.state_version import NOTHING, Generation
-from atoll.engines.elastic.wait_log import reminding
+from atoll.engines.elastic.commit import QuorumSource
+from atoll.engines.elastic.engine import BehindQuorum, CommittedRound, ElasticEngine, RoundInputs, TrainingPlan
+from atoll.engines.elastic.leader_log import CommitLog, CommitRecord, LeaderLog, RunAlreadyFinished
+from atoll.engines.elastic.membership import Membership, log_while_waiting
+from atoll.engines.elastic.recovery import Recovery
+from atoll.engines.elastic.rendezvous import Registry
+from atoll.engines.elastic.snapshot_server import (
+    IslandPhase,
+    IslandStatus,
+    Snapshot,
+    SnapshotServer,
+    query_islands,
+    query_status,
+)
+from atoll.engines.elastic.spec import JoinInfo
+from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.processes.spec import refuse_too_many_devices
-from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.engines.warm_start import Cache, WarmStart, load_data, warm_up
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
@@ -42,244 +45,322 @@ from atoll.runs.run import device_of, dtype_of
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
 from atoll.telemetry.sinks import Silent
 
-if TYPE_CHECKING:
-    from atoll.testing.chaos import UpdateCorrupter
+_POLL_S, _QUERY_S = 0.2, 1.0
+_SILENT_S = 6.0
+"""A leader that has not answered for so long after the last commit has died, and a registry that has not is gone with the run."""
 
-_LOOK_S, _ANSWER_S = 0.2, 1.0
+
+class Interposer(Protocol):
+    """Replaces parts of an island before it uses them. Fault injection enters here."""
+
+    def algorithm(self, algorithm: Algorithm[Any]) -> Algorithm[Any]: ...
+
+    def membership(self, membership: QuorumSource) -> QuorumSource: ...
 
 
-class Island:
+Interpose = Callable[[IslandStatus, Callable[[str], object]], Interposer]
+"""Makes an island's interposer, from its status and its log."""
+
+
+class IslandProcess:
     """One island.
 
     Args:
-        invitation: what the run is.
         address: of the run.
-        host: the address of this machine, as others reach it.
-        name: of the island.
+        host: the address by which other islands reach this machine.
         folder: of the run, where this machine has it.
-        say: takes what a person may want to know.
-        chaos: a script of faults, some of which are this island's own.
-        devices: that compute for it; none: as many as the run's place has it.
+        interpose: replaces parts of the island, for fault injection.
+        devices: that compute for this island; None: as many as the run's settings say.
     """
 
     def __init__(
         self,
-        invitation: Invitation,
+        join_info: JoinInfo,
         address: str,
         host: str,
         name: str,
         folder: Path | None,
-        say: Callable[[str], object],
-        chaos: Path | None = None,
+        log: Callable[[str], object],
+        interpose: Interpose | None = None,
         devices: int | None = None,
     ) -> None:
-        self._run, self._place, self._name, self._say = invitation.run.resolved, invitation.place, name, say
-        self._count = devices or self._place.devices
-        refuse_too_many_devices(self._run, self._count)
+        self._run, self._spec, self._name, self._log = join_info.run.resolved, join_info.place, name, log
+        self._device_count = devices or self._spec.devices
+        refuse_too_many_devices(self._run, self._device_count)
         self._folder = RunFolder(folder) if folder is not None else None
-        self._doing = "coming"
-        self._engine: ElasticEngine | None = None
-        self._published: Generation | None = None
-        """What others can fetch here: they must not be told of a state before it is there."""
-        self._pier = Pier(host, about=lambda: {"name": name, **self._entry()})
-        self._roll = Roll(address, name, self._entry)
-        self._limit_s = max(self._place.limit_s * 2, 60.0)
-        self._membership = Membership(
-            name, host, invitation.lighthouse, pier=self._pier.address, home=folder is not None, limit_s=self._limit_s, say=say
-        )
-        self._minutes = Minutes()
-        self._desk: Desk | None = None
-        self._corrupter = self._corrupter_of(chaos) if chaos is not None else None
-        self._set_up()
+        self.status = IslandStatus(name, folder is not None)
+        self._server = SnapshotServer(host, self.status.to_json)
+        self.status.address = self._server.address
+        self._registry = Registry(address, name, self.status.to_json)
+        limit_s = max(self._spec.limit_s * 2, 60.0)
+        self._membership = Membership(self.status, host, join_info.lighthouse, limit_s, log)
+        self._commits = CommitLog()
+        self._interposer = interpose(self.status, log) if interpose is not None else None
+        self._set_up(limit_s)
 
-    def _corrupter_of(self, chaos: Path) -> UpdateCorrupter:
-        from atoll.testing.chaos import FaultScript, UpdateCorrupter
-
-        def now() -> int:
-            return self._engine.generation.round if self._engine is not None else -1
-
-        return UpdateCorrupter(FaultScript.read(chaos).update_faults, self._name, now, self._say)
-
-    def _entry(self) -> dict[str, Any]:
-        generation = self._published.number if self._published is not None and self._doing != "coming" else -1
-        standing = self._engine.standing if self._engine is not None else {}
-        about = {"pier": self._pier.address, "home": self._folder is not None, "generation": generation, "doing": self._doing}
-        return {**about, "exchanging": False, **standing}
-
-    def _set_up(self) -> None:
-        run, cache = self._run, Cache()
+    def _set_up(self, limit_s: float) -> None:
+        """Load the data, and build the engine, the leader log and the recovery."""
+        run, folder, cache = self._run, self._folder, Cache()
         data = load_data(run, cache)
         plain = plain_workload(run, data)
-        if self._folder is None and needs_weights(run):
+        if folder is None and needs_weights(run):
             raise ConfigError(
-                f"{self._name} joins from elsewhere, and this run's data are dealt out by what the weights of its warm start make "
-                f"of them, which are in the run's folder. Use data.partition=random, or start all islands where the folder is."
+                f"{self._name} joins from another machine, and this run's data are partitioned by the weights of its warm start, "
+                f"which are in the run's folder. Use data.partition=random, or start all islands on the machine with the folder."
             )
-        if self._folder is not None:
-            warm = warm_up(run, plain, file=self._folder.warm_start, cache=None, sink=Silent())
-        else:  # whoever joins is given the weights
+        if folder is not None:
+            warm = warm_up(run, plain, file=folder.warm_start, cache=None, sink=Silent())
+        else:  # a joiner fetches the weights
             warm = WarmStart(initial_weights(plain, device_of(run), dtype_of(run)), 0, math.nan)
         workload = island_workload(run, data, warm.params)
         origin = {"run": digest_without_size(run), "data": fingerprint(workload)}
-        number = _number(self._name)
-        (device, *beside), loss = self._devices(number), loss_of(run, workload)
-        if self._folder is not None:
+        number = _island_number(self._name)
+        (device, *more_devices), loss = self._claim_devices(number), loss_of(run, workload)
+        self._leader_log: LeaderLog | None = None
+        if folder is not None:
             evaluator = Evaluator(workload, device, dtype_of(run))
-            self._desk = Desk(run, self._folder, plain, warm, evaluator, origin, cache, self._minutes, self._say)
+            self._leader_log = LeaderLog(run, folder, plain, warm, evaluator, origin, cache, self._commits, self._log)
         self._origin = {**origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
-        self._sources = Sources(
-            self._name, self._roll, self._folder, self._desk, self._minutes, self._origin, self._say, self._limit_s
+        self._recovery = Recovery(
+            self._name,
+            self._registry,
+            self._membership,
+            folder,
+            self._leader_log,
+            self._commits,
+            self._origin,
+            self._log,
+            limit_s,
         )
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
-        limit = ExchangeTimeout(None)
-        finds: Finds = self._membership
-        if self._corrupter is not None:
-            algorithm, finds = self._corrupter.algorithm(algorithm), self._corrupter.membership(finds)
+        membership: QuorumSource = self._membership
+        if self._interposer is not None:
+            algorithm, membership = self._interposer.algorithm(algorithm), self._interposer.membership(membership)
+        pause_s = (self._spec.pace or 0.0) * run.world.step_time(number % run.world.islands, run.seed)
         self._engine = ElasticEngine(
-            name=self._name,
-            algorithm=algorithm,
-            meetings=Meetings(finds, limit, self._say, patience_s=self._place.limit_s),
-            params=warm.params.to(device),
-            batches=workload.batches,
-            make_replica=lambda: replica_of(run, workload, loss, number, device, beside),
-            islands=run.world.islands,
-            steps=run.train.steps,
-            most=self._place.refused_above,
-            alive=lambda: len(self._roll.alive()),
-            home=self._folder is not None,
-            pier=self._pier.address,
-            committed=self._committed,
-            heal=self._heal,
-            confirm=self._confirm,
-            written=lambda: self._desk.written if self._desk is not None else NOTHING,
-            pause_s=(self._place.pace or 0.0) * run.world.step_time(number % run.world.islands, run.seed),
-            busy=lambda: self._pier.busy,
+            algorithm,
+            membership,
+            self.status,
+            warm.params.to(device),
+            workload.batches,
+            lambda: replica_of(run, workload, loss, number, device, more_devices),
+            TrainingPlan(run.world.islands, run.train.steps, self._spec.refused_above, self._spec.limit_s, pause_s),
+            self._log,
         )
 
-    def _devices(self, number: int) -> list[str]:
+    def _claim_devices(self, number: int) -> list[str]:
         device = device_of(self._run)
         if device != "cuda":
-            return [device] * self._count
-        cards = [str(torch.cuda.get_device_properties(card).uuid) for card in range(torch.cuda.device_count())]
-        self._cards = Cards(cards, number, self._count)  # as long as this process lives
-        torch.cuda.set_device(self._cards.numbers[0])
-        return [f"cuda:{card}" for card in self._cards.numbers]
+            return [device] * self._device_count
+        gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+        self._gpus = GpuClaims(gpus, number, self._device_count)  # as long as this process lives
+        torch.cuda.set_device(self._gpus.indices[0])
+        return [f"cuda:{index}" for index in self._gpus.indices]
 
     # --------------------------------------------------------------------------------------------------------------- the run
 
-    def carry_out(self) -> None:
-        """Take part, until the run is over."""
+    def run(self) -> None:
+        """Take part until the run is finished."""
         try:
-            if self._desk is not None and self._desk.is_finished:
-                raise Finished
-            self._take_part()
-        except Finished:
-            self._say(f"{self._name} has nothing to do: the run is finished")
-        if self._desk is not None:
-            self._doing = FINISHED
-            self._roll.look()  # those who stay read it
+            if self._leader_log is not None and self._leader_log.is_finished:
+                raise RunAlreadyFinished
+            self._join()
+            self._train()
+            self._finish()
+        except RunAlreadyFinished:
+            self._log(f"{self._name} has nothing to do: the run is finished")
+        if self._leader_log is not None:
+            self.status.phase = IslandPhase.FINISHED
+            self._registry.refresh()  # islands without the folder wait for it
 
-    def _take_part(self) -> None:
-        engine = self._engine
-        assert engine is not None
-        # Setting up takes a while: nobody waits once more for what could have been read meanwhile.
-        began = self._sources.first(engine, self._roll.quiet_s(lambda entry: bool(entry["generation"] >= 0)))
-        self._say(f"{self._name} begins with {began}")
-        self._publish(engine)
+    def _join(self) -> None:
+        # Setting up takes a while, in which the registry was read: the island need not wait for as long again.
+        source = self._recovery.initialize(self._engine, self._registry.stateless_since_s())
+        self._log(f"{self._name} begins with {source}")
+        self._publish()
         self._membership.join()
-        self._doing = "ready"  # not before it beats: whoever reads this takes it for one that will be waited for
-        self._roll.look()
-        if not engine.leases.out and not engine.over:
-            self._gather(engine)
-        self._doing = "training"
-        engine.run()
-        self._doing = "over"
-        self._membership.leave()  # one that was away and comes back must not wait for those who only stay
-        if self._desk is None:
-            hand_over(self._roll, self._place.limit_s, self._say)
-            return
-        stay(self._name, engine, self._desk, self._say)
-        finish(engine, self._desk, self._sources.checkpoint, self._place.limit_s, self._say)
+        self.status.phase = IslandPhase.READY  # not before its heartbeats: the quorum waits for an island that is ready
+        self._registry.refresh()
+        if not self._engine.leases.active and not self._engine.over:
+            self._wait_for_planned_islands()
 
-    def _gather(self, engine: ElasticEngine) -> None:
-        """Those who begin wait for all that were started."""
-        planned, deadline_s = self._place.processes or self._run.world.islands, time.monotonic() + self._place.gather_s
-        with reminding(self._say, f"waiting for {planned} islands to begin together"):
-            while time.monotonic() < deadline_s:
-                here = self._here(planned)
-                ahead = any(entry["generation"] > engine.generation.number for entry in here.values())
-                if len(here) >= planned or ahead:
-                    # The lighthouse may not have heard the last of them beat yet: they are fellows from now on.
-                    engine.expect({name: entry["pier"] for name, entry in here.items()})
-                    return
-                time.sleep(_LOOK_S / 4)
-                self._roll.look()
-        self._say(f"begins with those who are here: {sorted(self._roll.alive())}")
+    def _train(self) -> None:
+        self.status.phase = IslandPhase.TRAINING
+        while not self._engine.over:
+            written = self._leader_log.written if self._leader_log is not None else NO_VERSION
+            outcome = self._engine.round(RoundInputs(len(self._registry.alive()), written))
+            if isinstance(outcome, CommittedRound):
+                self._record(outcome)
+            elif isinstance(outcome, BehindQuorum):
+                self._catch_up(outcome)
+            else:
+                self._recovery.confirm(self._engine)
+                self._publish()
 
-    def _here(self, enough: int) -> dict[str, dict[str, Any]]:
-        """Who has signed that it has come; where it seems that enough have, of these whoever answers, since some may have died."""
-        here = {name: entry for name, entry in self._roll.alive().items() if entry["doing"] != "coming"}
-        if len(here) < enough:
-            return here
-        answers = call([Member(name, entry["pier"], False, 0.0) for name, entry in here.items()], _ANSWER_S)
-        return {name: entry for name, entry in here.items() if name in answers}
+    def _record(self, committed: CommittedRound) -> None:
+        """Publish a commit to joiners, log it, and write it if this island leads."""
+        engine = self._engine
+        self._commits.append(CommitRecord(engine.version, committed.opening, committed.events), committed.written)
+        self._publish()
+        if not committed.opening:  # every island logs its own digest, so that the leader's need not be trusted
+            work = "with" if committed.includes_work_of(self._name) else "without"
+            round_, epoch = engine.version
+            self._log(f"committed round {round_} of epoch {epoch} as {engine.digest}, {work} work of its own")
+        if self._leader_log is not None:
+            self._leader_log.append(engine, committed)
+        if not self._server.has_readers:
+            engine.reclaim(committed)
 
-    def _committed(self, engine: ElasticEngine, commit: Commit) -> None:
-        told = [*zip(commit.met.names, commit.met.result.told, strict=True)]
-        # One that holds other bits is given the others' state before it goes on, and writes nothing of this.
-        writer = next((name for name, one in told if one.home and name not in commit.met.apart), None)
-        written = max(Generation.of(one.written) for _, one in told)
-        self._minutes.add(Minute(engine.generation, commit.opening, commit.events), written)
-        self._publish(engine)
-        if not commit.opening:  # every island says what it holds, so that nobody has to trust the one who writes
-            worked = self._name in commit.met.result.delivered(commit.met.names)
-            work = "with work of its own" if worked else "without work of its own"
-            generation = engine.generation
-            self._say(f"committed round {generation.round} of epoch {generation.epoch} as {engine.digest}, {work}")
-        if self._desk is not None:
-            self._desk.committed(engine, commit, writer)
-
-    def _publish(self, engine: ElasticEngine) -> None:
+    def _publish(self) -> None:
+        engine = self._engine
         structure, tensors = pack(engine.shared())
-        header = {"plain": engine.plain(), "structure": structure, "minutes": self._minutes.to_parts(), "origin": self._origin}
-        with self._pier.changing() as put:
-            put(Cargo(header, tensors))
-            self._published = engine.generation
-        engine.published()
+        header = {
+            "metadata": engine.metadata(),
+            "structure": structure,
+            "commits": self._commits.to_parts(),
+            "origin": self._origin,
+        }
+        self._server.publish(Snapshot(header, tensors))
+        self.status.version = engine.version
+        self.status.exchanging = False
+
+    def _catch_up(self, behind: BehindQuorum) -> None:
+        """Fetch the quorum's state while the quorum trains on. If a commit overtook the last fetched state, the island stays a
+        member, so that the next commit waits for it; unless a fetch fails."""
+        self._log(f"{self._name} is behind: {behind.reason}")
+        if self.status.confirmed:
+            self._membership.leave()
+        self.status.phase = IslandPhase.RECOVERING
+        with log_while_waiting(self._log, "waiting for the state that the quorum holds"):
+            self._recovery.catch_up(self._engine, behind.version)
+        self._publish()
+        self.status.phase = IslandPhase.TRAINING
+        self._membership.join()
+
+    # ---------------------------------------------------------------------------------------------------------- the beginning
+
+    def _wait_for_planned_islands(self) -> None:
+        planned = self._spec.processes or self._run.world.islands
+        deadline_s = time.monotonic() + self._spec.gather_s
+        with log_while_waiting(self._log, f"waiting for {planned} islands to begin together"):
+            while time.monotonic() < deadline_s:
+                ready = self._ready_islands(planned)
+                ahead = any(entry["version"] > self._engine.version.number for entry in ready.values())
+                if len(ready) >= planned or ahead:
+                    # The lighthouse may not have received the last one's heartbeat yet: the quorum waits for expected peers.
+                    self._engine.expect_peers({name: entry["address"] for name, entry in ready.items()})
+                    return
+                time.sleep(_POLL_S / 4)
+                self._registry.refresh()
+        self._log(f"begins with the islands that are present: {sorted(self._registry.alive())}")
+
+    def _ready_islands(self, planned: int) -> dict[str, dict[str, Any]]:
+        """The registered islands that have joined. If they seem to be enough, those that answer, since some may have died."""
+        ready = {name: e for name, e in self._registry.alive().items() if e["phase"] != IslandPhase.JOINING}
+        if len(ready) < planned:
+            return ready
+        answers = query_islands({name: entry["address"] for name, entry in ready.items()}, _QUERY_S)
+        return {name: entry for name, entry in ready.items() if name in answers}
+
+    # --------------------------------------------------------------------------------------------------------------- the end
+
+    def _finish(self) -> None:
+        """Keep the last state until the run's results are written: their writer may die."""
+        self.status.phase = IslandPhase.FINISHING
+        self._membership.leave()  # a recovering island must not wait for islands that only stay
+        if self._leader_log is None:
+            self._wait_until_finished()
+            return
+        self._wait_for_leader(self._leader_log)
+        self._leader_log.finish(self._engine, self._recovery.checkpoint, self._spec.limit_s)
+
+    def _wait_for_leader(self, leader_log: LeaderLog) -> None:
+        """Wait until the leader has finished the run, or has died."""
+        leader, addresses = leader_log.other_leader, self._engine.peer_addresses
+        if leader is None and not leader_log.has_lease:
+            self._give_leader_a_start(leader_log)
+        if leader is None or leader not in addresses:
+            return
+        self._log(f"{self._name} stays until {leader} has finished the run")
+        answered_s = time.monotonic()
+        with log_while_waiting(self._log, f"waiting for {leader} to finish the run"):
+            while not leader_log.is_finished and time.monotonic() - answered_s < _SILENT_S:
+                status = query_status(addresses[leader], _SILENT_S)
+                if status is not None and status["name"] == leader:
+                    answered_s = time.monotonic()
+                time.sleep(_POLL_S)
+
+    def _give_leader_a_start(self, leader_log: LeaderLog) -> None:
+        """An island that fetched the last state does not know its leader: if another island with the folder answers, that is it."""
+        deadline_s = time.monotonic() + _SILENT_S
+        while not leader_log.is_finished and time.monotonic() < deadline_s:
+            answers = query_islands(self._engine.peer_addresses, _QUERY_S)
+            if not any(status["has_folder"] for status in answers.values()):
+                return
+            time.sleep(_POLL_S)
+
+    def _wait_until_finished(self) -> None:
+        """Wait without the run's folder: all islands that have it may die, come back, and fetch the last state here."""
+        now_s = reachable_s = time.monotonic()
+        deadline_s = now_s + self._spec.limit_s
+        with log_while_waiting(self._log, "waiting until an island that has the run's folder has finished it"):
+            while now_s < min(deadline_s, reachable_s + _SILENT_S):
+                self._registry.refresh()
+                if any(entry["phase"] == IslandPhase.FINISHED for entry in self._registry.alive().values()):
+                    return
+                now_s = time.monotonic()
+                reachable_s = now_s if self._registry.reachable_since_s <= now_s else reachable_s  # it ends with the run
+                time.sleep(_POLL_S)
 
     def close(self, *, wait: bool) -> None:
         self._membership.leave()
-        self._roll.close()
-        self._pier.close()
-        if self._desk is not None:
-            self._desk.close()
-        if self._engine is not None:
-            self._engine.close(wait=wait)
-
-    # ------------------------------------------------------------------------------------------------------ coming by the state
-
-    def _heal(self, engine: ElasticEngine, ahead: Generation) -> None:
-        """The others hold what this island does not. They do not wait while it is brought up to date; unless what it was given was
-        old before it had it. Then it stays, and no commit can overtake it once more, unless it cannot be fetched at all."""
-        if not engine.was_given:
-            self._membership.leave()
-        self._doing = "healing"
-        with reminding(self._say, "waiting for the state that the others hold"):
-            self._sources.catch_up(engine, ahead, failed=self._membership.leave)
-        self._publish(engine)
-        self._doing = "training"
-        self._membership.join()
-
-    def _confirm(self, engine: ElasticEngine) -> None:
-        self._sources.confirm(engine)
-        self._publish(engine)
+        self._registry.close()
+        self._server.close()
+        if self._leader_log is not None:
+            self._leader_log.release()
+        self._engine.close(wait=wait)
 
 
-def _number(name: str) -> int:
-    """Which of the planned islands this is, by its name; who joins from elsewhere is none of them, and has a number of its own.
+def _island_number(name: str) -> int:
+    """The number of a planned island, by its name; a joiner from another machine gets one of 100,003 others.
 
-    >>> _number("island-0007"), _number("box-7-00c0ffee")
+    >>> _island_number("island-0007"), _island_number("box-7-00c0ffee")
     (7, 51601)
     """
     planned = re.fullmatch(r"island-(\d+)", name)
-    return int(planned[1]) if planned else zlib.crc32(name.encode()) % 100_003  # so many islands have seeds of their own
+    return int(planned[1]) if planned else zlib.crc32(name.encode()) % 100_003
+
+
+class GpuClaims:
+    """Claims GPUs of this machine for one island until its process ends. If too few are free, the island shares some.
+
+    Args:
+        gpus: their unique ids.
+        number: of the island: the first claims the first GPUs, if they are free.
+        count: how many to claim.
+    """
+
+    def __init__(self, gpus: Sequence[str], number: int, count: int = 1) -> None:
+        if count > len(gpus):
+            raise ConfigError(f"--devices {count}: this machine has {len(gpus)} GPUs. Use as many or fewer.")
+        first = number * count % len(gpus)
+        order = (*range(first, len(gpus)), *range(first))
+        self._claims: dict[int, socket.socket] = {}
+        for index in order:
+            if len(self._claims) < count:
+                self._claim(index, gpus[index])
+        shared = [index for index in order if index not in self._claims]
+        self.indices = (*self._claims, *shared)[:count]
+
+    def _claim(self, index: int, gpu: str) -> None:
+        # Linux keeps this socket name as long as the socket exists, so a killed process leaves nothing behind.
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with suppress(OSError):
+            claim.bind(f"\0atoll gpu {gpu}")
+            self._claims[index] = claim
+            return
+        claim.close()
+
+    def close(self) -> None:
+        for claim in self._claims.values():
+            claim.close()

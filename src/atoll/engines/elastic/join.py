@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from atoll.core.errors import ExchangeFailed
-from atoll.engines.elastic.island import Island
-from atoll.engines.elastic.registry import Board
-from atoll.engines.elastic.spec import Invitation
-from atoll.engines.elastic.wait_log import reminding
+from atoll.engines.elastic.island import Interpose, IslandProcess
+from atoll.engines.elastic.membership import log_while_waiting
+from atoll.engines.elastic.rendezvous import RegistryClient
+from atoll.engines.elastic.spec import JoinInfo
 
 _LOOK_S = 0.2
 
@@ -29,7 +29,7 @@ def take_part(
     folder: Path | None,
     say: Callable[[str], object],
     start_limit_s: float,
-    chaos: Path | None = None,
+    interpose: Interpose | None = None,
     devices: int | None = None,
 ) -> None:
     """Be an island of the run at this address, until it is over.
@@ -40,7 +40,7 @@ def take_part(
         folder: of the run, where this machine has it.
         say: takes what a person may want to know.
         start_limit_s: how long the run is waited for.
-        chaos: a script of faults, some of which are this island's own.
+        interpose: replaces parts of the island, for fault injection.
         devices: of this island; none: as many as the others have.
     """
     invitation = invited(address, say, start_limit_s)
@@ -49,20 +49,20 @@ def take_part(
     say(f"{name} on {platform.node()} ({host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
     gc.freeze()  # with each change of company garbage is collected, while others wait: what was imported is none
     with ExitStack() as stack:
-        island = Island(invitation, address, host, name, folder, say, chaos, devices)
+        island = IslandProcess(invitation, address, host, name, folder, say, interpose, devices)
         stack.push(lambda kind, error, trace: island.close(wait=kind is None))
-        island.carry_out()
+        island.run()
 
 
-def invited(address: str, say: Callable[[str], object], limit_s: float) -> Invitation:
+def invited(address: str, say: Callable[[str], object], limit_s: float) -> JoinInfo:
     """What the run at this address is."""
-    board, deadline_s = Board(address), time.monotonic() + limit_s
-    with reminding(say, f"waiting for the run at {address}"):
+    registry, deadline_s = RegistryClient(address), time.monotonic() + limit_s
+    with log_while_waiting(say, f"waiting for the run at {address}"):
         while True:
             try:
-                text = board.order()
+                text = registry.join_info()
                 if text is not None:
-                    return Invitation.from_text(text)
+                    return JoinInfo.from_text(text)
                 missing = ExchangeFailed(f"the run at {address} has not said what it is for {limit_s:.0f} s. Start it anew.")
             except ExchangeFailed as error:
                 missing = error

@@ -19,7 +19,7 @@ from atoll.core.protocols import Sink
 from atoll.engines.driver import Result, is_finished, refuse_impossible, resume
 from atoll.engines.elastic.rendezvous import free_port, is_free
 from atoll.engines.elastic.spec import Elastic, read_elastic, write_elastic
-from atoll.engines.elastic.state_digest import check_elastic
+from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervisor import Inside, Supervisor, as_it_is, island_name
 from atoll.engines.processes.spec import placed, refuse_too_many_devices
 from atoll.engines.warm_start import Cache, load_data, warm_up
@@ -53,7 +53,7 @@ def refuse_inelastic(run: Run) -> None:
     algorithm: Any = run.resolved.algorithm
     if run.resolved.train.precision == "all-bf16":
         raise ConfigError("train.precision=all-bf16 with --elastic: deltas are of full weights. Use bf16 or fp32.")
-    check_elastic(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), _Alone()))
+    refuse_unreplicated(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), _Alone()))
 
 
 class _Alone:

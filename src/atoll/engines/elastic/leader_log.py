@@ -1,53 +1,236 @@
-"""Who writes: of the islands that have the run's folder, the first that took part in a commit logs it, judges and saves.
+"""The run's event log, which the leader of each commit writes; the leader also evaluates, saves checkpoints and finishes the run.
 
-Every island knows all that is to be written, since all keep the same books. So when the one who writes dies, the next goes on where
-the log ends.
+The leader is the first participant of a commit that has the run's folder. Every island remembers recent commits, so when a leader
+dies, the next one continues where the log ends. It truncates the log after the last valid commit and takes the write lease; the old
+leader's writes then go to a file that no process reads.
 """
 
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from atoll.core.atomic_files import replacing
 from atoll.core.errors import CheckpointError
-from atoll.core.events import Attended, Evaluated, RoundFinished, Saved, SaveFailed, WarmStartFinished
+from atoll.core.events import (
+    Attended,
+    Evaluated,
+    Event,
+    IslandJoined,
+    RoundFinished,
+    RunStarted,
+    Saved,
+    SaveFailed,
+    WarmStartFinished,
+    from_json,
+)
 from atoll.core.protocols import Workload
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.driver import Execution, is_finished
-from atoll.engines.elastic.commit_log import Minutes
-from atoll.engines.elastic.engine import Commit, ElasticEngine
-from atoll.engines.elastic.event_log_lease import Overtaken, TakenLog, agreed_part, last_commit, stamp
-from atoll.engines.elastic.state_version import NOTHING, Generation
+from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
+from atoll.engines.elastic.membership import log_while_waiting
+from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.warm_start import Cache, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
-from atoll.telemetry.event_log import read_events
+from atoll.telemetry.event_log import JsonlSink, read_events
+
+_REMEMBERED_COMMITS = 512
+"""How far the event log can lag behind."""
+_OPENED = StateVersion(0, 1 << 31)
+"""The last version of a log that has events and no commit: round 0, whatever its epoch."""
+_BETWEEN_COMMITS = (Evaluated.__name__, Saved.__name__, SaveFailed.__name__)
+_BEFORE_COMMITS = (RunStarted.__name__, WarmStartFinished.__name__, IslandJoined.__name__)
+"""Events outside of commits. A commit's own events end with Attended."""
+_RETRY_S = 2.0
+"""Between two attempts to finish the run."""
 
 
-class Finished(Exception):
-    """Others have finished the run, while this island was away."""
+class RunAlreadyFinished(Exception):
+    """Other islands have finished the run while this one was away."""
 
 
-class _Overtaken(Exception):
-    """Another island has taken the log over meanwhile."""
+# -------------------------------------------------------------------------------------------------- recent commits, in memory
 
 
-class Desk:
-    """The desk of one island.
+class CommitRecord(NamedTuple):
+    """What the event log gets from one commit. An `opening` commit precedes the first round."""
+
+    version: StateVersion
+    opening: bool
+    events: Sequence[Event]
+
+    def lines(self) -> list[str]:
+        return [event.to_json() for event in self.events if event.recorded]
+
+
+class CommitLog:
+    """The recent commits, which every island remembers.
+
+    >>> log = CommitLog()
+    >>> for number in range(1, 5):
+    ...     log.append(CommitRecord(StateVersion(number, number), False, []), written=StateVersion(number - 2, number - 2))
+    >>> log.epochs
+    {1: 1, 2: 2, 3: 3, 4: 4}
+    >>> [parts[:2] for parts in log.to_parts()]  # at the last commit the leader reported to have written the second
+    [[2, 2], [3, 3], [4, 4]]
+    """
+
+    def __init__(self) -> None:
+        self._records: deque[CommitRecord] = deque(maxlen=_REMEMBERED_COMMITS)
+        self._written = NO_VERSION
+        """The event log goes at least so far."""
+
+    def __iter__(self) -> Iterator[CommitRecord]:
+        return iter(self._records)
+
+    @property
+    def epochs(self) -> dict[int, int]:
+        """Of the committed rounds."""
+        return {record.version.round: record.version.epoch for record in self._records if not record.opening}
+
+    def append(self, record: CommitRecord, written: StateVersion) -> None:
+        """Remember a commit, whose participants reported that the event log goes up to `written`."""
+        self._written = max(self._written, written)
+        self._records.append(record)
+
+    def restart(self, version: StateVersion, lines: Sequence[str] = ()) -> None:
+        """Continue from a checkpoint of this version, whose commit has these lines. Commits after it are void."""
+        self._replace([CommitRecord(version, False, [*map(from_json, lines)])])
+
+    def lines(self, version: StateVersion) -> list[str]:
+        return [line for record in self._records if record.version == version for line in record.lines()]
+
+    def _replace(self, records: Sequence[CommitRecord]) -> None:
+        self._records.clear()
+        self._records.extend(records)
+        self._written = NO_VERSION
+
+    def to_parts(self) -> list[Any]:
+        """The last commit that the event log has, and all that it may not have, as JSON data for other islands."""
+        return [[*one.version, one.opening, one.lines()] for one in self._records if one.version >= self._written]
+
+    def from_parts(self, parts: Sequence[Any]) -> None:
+        """Take over another island's commits. Some that this island saw itself may be void."""
+        self._replace([CommitRecord(StateVersion(*v), opening, [*map(from_json, lines)]) for *v, opening, lines in parts])
+
+
+# ---------------------------------------------------------------------------------------------------- the event log, on disk
+
+
+class LeaseLost(CheckpointError):
+    """Another island has written the event log while this one took the write lease."""
+
+
+class EventLogLease:
+    """The event log with the right to write it. A copy replaces the file, so an old leader that was frozen while it wrote, and
+    wakes, writes to a file that no process reads.
 
     Args:
-        run: the Run, resolved.
-        folder: of the run.
-        workload: that is trained.
-        warm: what the run begins with.
-        evaluator: judges weights.
-        origin: what a checkpoint must be of.
+        keep_bytes: of the existing log; the rest is void.
+        seen: `file_identity` of the log in which `keep_bytes` was found; None: any.
+
+    Raises:
+        CheckpointError: the log cannot be written; LeaseLost: it has changed since it was seen. It is untouched.
+    """
+
+    def __init__(self, path: Path, keep_bytes: int, seen: tuple[int, int] | None = None) -> None:
+        with ExitStack() as failing:
+            with replacing(path, CheckpointError) as file:
+                file.write(path.read_bytes()[:keep_bytes] if keep_bytes else b"")
+                file.flush()
+                # Opened under its temporary name: another island may replace the log at any moment.
+                self._sink = JsonlSink(file.name, append_at=keep_bytes)
+                failing.callback(self.close)
+                self.sync()  # takes a while, and the log must still be as it was seen when the copy replaces it
+                if seen is not None and file_identity(path) != seen:
+                    raise LeaseLost(f"another island has written {path} while this one took the write lease.")
+                self._inode = os.fstat(file.fileno()).st_ino
+            failing.pop_all()
+        self._sink.path = path
+
+    def emit(self, event: Event) -> None:
+        self._sink.emit(event)
+
+    def sync(self) -> None:
+        """Return when all events are on the disk."""
+        self._sink.position()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether no other island has taken the lease since."""
+        return file_identity(self._sink.path)[0] == self._inode
+
+    def close(self) -> None:
+        with suppress(CheckpointError):
+            self._sink.close()
+
+
+def file_identity(path: Path) -> tuple[int, int]:
+    """The inode and the size of a file, which change with every write; zeros if it does not exist."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return found.st_ino, found.st_size
+
+
+def committed_prefix(path: Path, epochs: Mapping[int, int]) -> tuple[int, StateVersion]:
+    """How many bytes of an event log belong to valid commits, and the last of these.
+
+    A leader that died at once may have written a commit that no other island has, or part of one.
+
+    Args:
+        epochs: of the valid commits, by round. Earlier rounds are valid; without any epoch nothing in the log is.
+    """
+    at, last, end, first = 0, NO_VERSION, 0, min(epochs, default=0)
+    for line in path.read_bytes().splitlines(keepends=True) if epochs and path.exists() else ():
+        end += len(line)
+        name = line[: line.find(b",")].decode(errors="replace").removeprefix('{"event": ').strip('"')
+        if not line.endswith(b"\n"):
+            break
+        if name == Attended.__name__:
+            attended = json.loads(line)
+            found = StateVersion(attended["round"], attended["epoch"])
+            if found.round >= first and epochs.get(found.round) != found.epoch:
+                break
+            at, last = end, found
+        elif name in _BETWEEN_COMMITS:
+            at = end
+        elif name in _BEFORE_COMMITS and last <= _OPENED:
+            at, last = end, _OPENED
+    return at, last
+
+
+def last_commit(path: Path) -> StateVersion:
+    """The newest version in an event log, valid or not."""
+    attended = read_events(path, [Attended]) if path.exists() else ()
+    return max((StateVersion(one.round, one.epoch) for one in attended if isinstance(one, Attended)), default=NO_VERSION)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the leader
+
+
+class _LostWhileSaving(Exception):
+    """Another island has taken the write lease before a checkpoint was complete."""
+
+
+class LeaderLog:
+    """What one island does with the run's folder when it is the leader.
+
+    Args:
+        warm: the run's initial weights.
+        origin: of the run; a checkpoint must have the same.
         cache: keeps the data that are read.
-        minutes: what is to be written.
-        say: takes what a person may want to know.
+        commits: the recent commits of this island.
     """
 
     def __init__(
@@ -59,235 +242,244 @@ class Desk:
         evaluator: Evaluator,
         origin: Mapping[str, str | None],
         cache: Cache,
-        minutes: Minutes,
-        say: Callable[[str], object],
+        commits: CommitLog,
+        log: Callable[[str], object],
     ) -> None:
         self._run, self._folder, self._workload, self._warm, self._evaluator = run, folder, workload, warm, evaluator
-        self._origin, self._minutes, self._say = dict(origin), minutes, say
+        self._origin, self._commits, self._log = dict(origin), commits, log
         self._execution = Execution(run, folder, None, (), cache)
         self.checkpoints = Checkpoints(folder.checkpoints, run.keep.checkpoints)
-        self._log: TakenLog | None = None
-        self._written = NOTHING
-        """The last of the minutes that are in it."""
-        self._judged: Generation | None = None
-        """Whose weights were judged here last."""
+        self._lease: EventLogLease | None = None
+        self._written = NO_VERSION
+        """The last commit in the event log, while this island holds the lease."""
+        self._evaluated: StateVersion | None = None
+        """The version that this island evaluated last."""
         self._steps = 0
-        """Of the run, at the last commit that is written down."""
-        self._judged_at = self._saved_at = 0
-        """Steps of the run, when its weights were last judged, and last saved, by whomever."""
-        self._void: list[int] = []
-        """Rounds of checkpoints that others saved of commits which came to nothing. They go when a better one stands."""
-        self.writer: str | None = None
-        """Who else writes of the last commit, if anybody does."""
+        """Of the run, at the last commit in the event log."""
+        self._evaluated_at = self._saved_at = 0
+        """Steps of the run at the last evaluation and the last checkpoint, by any island."""
+        self._void_checkpoints: list[int] = []
+        """Rounds of checkpoints of void commits. They are removed when a valid checkpoint is complete."""
+        self.other_leader: str | None = None
+        """The leader of the last commit, if that is another island."""
 
     # ------------------------------------------------------------------------------------------------------------- at commits
 
-    def committed(self, engine: ElasticEngine, commit: Commit, writer: str | None) -> None:
-        """Write down what was committed, if it is this island who does so.
+    def append(self, engine: ElasticEngine, committed: CommittedRound) -> None:
+        """Write a commit into the event log, evaluate and save, if this island is its leader.
 
         Raises:
-            Finished: nothing is left to do.
+            RunAlreadyFinished: nothing is left to do.
         """
-        self.writer = writer if writer != engine.name else None
-        if writer != engine.name:
-            self._stop_writing()
+        leads = committed.leader == engine.name
+        self.other_leader = None if leads else committed.leader
+        if not leads:
+            self.release()
             return
         try:
-            self._write(engine, commit)
+            self._write(engine, committed)
         except CheckpointError as error:
-            if commit.opening:
+            if committed.opening:
                 raise
-            # The commit stands whether it is written down or not, and is remembered: the next one tries again where the log ends.
-            self._say(f"not written: {error}")
-            self._stop_writing()
+            # The commit is valid whether it is logged or not, and is remembered: the next leader continues where the log ends.
+            self._log(f"not written: {error}")
+            self.release()
 
-    def _write(self, engine: ElasticEngine, commit: Commit) -> None:
-        log = self._writing(engine)
+    def _write(self, engine: ElasticEngine, committed: CommittedRound) -> None:
+        lease = self._up_to_date(engine)
         before, self._steps = self._steps, engine.steps_taken
-        if commit.opening and engine.generation.round == 0:
-            self._judge(engine, log)
+        if committed.opening and engine.version.round == 0:
+            self._evaluate(engine, lease)
             return
-        if engine.over or self._is_due(before, self._judged_at, self._run.keep.evaluate_every):
-            self._judge(engine, log)
-        due = engine.over or self._void or self._is_due(before, self._saved_at, self._run.keep.save_every)
-        if due and not commit.opening and log.is_ours:
-            self._save(engine, log)
+        if engine.over or self._is_due(before, self._evaluated_at, self._run.keep.evaluate_every):
+            self._evaluate(engine, lease)
+        due = engine.over or self._void_checkpoints or self._is_due(before, self._saved_at, self._run.keep.save_every)
+        if due and not committed.opening and lease.is_held:
+            self._save(engine, lease)
 
     def _is_due(self, before: int, done_at: int, every: int) -> bool:
-        """Whether the run has just passed a multiple of so many steps. Or it has passed one since this was last done, and nothing
-        came of it, since a disk was full or whoever did it has died: then it is tried once more with each tenth of them."""
+        """Whether the run has just passed a multiple of `every` steps. If an earlier multiple was missed, because a disk was full
+        or a leader died, it is due again with each tenth of `every`."""
         missed = self._steps // every > done_at // every
-        return self._passed(before, every) or (missed and self._passed(before, max(every // 10, 1)))
+        return self._has_passed(before, every) or (missed and self._has_passed(before, max(every // 10, 1)))
 
-    def _passed(self, before: int, every: int) -> bool:
-        """Whether the run has just passed a multiple of so many steps."""
+    def _has_passed(self, before: int, every: int) -> bool:
         return self._steps // every > before // every
 
-    def _judge(self, engine: ElasticEngine, log: TakenLog) -> None:
+    def _evaluate(self, engine: ElasticEngine, lease: EventLogLease) -> None:
         metrics = self._evaluator(engine.params, engine.replica.buffers())
-        log.emit(engine.accounting.evaluated(metrics, engine.clock.now_s()))
-        self._judged, self._judged_at = engine.generation, engine.steps_taken
+        lease.emit(engine.accounting.evaluated(metrics, engine.clock.now_s()))
+        self._evaluated, self._evaluated_at = engine.version, engine.steps_taken
 
-    def _save(self, engine: ElasticEngine, log: TakenLog) -> None:
-        """A disk that is full ends nothing: the last checkpoint stands, and the next may succeed."""
-        number = engine.generation.round
+    def _save(self, engine: ElasticEngine, lease: EventLogLease) -> None:
+        """Save a checkpoint. A full disk ends nothing: the last checkpoint stands, and the next may succeed."""
+        number = engine.version.round
 
-        def check() -> None:
-            if not log.is_ours:
-                raise _Overtaken
+        def check_lease() -> None:
+            if not lease.is_held:
+                raise _LostWhileSaving
 
         metadata = {
             **self._origin,
-            "engine": engine.plain(),
+            "engine": engine.metadata(),
             "steps": engine.steps_taken,
-            "lines": self._minutes.lines(engine.generation),
+            "lines": self._commits.lines(engine.version),
         }
         try:
-            log.sync()  # whoever goes on from the checkpoint looks for its commit there
-            self.checkpoints.save(number, {"shared": engine.shared()}, metadata, before_it_counts=check)
-        except _Overtaken:
-            self._say(f"round {number} is not saved: another island has taken the log over")
+            lease.sync()  # recovery from the checkpoint looks for its commit in the log
+            self.checkpoints.save(number, {"shared": engine.shared()}, metadata, before_it_counts=check_lease)
+        except _LostWhileSaving:
+            self._log(f"round {number} is not saved: another island has taken the write lease")
         except CheckpointError as error:
-            self._say(f"not saved: {error}")
-            log.emit(SaveFailed(round=number, reason=str(error)))
+            self._log(f"not saved: {error}")
+            lease.emit(SaveFailed(round=number, reason=str(error)))
         else:
-            self.checkpoints.remove(set(self._void) - {number})
-            self._void, self._saved_at = [], engine.steps_taken
-            log.emit(Saved(round=number, name=Checkpoints.name(number)))
+            self.checkpoints.remove(set(self._void_checkpoints) - {number})
+            self._void_checkpoints, self._saved_at = [], engine.steps_taken
+            lease.emit(Saved(round=number, name=Checkpoints.name(number)))
 
-    # -------------------------------------------------------------------------------------------------------------- the log
+    # --------------------------------------------------------------------------------------------------------- the event log
 
-    def _writing(self, engine: ElasticEngine) -> TakenLog:
-        """The log, with everything in it that happened up to now."""
-        if (self._log is None or not self._log.is_ours) and self.is_finished:
-            raise Finished
-        if self._log is not None and not self._log.is_ours and last_commit(self._folder.events) < engine.generation:
-            self._stop_writing()  # whoever took it was behind; of one that is ahead this island, frozen meanwhile, takes nothing
-        taken_over = self._log is None
-        self._log = self._log or self._taken_over(engine)
-        for minute in self._minutes:
-            if minute.generation > self._written:
-                for event in minute.events:
-                    self._log.emit(event)
-                self._written = minute.generation
+    def _up_to_date(self, engine: ElasticEngine) -> EventLogLease:
+        """The event log, with all commits so far."""
+        if (self._lease is None or not self._lease.is_held) and self.is_finished:
+            raise RunAlreadyFinished
+        if self._lease is not None and not self._lease.is_held and last_commit(self._folder.events) < engine.version:
+            self.release()  # the holder is behind. From a holder that is ahead this island, frozen meanwhile, takes nothing
+        taken_over = self._lease is None
+        self._lease = self._lease or self._take_over(engine)
+        for record in self._commits:
+            if record.version > self._written:
+                for event in record.events:
+                    self._lease.emit(event)
+                self._written = record.version
         if taken_over:
-            self._void = self._contradicted(engine.generation)
-        return self._log
+            self._void_checkpoints = self._find_void_checkpoints(engine.version)
+        return self._lease
 
-    def _taken_over(self, engine: ElasticEngine) -> TakenLog:
-        self._say(f"{engine.name} writes the log from round {engine.generation.round} on")
+    def _take_over(self, engine: ElasticEngine) -> EventLogLease:
+        self._log(f"{engine.name} leads: it writes the event log from round {engine.version.round} on")
         try:
-            return self._taken(engine)
-        except Overtaken as error:  # one that was frozen has written its last line, perhaps; what it left is read once more
-            self._say(str(error))
-            return self._taken(engine)
+            return self._take_lease()
+        except LeaseLost as error:  # a frozen leader has woken and written its last line: read the log again
+            self._log(str(error))
+            return self._take_lease()
 
-    def _taken(self, engine: ElasticEngine) -> TakenLog:
-        epochs, seen = self._minutes.epochs, stamp(self._folder.events)
-        keep_bytes, self._written = agreed_part(self._folder.events, epochs)
+    def _take_lease(self) -> EventLogLease:
+        epochs, seen = self._commits.epochs, file_identity(self._folder.events)
+        keep_bytes, self._written = committed_prefix(self._folder.events, epochs)
         missing = range(max(self._written.round, 0) + 1, min(epochs, default=0))
         if missing:
-            self._say(f"nobody remembers rounds {missing[0]} to {missing[-1]}, and the log does not have them")
-        log = TakenLog(self._folder.events, keep_bytes, seen)
-        told = [*read_events(self._folder.events, [RoundFinished, Evaluated])]
-        self._steps = max((event.steps for event in told if isinstance(event, RoundFinished)), default=0)
-        self._judged_at = max((event.steps for event in told if isinstance(event, Evaluated)), default=0)
-        self._saved_at = self._steps_saved()
+            self._log(f"rounds {missing[0]} to {missing[-1]} are missing in the event log, and no island remembers them")
+        lease = EventLogLease(self._folder.events, keep_bytes, seen)
+        logged = [*read_events(self._folder.events, [RoundFinished, Evaluated])]
+        self._steps = max((event.steps for event in logged if isinstance(event, RoundFinished)), default=0)
+        self._evaluated_at = max((event.steps for event in logged if isinstance(event, Evaluated)), default=0)
+        self._saved_at = self._last_saved_steps()
         if not keep_bytes:
-            self._begin(log)
-        return log
+            self._begin(lease)
+        return lease
 
-    def _steps_saved(self) -> int:
-        """Steps of the run, at its newest checkpoint."""
+    def _last_saved_steps(self) -> int:
         try:
             newest = self.checkpoints.newest()
-        except CheckpointError:  # it is damaged, and another one is due
+        except CheckpointError:  # it is damaged, and a new one is due
             return 0
         return int(newest.metadata.get("steps", 0)) if newest is not None else 0
 
-    def _contradicted(self, reached: Generation) -> list[int]:
-        """The checkpoints, by their rounds, of commits that others did again, as the log tells, or that are still to come."""
-        told = {one.round: one.epoch for one in read_events(self._folder.events, [Attended]) if isinstance(one, Attended)}
+    def _find_void_checkpoints(self, reached: StateVersion) -> list[int]:
+        """The rounds of checkpoints whose commits were repeated, as the event log shows, or lie ahead."""
+        epochs = {one.round: one.epoch for one in read_events(self._folder.events, [Attended]) if isinstance(one, Attended)}
         found = []
         for number in self.checkpoints.rounds():
-            with suppress(CheckpointError):  # what is damaged is for a person to look at
-                _, epoch = self.checkpoints.at(number).metadata["engine"]["generation"]
-                if number > reached.round or told.get(number, epoch) != epoch:
+            with suppress(CheckpointError):  # a damaged checkpoint is left for a person to look at
+                _, epoch = self.checkpoints.at(number).metadata["engine"]["version"]
+                if number > reached.round or epochs.get(number, epoch) != epoch:
                     found.append(number)
         return found
 
-    def _begin(self, log: TakenLog) -> None:
+    def _begin(self, lease: EventLogLease) -> None:
         self._execution.keep_what_is_read()
-        log.emit(self._execution.started(self._workload, engine="elastic"))
+        lease.emit(self._execution.started(self._workload, engine="elastic"))
         if self._run.train.warm_start_steps:
             warm = self._warm
-            log.emit(WarmStartFinished(steps=self._run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
+            lease.emit(WarmStartFinished(steps=self._run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
 
     @property
-    def writes(self) -> bool:
-        """Whether it is this island who writes the log."""
-        return self._log is not None
+    def has_lease(self) -> bool:
+        return self._lease is not None
 
     @property
-    def written(self) -> Generation:
-        """Up to which commit this island has written the log; of one that it does not write now, or cannot, it does not know."""
-        return self._written if self._log is not None and self._log.is_ours else NOTHING
+    def written(self) -> StateVersion:
+        """The last commit in the event log; NO_VERSION if this island does not hold the lease, and so does not know."""
+        return self._written if self._lease is not None and self._lease.is_held else NO_VERSION
 
-    def close(self) -> None:
-        """Nothing more is written here."""
-        self._stop_writing()
+    def release(self) -> None:
+        """Stop writing. Another island may write from now on."""
+        if self._lease is not None:
+            self._lease.close()
+        self._lease = None
 
-    def _stop_writing(self) -> None:
-        if self._log is not None:
-            self._log.close()
-        self._log = None
-
-    # -------------------------------------------------------------------------------------------------------------- the end
+    # --------------------------------------------------------------------------------------------------------------- the end
 
     @property
     def is_finished(self) -> bool:
-        """Whether somebody has left all that is to be left of the run."""
+        """Whether the folder has all results of the run."""
         return self._folder.final.exists() and is_finished(self._folder)
 
-    def finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
-        """The run is over: leave what is to be left, unless another island has.
+    def finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None, limit_s: float) -> None:
+        """Write the results of the run, unless another island has. Retry for `limit_s` if the disk is full.
+
+        Args:
+            engine: with the last state.
+            checkpoint: that this island continued from.
 
         Raises:
-            CheckpointError: it could not be written. It can be tried again.
+            CheckpointError: the results could not be written.
         """
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            try:
+                with log_while_waiting(self._log, "finishing the run, or waiting for another island that does"):
+                    self._finish(engine, checkpoint)
+            except CheckpointError as error:
+                if time.monotonic() > deadline_s:
+                    raise
+                self._log(f"not finished, and tried again: {error}")
+                time.sleep(_RETRY_S)
+            else:
+                return
+
+    def _finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
         with open(self._folder.path / "finish.lock", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self.is_finished:
                 return
             try:
-                self._leave(engine, checkpoint)
+                self._write_results(engine, checkpoint)
             finally:
-                self._stop_writing()
+                self.release()
 
-    def _leave(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
-        if self._log is not None and not self._log.is_ours:
-            self._stop_writing()  # whoever took it while this island was frozen has not finished the run, and may have died since
-            self._judged = None
-        log = self._writing(engine)
-        if self._judged != engine.generation:
-            self._judge(engine, log)
+    def _write_results(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
+        if self._lease is not None and not self._lease.is_held:
+            self.release()  # the holder took it while this island was frozen, has not finished the run, and may have died
+            self._evaluated = None
+        lease = self._up_to_date(engine)
+        if self._evaluated != engine.version:
+            self._evaluate(engine, lease)
         finished = engine.accounting.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
-        log.emit(finished)
+        lease.emit(finished)
         self._execution.leave(engine.params, engine.replica.buffers(), finished, checkpoint)
         self._evaluator.load(engine.params, engine.replica.buffers())
-        if not log.is_ours:
-            raise CheckpointError(f"another island has taken {self._folder.events} over while this one finished the run.")
+        if not lease.is_held:
+            raise CheckpointError(f"another island has taken the write lease of {self._folder.events} while this one finished.")
         self._execution.result(self._evaluator, engine.params)
 
-    def brought_up_to_date(self, engine: ElasticEngine) -> None:
-        """The engine goes on with what another island gave it, and the minutes are that one's."""
-        self._stop_writing()  # somebody else may have written since
-
-    def restored(self, checkpoint: Checkpoint, engine: ElasticEngine) -> None:
-        """Have an engine go on from a checkpoint."""
-        self._stop_writing()
+    def restore(self, checkpoint: Checkpoint, engine: ElasticEngine) -> None:
+        """Make an engine continue from a checkpoint."""
+        self.release()
         check_origin(checkpoint, self._origin, engine.name)
         shared: dict[str, Any] = self.checkpoints.load(checkpoint, "shared", engine.shared())
         engine.restore(checkpoint.metadata["engine"], shared)
-        self._minutes.begin_with(engine.generation, checkpoint.metadata.get("lines", ()))
-        engine.begin_anew()
+        self._commits.restart(engine.version, checkpoint.metadata.get("lines", ()))
+        engine.resume_alone()

@@ -1,19 +1,21 @@
-"""Who meets: torchft's manager and lighthouse find the islands that are there, and its process group is made anew for them.
+"""Which islands form a quorum: torchft's lighthouse finds them, a failure monitor drops dead ones, and a vote evicts faulty ones.
 
-Of torchft's parts these are used: the servers that send heartbeats and find a quorum, and the process group that can be
-reconfigured. Its Manager class is not: it tells states apart by a step number alone, so that two islands that took the same step in
-different company both count as sound; and it heals an island while the others wait.
+Of torchft this uses the servers that send heartbeats and form quorums, and the process group that can be reconfigured. It does not
+use torchft's Manager class: that class identifies states by a step number alone, so two islands that took one step in different
+quorums would both count as valid; and it makes the quorum wait while one island recovers.
 """
 
 from __future__ import annotations
 
 import gc
 import socket
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,69 +24,82 @@ from torch._C._distributed_c10d import TCPStore
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.optional_imports import require
-from atoll.engines.elastic.registry import open_store
-from atoll.engines.elastic.state_version import Generation
-from atoll.engines.elastic.wait_log import reminding
+from atoll.engines.elastic.rendezvous import open_store
+from atoll.engines.elastic.snapshot_server import IslandStatus, query_status
+from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.processes.transport import first_sentence
 
-_BEAT = timedelta(milliseconds=100)
-_ANSWER = timedelta(seconds=10)
-"""Of the lighthouse, when it is first connected to."""
-_AGAIN_S = 0.2
-_RETRIES = 1000
-"""While the lighthouse is away. Without any, a question that it died over is never answered."""
+WAIT_LOG_S = 10.0
+PROBE_S = 1.0
+_HEARTBEAT = timedelta(milliseconds=100)
+_CONNECT_LIMIT = timedelta(seconds=10)
+_RETRY_S = 0.2
+_QUORUM_RETRIES = 1000
+"""Of torchft's manager while the lighthouse is away. Without retries it never answers a request that the lighthouse died over."""
+_UNUSED_TAG = 1  # messages have tag 0
 
 
-class CutOff(ExchangeFailed):
-    """This island cannot meet the others any more, and ends."""
+class MembershipLost(ExchangeFailed):
+    """This island cannot take part in any quorum again, and ends."""
+
+
+@contextmanager
+def log_while_waiting(log: Callable[[str], object], what: str, every_s: float = WAIT_LOG_S) -> Iterator[None]:
+    """Log what the caller waits for, and for how long it has waited, every so many seconds."""
+    over, began_s = threading.Event(), time.monotonic()
+
+    def repeat() -> None:
+        while not over.wait(every_s):
+            log(f"{what} ({time.monotonic() - began_s:.0f} s)")
+
+    thread = threading.Thread(target=repeat, name="wait log", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @dataclass(frozen=True)
 class Member:
-    """An island, as all others know it before they have met: what it is called at the lighthouse says it.
-
-    Attributes:
-        name: of the island.
-        pier: where it can be asked.
-        home: whether it has the run's folder.
-        came_s: when it joined, by its own clock.
-    """
+    """An island as the lighthouse knows it: its replica id there carries all fields. `joined_s` is by the island's own clock."""
 
     name: str
-    pier: str
-    home: bool
-    came_s: float
+    address: str
+    has_folder: bool
+    joined_s: float
 
-    def to_id(self) -> str:
-        """Unlike any other: the pier is this process's alone, and the time tells its visits apart.
+    def to_replica_id(self) -> str:
+        """A unique id: the address belongs to one process, and the time distinguishes that process's joins.
 
         >>> member = Member("b", "192.0.2.7:4711", True, 12.5)
-        >>> member.to_id(), Member.of(member.to_id()) == member
-        ('b:192.0.2.7:4711:home:12.5', True)
+        >>> member.to_replica_id(), Member.from_replica_id(member.to_replica_id()) == member
+        ('b:192.0.2.7:4711:folder:12.5', True)
         """
-        return f"{self.name}:{self.pier}:{'home' if self.home else 'away'}:{self.came_s!r}"
+        return f"{self.name}:{self.address}:{'folder' if self.has_folder else 'remote'}:{self.joined_s!r}"
 
     @staticmethod
-    def of(text: str) -> Member:
+    def from_replica_id(text: str) -> Member:
         name, _, rest = text.partition(":")
-        pier, home, came_s = rest.rsplit(":", 2)
-        return Member(name, pier, home == "home", float(came_s))
+        address, folder, joined_s = rest.rsplit(":", 2)
+        return Member(name, address, folder == "folder", float(joined_s))
 
 
 @dataclass(frozen=True)
-class Found:
-    """Islands that the lighthouse sends to one meeting.
+class Quorum:
+    """Islands that the lighthouse sends to one commit attempt.
 
     Attributes:
         members: in rank order.
-        rank: of this one.
-        place: where they connect, known to nobody else.
-        connected: whether they still are, from the last meeting.
+        rank: of this island.
+        store: the store prefix under which they connect.
+        connected: whether the process group of the last attempt is still theirs.
     """
 
     members: tuple[Member, ...]
     rank: int
-    place: str
+    store: str
     connected: bool = False
 
     @property
@@ -92,106 +107,100 @@ class Found:
         return tuple(member.name for member in self.members)
 
     @property
-    def me(self) -> Member:
+    def own(self) -> Member:
         return self.members[self.rank]
 
     @property
-    def others(self) -> tuple[Member, ...]:
-        return tuple(member for rank, member in enumerate(self.members) if rank != self.rank)
+    def others(self) -> dict[int, Member]:
+        return {rank: member for rank, member in enumerate(self.members) if rank != self.rank}
 
 
 class Membership:
-    """One island's membership.
+    """One island's membership in the run.
 
     Args:
-        name: of the island, unlike all others'.
-        host: the address by which others reach this machine.
+        status: of the island: its name, its address, and whether it has the run's folder.
+        host: the address by which other islands reach this machine.
         lighthouse: its address.
-        pier: where this island can be asked.
-        home: whether it has the run's folder.
-        limit_s: how long the lighthouse is waited for when it does not answer.
-        say: takes what a person may want to know.
+        limit_s: how long the island waits for a lighthouse that does not answer.
     """
 
-    def __init__(
-        self, name: str, host: str, lighthouse: str, *, pier: str, home: bool, limit_s: float, say: Callable[[str], object]
-    ) -> None:
-        self._name, self._host, self._lighthouse, self._limit_s, self._say = name, host, lighthouse, limit_s, say
-        self._pier, self._home = pier, home
+    def __init__(self, status: IslandStatus, host: str, lighthouse: str, limit_s: float, log: Callable[[str], object]) -> None:
+        self._status, self._host, self._lighthouse, self._limit_s, self._log = status, host, lighthouse, limit_s, log
         self._store: TCPStore
         self._store, self._store_port = open_store(host)
         self._server: Any = None
         self._client: Any = None
         self._group: Any = None
-        self._found: tuple[Any, ...] = ()
-        self._connected: tuple[Any, ...] = ()
-        """Which quorum was found last, and which one the group is of."""
+        self._quorum_key: tuple[Any, ...] = ()
+        self._connected_key: tuple[Any, ...] = ()
+        """Identify the last quorum, and the quorum that the process group belongs to."""
 
     def join(self) -> None:
-        """From now on this island is alive, and others wait for it."""
+        """Send heartbeats from now on: other islands wait for this one."""
         if self._server is not None:
             return
         coordination: Any = require("torchft.coordination", extra="torchft", purpose="islands that come and go")
-        with reminding(self._say, f"the lighthouse at {self._lighthouse} does not answer yet"):
-            self._server = self._trying(lambda: self._serve(coordination))
-        self._client = coordination.ManagerClient(self._server.address(), connect_timeout=_ANSWER)
+        with log_while_waiting(self._log, f"the lighthouse at {self._lighthouse} does not answer yet"):
+            self._server = self._retry(lambda: self._manager_server(coordination))
+        self._client = coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT_LIMIT)
 
-    def _serve(self, coordination: Any) -> Any:
+    def _manager_server(self, coordination: Any) -> Any:
+        status = self._status
         return coordination.ManagerServer(
-            replica_id=Member(self._name, self._pier, self._home, time.time()).to_id(),
+            replica_id=Member(status.name, status.address, status.has_folder, time.time()).to_replica_id(),
             lighthouse_addr=f"http://{self._lighthouse}",
             hostname=self._host,
             bind=f"{self._host}:0",
             store_addr=f"{self._host}:{self._store_port}",
             world_size=1,
-            heartbeat_interval=_BEAT,
-            connect_timeout=min(_ANSWER, timedelta(seconds=self._limit_s)),
-            quorum_retries=_RETRIES,
+            heartbeat_interval=_HEARTBEAT,
+            connect_timeout=min(_CONNECT_LIMIT, timedelta(seconds=self._limit_s)),
+            quorum_retries=_QUORUM_RETRIES,
         )
 
     def leave(self) -> None:
-        """Others do not wait for this island any more."""
+        """Stop the heartbeats: other islands do not wait for this one any more."""
         if self._server is not None:
             self._server.shutdown()
         self._server = self._client = None
         self.abort()
 
     def abort(self) -> None:
-        """What is under way has failed: end it, so that the others notice."""
-        self._connected = ()
+        """Close all connections after a failure, so that the other members notice it."""
+        self._connected_key = ()
         group, self._group = self._group, None
         if group is None:
             return
         with suppress(RuntimeError):
             group.abort()
-        # gloo closes its connections when the last one who holds them lets go, and errors that were passed on hold each other:
-        # until they are collected the others would wait for this island, whoever it was that died.
+        # gloo closes its connections when their last reference goes, and chained exceptions refer to each other: until they are
+        # collected the other members would wait for this island, whichever island it was that died.
         del group
         gc.collect()
 
-    def find(self, generation: Generation, failures: int) -> Found:
-        """All who are there. It waits for those who are alive and still train.
+    def form_quorum(self, version: StateVersion, failures: int) -> Quorum:
+        """Wait until all live islands ask for a quorum, including those that still train.
 
         Args:
-            generation: of this island.
-            failures: attempts in a row that have failed since the last commit. Whoever has any is sent to another place
-                than before, and all others with it.
+            version: that this island holds.
+            failures: failed attempts since the last commit. With any, the whole quorum connects under a new store prefix.
 
         Raises:
-            CutOff: the lighthouse does not answer.
+            MembershipLost: the lighthouse does not answer.
         """
-        with reminding(self._say, "waiting for the other islands to come to this round's meeting"):
-            found = self._trying(lambda: self._quorum(generation, failures))
-        # A lighthouse that was started anew counts from the beginning: the state that all are at tells its quorums apart.
-        place = f"{found.store_address}/{found.max_step}/{found.quorum_id}"
-        members = tuple(map(Member.of, found.replica_ids))
-        self._found = (found.quorum_id, found.store_address, members)
-        return Found(members, found.replica_rank, place, connected=self._connected == self._found)
+        with log_while_waiting(self._log, "waiting for the other islands to finish this round"):
+            found = self._retry(lambda: self._request_quorum(version, failures))
+        # A restarted lighthouse counts quorums from the beginning: the members' version distinguishes its quorums from older ones.
+        store = f"{found.store_address}/{found.max_step}/{found.quorum_id}"
+        members = tuple(map(Member.from_replica_id, found.replica_ids))
+        self._quorum_key = (found.quorum_id, found.store_address, members)
+        return Quorum(members, found.replica_rank, store, connected=self._connected_key == self._quorum_key)
 
-    def _quorum(self, generation: Generation, failures: int) -> Any:
+    def _request_quorum(self, version: StateVersion, failures: int) -> Any:
         return self._client._quorum(
             group_rank=0,
-            step=generation.number,
+            step=version.number,
             checkpoint_metadata="",
             shrink_only=False,
             timeout=timedelta(seconds=self._limit_s),
@@ -199,53 +208,50 @@ class Membership:
             init_sync=False,
         )
 
-    def connect(self, found: Found, limit_s: float) -> dist.ProcessGroupGloo:
-        """What carries the messages of those who were found.
+    def connect(self, quorum: Quorum, limit_s: float) -> dist.ProcessGroupGloo:
+        """The process group of this quorum.
 
         Raises:
-            ExchangeFailed: somebody could not be connected to within the limit. Meet again.
+            ExchangeFailed: a member could not be connected to within the limit. Form a new quorum.
         """
-        if not found.connected:
+        if not quorum.connected:
             self.abort()
             self._group = _group_class()(self._host, timedelta(seconds=limit_s))
             try:
-                self._group.configure(found.place, self._name, found.rank, len(found.members))
+                self._group.configure(quorum.store, self._status.name, quorum.rank, len(quorum.members))
             except Exception as error:  # torchft raises what it comes across
                 self.abort()
                 raise ExchangeFailed(
-                    f"{self._name} could not connect to all of {', '.join(found.names)} within {limit_s:.1f} s: "
-                    f"{first_sentence(str(error))}. One of them has died since they met, or cannot be reached"
+                    f"{self._status.name} could not connect to all of {', '.join(quorum.names)} within {limit_s:.1f} s: "
+                    f"{first_sentence(str(error))}. One of them has died since the quorum was formed, or cannot be reached"
                 ) from error
-            self._connected = self._found
-        return self._backend()
-
-    def _backend(self) -> dist.ProcessGroupGloo:
+            self._connected_key = self._quorum_key
         backend: dist.ProcessGroupGloo = self._group.parent._get_backend(torch.device("cpu"))
         return backend
 
-    def _trying(self, call: Callable[[], Any]) -> Any:
-        """Until it succeeds: the lighthouse may be away for a while."""
+    def _retry(self, call: Callable[[], Any]) -> Any:
+        """Repeat a call until it succeeds: the lighthouse may be away for a while."""
         deadline_s = time.monotonic() + self._limit_s
         while True:
             try:
                 return call()
             except Exception as error:  # of the manager's own kinds
                 if time.monotonic() > deadline_s:
-                    raise CutOff(
-                        f"{self._name} waited {self._limit_s:.0f} s for the lighthouse at {self._lighthouse}: "
-                        f"{first_sentence(str(error))}. What was saved stands. Is the run over, or its first machine gone?"
+                    raise MembershipLost(
+                        f"{self._status.name} waited {self._limit_s:.0f} s for the lighthouse at {self._lighthouse}: "
+                        f"{first_sentence(str(error))}. Saved checkpoints stand. Is the run over, or its first machine down?"
                     ) from error
-                time.sleep(_AGAIN_S)
+                time.sleep(_RETRY_S)
 
 
-_GlooOptions: Any = getattr(dist.ProcessGroupGloo, "_Options")  # noqa: B009 (torch's stubs do not know it)
+_GlooOptions: Any = getattr(dist.ProcessGroupGloo, "_Options")  # noqa: B009 (torch's stubs lack it)
 
 
 def _group_class() -> Any:
     torchft: Any = require("torchft.process_group", extra="torchft", purpose="islands that come and go")
 
-    class Gloo(torchft.ProcessGroupGloo):  # type: ignore[misc]
-        """torchft's own, but it listens where it is told to, and not where the machine's name points to."""
+    class HostBoundGloo(torchft.ProcessGroupGloo):  # type: ignore[misc]
+        """torchft's gloo group, listening on the given address instead of the one that the machine's name resolves to."""
 
         def __init__(self, host: str, limit: timedelta) -> None:
             super().__init__(timeout=limit)
@@ -261,4 +267,101 @@ def _group_class() -> Any:
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
             return group
 
-    return Gloo
+    return HostBoundGloo
+
+
+# -------------------------------------------------------------------------------------------------------------- failure monitor
+
+
+class QuorumMonitor:
+    """Probes the members of one exchange, once a second, while it is entered.
+
+    A stopped process, a machine without power and a cut link close no connection: a receiver would wait for as long as an exchange
+    may take at all. A late answer counts as an answer, since a link that carries the exchange is slow.
+
+    Args:
+        members: to probe, by rank in the group.
+        group: of the exchange. The monitor aborts it when a member is silent for `silent_s`, so that its receivers go on.
+    """
+
+    def __init__(self, members: Mapping[int, Member], group: Any, silent_s: float) -> None:
+        self._members, self._group, self._silent_s = members, group, silent_s
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._ignored: set[int] = set()
+        self.failed: str | None = None
+        """The first participant that did not answer."""
+
+    def __enter__(self) -> QuorumMonitor:
+        for rank, member in self._members.items():
+            threading.Thread(target=self._probe, args=(rank, member), name=f"probe {member.name}", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._lock:
+            self._over.set()
+
+    def ignore(self, ranks: Collection[int]) -> None:
+        """These ranks do not take part in the exchange any more."""
+        with self._lock:
+            self._ignored.update(ranks)
+
+    def _probe(self, rank: int, member: Member) -> None:
+        answered_s = time.monotonic()
+        while not self._over.wait(PROBE_S):
+            status = query_status(member.address, self._silent_s)
+            if status is not None and status.get("name") == member.name:  # not another process that has taken over its port
+                answered_s = time.monotonic()
+            elif time.monotonic() - answered_s > self._silent_s:
+                self._fail(rank, member)
+                return
+
+    def _fail(self, rank: int, member: Member) -> None:
+        with self._lock:
+            if not self._over.is_set() and rank not in self._ignored:
+                self.failed = self.failed or member.name
+                _abort_pending(self._group, rank)
+
+
+def _abort_pending(group: Any, rank: int) -> None:
+    """End all pending messages of a gloo group, from another thread than the one that waits.
+
+    gloo's own `abort` wakes no receiver. But when one message times out, gloo gives up all of them: so this waits for a message
+    that no rank sends, from a rank whose connection stands. A receive from a closed connection would give up nothing else.
+    """
+    with suppress(RuntimeError):
+        group.recv([torch.zeros(1)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- eviction
+
+
+def choose_eviction(members: Sequence[Member], suspects: Mapping[str, Collection[str]]) -> Member:
+    """The member with most faulty links, which leaves by itself. A link is faulty if either end reports it.
+
+    A link that is cut, that works one way only or that changes bits would stop a quorum for ever, since the lighthouse does not
+    know of it and forms the same quorum again. All members that can be queried choose the same member. On a tie an island without
+    the run's folder leaves, so that commits are still logged and saved; then the one that joined last.
+
+    >>> a, b, c = Member("a", "", True, 1.0), Member("b", "", False, 2.0), Member("c", "", False, 3.0)
+    >>> choose_eviction([a, b, c], {"a": ["b"], "c": ["b"]}).name  # no island reaches b
+    'b'
+    >>> choose_eviction([a, b, c], {"a": ["b", "c"]}).name  # a reaches no island
+    'a'
+    >>> choose_eviction([a, b], {"a": ["b"], "b": ["a"]}).name
+    'b'
+    """
+    names = {member.name for member in members}
+    links = {frozenset((one, other)) for one, others in suspects.items() for other in others if {one, other} <= names}
+    return max(members, key=lambda m: (sum(m.name in link for link in links), not m.has_folder, m.joined_s, m.name))
+
+
+def find_duplicate(members: Sequence[Member]) -> Member | None:
+    """A member that joined later than another of the same name; None if all names differ.
+
+    >>> a, b, c = Member("a", "x:1", True, 1.0), Member("b", "x:2", True, 1.0), Member("a", "x:3", True, 2.0)
+    >>> find_duplicate([a, b]), find_duplicate([b, a, c]) is c
+    (None, True)
+    """
+    by_age = sorted(members, key=lambda member: (member.joined_s, member.address))
+    names = [member.name for member in by_age]
+    return next((member for at, member in enumerate(by_age) if member.name in names[:at]), None)

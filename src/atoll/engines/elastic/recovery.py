@@ -1,4 +1,4 @@
-"""Where an island comes by the state of the run: from another island, from a checkpoint, or, once only, from the beginning."""
+"""How an island gets the run's state: from another island's snapshot, from a checkpoint, or, once only, from initial weights."""
 
 from __future__ import annotations
 
@@ -11,273 +11,251 @@ from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.events import RoundFinished
 from atoll.core.state_packing import Packed, unpack
 from atoll.engines.checkpoints import Checkpoint
-from atoll.engines.elastic.commit_log import Minutes
 from atoll.engines.elastic.engine import ElasticEngine
-from atoll.engines.elastic.eviction import call
-from atoll.engines.elastic.leader_log import Desk
-from atoll.engines.elastic.membership import CutOff, Member
-from atoll.engines.elastic.registry import SILENT_S, Roll
-from atoll.engines.elastic.snapshot_server import fetch
+from atoll.engines.elastic.leader_log import CommitLog, LeaderLog
+from atoll.engines.elastic.membership import Membership, MembershipLost, log_while_waiting
+from atoll.engines.elastic.rendezvous import SILENT_S, Registry
+from atoll.engines.elastic.snapshot_server import fetch_snapshot, query_islands
 from atoll.engines.elastic.spec import check_alike
-from atoll.engines.elastic.state_version import NOTHING, Generation
-from atoll.engines.elastic.wait_log import reminding
+from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.runs.folder import RunFolder
 from atoll.telemetry.event_log import read_events
 
-_LOOK_S, _ASK_S = 0.2, 1.0
+_POLL_S, _QUERY_S = 0.2, 1.0
 _ALONE_S = SILENT_S
-"""So long nobody has signed, before an island takes itself for the last one."""
+"""How long no island has reported a state, before this one takes itself for the last."""
 _SILENT_S = 6.0
-"""So long nobody has answered who has the state, before the others need not wait for whoever asks."""
+"""How long no island with the state has answered, before the quorum need not wait for this one."""
 _FETCH_LIMIT_S = 60.0
 """Without a byte."""
 
 
 class NoState(CheckpointError):
-    """There is neither an island with the state nor a checkpoint; though an island may have it that does not answer just now."""
+    """Neither a live island nor a checkpoint has the state; an island that does not answer now may have it."""
 
 
-class _Other(NamedTuple):
-    """Another island that has a state, as it says itself.
+class _Holder(NamedTuple):
+    """Another island that has a state, as it reports itself. Sorts by version, then `exchanging`, then `confirmed`."""
 
-    Attributes:
-        generation: which.
-        exchanging: whether a newer one may follow at any moment.
-        vouched: whether it has committed it itself, or else was given it.
-        name: of the island.
-        pier: where it is asked.
-    """
-
-    generation: Generation
+    version: StateVersion
     exchanging: bool
-    vouched: bool
+    confirmed: bool
     name: str
-    pier: str
+    address: str
 
 
-class Sources:
-    """All that one island can be given the state by.
+class Recovery:
+    """Brings one island's engine up to date.
 
     Args:
-        name: of the island.
-        roll: says who else is there.
         folder: of the run, where this machine has it.
-        desk: keeps its checkpoints.
-        minutes: what others remember of the last commits goes here.
-        origin: what this island has: the same as whoever gives it the state.
-        say: takes what a person may want to know.
-        limit_s: how long nobody is found who has the state, on a roll that cannot be read, before this island ends.
+        commits: takes over the donor's recent commits.
+        origin: of this island's run, data and software, which the donor's must equal.
+        limit_s: how long this island waits while neither the registry nor an island with the state answers.
     """
 
     def __init__(
         self,
         name: str,
-        roll: Roll,
+        registry: Registry,
+        membership: Membership,
         folder: RunFolder | None,
-        desk: Desk | None,
-        minutes: Minutes,
+        leader_log: LeaderLog | None,
+        commits: CommitLog,
         origin: Mapping[str, str | None],
-        say: Callable[[str], object],
+        log: Callable[[str], object],
         limit_s: float = 1200.0,
     ) -> None:
-        self._name, self._roll, self._folder, self._desk, self._say = name, roll, folder, desk, say
-        self._minutes, self._origin, self._limit_s = minutes, origin, limit_s
-        self._heard_s = math.inf
-        """When somebody was last found who has the state, or the roll could last be read."""
+        self._name, self._registry, self._membership, self._folder = name, registry, membership, folder
+        self._leader_log, self._commits, self._origin, self._log, self._limit_s = leader_log, commits, origin, log, limit_s
+        self._answered_s = math.inf
+        """When an island with the state, or the registry, last answered."""
         self.checkpoint: Checkpoint | None = None
         """The last one that was restored."""
 
-    def first(self, engine: ElasticEngine, quiet_s: float = math.inf) -> str:
-        """What a process that was just started begins with, in words.
+    def initialize(self, engine: ElasticEngine, stateless_since_s: float = math.inf) -> str:
+        """Give a new process its state. Returns what that is, in words.
 
         Args:
-            engine: of this island.
-            quiet_s: since when nobody on the roll has a state, as far as it could be read; by default that is seen from now on.
+            stateless_since_s: since when no island in the registry reports a state; by default this is observed from now on.
 
         Raises:
-            CutOff: there is nobody any more to be given it by.
+            MembershipLost: no island is left that could have the state.
             NoState: there is none, or none that can be read.
         """
-        with reminding(self._say, "looking for an island that has the run's state, or fetching it"):
+        with log_while_waiting(self._log, "looking for an island that has the run's state, or fetching it"):
             try:
-                # They are only counted: one that is damaged harms nobody as long as another island has the state.
-                if self._desk is None or not self._desk.checkpoints.rounds():
-                    return self._fetched(engine, at_least=NOTHING) or self._fresh(engine)
-                return self._found(engine, at_least=NOTHING, quiet_s=quiet_s) or self._fresh(engine)
+                # Checkpoints are only counted here: a damaged one is harmless while another island has the state.
+                if self._leader_log is None or not self._leader_log.checkpoints.rounds():
+                    return self._fetch_newest(engine, NO_VERSION) or self._initial_weights(engine)
+                found = self._find(engine, NO_VERSION, stateless_since_s=stateless_since_s)
+                return found or self._initial_weights(engine)
             except CheckpointError as error:
                 raise NoState(str(error)) from error
 
-    def catch_up(self, engine: ElasticEngine, ahead: Generation, failed: Callable[[], object] = bool) -> None:
-        """The others hold what this island does not.
+    def catch_up(self, engine: ElasticEngine, target: StateVersion) -> None:
+        """Bring an engine to the version that the quorum holds, or a newer one.
 
-        Args:
-            engine: of this island.
-            ahead: what they hold.
-            failed: called when somebody has it and it could not be fetched, or nobody has answered for long who has it; perhaps
-                more than once.
+        The island leaves the quorum when a fetch fails or no island with the state answers, so that the quorum need not wait.
 
         Raises:
-            CutOff: there is nobody any more to be given it by.
+            MembershipLost: no island is left that could have the state.
         """
-        healed = self._newer(engine, max(ahead, engine.generation), failed)
-        if healed:
-            self._say(f"{self._name} goes on with {healed}")
+        found = self._find_newer(engine, max(target, engine.version), leaves=True)
+        if found:
+            self._log(f"{self._name} goes on with {found}")
         else:
-            self._say(f"{self._name} is alone, and goes on with what it has: round {engine.generation.round}")
-            engine.begin_anew()
+            self._log(f"{self._name} is alone, and goes on with its own state: round {engine.version.round}")
+            engine.resume_alone()
 
     def confirm(self, engine: ElasticEngine) -> None:
-        """Those who gave this island its state are gone. Where they went on, they left a checkpoint; else this is the newest."""
-        with reminding(self._say, "looking whether anybody has gone on from the state that this island was given"):
-            found = self._newer(engine, Generation(engine.generation.round, engine.generation.epoch + 1))
-        self._say(f"{self._name} finds nobody who gave it its state, and goes on with {found or 'it'}")
+        """Continue though the donors of this engine's state are gone. If they went on, they left a checkpoint; else it is the
+        newest state."""
+        with log_while_waiting(self._log, "looking for a newer state than the one that this island has fetched"):
+            found = self._find_newer(engine, StateVersion(engine.version.round, engine.version.epoch + 1), leaves=False)
+        self._log(f"{self._name} finds no island that confirms its state, and goes on with {found or 'it'}")
         if not found:
-            engine.begin_anew()
+            engine.resume_alone()
 
-    def _newer(self, engine: ElasticEngine, at_least: Generation, failed: Callable[[], object] = bool) -> str:
-        """A newer state than the one that this island holds, which is not lost over a checkpoint that cannot be read."""
+    def _find_newer(self, engine: ElasticEngine, at_least: StateVersion, *, leaves: bool) -> str:
+        """Find a newer state than the engine holds. A checkpoint that cannot be read does not cost the engine its state."""
         try:
-            return self._found(engine, at_least, failed)
+            return self._find(engine, at_least, leaves=leaves)
         except CheckpointError as error:
-            self._say(f"{error} {self._name} does without it, since it holds round {engine.generation.round} itself")
+            self._log(f"{error} {self._name} does without it, since it holds round {engine.version.round} itself")
             return ""
 
-    def _found(
-        self, engine: ElasticEngine, at_least: Generation, failed: Callable[[], object] = bool, quiet_s: float = math.inf
+    def _find(
+        self, engine: ElasticEngine, at_least: StateVersion, *, leaves: bool = False, stateless_since_s: float = math.inf
     ) -> str:
-        """A state that another island has, or else a checkpoint; nothing if there is nothing newer than what this island holds.
+        """Fetch a state from another island, or else restore a checkpoint; "" if neither is newer than the engine's state.
 
-        A roll that was just started is empty, and whoever reads it first is not the last one alive: the others have not signed
-        yet. So it waits until nobody has signed for long that it has the state, on a roll that could be read all the while.
+        A registry that was just restarted is empty, so its first reader is not the last island alive. A checkpoint is restored only
+        after no island has reported a state for `_ALONE_S`, in a registry that could be read all the while.
         """
-        self._heard_s = answered_s = time.monotonic()
-        since_s = min(quiet_s, answered_s)
+        self._answered_s = holder_answered_s = time.monotonic()
+        since_s = min(stateless_since_s, holder_answered_s)
         while True:
-            self._roll.look()
-            if found := self._fetched(engine, at_least, failed):
+            self._registry.refresh()
+            if found := self._fetch_newest(engine, at_least, leaves=leaves):
                 return found
-            answers = self._somebody_answers(engine, at_least)
-            answered_s = time.monotonic() if answers else answered_s
-            if time.monotonic() - answered_s > _SILENT_S:
-                failed()
-            has_it = answers or self._somebody_signed(at_least)
-            if has_it:
+            answers = self._is_answered(engine, at_least)
+            holder_answered_s = time.monotonic() if answers else holder_answered_s
+            if leaves and time.monotonic() - holder_answered_s > _SILENT_S:
+                self._membership.leave()
+            exists = answers or self._is_registered(at_least)
+            if exists:
                 since_s = time.monotonic()
-            elif time.monotonic() - max(since_s, self._roll.reached_s) >= _ALONE_S:
-                found = self._newer_checkpoint(engine)
-                # Of several that came back at once one may just have restored that checkpoint: then it has the state.
-                if found or not (self._somebody_answers(engine, at_least) or self._somebody_signed(at_least)):
+            elif time.monotonic() - max(since_s, self._registry.reachable_since_s) >= _ALONE_S:
+                found = self._restore_newer(engine)
+                # Another island that came back at the same time may just have restored that checkpoint.
+                if found or not (self._is_answered(engine, at_least) or self._is_registered(at_least)):
                     return found
-            self._wait(has_it)
+            self._wait(exists)
 
-    def _wait(self, has_it: bool) -> None:
-        """A moment.
+    def _wait(self, exists: bool) -> None:
+        """Wait for a moment.
 
         Args:
-            has_it: whether somebody is known who has the state.
+            exists: whether an island is known to have the state.
 
         Raises:
-            CutOff: it was not so for too long, and all that time the roll could not be read.
+            MembershipLost: none was for too long, and all that time the registry could not be read.
         """
         now_s = time.monotonic()
-        if has_it or self._roll.reached_s <= now_s:
-            self._heard_s = now_s
-        elif now_s - self._heard_s > self._limit_s:
-            raise CutOff(
-                f"{self._name} waited {self._limit_s:.0f} s for an island that has the run's state, and nobody answers at the "
-                f"run's address. What was saved stands. Is the run over, or its first machine gone?"
+        if exists or self._registry.reachable_since_s <= now_s:
+            self._answered_s = now_s
+        elif now_s - self._answered_s > self._limit_s:
+            raise MembershipLost(
+                f"{self._name} waited {self._limit_s:.0f} s for an island that has the run's state, and no process answers at the "
+                f"run's address. Saved checkpoints stand. Is the run over, or its first machine down?"
             )
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
     # ---------------------------------------------------------------------------------------------------------- other islands
 
-    def _others(self, engine: ElasticEngine) -> list[_Other]:
-        """Who else has a state, the newest first, and of one state those who have committed it."""
-        signed = {name: entry["pier"] for name, entry in self._roll.alive().items()}
-        piers = {name: pier for name, pier in {**engine.fellows, **signed}.items() if name != self._name}
-        said = call([Member(name, pier, False, 0.0) for name, pier in piers.items()], _ASK_S)
-        have = {name: one for name, one in said.items() if one["generation"] >= 0}
-        states = [
-            _Other(Generation.of(one["generation"]), one["exchanging"], one["vouched"], name, piers[name])
-            for name, one in have.items()
+    def _holders(self, engine: ElasticEngine) -> list[_Holder]:
+        """The other islands that have a state, the newest first, and of one state those that confirmed it."""
+        registered = {name: entry["address"] for name, entry in self._registry.alive().items()}
+        addresses = {name: where for name, where in {**engine.peer_addresses, **registered}.items() if name != self._name}
+        holders = [
+            _Holder(StateVersion.of(one["version"]), one["exchanging"], one["confirmed"], name, addresses[name])
+            for name, one in query_islands(addresses, _QUERY_S).items()
+            if one["version"] >= 0
         ]
-        return sorted(states, reverse=True)
+        return sorted(holders, reverse=True)
 
-    def _somebody_answers(self, engine: ElasticEngine, at_least: Generation) -> bool:
-        """Whether anybody else says that it has such a state, or may have it at any moment."""
-        return any(one.generation >= at_least or one.exchanging for one in self._others(engine))
+    def _is_answered(self, engine: ElasticEngine, at_least: StateVersion) -> bool:
+        """Whether another island answers that it has such a state, or may have it at any moment."""
+        return any(one.version >= at_least or one.exchanging for one in self._holders(engine))
 
-    def _somebody_signed(self, at_least: Generation) -> bool:
-        """Or has signed so: whoever does not answer at once may be far away."""
-        signed = [entry for name, entry in self._roll.alive().items() if name != self._name and entry["generation"] >= 0]
-        return any(Generation.of(entry["generation"]) >= at_least or entry["exchanging"] for entry in signed)
+    def _is_registered(self, at_least: StateVersion) -> bool:
+        """Whether another live island has registered such a state: an island that does not answer at once may be far away."""
+        entries = [entry for name, entry in self._registry.alive().items() if name != self._name and entry["version"] >= 0]
+        return any(StateVersion.of(entry["version"]) >= at_least or entry["exchanging"] for entry in entries)
 
-    def _fetched(self, engine: ElasticEngine, at_least: Generation, failed: Callable[[], object] = bool) -> str:
-        """The newest state that another island has committed; nothing if there is none, or if a newer one is about to follow."""
-        others = self._others(engine)
-        if others and others[0].exchanging and others[0].generation <= at_least:
+    def _fetch_newest(self, engine: ElasticEngine, at_least: StateVersion, *, leaves: bool = False) -> str:
+        """Fetch the newest state of another island; "" if there is none, or if a newer one is about to follow."""
+        holders = self._holders(engine)
+        if holders and holders[0].exchanging and holders[0].version <= at_least:
             return ""
-        committed = {one.generation for one in others if one.vouched}
-        for one in others:
-            if one.generation < at_least:
+        confirmed = {one.version for one in holders if one.confirmed}
+        for one in holders:
+            if one.version < at_least:
                 break
-            if not one.vouched and one.generation in committed:
-                continue  # nobody is given a state by one that was given it itself, as long as one answers that has committed it
-            if found := self._taken(engine, one, at_least):
+            if not one.confirmed and one.version in confirmed:
+                continue  # a fetched state is not passed on while an island answers that confirmed it
+            if found := self._fetch(engine, one, at_least):
                 return found
-            failed()
+            if leaves:
+                self._membership.leave()
         return ""
 
-    def _taken(self, engine: ElasticEngine, other: _Other, at_least: Generation) -> str:
-        """The state that this one has; nothing if it cannot be fetched, or is older."""
+    def _fetch(self, engine: ElasticEngine, holder: _Holder, at_least: StateVersion) -> str:
+        """Fetch this island's state; "" if that fails, or the state is older."""
         try:
-            cargo = fetch(other.pier, _FETCH_LIMIT_S)
-            if cargo is None or Generation(*cargo.header["plain"]["generation"]) < at_least:
+            snapshot = fetch_snapshot(holder.address, _FETCH_LIMIT_S)
+            if snapshot is None or StateVersion(*snapshot.header["metadata"]["version"]) < at_least:
                 return ""
-            check_alike(self._origin, cargo.header["origin"], other.name)
-            shared = unpack(Packed(cargo.header["structure"], dict(cargo.tensors)), engine.shared())
-            plain = cargo.header["plain"]
-            engine.restore({**plain, "wall_time_s": plain["wall_time_s"] + cargo.age_s}, shared, other.name, cargo.nbytes)
+            check_alike(self._origin, snapshot.header["origin"], holder.name)
+            shared = unpack(Packed(snapshot.header["structure"], dict(snapshot.tensors)), engine.shared())
+            metadata = snapshot.header["metadata"]
+            now_s = metadata["wall_time_s"] + snapshot.age_s
+            engine.restore({**metadata, "wall_time_s": now_s}, shared, holder.name, snapshot.nbytes)
         except ExchangeFailed as error:
-            self._say(str(error))
+            self._log(str(error))
             return ""
-        self._minutes.from_parts(cargo.header["minutes"])
-        if self._desk is not None:
-            self._desk.brought_up_to_date(engine)
-        given = "" if other.vouched else ", which was given it itself: nobody answers who has committed it"
-        return f"round {engine.generation.round}, fetched from {other.name} ({cargo.nbytes} bytes){given}"
+        self._commits.from_parts(snapshot.header["commits"])
+        if self._leader_log is not None:
+            self._leader_log.release()  # another island may have written since
+        source = "" if holder.confirmed else ", which fetched it itself: no island answers that confirmed it"
+        return f"round {engine.version.round}, fetched from {holder.name} ({snapshot.nbytes} bytes){source}"
 
     # ------------------------------------------------------------------------------------------------------------ checkpoints
 
-    def _restored(self, engine: ElasticEngine) -> str:
-        """The newest checkpoint, where there is one."""
-        checkpoint = self._desk.checkpoints.newest() if self._desk is not None else None
-        if checkpoint is None or self._desk is None:
+    def _restore_newer(self, engine: ElasticEngine) -> str:
+        """Restore the newest checkpoint, if it is newer than what this island and all others hold."""
+        checkpoint = self._leader_log.checkpoints.newest() if self._leader_log is not None else None
+        held = max([engine.version, *(one.version for one in self._holders(engine))])
+        if checkpoint is None or StateVersion(*checkpoint.metadata["engine"]["version"]) <= held:
             return ""
-        self._desk.restored(checkpoint, engine)
+        return self.restore_checkpoint(engine, checkpoint)
+
+    def restore_checkpoint(self, engine: ElasticEngine, checkpoint: Checkpoint) -> str:
+        assert self._leader_log is not None, "a checkpoint lies in the run's folder"
+        self._leader_log.restore(checkpoint, engine)
         self.checkpoint = checkpoint
         return f"round {checkpoint.round}, from its checkpoint"
 
-    def _newer_checkpoint(self, engine: ElasticEngine) -> str:
-        """Of a run that others went on with and have all died since."""
-        checkpoint = self._desk.checkpoints.newest() if self._desk is not None else None
-        held = max([engine.generation, *(one.generation for one in self._others(engine))])
-        if checkpoint is None or Generation(*checkpoint.metadata["engine"]["generation"]) <= held:
-            return ""
-        return self._restored(engine)
-
-    # ----------------------------------------------------------------------------------------------------------- the beginning
-
-    def _fresh(self, engine: ElasticEngine) -> str:
-        """A run that has not begun."""
+    def _initial_weights(self, engine: ElasticEngine) -> str:
+        """The state of a run that has not begun."""
         if self._folder is None:
-            self._heard_s = time.monotonic()
-            while not (found := self._fetched(engine, at_least=NOTHING)):
-                self._wait(self._somebody_answers(engine, at_least=NOTHING))
-                self._roll.look()
+            self._answered_s = time.monotonic()
+            while not (found := self._fetch_newest(engine, NO_VERSION)):
+                self._wait(self._is_answered(engine, NO_VERSION))
+                self._registry.refresh()
             return found
-        done = self._folder.events.exists() and any(True for _ in read_events(self._folder.events, [RoundFinished]))
-        if done:
+        if self._folder.events.exists() and any(True for _ in read_events(self._folder.events, [RoundFinished])):
             raise NoState(
                 f"{self._folder.path} has a run that was begun, and there is neither an island with its state nor a checkpoint. "
                 f"It will not start from random weights again by itself: start a new run, or bring a checkpoint back."

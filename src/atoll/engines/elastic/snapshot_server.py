@@ -1,8 +1,8 @@
-"""Where an island hands out the state that was last committed, to whoever joins: while it trains on.
+"""An island's server for other islands: it answers status queries, and sends the last committed state while the island trains on.
 
-Two questions, each with one answer. Whether it is alive: a line of JSON. The state: a line of JSON that says what follows, then the
-tensors as they lie in memory, then their checksum. Nothing that is received is ever run. What is being read keeps its buffers: the
-owner asks whether anybody reads before it reuses them.
+A status query is answered by one line of JSON. A snapshot is one line of JSON that describes the tensors, the tensors as they lie
+in memory, and their checksum. The receiver runs nothing that it receives. A snapshot that is being read keeps its buffers: the
+island asks `has_readers` before it reuses them.
 """
 
 from __future__ import annotations
@@ -14,28 +14,77 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from atoll.core.errors import ExchangeFailed
+from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 
-_CHUNK = 1 << 20
-_MOST_HEADER = 64 << 20
+_CHUNK_BYTES = 1 << 20
+_HEADER_LIMIT_BYTES = 64 << 20
+
+
+class IslandPhase(StrEnum):
+    """What an island is doing."""
+
+    JOINING = "joining"
+    READY = "ready"
+    TRAINING = "training"
+    RECOVERING = "recovering"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+
+
+@dataclass
+class IslandStatus:
+    """What an island reports about itself. Its layers write it; the snapshot server and the registry send it.
+
+    Attributes:
+        has_folder: whether this machine has the run's folder.
+        address: of the snapshot server.
+        version: of the published snapshot. It is set after the snapshot, so that a reported state can be fetched.
+        exchanging: whether a newer state may be committed at any moment.
+        confirmed: whether the island took part in the commit of the state that it holds, or knows it to be the newest.
+        suspects: islands that this island could not exchange with since its last commit.
+    """
+
+    name: str
+    has_folder: bool
+    address: str = ""
+    phase: IslandPhase = IslandPhase.JOINING
+    version: StateVersion | None = None
+    exchanging: bool = False
+    confirmed: bool = True
+    suspects: frozenset[str] = frozenset()
+
+    @property
+    def round(self) -> int:
+        return (self.version or NO_VERSION).round
+
+    def to_json(self) -> dict[str, Any]:
+        version = self.version if self.phase is not IslandPhase.JOINING else None
+        return {
+            "name": self.name,
+            "has_folder": self.has_folder,
+            "address": self.address,
+            "phase": self.phase,
+            "version": version.number if version is not None else -1,
+            "exchanging": self.exchanging,
+            "confirmed": self.confirmed,
+            "suspects": sorted(self.suspects),
+        }
 
 
 @dataclass(frozen=True)
-class Cargo:
-    """What is handed out.
-
-    Attributes:
-        header: plain data.
-        tensors: on the CPU or not, by name.
-        age_s: how long ago it was put there, when it was asked for.
-    """
+class Snapshot:
+    """A committed state: JSON data and tensors by name. `age_s` is the time since it was published, when it was fetched."""
 
     header: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -46,135 +95,148 @@ class Cargo:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class Pier:
-    """A server for one kind of cargo.
+class SnapshotServer:
+    """Serves one island's status and its newest snapshot.
 
     Args:
         host: the address to listen on.
-        about: what is said of this island to whoever asks whether it is alive.
-        limit_s: how long somebody is waited for who asks, and then does not read on.
+        status: returns the answer to a status query.
+        limit_s: how long the server waits for a client that stops reading.
     """
 
-    def __init__(self, host: str, about: Callable[[], Mapping[str, Any]] = dict, limit_s: float = 120.0) -> None:
-        self._cargo: Cargo | None = None
-        self._put_s = 0.0
-        self._changing = threading.Lock()
+    def __init__(self, host: str, status: Callable[[], Mapping[str, Any]] = dict, limit_s: float = 120.0) -> None:
+        self._snapshot: Snapshot | None = None
+        self._published_s = 0.0
+        self._lock = threading.Lock()
         self._readers = 0
-        self.handed_out_bytes = 0
-        """Since the beginning."""
-        pier = self
+        server = self
 
         class Handler(socketserver.StreamRequestHandler):
             timeout = limit_s
 
             def handle(self) -> None:
-                with suppress(OSError):  # whoever asks has gone
-                    asked = self.rfile.readline(64).strip()
-                    if asked == b"state":
-                        pier._hand_out(self.wfile.write)
-                    elif asked == b"alive":
-                        self.wfile.write(json.dumps(about()).encode() + b"\n")
+                with suppress(OSError):  # the client has gone
+                    query = self.rfile.readline(64).strip()
+                    if query == b"snapshot":
+                        server._send(self.wfile.write)
+                    elif query == b"status":
+                        self.wfile.write(json.dumps(status()).encode() + b"\n")
 
-        self._server = _server((host, 0), Handler)
+        self._server = _TcpServer((host, 0), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="pier", daemon=True).start()
+        serve = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="snapshot server", daemon=True
+        )
+        serve.start()
 
-    @contextmanager
-    def changing(self) -> Iterator[Callable[[Cargo], None]]:
-        """Nobody begins to read meanwhile. Gives what puts new cargo there."""
-
-        def put(cargo: Cargo) -> None:
-            self._cargo, self._put_s = cargo, time.monotonic()
-
-        with self._changing:
-            yield put
+    def publish(self, snapshot: Snapshot) -> None:
+        """Send this snapshot to clients from now on."""
+        with self._lock:
+            self._snapshot, self._published_s = snapshot, time.monotonic()
 
     @property
-    def busy(self) -> bool:
-        """Whether somebody reads."""
+    def has_readers(self) -> bool:
         return self._readers > 0
 
-    def _hand_out(self, write: Callable[[bytes | memoryview], Any]) -> None:
-        with self._changing:
-            cargo, age_s = self._cargo, time.monotonic() - self._put_s
+    def _send(self, write: Callable[[bytes | memoryview], Any]) -> None:
+        with self._lock:
+            snapshot, age_s = self._snapshot, time.monotonic() - self._published_s
             self._readers += 1
         try:
-            if cargo is None:
-                write(json.dumps({"nothing": True}).encode() + b"\n")
+            if snapshot is None:
+                write(b"{}\n")
                 return
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in cargo.tensors.items()}
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in snapshot.tensors.items()}
             shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-            write(json.dumps({"header": cargo.header, "tensors": shapes, "age_s": age_s}).encode() + b"\n")
+            write(json.dumps({"header": snapshot.header, "tensors": shapes, "age_s": age_s}).encode() + b"\n")
             checksum = 0
             for tensor in tensors.values():
                 for chunk in _chunks(tensor):
                     checksum = zlib.crc32(chunk, checksum)
                     write(chunk)
             write(f"{checksum}\n".encode())
-            self.handed_out_bytes += cargo.nbytes
         finally:
-            with self._changing:
+            with self._lock:
                 self._readers -= 1
 
     def close(self) -> None:
         with suppress(OSError):
-            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits there: it would look again a moment later only
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the serving thread at once
         self._server.shutdown()
         self._server.server_close()
 
 
-def ask(address: str, limit_s: float) -> dict[str, Any] | None:
-    """What is said of the island there; none if nobody answers in time."""
+class _TcpServer(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 64
+
+
+# ------------------------------------------------------------------------------------------------------------------------ clients
+
+
+def query_status(address: str, limit_s: float) -> dict[str, Any] | None:
+    """The status of the island at this address; None if it does not answer within the limit."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=limit_s) as connection:
-            connection.sendall(b"alive\n")
+            connection.sendall(b"status\n")
             with connection.makefile("rb") as file:
-                said: dict[str, Any] = json.loads(file.readline(_MOST_HEADER))
-                return said
+                status: dict[str, Any] = json.loads(file.readline(_HEADER_LIMIT_BYTES))
+                return status
     except (OSError, ValueError):
         return None
 
 
-def fetch(address: str, limit_s: float) -> Cargo | None:
-    """What is handed out there; none if it has nothing.
+def query_islands(addresses: Mapping[str, str], limit_s: float) -> dict[str, dict[str, Any]]:
+    """The status of each island that answers within the limit, by name. All are queried in parallel."""
+    if not addresses:
+        return {}
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        answers = zip(addresses, pool.map(partial(query_status, limit_s=limit_s), addresses.values()), strict=True)
+        # Another process may have taken over the port of a dead one.
+        return {name: status for name, status in answers if status is not None and status.get("name") == name}
+
+
+def fetch_snapshot(address: str, limit_s: float) -> Snapshot | None:
+    """The snapshot that the island at this address serves; None if it serves none.
 
     Raises:
-        ExchangeFailed: nobody answers there, or what came is damaged.
+        ExchangeFailed: the island does not answer, or the snapshot is damaged.
     """
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=limit_s) as connection:
-            connection.sendall(b"state\n")
+            connection.sendall(b"snapshot\n")
             with connection.makefile("rb") as file:
-                return _read(file)
+                return _receive(file)
     except (OSError, EOFError, ValueError) as error:
-        raise ExchangeFailed(f"the state could not be fetched from {address}: {error}. Another island may have it.") from error
+        raise ExchangeFailed(f"no snapshot could be fetched from {address}: {error}. Another island may have it.") from error
 
 
-def _read(file: Any) -> Cargo | None:
-    line = file.readline(_MOST_HEADER)
+def _receive(file: Any) -> Snapshot | None:
+    line = file.readline(_HEADER_LIMIT_BYTES)
     if not line.endswith(b"\n"):
         raise EOFError("it ended in its first line")
-    told = json.loads(line)
-    if "header" not in told:
+    description = json.loads(line)
+    if "header" not in description:
         return None
     tensors, checksum = {}, 0
-    for name, (dtype, shape) in told["tensors"].items():
+    for name, (dtype, shape) in description["tensors"].items():
         tensor = tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
         for chunk in _chunks(tensor):
             _fill(file, chunk)
             checksum = zlib.crc32(chunk, checksum)
     if file.readline(32).strip() != str(checksum).encode():
-        raise ValueError("its checksum is another")
-    return Cargo(told["header"], tensors, told["age_s"])
+        raise ValueError("its checksum does not match")
+    return Snapshot(description["header"], tensors, description["age_s"])
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """The tensor's memory, piece by piece."""
+    """The tensor's memory in chunks."""
     flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     memory = memoryview(flat) if tensor.numel() else memoryview(b"")
-    return (memory[at : at + _CHUNK] for at in range(0, len(memory), _CHUNK))
+    return (memory[at : at + _CHUNK_BYTES] for at in range(0, len(memory), _CHUNK_BYTES))
 
 
 def _fill(file: Any, memory: memoryview) -> None:
@@ -184,9 +246,3 @@ def _fill(file: Any, memory: memoryview) -> None:
         if not count:
             raise EOFError("it ended in the middle")
         at += count
-
-
-class _server(socketserver.ThreadingTCPServer):  # noqa: N801
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 64

@@ -96,8 +96,8 @@ def check_address(address: str) -> None:
 
 
 @dataclass(frozen=True)
-class Invitation:
-    """What an island is told that joins.
+class JoinInfo:
+    """What the rendezvous tells a joiner.
 
     Attributes:
         run: the Run, placed on the planned islands.
@@ -113,9 +113,9 @@ class Invitation:
         return json.dumps({"run": to_json(self.run), "place": asdict(self.place), "lighthouse": self.lighthouse})
 
     @staticmethod
-    def from_text(text: str) -> Invitation:
+    def from_text(text: str) -> JoinInfo:
         record = json.loads(text)
-        return Invitation(from_json(record["run"]), Elastic(**record["place"]), record["lighthouse"])
+        return JoinInfo(from_json(record["run"]), Elastic(**record["place"]), record["lighthouse"])
 
 
 def check_alike(mine: Mapping[str, str | None], theirs: Mapping[str, str | None], name: str) -> None:

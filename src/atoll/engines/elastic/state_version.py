@@ -1,27 +1,31 @@
-"""Which state of a run an island holds, and which one counts: whoever holds an older one is never the source of truth."""
+"""Which state of the run an island holds: a version that orders committed states, and a digest of the state's bits."""
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-_EPOCHS = 32  # bits
-MOST = 1 << _EPOCHS
-"""Rounds and epochs are less."""
+import torch
+from torch import Tensor
+
+from atoll.core.errors import ConfigError
+from atoll.core.protocols import Owner, fields_owned
+from atoll.core.pytree import trees
+
+_EPOCH_BITS = 32
+VERSION_LIMIT = 1 << _EPOCH_BITS
+"""Rounds and epochs are less than this."""
 
 
-class Generation(NamedTuple):
-    """A committed state.
+class StateVersion(NamedTuple):
+    """The round of a committed state, and the epoch of the commit attempt that produced it.
 
-    A round alone does not say which: an island that commits and is then cut off has a round that the others do again without it.
-    Every attempt to commit therefore has an epoch, later than any that one of those who attempt it has seen. Of two states of the
-    same round the one with the later epoch counts, and nobody goes on from the other.
-
-    Attributes:
-        round: commits so far.
-        epoch: of the attempt that led to it.
+    A round alone does not identify a state: when an island commits and is cut off, the other islands repeat that round without it.
+    Every commit attempt therefore has an epoch that is later than any epoch its participants have seen. Of two states of one round
+    the state with the later epoch is valid, and no island continues from the other.
     """
 
     round: int
@@ -29,68 +33,104 @@ class Generation(NamedTuple):
 
     @property
     def number(self) -> int:
-        """As one number, in the same order.
+        """The version as one integer, in the same order.
 
-        >>> Generation.of(Generation(3, 7).number)
-        Generation(round=3, epoch=7)
-        >>> Generation(3, 7).number < Generation(3, 8).number < Generation(4, 0).number
+        >>> StateVersion.of(StateVersion(3, 7).number)
+        StateVersion(round=3, epoch=7)
+        >>> StateVersion(3, 7).number < StateVersion(3, 8).number < StateVersion(4, 0).number
         True
         """
-        return self.round << _EPOCHS | self.epoch
+        return self.round << _EPOCH_BITS | self.epoch
 
     @staticmethod
-    def of(number: int) -> Generation:
-        return Generation(number >> _EPOCHS, number & (MOST - 1))
+    def of(number: int) -> StateVersion:
+        return StateVersion(number >> _EPOCH_BITS, number & (VERSION_LIMIT - 1))
 
 
-NOTHING = Generation(-1, 0)
-"""What a log tells of that is empty."""
+NO_VERSION = StateVersion(-1, 0)
+"""The last commit of an empty log."""
 
 
-def epoch_of(names: Sequence[str], first: int) -> int:
-    """Of an attempt by these islands, where the first that none of them has seen is this one.
+def attempt_epoch(names: Sequence[str], first: int) -> int:
+    """The epoch of a commit attempt by these islands, none of which has seen epoch `first` or a later one.
 
-    Two companies that do not know of each other, and attempt the same round, come to different epochs, and the larger to the later
-    one; of companies of one size one in sixteen pairs does not.
+    Two quorums that do not know of each other and attempt the same round get different epochs, and the larger quorum the later one.
+    Quorums of one size collide in one of 16 pairs.
 
-    >>> epoch_of(["a"], 8) < epoch_of(["b", "c"], 8) != epoch_of(["b", "d"], 8)
+    >>> attempt_epoch(["a"], 8) < attempt_epoch(["b", "c"], 8) != attempt_epoch(["b", "d"], 8)
     True
     """
     return first + 16 * min(len(names), 15) + zlib.crc32(",".join(names).encode()) % 16
 
 
-class Held(NamedTuple):
-    """What an island tells that it holds.
+class HeldState(NamedTuple):
+    """The state that an island reports to hold.
 
     Attributes:
-        state: round, epoch, and whether it is in a round.
-        digest: of it.
-        vouched: whether it has committed it itself.
-        home: whether it has the run's folder.
+        position: round, epoch, and 1 if the island is in a round.
+        confirmed: whether the island took part in the commit of this state.
     """
 
-    state: tuple[int, ...]
+    position: tuple[int, ...]
     digest: int
-    vouched: bool
-    home: bool
+    confirmed: bool
+    has_folder: bool
 
 
-def sound(held: Sequence[Held]) -> tuple[list[int], list[int]]:
-    """Who holds what counts, and who holds other bits of it.
+def select_state(held: Sequence[HeldState]) -> tuple[list[int], list[int]]:
+    """The ranks that hold the valid state, and the ranks that hold its version with other bits.
 
-    Of those who are ahead, what most hold who have committed it themselves; of as many, what one holds that has the run's
-    folder, or the first. Whoever was given it counts only where nobody has committed it.
+    Of the newest version, the digest of most islands that confirmed it is valid. On a tie an island with the run's folder decides,
+    then the lowest rank. Islands that fetched the state count only if no island has confirmed it.
 
-    >>> old, new = Held((2, 7, 1), 5, True, False), Held((3, 8, 1), 5, True, False)
-    >>> sound([old, new, new._replace(digest=7), new])
+    >>> old, new = HeldState((2, 7, 1), 5, True, False), HeldState((3, 8, 1), 5, True, False)
+    >>> select_state([old, new, new._replace(digest=7), new])
     ([1, 3], [2])
-    >>> sound([new._replace(digest=7, vouched=False), new._replace(digest=7, vouched=False), new])
+    >>> select_state([new._replace(digest=7, confirmed=False), new._replace(digest=7, confirmed=False), new])
     ([2], [0, 1])
     """
-    ahead = max(one.state for one in held)
-    there = [one for one in held if one.state == ahead]
-    witnesses = [one for one in there if one.vouched] or there
-    counted = Counter(one.digest for one in witnesses)
-    chosen = max(witnesses, key=lambda one: (counted[one.digest], one.home)).digest
-    these = [rank for rank, one in enumerate(held) if one.state == ahead and one.digest == chosen]
-    return these, [rank for rank, one in enumerate(held) if one.state == ahead and one.digest != chosen]
+    newest = max(one.position for one in held)
+    holders = [one for one in held if one.position == newest]
+    voters = [one for one in holders if one.confirmed] or holders
+    votes = Counter(one.digest for one in voters)
+    chosen = max(voters, key=lambda one: (votes[one.digest], one.has_folder)).digest
+    valid = [rank for rank, one in enumerate(held) if one.position == newest and one.digest == chosen]
+    return valid, [rank for rank, one in enumerate(held) if one.position == newest and one.digest != chosen]
+
+
+def checksum(flat: Tensor, before: int = 0) -> int:
+    """The CRC-32 of a buffer's bits, continued from the checksum of the buffer before it. It fits into a float.
+
+    A sum would be faster on a GPU, but a sum misses a changed order and two flipped signs.
+
+    >>> one = torch.arange(5.0)
+    >>> checksum(one) == checksum(one[2:], before=checksum(one[:2]))
+    True
+    >>> checksum(one) == checksum(one.flip(0))
+    False
+    """
+    memory: Any = flat.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return zlib.crc32(memory, before)
+
+
+def combine_checksums(sums: Iterable[int], text: str = "") -> int:
+    return zlib.crc32(",".join(map(str, sums)).encode() + text.encode())
+
+
+def state_digest(shared: Mapping[str, Any], metadata: Mapping[str, Any]) -> int:
+    """The digest of all that islands replicate: the algorithm's shared fields, leases, validator and membership."""
+    sums = [checksum(tree.flat) for tree in trees(shared)]
+    return combine_checksums(sums, json.dumps([metadata[name] for name in ("leases", "validator", "known", "present")]))
+
+
+def refuse_unreplicated(algorithm: Any, state: Any) -> None:
+    """Refuse an algorithm part of whose state would be lost with one island."""
+    if fields_owned(state, Owner.SHARDED):
+        raise ConfigError(
+            f"{type(algorithm).__name__} with --elastic: each island holds a slice of its state, which is lost with it. Use "
+            f"DiLoCo or DDP, or --engine dist alone, which goes on from checkpoints."
+        )
+    if getattr(algorithm, "missed", "global") != "global":
+        raise ConfigError(
+            "algorithm.missed=agreed with --elastic: an island that misses an exchange takes over the quorum's weights. Use global."
+        )

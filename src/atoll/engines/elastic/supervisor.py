@@ -22,7 +22,7 @@ from atoll.core.events import Event, from_json
 from atoll.core.protocols import Sink
 from atoll.engines.driver import is_finished
 from atoll.engines.elastic.rendezvous import free_port, is_free
-from atoll.engines.elastic.spec import Elastic, Invitation
+from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.processes.launch import last_words
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
@@ -160,7 +160,7 @@ class Supervisor:
         self.address = f"{place.host}:{place.port or free_port(place.host)}"
         self._invitation = folder / "invitation.json"
         lighthouse = _lighthouse_before(self._invitation, place.host) or f"{place.host}:{free_port(place.host)}"
-        self._invitation.write_text(Invitation(run, place, lighthouse).to_text(), "utf-8")
+        self._invitation.write_text(JoinInfo(run, place, lighthouse).to_text(), "utf-8")
         base = [sys.executable, "-m", "atoll"]
         self.harbour = Child("lighthouse", [*base, "harbour", str(self._invitation), self.address], log_of(folder, "lighthouse"))
         self.islands = [self._island(base, number) for number in range(place.processes or run.world.islands)]
@@ -231,7 +231,7 @@ def _lighthouse_before(invitation: Path, host: str) -> str | None:
     """Where the lighthouse was when the run was last carried out: islands elsewhere look for it there."""
     if not invitation.exists():
         return None
-    address = Invitation.from_text(invitation.read_text("utf-8")).lighthouse
+    address = JoinInfo.from_text(invitation.read_text("utf-8")).lighthouse
     before, _, port = address.rpartition(":")
     return address if before == host and is_free(host, int(port)) else None
 

@@ -30,7 +30,7 @@ from atoll.testing.chaos.faults import (
 from atoll.testing.chaos.network_links import ShapedLink
 from atoll.testing.chaos.ray_faults import HUB, RayFaultInjector, check_ray_script, ray_processes
 from atoll.testing.chaos.reports import elastic_report, exactly_once_violations, hub_report, report_text
-from atoll.testing.chaos.update_faults import UpdateCorrupter
+from atoll.testing.chaos.update_faults import UpdateCorrupter, interpose_update_faults
 
 __all__ = [
     "CHAOS_LOG",
@@ -53,6 +53,7 @@ __all__ = [
     "elastic_report",
     "exactly_once_violations",
     "hub_report",
+    "interpose_update_faults",
     "random_faults",
     "random_update_faults",
     "ray_processes",

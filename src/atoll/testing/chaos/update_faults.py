@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Flight, Mean, Peers, Replica, Scattered, Work
-from atoll.engines.elastic.commit import Finds
-from atoll.engines.elastic.membership import Found
-from atoll.engines.elastic.state_version import Generation
+from atoll.engines.elastic.commit import QuorumSource
+from atoll.engines.elastic.island import Interpose
+from atoll.engines.elastic.membership import Quorum
+from atoll.engines.elastic.snapshot_server import IslandStatus
+from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.processes.transport import Group
-from atoll.testing.chaos.faults import UpdateFault
+from atoll.testing.chaos.faults import FaultScript, UpdateFault
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -49,7 +52,7 @@ class UpdateCorrupter:
     def algorithm(self, algorithm: Algorithm[Any]) -> Algorithm[Any]:
         return _CorruptedAlgorithm(algorithm, self)
 
-    def membership(self, membership: Finds) -> Finds:
+    def membership(self, membership: QuorumSource) -> QuorumSource:
         return _CorruptedMembership(membership, self)
 
     def take(self, *kinds: str) -> str | None:
@@ -70,6 +73,16 @@ class UpdateCorrupter:
             flat[0] = float("nan")
             return Tree(tree.layout, flat)
         return tree * HUGE if kind == "huge" else tree
+
+
+def interpose_update_faults(script: Path) -> Interpose:
+    """Injects an island's update faults of this script into its process."""
+    faults = FaultScript.read(script).update_faults
+
+    def interpose(status: IslandStatus, log: Callable[[str], object]) -> UpdateCorrupter:
+        return UpdateCorrupter(faults, status.name, lambda: status.round, log)
+
+    return interpose
 
 
 class _CorruptedAlgorithm:
@@ -130,14 +143,14 @@ class _CorruptedPeers:
 class _CorruptedMembership:
     """A membership whose process group may flip a bit."""
 
-    def __init__(self, membership: Finds, corrupter: UpdateCorrupter) -> None:
+    def __init__(self, membership: QuorumSource, corrupter: UpdateCorrupter) -> None:
         self._membership, self._corrupter = membership, corrupter
 
-    def find(self, generation: Generation, failures: int) -> Found:
-        return self._membership.find(generation, failures)
+    def form_quorum(self, version: StateVersion, failures: int) -> Quorum:
+        return self._membership.form_quorum(version, failures)
 
-    def connect(self, found: Found, limit_s: float) -> Group:
-        group: Any = _CorruptedGroup(self._membership.connect(found, limit_s), self._corrupter)
+    def connect(self, quorum: Quorum, limit_s: float) -> Group:
+        group: Any = _CorruptedGroup(self._membership.connect(quorum, limit_s), self._corrupter)
         return group  # type: ignore[no-any-return]
 
     def abort(self) -> None:

@@ -1,9 +1,9 @@
-"""Checksums find what has changed."""
+"""Digests of states: any changed bit changes the checksum."""
 
 import pytest
 import torch
 
-from atoll.engines.elastic.checksum import checksum, combined
+from atoll.engines.elastic.state_version import checksum, combine_checksums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -39,5 +39,5 @@ def test_it_fits_into_a_float_to_the_last_digit():
 
 
 def test_order_and_text_count_where_several_are_combined():
-    assert combined([1, 2]) != combined([2, 1])
-    assert combined([1, 2], "a") != combined([1, 2], "b")
+    assert combine_checksums([1, 2]) != combine_checksums([2, 1])
+    assert combine_checksums([1, 2], "a") != combine_checksums([1, 2], "b")

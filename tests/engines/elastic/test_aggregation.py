@@ -1,5 +1,6 @@
-"""A mean is committed by those who heard the same of everybody: whatever bit is damaged on the way, nobody has another one."""
+"""A mean is committed only by islands that received the same from all members: a bit damaged on the way never reaches a commit."""
 
+import math
 import queue
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,23 +8,21 @@ import pytest
 import torch
 
 from atoll.core.flat_tree import Tree
-from atoll.engines.elastic.commit import Meetings
-from atoll.engines.elastic.data_leases import Unit
-from atoll.engines.elastic.membership import Found, Member
-from atoll.engines.elastic.peers import ElasticPeers
-from atoll.engines.elastic.state_version import NOTHING, Generation
-from atoll.engines.elastic.update_validation import Judge
-from atoll.engines.round_record import RoundRecord
+from atoll.engines.elastic.aggregation import DeltaSummary, IslandReport, Proposal, UpdateValidator, ValidatedMean
+from atoll.engines.elastic.commit import CommitProtocol
+from atoll.engines.elastic.membership import Member, Quorum
+from atoll.engines.elastic.snapshot_server import IslandStatus
+from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 
-NAMES, NOW = ("a", "b"), Generation(3, 7)
+NAMES, NOW = ("a", "b"), StateVersion(3, 7)
 STATE, BROUGHT, LENGTH, TEXT, VOTE = range(5)
 """What an island tells in one round, in order."""
 DELTA = torch.tensor([1.0, 5.0, 2.0, 4.0])
 MEAN = (64 * DELTA + 128 * 2 * DELTA) / 192
 
 
-class Line:
+class Link:
     """Two islands' messages, in memory."""
 
     def __init__(self):
@@ -87,36 +86,38 @@ class Finder:
     def __init__(self, line, group):
         self._line, self._group, self.found = line, group, False
 
-    def find(self, generation, failures):
+    def form_quorum(self, version, failures):
         if self.found:
             raise Once
         self.found = True
         members = tuple(Member(name, "127.0.0.1:1", True, 0.0) for name in NAMES)
-        return Found(members, self._group.rank(), "", connected=True)
+        return Quorum(members, self._group.rank(), "", connected=True)
 
-    def connect(self, found, limit_s):
+    def connect(self, quorum, limit_s):
         return self._group
 
     def abort(self):
         self._line.close()
 
 
+def protocol_of(rank, finder):
+    status = IslandStatus(NAMES[rank], True, f"address-{rank}")
+    mean = ValidatedMean(UpdateValidator(10.0), WallClock())
+    return CommitProtocol(finder, mean, status, ExchangeTimeout(20.0), lambda text: None), status
+
+
 def round_of(rank, line, group):
-    """One island's round: what was agreed, or how it failed; and whom it could not do with."""
-    meetings = Meetings(Finder(line, group), ExchangeTimeout(20.0), lambda text: None)
-    peers = ElasticPeers(meetings, None, Judge(10.0), WallClock(), home=True, pier=f"pier-{rank}", written=lambda: NOTHING)
-    peers.begin(NOW, 1, Unit(0, 0, 1), None, RoundRecord())
-    coroutine = peers.mean(Tree.of({"w": DELTA * (rank + 1)}), 64.0 * (rank + 1))
-    request = coroutine.send(None)
-    coroutine.close()
+    """One island's round: its commit, or how it failed; and its suspects."""
+    protocol, status = protocol_of(rank, Finder(line, group))
+    report = IslandReport(True, status.address)
     try:
-        return request.call(), meetings.blames
+        return protocol.commit(NOW, 1, Proposal(report, Tree.of({"w": DELTA * (rank + 1)}), 64.0 * (rank + 1))), status.suspects
     except Once as error:
-        return error, meetings.blames
+        return error, status.suspects
 
 
 def both(damage=None, message=None):
-    line = Line()
+    line = Link()
     groups = [Group(line, 0, damage, message), Group(line, 1)]
     with ThreadPoolExecutor(2) as pool:
         return [*pool.map(round_of, (0, 1), (line, line), groups)]
@@ -132,7 +133,7 @@ def flips(bit):
 def test_two_islands_agree_on_the_mean_by_weight():
     for met, blames in both():
         assert torch.equal(met.result.value.flat, MEAN)
-        assert [told.pier for told in met.result.told] == ["pier-0", "pier-1"]
+        assert [report.address for report in met.result.reports] == ["address-0", "address-1"]
         assert not blames
 
 
@@ -149,22 +150,18 @@ class Counting(Group):
 def two_rounds(rank, line, group):
     """Control bytes that one island reports of each of two rounds, and those that it sent in the first."""
     finder = Finder(line, group)
-    meetings = Meetings(finder, ExchangeTimeout(20.0), lambda text: None)
-    peers = ElasticPeers(meetings, None, Judge(10.0), WallClock(), home=True, pier=f"pier-{rank}", written=lambda: NOTHING)
+    protocol, status = protocol_of(rank, finder)
     reported, sent = [], []
     for _ in range(2):
-        peers.begin(NOW, 1, Unit(0, 0, 1), None, RoundRecord())
-        coroutine = peers.mean(Tree.of({"w": DELTA}), 64.0)
-        met = coroutine.send(None).call()
-        coroutine.close()
-        reported.append(met.result.told[rank].diary.exchanges[0].control_bytes)
+        commit = protocol.commit(NOW, 1, Proposal(IslandReport(True, status.address), Tree.of({"w": DELTA}), 64.0))
+        reported.append(commit.result.reports[rank].record.exchanges[0].control_bytes)
         sent.append(group.told_bytes)
         finder.found = False
     return reported, sent[0]
 
 
 def test_what_a_vote_took_is_reported_with_the_next_round():
-    line = Line()
+    line = Link()
     with ThreadPoolExecutor(2) as pool:
         for (first, second), sent in pool.map(two_rounds, (0, 1), (line, line), [Counting(line, 0), Counting(line, 1)]):
             assert first < second == sent  # both rounds tell as much before they vote
@@ -206,3 +203,68 @@ def test_whoever_hears_a_damaged_vote_does_not_commit_and_the_other_has_the_righ
     (met, _), (failed, _) = both(flips(20), VOTE)
     assert torch.equal(met.result.value.flat, MEAN)
     assert isinstance(failed, Once)
+
+
+SOUND = DeltaSummary(1.0, True, 2.0)
+
+
+def test_what_is_not_finite_is_rejected_from_the_first_round_on():
+    assert UpdateValidator(10).rejections([SOUND, DeltaSummary(1.0, False, 0.0)]) == {1: "its delta is not finite"}
+
+
+def test_nobody_is_absurd_before_anything_is_usual():
+    validator = UpdateValidator(10)
+    for _ in range(2):
+        assert validator.rejections([SOUND, DeltaSummary(1.0, True, 1e9)]) == {}
+        validator.record([SOUND], rejected={})
+    validator.record([SOUND], rejected={})
+    assert list(validator.rejections([SOUND, DeltaSummary(1.0, True, 20.1)])) == [1]
+    assert validator.rejections([SOUND, DeltaSummary(1.0, True, 19.9)]) == {}
+
+
+def test_in_the_first_rounds_three_islands_tell_which_of_them_is_absurd():
+    assert list(UpdateValidator(10).rejections([SOUND, DeltaSummary(1.0, True, 1e9), SOUND])) == [1]
+    assert UpdateValidator(10).rejections([SOUND, DeltaSummary(1.0, True, 1e9), DeltaSummary(0.0, True, 0.0)]) == {}, (
+        "two cannot tell"
+    )
+
+
+def test_deltas_of_nothing_make_nothing_absurd():
+    validator = UpdateValidator(10)
+    for _ in range(3):
+        validator.record([DeltaSummary(1.0, True, 0.0)], rejected={})
+    assert validator.rejections([SOUND]) == {}
+
+
+def test_what_was_rejected_does_not_make_the_next_one_usual():
+    validator, absurd = UpdateValidator(10), DeltaSummary(1.0, True, 1e6)
+    for _ in range(3):
+        validator.record([SOUND], rejected={})
+    for _ in range(40):
+        rejected = validator.rejections([SOUND, absurd])
+        assert list(rejected) == [1]
+        validator.record([SOUND, absurd], rejected)
+
+
+def test_an_island_without_work_is_neither_rejected_nor_remembered():
+    validator, idle = UpdateValidator(10), DeltaSummary(0.0, True, 0.0)
+    for _ in range(5):
+        validator.record([SOUND, idle], rejected={})
+    assert validator.rejections([idle, SOUND]) == {}
+    validator.record([idle], rejected={})
+    assert validator.to_parts() == {"norms": [2.0] * 5}
+
+
+def test_infinity_refuses_only_what_is_not_finite():
+    validator = UpdateValidator(math.inf)
+    for _ in range(5):
+        validator.record([SOUND], rejected={})
+    assert validator.rejections([DeltaSummary(1.0, True, 1e300)]) == {}
+
+
+def test_a_validator_goes_on_from_its_parts():
+    validator, other = UpdateValidator(10), UpdateValidator(10)
+    for norm in (1.0, 2.0, 3.0):
+        validator.record([DeltaSummary(1.0, True, norm)], rejected={})
+    other.from_parts(validator.to_parts())
+    assert other.rejections([DeltaSummary(1.0, True, 21.0)]) == validator.rejections([DeltaSummary(1.0, True, 21.0)]) != {}

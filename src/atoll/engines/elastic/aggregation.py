@@ -1,0 +1,297 @@
+"""The exchange of one commit attempt: a quorum averages its deltas, rejects invalid ones, and votes that all came to the same.
+
+Every member validates every delta by the same rule, checks every received slice against the checksum that its sender announced, and
+in the end compares all that it received with all other members. So a bit that is damaged on the way never reaches a commit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from atoll.core.flat_tree import Tree
+from atoll.core.layout import shard_range
+from atoll.engines.elastic.state_version import NO_VERSION, checksum, combine_checksums
+from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord
+from atoll.engines.wall_clock import WallClock
+
+NORM_WINDOW = 16
+"""Rounds whose delta norms the validator remembers."""
+NORM_SAMPLES = 3
+"""Norms that must be known before one of them counts as too large."""
+
+
+class Disagreement(Exception):
+    """Members of a quorum came to different results: a message was damaged, or a member computes wrongly. They try again.
+
+    Args:
+        suspects: the islands to or from which messages were damaged, as far as this island knows.
+    """
+
+    def __init__(self, why: str, suspects: Sequence[str] = ()) -> None:
+        super().__init__(why)
+        self.suspects = suspects
+
+
+class DeltaSummary(NamedTuple):
+    """What an island announces of its delta. An island without work has weight 0."""
+
+    weight: float
+    finite: bool
+    norm: float
+
+
+class UpdateValidator:
+    """Rejects deltas that are not finite or far longer than recent ones.
+
+    Args:
+        limit: a delta is rejected if its norm exceeds so many times the median of recent rounds; in the first rounds, of the deltas
+            beside it. Infinity rejects only what is not finite.
+
+    >>> validator = UpdateValidator(limit=10)
+    >>> for _ in range(3):
+    ...     validator.record([DeltaSummary(1.0, True, 2.0), DeltaSummary(1.0, True, 3.0)], rejected={})
+    >>> validator.rejections([DeltaSummary(1.0, True, 2.5), DeltaSummary(1.0, True, 1e6)])
+    {1: 'its delta has a norm of 1e+06, 400000 times what is usual (2.5); the limit is 10 times'}
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._norms: list[float] = []
+
+    def rejections(self, contributions: Sequence[DeltaSummary]) -> dict[int, str]:
+        """The reasons to reject deltas, by rank."""
+        usual = self._usual([one.norm for one in contributions if one.weight and one.finite])
+        reasons = {rank: self._reason(one, usual) for rank, one in enumerate(contributions) if one.weight}
+        return {rank: reason for rank, reason in reasons.items() if reason}
+
+    def record(self, contributions: Sequence[DeltaSummary], rejected: Collection[int]) -> None:
+        """Remember the norms that a commit accepted."""
+        accepted = [one.norm for rank, one in enumerate(contributions) if one.weight and rank not in rejected]
+        if accepted:
+            self._norms = [*self._norms, median(accepted)][-NORM_WINDOW:]
+
+    def _usual(self, norms: Sequence[float]) -> float:
+        """The expected norm; 0 if too few are known."""
+        known = self._norms if len(self._norms) >= NORM_SAMPLES else norms
+        return median(known) if len(known) >= NORM_SAMPLES else 0.0
+
+    def _reason(self, one: DeltaSummary, usual: float) -> str:
+        if not one.finite:
+            return "its delta is not finite"
+        if usual and one.norm > self._limit * usual:
+            return (
+                f"its delta has a norm of {one.norm:.3g}, {one.norm / usual:.6g} times what is usual ({usual:.3g}); "
+                f"the limit is {self._limit:g} times"
+            )
+        return ""
+
+    def to_parts(self) -> dict[str, Any]:
+        return {"norms": list(self._norms)}
+
+    def from_parts(self, parts: Mapping[str, Any]) -> None:
+        self._norms = list(parts["norms"])
+
+
+@dataclass(frozen=True)
+class IslandReport:
+    """What an island reports of itself with its vote.
+
+    Attributes:
+        donor: the island that it fetched its state from since its last commit.
+        received_bytes: from the donor.
+        written: the number of the last version that it has written into the run's log.
+        record: of its round.
+        now_s: on its clock.
+    """
+
+    has_folder: bool
+    address: str
+    donor: str | None = None
+    received_bytes: int = 0
+    written: int = NO_VERSION.number
+    record: RoundRecord = field(default_factory=RoundRecord)
+    now_s: float = 0.0
+
+    def to_text(self) -> str:
+        record = self.record.to_json()
+        return json.dumps([self.has_folder, self.address, self.donor, self.received_bytes, self.written, record, self.now_s])
+
+    @staticmethod
+    def from_text(text: str) -> IslandReport:
+        has_folder, address, donor, received_bytes, written, record, now_s = json.loads(text)
+        return IslandReport(has_folder, address, donor, received_bytes, written, RoundRecord.from_json(record), now_s)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What this island brings to a commit.
+
+    Attributes:
+        report: of this island; the exchange fills in the record and the time.
+        tree: the delta; None before the first round, where islands only vote.
+        weight: 0 if the island has no work in this round.
+        compare: whether the deltas' inner products are recorded.
+        arrived_s: when this island was ready to exchange.
+        record: of the round so far.
+    """
+
+    report: IslandReport
+    tree: Tree | None = None
+    weight: float = 0.0
+    compare: bool = False
+    arrived_s: float = 0.0
+    record: RoundRecord = field(default_factory=RoundRecord)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One commit attempt, as far as the quorum has come.
+
+    Attributes:
+        collectives: between the participants.
+        names: of the participants, in rank order.
+        states: the state that each participant announced, as numbers.
+        wasted_bytes: payload sent in failed attempts of this commit.
+        wasted_control_bytes: sent beside the payload in failed attempts.
+    """
+
+    collectives: GroupCollectives
+    names: tuple[str, ...]
+    states: Sequence[Sequence[float]]
+    wasted_bytes: int
+    wasted_control_bytes: int
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a quorum agreed on.
+
+    Attributes:
+        value: the mean.
+        contributions: in rank order.
+        rejected: the reasons, by rank.
+        weight: of all accepted deltas.
+        reports: of each island, in rank order.
+        now_s: of the clock that is furthest ahead: a joiner does not know how long its start took.
+        rank: of this island.
+    """
+
+    value: Tree
+    contributions: Sequence[DeltaSummary]
+    rejected: dict[int, str]
+    weight: float
+    reports: Sequence[IslandReport]
+    now_s: float
+    rank: int
+
+    def delivered(self, names: Sequence[str]) -> list[str]:
+        """The islands whose deltas are in the mean."""
+        return [name for rank, name in enumerate(names) if self.contributions[rank].weight and rank not in self.rejected]
+
+
+class ValidatedMean:
+    """Carries out the exchange of a proposal."""
+
+    def __init__(self, validator: UpdateValidator, clock: WallClock) -> None:
+        self._validator, self._clock = validator, clock
+        self._vote_bytes = 0
+        """Of the last vote. A vote is about what was counted before it, so its bytes are counted with the next round."""
+
+    def __call__(self, exchange: Exchange, proposal: Proposal) -> Agreement:
+        """Raises Disagreement if members came to different results."""
+        if proposal.tree is None:
+            nothing = Tree.of({"nothing": torch.zeros(0)})
+            return self._vote(exchange, proposal.report, nothing, [], {}, 0.0)
+        wire, tree = exchange.collectives, proposal.tree
+        rows = self._announce(wire, tree, proposal.weight)
+        contributions = [*map(_contribution, rows)]
+        rejected = self._validator.rejections(contributions)
+        weights = [0.0 if rank in rejected else one.weight for rank, one in enumerate(contributions)]
+        total = float(sum(weights))
+        record = RoundRecord(list(proposal.record.computed))
+        record.tokens = sum(one.tokens for one in record.computed) if weights[wire.rank] else 0
+        mean = tree.copy() if total else tree.zeros()
+        if total:
+            sums = [row[3 + wire.rank] for row in rows]
+            record.similarities = self._average(exchange, mean, weights, sums, compare=proposal.compare)
+        end_s = self._clock.now_s()
+        sent = wire.sent_bytes + exchange.wasted_bytes
+        control = wire.control_bytes + exchange.wasted_control_bytes + self._vote_bytes
+        record.exchanges = [
+            ExchangeRecord("mean", proposal.arrived_s, end_s, sent, control, total, False, tuple(rejected), total == 0)
+        ]
+        return self._vote(exchange, replace(proposal.report, record=record), mean, rows, rejected, total)
+
+    def _announce(self, wire: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
+        """All members' contributions, and the checksums of the slices that each sends, by receiving rank."""
+        finite = tree.is_finite() if weight else True
+        norm = tree.norm() if weight and finite else 0.0
+        return wire.all_gather_numbers(weight, finite, norm, *(_slice_sums(tree, wire.size) if weight else [0] * wire.size))
+
+    def _average(
+        self, exchange: Exchange, mean: Tree, weights: Sequence[float], sums: Sequence[float], *, compare: bool
+    ) -> list[DeltaSimilarity]:
+        wire, names = exchange.collectives, exchange.names
+        received = [0] * wire.size
+        products = torch.zeros(wire.size, wire.size, dtype=torch.float64) if compare else None
+
+        def add_to_checksum(rank: int, piece: torch.Tensor) -> None:
+            received[rank] = checksum(piece, received[rank])
+
+        wire.reduce_scatter(mean.flat, weights, inner_products=products, on_received=add_to_checksum, divide_by=float(sum(weights)))
+        damaged = [name for rank, name in enumerate(names) if weights[rank] and rank != wire.rank and received[rank] != sums[rank]]
+        if damaged:
+            raise Disagreement(f"the delta of {', '.join(damaged)} does not match its checksum: it was damaged on the way", damaged)
+        wire.all_gather(mean.flat)
+        return [DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights))] if products is not None else []
+
+    def _vote(
+        self,
+        exchange: Exchange,
+        report: IslandReport,
+        value: Tree,
+        rows: Sequence[Sequence[float]],
+        rejected: dict[int, str],
+        weight: float,
+    ) -> Agreement:
+        """Compare all that was received with all members. Only this shows that all members received what a member sent."""
+        wire, names = exchange.collectives, exchange.names
+        before_bytes = wire.control_bytes
+        try:
+            texts = wire.all_gather_text(replace(report, now_s=self._clock.now_s()).to_text())
+        except (ValueError, OverflowError, RuntimeError) as error:  # no text, or of no possible length
+            raise Disagreement(f"an island's report was damaged on the way: {error}") from error
+        parts = zip(_slice_sums(value, wire.size), exchange.states, rows or [()] * wire.size, texts, strict=True)
+        digests = wire.all_gather_numbers(
+            *(combine_checksums([total], f"{[*state]}{[*row]}{text}") for total, state, row, text in parts)
+        )
+        if any(one != digests[0] for one in digests):
+            suspects = [
+                names[rank] for rank in range(wire.size) if _differs(digests, rank, wire.rank) or _differs(digests, wire.rank, rank)
+            ]
+            raise Disagreement(f"islands came to different means, or received different messages ({digests})", suspects)
+        self._vote_bytes = wire.control_bytes - before_bytes
+        reports = [*map(IslandReport.from_text, texts)]
+        now_s = max(one.now_s for one in reports)
+        return Agreement(value, [*map(_contribution, rows)], rejected, weight, reports, now_s, wire.rank)
+
+
+def _slice_sums(tree: Tree, size: int) -> list[int]:
+    """The checksum of each rank's slice."""
+    return [checksum(tree.flat[slice(*shard_range(tree.numel, rank, size))]) for rank in range(size)]
+
+
+def _contribution(row: Sequence[float]) -> DeltaSummary:
+    return DeltaSummary(row[0], bool(row[1]), row[2])
+
+
+def _differs(digests: Sequence[Sequence[float]], one: int, sender: int) -> bool:
+    """Whether one rank received something else from a sender than the sender sent: its slice of the mean, or its announcements."""
+    return digests[one][sender] != digests[sender][sender]
