@@ -269,7 +269,7 @@ def test_a_script_breaks_a_run_on_ray_and_what_became_of_it_is_told(survived):
     told = err[err.index("faults") :].splitlines()
     assert told[0].split() == ["faults", "1", "Freeze"]
     assert f"with {STEPS * WORKERS} local updates: none twice" in told[1]
-    assert f"restarted {len(events(folder, HubRestarted))} times" in told[3]
+    assert f"{len(events(folder, HubRestarted))} restarts" in told[3]
 
 
 def test_with_hub_and_worker_killed_a_run_ends_with_its_local_updates_and_takes_none_twice(survived):
@@ -377,7 +377,7 @@ def test_sigterm_ends_a_run_as_ctrl_c_does():
             ["run", "toy-async", "--engine", "ray", "--chaos", STRANGE],
             "and the run starts hub, worker-0, worker-1, worker-2, worker-3.",
         ),
-        (["run", "toy-async", "--workers-most", 5, "--chaos", STRANGE], "worker-3, worker-4. Name some of these"),
+        (["run", "toy-async", "--workers-most", 5, "--chaos", STRANGE], "worker-3, worker-4. Name one of these"),
         (["run", "toy-async", "--engine", "ray", "--chaos", "nowhere"], "the script nowhere cannot be read"),
         (["run", "toy-async", *SETS, "--set", "data.shards=1000", "--engine", "ray"], "shards=1000"),
     ],

@@ -60,7 +60,7 @@ def test_a_run_is_not_gone_on_with_by_a_script_of_what_cannot_happen_to_it(folde
     write_ray(folder.path, Ray(most=3))
     left = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     script = FaultScript(faults=(TimedFault(at_s=1.0, fault=Kill(victim="worker-3")),))
-    with pytest.raises(ConfigError, match=r"has worker-3 as victims, and the run starts hub, worker-0, worker-1, worker-2\. Name"):
+    with pytest.raises(ConfigError, match=r"has the victims worker-3; the run starts hub, worker-0, worker-1, worker-2\. Name"):
         resume_on_ray(folder.path, chaos=script)
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path in left} == left
     assert not (folder.path / CHAOS_LOG).exists()
