@@ -1,4 +1,4 @@
-"""The hub's process without Ray: a dictionary is the object store, and threads are workers."""
+"""The hub process without Ray: a list is the object store, and threads are workers."""
 
 import copy
 import threading
@@ -11,15 +11,21 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.core.errors import CheckpointError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Arrived, Dispatched, Evaluated, HubLoad, HubRestarted, IslandLeft, RunFinished, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
-from atoll.engines.ray.hub_actor import HubServer
-from atoll.engines.ray.hub_spec import HubOrder
-from atoll.engines.ray.messages import Brought, bits_of, tree_over
-from atoll.engines.ray.storage import Kept, Lost
+from atoll.engines.ray.hub_actor import HubProcess, LoadMeter, WeightPublisher
+from atoll.engines.ray.messages import (
+    HubProcessSpec,
+    HubSettings,
+    LostRounds,
+    SavedCheckpoint,
+    UpdateMessage,
+    tree_bytes,
+    tree_view,
+)
 from atoll.engines.round_record import ComputeRecord
 from atoll.optim.sgd import SGD
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class Store:
@@ -31,7 +37,7 @@ class Store:
 
     def put(self, bits):
         self.putting.set()
-        assert self.may_put.wait(PATIENCE_S)
+        assert self.may_put.wait(TIMEOUT_S)
         self.objects.append(bits.copy())
         return len(self.objects) - 1
 
@@ -39,41 +45,41 @@ class Store:
         return self.objects[reference]
 
 
-class Shelf:
-    """A keeping.Keeper in memory, whose bytes are events."""
+class MemoryStorage:
+    """A messages.RunStorage and its event log in memory. Positions count events instead of bytes."""
 
     def __init__(self, full=False):
-        self.events, self.checkpoints, self.said, self.full, self.fails = [], [], [], full, None
+        self.events, self.checkpoints, self.lines, self.full, self.fails = [], [], [], full, None
         self.writing, self.may_write = threading.Event(), threading.Event()
         self.may_write.set()
 
-    def hold(self):
+    def lock(self):
         pass
 
-    def begin(self):
+    def initial_weights(self):
         return WEIGHTS.copy()
 
-    def newest(self):
+    def newest_checkpoint(self):
         if not self.checkpoints:
             return None
         round, parts, metadata = self.checkpoints[-1]
-        return Kept(self.name(round), metadata, lambda part, like: copy.deepcopy(parts[part]))
+        return SavedCheckpoint(self.checkpoint_name(round), metadata, lambda part, like: copy.deepcopy(parts[part]))
 
-    def save(self, round, parts, metadata):
+    def save_checkpoint(self, round, parts, metadata):
         self.writing.set()
-        assert self.may_write.wait(PATIENCE_S)
+        assert self.may_write.wait(TIMEOUT_S)
         if self.full:
             raise CheckpointError("the disk is full")
         self.checkpoints.append((round, copy.deepcopy(parts), metadata))
 
-    def name(self, round):
+    def checkpoint_name(self, round):
         return f"{round:08d}"
 
-    def lost(self, after):
+    def lost_rounds(self, after):
         arrived = [event for event in self.events[after:] if isinstance(event, Arrived)]
-        return Lost(len(arrived), sum(event.steps for event in arrived))
+        return LostRounds(len(arrived), sum(event.steps for event in arrived))
 
-    def log(self, after):
+    def open_event_log(self, after):
         del self.events[after:]
         return self
 
@@ -88,66 +94,68 @@ class Shelf:
     def close(self):
         pass
 
-    def say(self, text):
-        self.said.append(text)
+    def log(self, text):
+        self.lines.append(text)
 
     def of(self, kind):
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def hub(store, shelf, *, updates=40, workers=2, save_every_s=1000.0, session="a", grace_s=0.0, evaluate_every=1000, lost=(0, 0)):
+def hub(store, storage, *, updates=40, workers=2, save_every_s=1000.0, session="a", grace_s=0.0, evaluate_every=1000, lost=(0, 0)):
     algorithm = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), grace_s=grace_s)
-    order = HubOrder(
+    settings = HubSettings(
         algorithm=algorithm,
         plan=algorithm.plan,
-        layout=WEIGHTS.layout,
-        dtype="float32",
         examples=(100, 100),
         updates=updates,
         seed=0,
         islands=2,
-        workers=workers,
-        places=max(2, workers),
-        speeds=(),
+        max_workers=max(2, workers),
         evaluate_every=evaluate_every,
+    )
+    spec = HubProcessSpec(
+        settings=settings,
+        layout=WEIGHTS.layout,
+        dtype="float32",
+        workers=workers,
         save_every_s=save_every_s,
         begin_bytes=0,
-        lost=Lost(*lost),
+        lost=LostRounds(*lost),
         session=session,
-        keeper=shelf,
+        storage=storage,
         fingerprint="data",
         threads=1,
         warm_start_tokens=0,
     )
-    return HubServer(order, store.put)
+    return HubProcess(spec, store.put)
 
 
-def begun(store, shelf, **settings):
+def started_hub(store, storage, **settings):
     """A hub with two workers."""
-    server = hub(store, shelf, **settings)
+    process = hub(store, storage, **settings)
     for number in (0, 1):
-        server.hello(number, number, "data", "a test")
-    return server
+        process.register(number, number, "data", "a test")
+    return process
 
 
-def brought(told, number, life):
-    begin_s = told.now_s
-    stretch = ComputeRecord(begin_s, begin_s, told.steps, float(told.steps), 8, 2.0, True)
-    return Brought(number, life, told.ticket, begin_s, begin_s, (stretch,), {})
+def update(task, number, incarnation):
+    begin_s = task.now_s
+    stretch = ComputeRecord(begin_s, begin_s, task.steps, float(task.steps), 8, 2.0, True)
+    return UpdateMessage(number, incarnation, task.round_id, begin_s, begin_s, (stretch,), {})
 
 
-def work(server, store, number, life, rounds=1000, last=None):
+def work(process, store, number, incarnation, rounds=1000, last=None):
     """A worker that moves every weight by 0.01 in each round."""
-    server.hello(number, life, "data", "a test")
+    process.register(number, incarnation, "data", "a test")
     taken = 0
     while taken < rounds:
-        told = server.pull(number, life, last, PATIENCE_S)
-        if told.word != "go":
-            assert told.word == "over"
+        task = process.pull(number, incarnation, last, TIMEOUT_S)
+        if task.status != "train":
+            assert task.status == "finished"
             return last
-        there = tree_over(store.get(told.weights[0]), WEIGHTS.layout, told.dtype)
-        assert server.push(brought(told, number, life), bits_of(there * 0 + 0.01)) in ("taken", "over")
-        taken, last = taken + 1, told.ticket
+        there = tree_view(store.get(task.weights[0]), WEIGHTS.layout, task.dtype)
+        assert process.push(update(task, number, incarnation), tree_bytes(there * 0 + 0.01)) in ("accepted", "finished")
+        taken, last = taken + 1, task.round_id
     return last
 
 
@@ -156,363 +164,425 @@ def together(*calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
         assert not thread.is_alive()
 
 
-def finished(server):
-    news = server.news(-1, 0, 0, 0.0)
-    assert news.error is None
-    for one in news.to_judge:
-        server.judged(news.epoch, one.number, {"loss": 1.0})
-    return server.finish()
+def finish_run(process):
+    status = process.status(-1, 0, 0, 0.0)
+    assert status.error is None
+    for one in status.evaluations:
+        process.evaluated(status.epoch, one.number, {"loss": 1.0})
+    return process.finish()
 
 
-def test_workers_in_threads_of_their_own_bring_every_update_once():
-    store, shelf = Store(), Shelf()
-    server = hub(store, shelf)
-    together(*(lambda n=n: work(server, store, n, n) for n in (0, 1)))
-    end = finished(server)
+def test_concurrent_workers_push_every_update_once():
+    store, storage = Store(), MemoryStorage()
+    process = hub(store, storage)
+    together(*(lambda n=n: work(process, store, n, n) for n in (0, 1)))
+    end = finish_run(process)
     assert (end.local_updates, end.rounds) == (40, 10)
-    assert len({(event.island, event.round) for event in shelf.of(Arrived)}) == len(shelf.of(Arrived)) == 10
-    weights = tree_over(store.get(server.outcome()[0][0]), WEIGHTS.layout, "float32")
+    assert len({(event.island, event.round) for event in storage.of(Arrived)}) == len(storage.of(Arrived)) == 10
+    weights = tree_view(store.get(process.result()[0][0]), WEIGHTS.layout, "float32")
     assert torch.allclose(weights["w"], torch.full((3,), 1.0 - 10 * 0.01))
-    assert isinstance(shelf.events[-1], RunFinished)
-    assert sum(event.pushes for event in shelf.of(HubLoad)) >= 10
-    assert 0 < max(event.busy for event in shelf.of(HubLoad)) < 1
+    assert isinstance(storage.events[-1], RunFinished)
+    assert sum(event.pushes for event in storage.of(HubLoad)) >= 10
+    assert 0 < max(event.busy for event in storage.of(HubLoad)) < 1
 
 
-def test_weights_are_put_into_the_store_once_for_all_who_are_sent_off_with_them():
-    store, shelf = Store(), Shelf()
-    server = begun(store, shelf)
+def test_weights_are_published_once_for_all_workers_of_a_version():
+    store, storage = Store(), MemoryStorage()
+    process = started_hub(store, storage)
     before = len(store.objects)
-    told = [server.pull(number, number, None, PATIENCE_S) for number in (0, 1, 0)]
-    assert len({one.weights for one in told}) == 1
+    task = [process.pull(number, number, None, TIMEOUT_S) for number in (0, 1, 0)]
+    assert len({one.weights for one in task}) == 1
     assert len(store.objects) <= before + 1, "the first evaluation has them too"
 
 
-def test_the_first_wait_for_the_others_and_a_late_one_takes_its_place_at_once():
-    store, shelf = Store(), Shelf()
-    server = hub(store, shelf)
-    server.hello(0, 0, "data", "a test")
-    assert server.news(-1, 0, 0, 0.0).seats == {}
-    server.hello(1, 1, "data", "a test")
-    assert server.news(-1, 0, 0, 0.0).seats == {0: (0, False), 1: (1, False)}
-    server.left(1, 1)
-    assert server.news(-1, 0, 0, 0.0).seats == {0: (0, False)}
-    server.hello(1, 2, "data", "another")
-    assert server.news(-1, 0, 0, 0.0).seats == {0: (0, False), 1: (2, False)}
+def test_the_first_workers_wait_for_each_other_and_a_late_one_joins_at_once():
+    store, storage = Store(), MemoryStorage()
+    process = hub(store, storage)
+    process.register(0, 0, "data", "a test")
+    assert process.status(-1, 0, 0, 0.0).workers == {}
+    process.register(1, 1, "data", "a test")
+    assert process.status(-1, 0, 0, 0.0).workers == {0: (0, False), 1: (1, False)}
+    process.worker_died(1, 1)
+    assert process.status(-1, 0, 0, 0.0).workers == {0: (0, False)}
+    process.register(1, 2, "data", "another")
+    assert process.status(-1, 0, 0, 0.0).workers == {0: (0, False), 1: (2, False)}
 
 
-def test_who_reads_other_data_is_refused_with_advice():
-    server = hub(Store(), Shelf())
-    assert "reads other data than the run" in server.hello(0, 0, "something else", "a test")
+def test_a_worker_with_other_data_is_refused():
+    process = hub(Store(), MemoryStorage())
+    assert "reads other data than the run" in process.register(0, 0, "something else", "a test")
 
 
-def test_a_hub_that_dies_goes_on_from_its_checkpoint_and_says_what_was_lost():
-    store, shelf = Store(), Shelf()
-    one = begun(store, shelf)
+def test_a_restarted_hub_resumes_from_its_checkpoint_and_reports_lost_rounds():
+    store, storage = Store(), MemoryStorage()
+    one = started_hub(store, storage)
     last = work(one, store, 0, 0, rounds=2)
     one.save()
     lost = work(one, store, 0, 0, rounds=3, last=last)
-    two = hub(store, shelf)  # with the same log and checkpoints, in the same session
-    restarted = shelf.of(HubRestarted)[0]
+    two = hub(store, storage)  # with the same log and checkpoints, in the same session
+    restarted = storage.of(HubRestarted)[0]
     assert (restarted.checkpoint, restarted.round, restarted.lost_rounds, restarted.lost_local_updates) == ("00000002", 2, 3, 12)
-    assert restarted.wall_time_s >= shelf.of(Arrived)[-1].wall_time_s
-    assert [event.name for event in shelf.of(Saved)] == ["00000000", "00000002"], "the log was cut before it said the last"
-    told = two.pull(0, 0, lost, PATIENCE_S)
-    assert told.fresh, "its moments have seen what is lost"
-    assert two.pull(1, 1, None, PATIENCE_S).ticket[0] == 1, "and the other is in the round that it was in"
+    assert restarted.wall_time_s >= storage.of(Arrived)[-1].wall_time_s
+    assert [event.name for event in storage.of(Saved)] == ["00000000", "00000002"], "the log was cut before it said the last"
+    task = two.pull(0, 0, lost, TIMEOUT_S)
+    assert task.fresh_optimizer, "its moments have seen what is lost"
+    assert two.pull(1, 1, None, TIMEOUT_S).round_id[0] == 1, "and the other is in the round that it was in"
     together(lambda: work(two, store, 1, 1), lambda: work(two, store, 0, 2))
-    assert finished(two).local_updates == 40
-    rounds = [(event.island, event.round) for event in shelf.of(Arrived)]
+    assert finish_run(two).local_updates == 40
+    rounds = [(event.island, event.round) for event in storage.of(Arrived)]
     assert len(set(rounds)) == len(rounds) == 10
 
 
-def test_a_hub_that_dies_before_it_has_saved_anything_begins_again_and_says_so():
-    store, shelf = Store(), Shelf()
-    one = begun(store, shelf)
+def test_a_restarted_hub_without_a_checkpoint_begins_with_the_initial_weights():
+    store, storage = Store(), MemoryStorage()
+    one = started_hub(store, storage)
     work(one, store, 0, 0, rounds=2)
-    del shelf.checkpoints[:]
-    two = hub(store, shelf)
-    restarted = shelf.of(HubRestarted)[0]
+    del storage.checkpoints[:]
+    two = hub(store, storage)
+    restarted = storage.of(HubRestarted)[0]
     assert (restarted.checkpoint, restarted.lost_rounds) == (None, 2)
-    assert any("begins again with the weights that the run began with" in line for line in shelf.said)
-    weights = tree_over(store.get(two.outcome()[0][0]), WEIGHTS.layout, "float32")
+    assert any("restarted from the run's initial weights" in line for line in storage.lines)
+    weights = tree_view(store.get(two.result()[0][0]), WEIGHTS.layout, "float32")
     assert weights.equal(WEIGHTS)
 
 
-def test_another_session_goes_on_from_the_saved_time_with_other_workers():
-    store, shelf = Store(), Shelf()
-    one = begun(store, shelf)
+def test_another_session_resumes_from_the_saved_time_with_new_workers():
+    store, storage = Store(), MemoryStorage()
+    one = started_hub(store, storage)
     work(one, store, 0, 0, rounds=2)
     one.save()
-    two = hub(store, shelf, session="b")
-    assert not shelf.of(HubRestarted), "nothing is lost"
-    assert two.news(-1, 0, 0, 0.0).seats == {}
+    two = hub(store, storage, session="b")
+    assert not storage.of(HubRestarted), "nothing is lost"
+    assert two.status(-1, 0, 0, 0.0).workers == {}
     together(*(lambda n=n: work(two, store, n, n) for n in (0, 1)))
-    assert finished(two).local_updates == 40
-    arrived = shelf.of(Arrived)
+    assert finish_run(two).local_updates == 40
+    arrived = storage.of(Arrived)
     assert [event.wall_time_s for event in arrived] == sorted(event.wall_time_s for event in arrived)
 
 
-def test_a_hub_saves_by_itself_and_only_if_something_has_happened():
-    store, shelf = Store(), Shelf()
-    server = begun(store, shelf, save_every_s=0.02)
-    work(server, store, 0, 0, rounds=1)
-    deadline = time.monotonic() + PATIENCE_S
-    while len(shelf.checkpoints) < 2:
+def test_a_hub_saves_periodically_and_only_after_changes():
+    store, storage = Store(), MemoryStorage()
+    process = started_hub(store, storage, save_every_s=0.02)
+    work(process, store, 0, 0, rounds=1)
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(storage.checkpoints) < 2:
         assert time.monotonic() < deadline
-        server.news(-1, 0, 0, 0.02)
-    count = len(shelf.checkpoints)
+        process.status(-1, 0, 0, 0.02)
+    count = len(storage.checkpoints)
     for _ in range(5):
-        server.news(server.news(-1, 0, 0, 0.0).epoch, 10**6, 10**6, 0.02)
-    assert len(shelf.checkpoints) <= count + 1
-    assert next(event.name for event in shelf.of(Saved)) == "00000000", "the first before anybody is sent off"
+        process.status(process.status(-1, 0, 0, 0.0).epoch, 10**6, 10**6, 0.02)
+    assert len(storage.checkpoints) <= count + 1
+    assert next(event.name for event in storage.of(Saved)) == "00000000", "the first before anybody is sent off"
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_the_next_may_succeed():
-    store, shelf = Store(), Shelf(full=True)
-    server = begun(store, shelf)
-    work(server, store, 0, 0, rounds=1)
-    assert not server.save()
-    assert [event.round for event in shelf.of(SaveFailed)] == [0, 1]
-    assert "the disk is full" in shelf.of(SaveFailed)[0].reason
-    shelf.full = False
-    assert server.save()
-    assert [round for round, _, _ in shelf.checkpoints] == [1]
-    assert server.news(-1, 0, 0, 0.0).error is None
+def test_a_failed_checkpoint_is_reported_and_the_next_may_succeed():
+    store, storage = Store(), MemoryStorage(full=True)
+    process = started_hub(store, storage)
+    work(process, store, 0, 0, rounds=1)
+    assert not process.save()
+    assert [event.round for event in storage.of(SaveFailed)] == [0, 1]
+    assert "the disk is full" in storage.of(SaveFailed)[0].reason
+    storage.full = False
+    assert process.save()
+    assert [round for round, _, _ in storage.checkpoints] == [1]
+    assert process.status(-1, 0, 0, 0.0).error is None
 
 
-def test_a_window_that_runs_out_sends_its_workers_off_without_anybody_asking():
-    store, shelf = Store(), Shelf()
-    server = begun(store, shelf, grace_s=0.05)
-    last = work(server, store, 0, 0, rounds=1)
-    told = server.pull(0, 0, last, PATIENCE_S)
-    assert told.word == "go"
-    assert told.ticket != last
+def test_a_window_closes_at_its_deadline_without_a_call():
+    store, storage = Store(), MemoryStorage()
+    process = started_hub(store, storage, grace_s=0.05)
+    last = work(process, store, 0, 0, rounds=1)
+    task = process.pull(0, 0, last, TIMEOUT_S)
+    assert task.status == "train"
+    assert task.round_id != last
 
 
-def test_a_hub_that_believes_in_the_dead_is_told_by_a_census():
-    store, shelf = Store(), Shelf()
-    server = begun(store, shelf)
-    server.census({0: 0, 1: 7})
-    assert server.news(-1, 0, 0, 0.0).seats == {0: (0, False)}
+def test_set_live_workers_removes_dead_workers():
+    store, storage = Store(), MemoryStorage()
+    process = started_hub(store, storage)
+    process.set_live_workers({0: 0, 1: 7})
+    assert process.status(-1, 0, 0, 0.0).workers == {0: (0, False)}
 
 
-def test_a_hub_that_dies_after_its_last_words_is_followed_by_one_that_says_them_again():
-    store, shelf = Store(), Shelf()
-    one = hub(store, shelf)
+def test_a_hub_that_died_after_the_end_is_followed_by_one_that_ends_the_same():
+    store, storage = Store(), MemoryStorage()
+    one = hub(store, storage)
     together(*(lambda n=n: work(one, store, n, n) for n in (0, 1)))
-    first = finished(one)
-    two = hub(store, shelf)
+    first = finish_run(one)
+    two = hub(store, storage)
     assert two.finish() is None, "its weights are not judged yet"
-    again = finished(two)
+    again = finish_run(two)
     assert (again.digest, again.local_updates) == (first.digest, 40)
-    assert len(shelf.of(RunFinished)) == 1
-    assert isinstance(shelf.events[-1], RunFinished)
+    assert len(storage.of(RunFinished)) == 1
+    assert isinstance(storage.events[-1], RunFinished)
 
 
-def test_the_time_that_a_hub_was_away_counts():
-    store, shelf = Store(), Shelf()
-    begun(store, shelf)
-    shelf.checkpoints[-1][2]["zero_s"] -= 100.0
-    begun(store, shelf)
-    assert shelf.of(HubRestarted)[0].wall_time_s > 100.0
+def test_the_clock_includes_the_time_without_a_hub():
+    store, storage = Store(), MemoryStorage()
+    started_hub(store, storage)
+    storage.checkpoints[-1][2]["zero_s"] -= 100.0
+    started_hub(store, storage)
+    assert storage.of(HubRestarted)[0].wall_time_s > 100.0
 
 
-def test_what_was_lost_before_the_session_is_told_though_the_log_was_cut_since():
-    store, shelf = Store(), Shelf()
-    work(begun(store, shelf), store, 0, 0, rounds=1)
-    hub(store, shelf, session="b", lost=(7, 28))
-    assert (shelf.of(HubRestarted)[0].lost_rounds, shelf.of(HubRestarted)[0].lost_local_updates) == (8, 32)
+def test_rounds_lost_before_the_session_are_reported():
+    store, storage = Store(), MemoryStorage()
+    work(started_hub(store, storage), store, 0, 0, rounds=1)
+    hub(store, storage, session="b", lost=(7, 28))
+    assert (storage.of(HubRestarted)[0].lost_rounds, storage.of(HubRestarted)[0].lost_local_updates) == (8, 32)
 
 
-def test_the_hubs_load_is_measured_from_when_the_run_begins():
-    store, shelf = Store(), Shelf()
-    server = hub(store, shelf, updates=8)
-    server.hello(0, 0, "data", "a test")
+def test_the_load_is_measured_from_the_start_of_the_run():
+    store, storage = Store(), MemoryStorage()
+    process = hub(store, storage, updates=8)
+    process.register(0, 0, "data", "a test")
     before = time.monotonic()
-    server.hello(1, 1, "data", "a test")
-    together(*(lambda n=n: work(server, store, n, n) for n in (0, 1)))
-    finished(server)
-    assert sum(event.seconds for event in shelf.of(HubLoad)) < time.monotonic() - before
+    process.register(1, 1, "data", "a test")
+    together(*(lambda n=n: work(process, store, n, n) for n in (0, 1)))
+    finish_run(process)
+    assert sum(event.seconds for event in storage.of(HubLoad)) < time.monotonic() - before
 
 
-def test_who_waits_for_others_begins_without_them_after_a_while(monkeypatch):
-    monkeypatch.setattr("atoll.engines.ray.start_barrier._GATHER_S", -1.0)
-    server = hub(Store(), Shelf())
-    server.hello(1, 0, "data", "a test")
-    assert server.news(-1, 0, 0, 0.0).seats == {1: (0, False)}
+def test_a_run_starts_without_missing_workers_after_the_timeout(monkeypatch):
+    monkeypatch.setattr("atoll.engines.ray.hub_state._START_TIMEOUT_S", -1.0)
+    process = hub(Store(), MemoryStorage())
+    process.register(1, 0, "data", "a test")
+    assert process.status(-1, 0, 0, 0.0).workers == {1: (0, False)}
 
 
-def test_who_died_while_it_waited_is_not_waited_with():
-    server = hub(Store(), Shelf())
-    server.hello(0, 0, "data", "a test")
-    server.left(0, 0)
-    server.hello(1, 1, "data", "a test")
-    assert server.news(-1, 0, 0, 0.0).seats == {}
+def test_a_worker_that_died_in_the_start_barrier_does_not_count():
+    process = hub(Store(), MemoryStorage())
+    process.register(0, 0, "data", "a test")
+    process.worker_died(0, 0)
+    process.register(1, 1, "data", "a test")
+    assert process.status(-1, 0, 0, 0.0).workers == {}
 
 
-def test_more_than_are_waited_for_may_come_at_any_time():
-    store, shelf = Store(), Shelf()
-    server = hub(store, shelf, workers=1)
-    server.hello(1, 0, "data", "the first to come")
-    last = work(server, store, 1, 0, rounds=1)
-    server.hello(0, 1, "data", "one more")
-    assert server.news(-1, 0, 0, 0.0).seats == {1: (0, True), 0: (1, False)}
-    together(lambda: work(server, store, 0, 1), lambda: work(server, store, 1, 0, last=last))
-    assert finished(server).local_updates == 40
+def test_additional_workers_join_at_any_time():
+    store, storage = Store(), MemoryStorage()
+    process = hub(store, storage, workers=1)
+    process.register(1, 0, "data", "the first to come")
+    last = work(process, store, 1, 0, rounds=1)
+    process.register(0, 1, "data", "one more")
+    assert process.status(-1, 0, 0, 0.0).workers == {1: (0, True), 0: (1, False)}
+    together(lambda: work(process, store, 0, 1), lambda: work(process, store, 1, 0, last=last))
+    assert finish_run(process).local_updates == 40
 
 
-def test_the_last_weights_are_judged_however_many_wait():
-    store, shelf = Store(), Shelf()
-    server = begun(store, shelf, evaluate_every=4)
-    together(*(lambda n=n: work(server, store, n, n) for n in (0, 1)))
-    waiting = server.news(-1, 0, 0, 0.0).to_judge
+def test_the_last_weights_are_evaluated_however_many_evaluations_are_outstanding():
+    store, storage = Store(), MemoryStorage()
+    process = started_hub(store, storage, evaluate_every=4)
+    together(*(lambda n=n: work(process, store, n, n) for n in (0, 1)))
+    waiting = process.status(-1, 0, 0, 0.0).evaluations
     assert [one.due.local_updates for one in waiting] == [0, 4, 8, 12, 40]
 
 
-def test_what_was_judged_for_a_dead_hub_is_not_taken_for_the_next_ones():
-    store, shelf = Store(), Shelf()
-    one = begun(store, shelf)
-    two = begun(store, shelf)
-    assert [due.number for due in two.news(-1, 0, 0, 0.0).to_judge] == [1], "both have filed under this number"
-    two.judged(one.news(-1, 0, 0, 0.0).epoch, 1, {"loss": 123.0})
-    assert not two.news(-1, 0, 0, 0.0).judged
-    assert not shelf.of(Evaluated)
+def test_metrics_for_a_dead_hub_are_ignored_by_the_next():
+    store, storage = Store(), MemoryStorage()
+    one = started_hub(store, storage)
+    two = started_hub(store, storage)
+    assert [due.number for due in two.status(-1, 0, 0, 0.0).evaluations] == [1], "both have filed under this number"
+    two.evaluated(one.status(-1, 0, 0, 0.0).epoch, 1, {"loss": 123.0})
+    assert not two.status(-1, 0, 0, 0.0).evaluated
+    assert not storage.of(Evaluated)
 
 
-def test_weights_that_were_lost_are_published_again_and_judged_if_they_are_the_present_ones():
-    store, shelf = Store(), Shelf()
-    server = begun(store, shelf, evaluate_every=4)
-    work(server, store, 0, 0, rounds=1)
-    news = server.news(-1, 0, 0, 0.0)
-    _, second = news.to_judge
-    for one in news.to_judge:
-        server.lost(one.weights)
-        server.leave_unjudged(news.epoch, one.number)
-    server.leave_unjudged(news.epoch - 1, 3)  # of another hub
-    (again,) = server.news(-1, 0, 0, 0.0).to_judge
+def test_lost_weights_are_published_again_for_evaluation_if_they_are_the_present_ones():
+    store, storage = Store(), MemoryStorage()
+    process = started_hub(store, storage, evaluate_every=4)
+    work(process, store, 0, 0, rounds=1)
+    status = process.status(-1, 0, 0, 0.0)
+    _, second = status.evaluations
+    for one in status.evaluations:
+        process.weights_lost(one.weights)
+        process.evaluation_lost(status.epoch, one.number)
+    process.evaluation_lost(status.epoch - 1, 3)  # of another hub
+    (again,) = process.status(-1, 0, 0, 0.0).evaluations
     assert (again.due, again.number) == (second.due, 3), "under a number that was not handed out before"
     assert again.weights != second.weights
     assert store.get(again.weights[0]).tolist() == store.get(second.weights[0]).tolist()
 
 
-def test_what_a_worker_has_lost_is_published_again_and_judged_all_the_same():
-    server = begun(Store(), Shelf())
-    told = server.pull(1, 1, None, PATIENCE_S)
-    (waiting,) = server.news(-1, 0, 0, 0.0).to_judge
-    assert told.weights == waiting.weights
-    server.lost(told.weights)
-    assert server.pull(1, 1, None, PATIENCE_S).weights != told.weights
-    assert server.news(-1, 0, 0, 0.0).to_judge == [waiting]
+def test_weights_that_a_worker_lost_are_published_again_and_still_evaluated():
+    process = started_hub(Store(), MemoryStorage())
+    task = process.pull(1, 1, None, TIMEOUT_S)
+    (waiting,) = process.status(-1, 0, 0, 0.0).evaluations
+    assert task.weights == waiting.weights
+    process.weights_lost(task.weights)
+    assert process.pull(1, 1, None, TIMEOUT_S).weights != task.weights
+    assert process.status(-1, 0, 0, 0.0).evaluations == [waiting]
 
 
-def test_weights_to_be_judged_are_put_into_the_store_while_the_next_update_is_applied():
-    store, shelf = Store(), Shelf()
-    server = begun(store, shelf, updates=8, evaluate_every=4)
-    told = [server.pull(number, number, None, PATIENCE_S) for number in (0, 1)]
+def test_weights_for_evaluation_are_published_while_the_next_update_is_applied():
+    store, storage = Store(), MemoryStorage()
+    process = started_hub(store, storage, updates=8, evaluate_every=4)
+    task = [process.pull(number, number, None, TIMEOUT_S) for number in (0, 1)]
     store.putting.clear()
     store.may_put.clear()
-    pushes = [threading.Thread(target=server.push, args=(brought(told[n], n, n), bits_of(WEIGHTS * 0.01))) for n in (0, 1)]
+    pushes = [threading.Thread(target=process.push, args=(update(task[n], n, n), tree_bytes(WEIGHTS * 0.01))) for n in (0, 1)]
     pushes[0].start()
-    assert store.putting.wait(PATIENCE_S)
+    assert store.putting.wait(TIMEOUT_S)
     pushes[1].start()
-    while len(shelf.of(Arrived)) < 2:
-        assert server.news(-1, 0, 0, 0.01).error is None
-    assert server.finish() is None
-    assert not server.news(-1, 0, 0, 0.0).judged, "the run is over, and what is on its way is not judged yet"
+    while len(storage.of(Arrived)) < 2:
+        assert process.status(-1, 0, 0, 0.01).error is None
+    assert process.finish() is None
+    assert not process.status(-1, 0, 0, 0.0).evaluated, "the run is over, and what is on its way is not judged yet"
     store.may_put.set()
     for push in pushes:
-        push.join(PATIENCE_S)
-    _, first, last = server.news(-1, 0, 0, 0.0).to_judge
+        push.join(TIMEOUT_S)
+    _, first, last = process.status(-1, 0, 0, 0.0).evaluations
     for one, updates in ((first, 4), (last, 8)):
-        weights = tree_over(store.get(one.weights[0]), WEIGHTS.layout, "float32")
+        weights = tree_view(store.get(one.weights[0]), WEIGHTS.layout, "float32")
         assert one.due.local_updates == updates
         assert torch.allclose(weights["w"], torch.full((3,), 1.0 - updates / 4 * 0.01))
 
 
-def test_a_payload_of_another_length_is_refused():
-    store, shelf = Store(), Shelf()
-    server = begun(store, shelf)
-    told = server.pull(0, 0, None, PATIENCE_S)
-    assert server.push(brought(told, 0, 0), bits_of(WEIGHTS)[:8]) == "refused"
-    assert server.news(-1, 0, 0, 0.0).error is None
+def test_a_delta_of_another_length_is_refused():
+    store, storage = Store(), MemoryStorage()
+    process = started_hub(store, storage)
+    task = process.pull(0, 0, None, TIMEOUT_S)
+    assert process.push(update(task, 0, 0), tree_bytes(WEIGHTS)[:8]) == "refused"
+    assert process.status(-1, 0, 0, 0.0).error is None
 
 
-def test_a_run_that_cannot_get_better_ends_and_what_was_good_is_saved():
-    store, shelf = Store(), Shelf()
-    server = begun(store, shelf)
-    last = work(server, store, 0, 0, rounds=1)
+def test_a_diverged_run_ends_and_its_good_state_is_saved():
+    store, storage = Store(), MemoryStorage()
+    process = started_hub(store, storage)
+    last = work(process, store, 0, 0, rounds=1)
     for _ in range(3):
-        told = server.pull(0, 0, last, PATIENCE_S)
-        assert server.push(brought(told, 0, 0), bits_of(WEIGHTS * float("nan"))) == "refused"
-        last = told.ticket
-    assert isinstance(server.news(-1, 0, 0, 0.0).error, TrainingDiverged)
-    assert server.pull(0, 0, last, 0.0).word == "over"
-    assert server.save()
-    two = hub(store, shelf, session="b")
+        task = process.pull(0, 0, last, TIMEOUT_S)
+        assert process.push(update(task, 0, 0), tree_bytes(WEIGHTS * float("nan"))) == "refused"
+        last = task.round_id
+    assert isinstance(process.status(-1, 0, 0, 0.0).error, TrainingDiverged)
+    assert process.pull(0, 0, last, 0.0).status == "finished"
+    assert process.save()
+    two = hub(store, storage, session="b")
     together(*(lambda n=n: work(two, store, n, n) for n in (0, 1)))
-    assert finished(two).local_updates == 40
+    assert finish_run(two).local_updates == 40
 
 
 @pytest.mark.parametrize(
     ("fails", "act"),
     [
-        (IslandLeft, lambda server, told: server.pull(0, 0, (77, 77), 0.0)),
-        (Dispatched, lambda server, told: server.began(0, 0, told.ticket, 0.0)),
-        (Arrived, lambda server, told: server.push(brought(told, 0, 0), bits_of(WEIGHTS))),
-        (IslandLeft, lambda server, told: server.left(0, 0)),
+        (IslandLeft, lambda process, task: process.pull(0, 0, (77, 77), 0.0)),
+        (Dispatched, lambda process, task: process.round_started(0, 0, task.round_id, 0.0)),
+        (Arrived, lambda process, task: process.push(update(task, 0, 0), tree_bytes(WEIGHTS))),
+        (IslandLeft, lambda process, task: process.worker_died(0, 0)),
     ],
-    ids=["pull", "began", "push", "left"],
+    ids=["pull", "round_started", "push", "worker_died"],
 )
-def test_an_error_in_the_middle_of_a_step_ends_the_run_and_is_never_saved(fails, act):
-    store, shelf = Store(), Shelf()
-    server = begun(store, shelf)
-    told = server.pull(0, 0, None, PATIENCE_S)
-    shelf.fails = fails
-    act(server, told)
-    shelf.fails = None
-    error = server.news(-1, 0, 0, 0.0).error
+def test_an_exception_within_a_step_ends_the_run_and_is_never_saved(fails, act):
+    store, storage = Store(), MemoryStorage()
+    process = started_hub(store, storage)
+    task = process.pull(0, 0, None, TIMEOUT_S)
+    storage.fails = fails
+    act(process, task)
+    storage.fails = None
+    error = process.status(-1, 0, 0, 0.0).error
     assert isinstance(error, ExchangeFailed)
     assert "OSError: no such disk" in str(error)
-    assert not server.save()
-    assert [round for round, _, _ in shelf.checkpoints] == [0]
-    assert any("Traceback" in line for line in shelf.said)
+    assert not process.save()
+    assert [round for round, _, _ in storage.checkpoints] == [0]
+    assert any("Traceback" in line for line in storage.lines)
 
 
-def test_a_checkpoint_holds_what_there_was_at_its_moment_though_updates_come_while_it_is_written():
-    store, shelf = Store(), Shelf()
-    one = begun(store, shelf)
+def test_a_checkpoint_is_consistent_though_updates_arrive_while_it_is_written():
+    store, storage = Store(), MemoryStorage()
+    one = started_hub(store, storage)
     last = work(one, store, 0, 0, rounds=2)
-    shelf.may_write.clear()
-    shelf.writing.clear()
+    storage.may_write.clear()
+    storage.writing.clear()
     saving = threading.Thread(target=one.save)
     saving.start()
-    assert shelf.writing.wait(PATIENCE_S)
+    assert storage.writing.wait(TIMEOUT_S)
     work(one, store, 0, 0, rounds=3, last=last)
-    assert [event.round for event in shelf.of(Saved)] == [0], "it is not there yet"
-    shelf.may_write.set()
-    saving.join(PATIENCE_S)
-    assert [event.round for event in shelf.of(Saved)] == [0, 2]
+    assert [event.round for event in storage.of(Saved)] == [0], "it is not there yet"
+    storage.may_write.set()
+    saving.join(TIMEOUT_S)
+    assert [event.round for event in storage.of(Saved)] == [0, 2]
     work(one, store, 1, 1, rounds=2)  # what was held meanwhile is in use again
-    two = hub(store, shelf)
-    weights = tree_over(store.get(two.outcome()[0][0]), WEIGHTS.layout, "float32")
+    two = hub(store, storage)
+    weights = tree_view(store.get(two.result()[0][0]), WEIGHTS.layout, "float32")
     assert torch.allclose(weights["w"], torch.full((3,), 1.0 - 2 * 0.01))
 
 
 def test_a_run_is_not_over_before_it_is_saved():
-    store, shelf = Store(), Shelf()
-    server = begun(store, shelf)
-    shelf.may_write.clear()
-    together(*(lambda n=n: work(server, store, n, n) for n in (0, 1)))
+    store, storage = Store(), MemoryStorage()
+    process = started_hub(store, storage)
+    storage.may_write.clear()
+    together(*(lambda n=n: work(process, store, n, n) for n in (0, 1)))
     ends = []
-    finishing = threading.Thread(target=lambda: ends.append(finished(server)))
+    finishing = threading.Thread(target=lambda: ends.append(finish_run(process)))
     finishing.start()
     finishing.join(0.05)
     assert not ends
-    shelf.may_write.set()
-    finishing.join(PATIENCE_S)
+    storage.may_write.set()
+    finishing.join(TIMEOUT_S)
     assert ends[0].local_updates == 40
-    assert shelf.checkpoints[-1][0] == 10
+    assert storage.checkpoints[-1][0] == 10
+
+
+# ----------------------------------------------------------------------------------------------------------------- publisher
+
+
+def publisher():
+    stored = []
+    return WeightPublisher(lambda array: stored.append(array.copy()) or len(stored)), stored
+
+
+def test_a_version_is_published_once_while_it_is_recent():
+    one, stored = publisher()
+    trees = [Tree.of({"w": torch.full((2,), float(value))}) for value in range(6)]
+    assert [one.publish(tree) for tree in (trees[0], trees[0], trees[1], trees[0])] == [1, 1, 2, 1]
+    for tree in trees:
+        one.publish(tree)
+    assert len(stored) == 6
+    assert one.publish(trees[0]) == 7, "old references are not kept"
+
+
+def test_weights_whose_buffer_was_released_are_forgotten():
+    one, stored = publisher()
+    old, new = Tree.of({"w": torch.ones(2)}), Tree.of({"w": torch.zeros(2)})
+    one.publish(old)
+    old.release()
+    assert one.publish(new) == 2
+    assert stored[0].view("float32").tolist() == [1.0, 1.0]
+
+
+def test_lost_weights_are_published_again():
+    one, _ = publisher()
+    tree = Tree.of({"w": torch.ones(2)})
+    one.forget(one.publish(tree))
+    assert one.publish(tree) == one.publish(tree) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------- load
+
+
+def meter_of(*seconds):
+    times = iter(seconds)
+    return LoadMeter(now=lambda: next(times))
+
+
+def test_concurrent_pushes_wait_together_and_are_applied_one_at_a_time():
+    meter = meter_of(0.0, 1.0, 1.5, 2.0, 3.0, 3.0, 4.0, 5.0)
+    arrived_s = [meter.arrived(), meter.arrived()]
+    for came_s in arrived_s:
+        meter.applied(came_s, lock_s=meter.now())
+    load = meter.report(5.0)
+    assert (load.pushes, load.most_waiting, load.seconds) == (2, 2, 5.0)
+    assert load.busy == (1.0 + 1.0) / 5.0
+    assert load.waited_s == ((2.0 - 1.0) + (3.0 - 1.5)) / 2
+    assert load.wall_time_s == 5.0
+
+
+def test_snapshots_count_as_busy_and_a_report_resets_the_meter():
+    meter = meter_of(0.0, 4.0, 5.0)
+    load = meter.report(4.0, snapshot_s=2.0)
+    assert (load.busy, load.pushes, load.apply_s) == (0.5, 0, 0.0)
+    again = meter.report(5.0)
+    assert (again.seconds, again.pushes, again.busy, again.apply_s) == (1.0, 0, 0.0, 0.0)

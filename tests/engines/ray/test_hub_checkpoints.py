@@ -1,7 +1,7 @@
-"""A hub's checkpoints, and what is said of them."""
+"""A hub's checkpoints, their events, and the outbox of events."""
 
-from itertools import count
 from threading import Condition
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,90 +10,99 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.core.errors import CheckpointError
 from atoll.core.events import Saved, SaveFailed
 from atoll.core.flat_tree import Tree
-from atoll.engines.ray.hub_checkpoints import Saver
-from atoll.engines.ray.hub_load import Load
-from atoll.engines.ray.hub_state import Desk
+from atoll.engines.ray.hub_checkpoints import CheckpointWriter, EventOutbox, RecoveredHub
+from atoll.engines.ray.hub_state import HubState
+from atoll.engines.ray.messages import HubSettings
 from atoll.engines.wall_clock import WallClock
 from atoll.optim.sgd import SGD
 from atoll.telemetry.sinks import Remembered
 
 
-class Log(Remembered):
-    """In memory; its bytes are events."""
+class MemoryLog(Remembered):
+    """Positions count events instead of bytes."""
 
     def position(self):
         return len(self.events)
 
 
-class Keeper:
-    """Keeps checkpoints, and what the log had said when each was written."""
+class MemoryStorage:
+    """Keeps checkpoints, and the events that the log had when the last one was written."""
 
     def __init__(self, log, fails):
-        self.log, self.fails, self.said_before, self.kept = log, fails, [], []
+        self.event_log, self.fails, self.events_before, self.saved = log, fails, [], []
 
-    def save(self, round, parts, metadata):
-        self.said_before = list(self.log.events)
+    def save_checkpoint(self, round, parts, metadata):
+        self.events_before = list(self.event_log.events)
         if self.fails:
             raise CheckpointError("the disk is full")
-        self.kept.append((round, metadata))
+        self.saved.append((round, metadata))
 
-    def name(self, round):
+    def checkpoint_name(self, round):
         return f"{round:08d}"
 
-    def say(self, text):
+    def log(self, text):
         pass
 
 
-def saver(fails=False):
-    log, seconds = Log(), count()
+def writer_of(fails=False):
+    log = MemoryLog()
     algorithm = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0))
-    desk = Desk(
+    settings = HubSettings(
         algorithm=algorithm,
         plan=algorithm.plan,
-        params=Tree.of({"w": torch.ones(3)}),
-        examples=[100],
+        examples=(100,),
         updates=8,
-        draw=lambda round: 0.5,
+        seed=0,
         islands=1,
-        places=1,
+        max_workers=1,
         evaluate_every=10,
-        epoch=1,
-        sink=log,
     )
-    keeper, load = Keeper(log, fails), Load(now=lambda: float(next(seconds)))
-    one = Saver(keeper=keeper, session="a", desk=desk, clock=WallClock(), log=log, sink=log, load=load, changed=Condition())
-    return one, desk, keeper, log, load
+    outbox, storage = EventOutbox(log), MemoryStorage(log, fails)
+    state = HubState(settings, Tree.of({"w": torch.ones(3)}), epoch=1, sink=outbox)
+    spec = SimpleNamespace(storage=storage, session="a")
+    writer = CheckpointWriter(spec, RecoveredHub(state, outbox, WallClock(), started=False), Condition())
+    return writer, state, storage, log
 
 
 @pytest.mark.parametrize(("fails", "kind"), [(False, Saved), (True, SaveFailed)])
-def test_nothing_is_said_of_a_checkpoint_before_it_is_there_or_has_failed(fails, kind):
-    one, desk, keeper, log, _ = saver(fails)
-    desk.come({0: 0}, 0.0)
+def test_the_event_of_a_checkpoint_follows_its_write(fails, kind):
+    writer, state, storage, log = writer_of(fails)
+    state.join({0: 0}, 0.0)
     before = list(log.events)
-    assert one.save() is not fails
-    assert keeper.said_before == before
+    assert writer.save() is not fails
+    assert storage.events_before == before
     assert [type(event) for event in log.events[len(before) :]] == [kind]
 
 
-def test_a_checkpoint_goes_with_the_log_as_it_was_when_it_was_begun():
-    one, desk, keeper, log, _ = saver()
-    desk.come({0: 0}, 0.0)
-    one.save()
-    assert keeper.kept[0][1]["events_bytes"] == len(log.events) - 1
-    one.save()
-    assert len(keeper.kept) == 1, "nothing has happened since"
+def test_a_checkpoint_has_the_position_of_the_log_at_its_snapshot():
+    writer, state, storage, log = writer_of()
+    state.join({0: 0}, 0.0)
+    writer.save()
+    assert storage.saved[0][1]["events_bytes"] == len(log.events) - 1
+    writer.save()
+    assert len(storage.saved) == 1, "nothing has changed since"
 
 
-def test_while_a_checkpoint_is_gathered_the_hub_is_busy():
-    one, _, _, _, load = saver()
-    one.save_at_the_desk()
-    report = load.report(0.0)
-    assert (report.busy, report.pushes) == (pytest.approx(1 / 3), 0), "one of three ticks of its clock"
+def test_the_time_of_a_snapshot_is_reported_once():
+    writer, *_ = writer_of()
+    writer.save_locked()
+    assert writer.snapshot_seconds() > 0
+    assert writer.snapshot_seconds() == 0
 
 
-def test_what_was_stopped_saves_nothing():
-    one, desk, keeper, _, _ = saver()
-    desk.come({0: 0}, 0.0)
-    one.stop()
-    assert not one.save()
-    assert keeper.kept == []
+def test_a_stopped_writer_saves_nothing():
+    writer, state, storage, _ = writer_of()
+    state.join({0: 0}, 0.0)
+    writer.stop()
+    assert not writer.save()
+    assert storage.saved == []
+
+
+def test_the_outbox_repeats_events_whose_reply_was_lost():
+    outbox, events = EventOutbox(MemoryLog()), [Saved(round=round, name=f"{round:08d}") for round in (1, 2, 3)]
+    for event in events[:2]:
+        outbox.emit(event)
+    assert outbox.after(0) == outbox.after(0) == (events[:2], 2)
+    outbox.emit(events[2])
+    assert outbox.after(2) == ([events[2]], 3)
+    assert outbox.count == 3

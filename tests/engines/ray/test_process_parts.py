@@ -10,9 +10,9 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.events import Saved
 from atoll.engines.ray import process_parts
-from atoll.engines.ray.process_parts import FolderKeeper, Made, lost_after
+from atoll.engines.ray.messages import LostRounds
+from atoll.engines.ray.process_parts import FolderStorage, Made, lost_after
 from atoll.engines.ray.spec import on_workers
-from atoll.engines.ray.storage import Lost
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import JsonlSink
 from atoll.testing.simulated_runs import arrived
@@ -20,7 +20,7 @@ from atoll.testing.simulated_runs import arrived
 
 def test_what_was_taken_after_a_checkpoint_is_counted_from_there_and_a_line_that_was_cut_short_does_not_count(tmp_path):
     log = tmp_path / "events.jsonl"
-    assert lost_after(log, 0) == Lost(0, 0)
+    assert lost_after(log, 0) == LostRounds(0, 0)
     with JsonlSink(log) as sink:
         sink.emit(arrived(round=0, version=1, steps=4))
         after = sink.position()
@@ -29,16 +29,16 @@ def test_what_was_taken_after_a_checkpoint_is_counted_from_there_and_a_line_that
         sink.emit(arrived(round=2, version=3, steps=3))
     whole = log.read_bytes()
     log.write_bytes(whole[:-10])
-    assert lost_after(log, after) == Lost(1, 2)
+    assert lost_after(log, after) == LostRounds(1, 2)
     log.write_bytes(b"not even JSON" + whole[13:])
-    assert lost_after(log, after) == Lost(2, 5), "what is before is not read at all"
+    assert lost_after(log, after) == LostRounds(2, 5), "what is before is not read at all"
 
 
 def test_a_hub_waits_until_the_one_before_it_is_gone(tmp_path):
-    keeper = FolderKeeper(tmp_path, 1, {})
+    storage = FolderStorage(tmp_path, 1, {})
     before = os.open(tmp_path / "hub.lock", os.O_WRONLY | os.O_CREAT)
     fcntl.flock(before, fcntl.LOCK_EX)
-    coming = threading.Thread(target=keeper.hold)
+    coming = threading.Thread(target=storage.lock)
     coming.start()
     coming.join(0.05)
     assert coming.is_alive()
@@ -50,7 +50,7 @@ def test_a_hub_waits_until_the_one_before_it_is_gone(tmp_path):
 
 def test_a_line_that_cannot_be_written_ends_nothing(tmp_path):
     (tmp_path / "logs").write_text("where the folder should be")
-    FolderKeeper(tmp_path, 1, {}).say("unheard")
+    FolderStorage(tmp_path, 1, {}).log("not written")
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""The engine for asynchronous algorithms on real machines: the hub in an actor of Ray's, workers in others. Imports without Ray."""
+"""The engine for asynchronous algorithms on real machines: hub and workers are Ray actors. Imports without Ray."""

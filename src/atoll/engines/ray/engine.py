@@ -1,37 +1,172 @@
-"""The process that drives a run on Ray: it starts the hub and the workers, looks after them, shows what happens, and judges.
+"""The driving process of a run on Ray: it starts the hub and the workers, replaces dead workers, shows events, and evaluates.
 
-The hub keeps the books and the log, beside this process on the same machine. Judging is done here, so that the hub is free, and in
-a thread of its own, so that whoever dies meanwhile is noticed.
+The hub, on the same machine, does the accounting and writes the event log. Evaluation runs here, so that it does not delay the hub,
+and in a thread of its own, so that dead workers are replaced meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from atoll.core.errors import ExchangeFailed, TrainingDiverged
+from atoll.core.errors import AtollError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Progress, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
-from atoll.engines.ray.actors import start_hub
-from atoll.engines.ray.hub_client import Reach
-from atoll.engines.ray.hub_spec import HubOrder, News, ToJudge
-from atoll.engines.ray.messages import own_tree, tensors_of
-from atoll.engines.ray.worker import WorkerOrder
-from atoll.engines.ray.worker_pool import Crew
+from atoll.engines.ray.client import HubClient, last_line
+from atoll.engines.ray.hub_actor import start_hub
+from atoll.engines.ray.messages import EvaluationRequest, HubProcessSpec, HubStatus, tensors_of, tree_copy
+from atoll.engines.ray.worker import WorkerProcessSpec, start_worker
 
-_PATIENCE_S = 0.5
+_STATUS_WAIT_S = 0.5
 _LAST_SAVE_S = 30.0
-_MOST_RESTARTS = 5  # of the hub in a row, without a newer checkpoint in between
+_MAX_RESTARTS = 5  # of the hub in a row, without a newer checkpoint
+_MAX_DEATHS = 5  # of one slot in a row, without an accepted update
+_LOG_EVERY_S = 30.0
 
 
-class _Judging(NamedTuple):
-    """What is being judged now: of which hub, under which number, and what it comes to."""
+@dataclass(frozen=True, kw_only=True)
+class WorkerPoolSpec:
+    """The workers of a run.
+
+    Attributes:
+        workers: the expected number.
+        max_workers: number of slots. Workers beyond the expected number start when the cluster has room for them.
+        worker: spec of the worker with this slot and incarnation.
+        cpus, gpus: of each worker.
+    """
+
+    workers: int
+    max_workers: int
+    worker: Callable[[int, int], WorkerProcessSpec]
+    cpus: float
+    gpus: float
+
+
+@dataclass
+class PooledWorker:
+    """A started worker. `ended`: it has ended by itself, since the hub told it that the run is over."""
+
+    spec: WorkerProcessSpec
+    actor: Any
+    result: Any
+    started_s: float
+    ended: bool = False
+
+
+class WorkerPool:
+    """Starts the workers of a run, and replaces dead ones.
+
+    Args:
+        ray: the library.
+        client: of the hub.
+        spec: of the workers.
+        log: takes a line for each dead, missing or slow worker.
+    """
+
+    def __init__(self, ray: Any, client: HubClient, spec: WorkerPoolSpec, log: Callable[[str], object]) -> None:
+        self._ray, self._client, self._spec, self._log = ray, client, spec, log
+        self._started = 0
+        self._deaths: dict[int, int] = {}
+        """Of each slot since its last accepted update."""
+        self._logged_missing_s = self._logged_overdue_s = time.monotonic()
+        self.workers = {worker: self._start(worker) for worker in range(spec.max_workers)}
+
+    @property
+    def incarnations(self) -> dict[int, int]:
+        return {number: worker.spec.incarnation for number, worker in self.workers.items()}
+
+    def _start(self, number: int) -> PooledWorker:
+        """Ray starts the process as soon as it finds room."""
+        spec, self._started = self._spec.worker(number, self._started), self._started + 1
+        started = start_worker(self._ray, spec, self._client.hub, cpus=self._spec.cpus, gpus=self._spec.gpus)
+        return PooledWorker(spec, *started, time.monotonic())
+
+    def supervise(self, status: HubStatus) -> None:
+        """Replaces dead workers and tells the hub of them. Logs missing and overdue workers every 30 s.
+
+        Raises:
+            AtollError: a worker has ended with an error that its replacement would end with, too.
+        """
+        for number, (incarnation, was_accepted) in status.workers.items():
+            if was_accepted and incarnation == self.workers[number].spec.incarnation:
+                self._deaths.pop(number, None)
+        ready, _ = self._ray.wait([worker.result for worker in self.workers.values()], num_returns=len(self.workers), timeout=0)
+        for worker in [worker for worker in self.workers.values() if worker.result in ready]:
+            cause = self._cause_of_death(worker)
+            if cause is None and not worker.ended:
+                worker.ended = True  # if the run is over, the next status says so
+            else:
+                self._replace(worker, cause or "it ended by itself")
+        self._log_missing(status)
+        self._log_overdue(status)
+
+    def _replace(self, dead: PooledWorker, cause: str) -> None:
+        number = dead.spec.worker
+        self._client.call("worker_died", number, dead.spec.incarnation)
+        deaths = self._deaths[number] = self._deaths.get(number, 0) + 1
+        if deaths >= _MAX_DEATHS:
+            raise ExchangeFailed(
+                f"worker {number} has died {deaths} times in a row without an accepted update: {cause}. Saved checkpoints are "
+                f"valid. Look at {dead.spec.log}, or at Ray's logs on a machine without that folder; fix the cause, and resume."
+            )
+        self._log(f"worker {number} has died ({cause}); a new one takes its slot")
+        self._ray.kill(dead.actor)
+        self.workers[number] = self._start(number)
+
+    def _cause_of_death(self, worker: PooledWorker) -> str | None:
+        """Why an ended worker died; None if it ended by itself. Raises an AtollError that is not about the hub: a new worker would
+        end with it, too."""
+        try:
+            self._ray.get(worker.result)
+        except self._ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(getattr(error, "cause", None), Exception) else error
+            if isinstance(cause, AtollError) and not isinstance(cause, ExchangeFailed):
+                raise cause from None
+            return last_line(str(cause)) or "an error without a message"
+        except self._ray.exceptions.RayError as error:
+            return str(error).partition("\n")[0].rstrip(".")  # ids of Ray's follow
+        return None
+
+    def _log_missing(self, status: HubStatus) -> None:
+        now_s, registered = time.monotonic(), {number: incarnation for number, (incarnation, _) in status.workers.items()}
+        missing = [
+            number
+            for number, worker in self.workers.items()
+            if number < self._spec.workers
+            and registered.get(number) != worker.spec.incarnation
+            and now_s - worker.started_s > _LOG_EVERY_S
+        ]
+        if missing and now_s - self._logged_missing_s > _LOG_EVERY_S:
+            self._logged_missing_s = now_s
+            free = {name: amount for name, amount in self._ray.available_resources().items() if name in ("CPU", "GPU")}
+            needs = f"{self._spec.cpus:g} CPU and {self._spec.gpus:g} GPU"
+            self._log(f"workers {missing} have not registered yet: each needs {needs}, free are {free}")
+
+    def _log_overdue(self, status: HubStatus) -> None:
+        """The hub waits for no overdue worker, but if all are overdue, the run stands still."""
+        now_s = time.monotonic()
+        if status.overdue and now_s - self._logged_overdue_s > _LOG_EVERY_S:
+            self._logged_overdue_s = now_s
+            since = ", ".join(f"{number} for {seconds:.0f} s" for number, seconds in sorted(status.overdue.items()))
+            self._log(
+                f"workers are alive, but in their rounds much longer than before: {since}. See their logs; a killed one is replaced"
+            )
+
+    def kill(self) -> None:
+        for worker in self.workers.values():
+            self._ray.kill(worker.actor)
+
+
+class _RunningEvaluation(NamedTuple):
+    """The evaluation of a request of the hub with this epoch."""
 
     epoch: int
     number: int
@@ -39,166 +174,143 @@ class _Judging(NamedTuple):
 
 
 class RayEngine:
-    """Runs one asynchronous algorithm by real processes.
+    """Runs one asynchronous algorithm on Ray.
 
     Args:
         ray: the library, connected.
-        order: what the hub is made of.
-        worker: what the worker of this place and life is made of.
-        most: how many workers there may be, if the cluster has room.
-        cpus: of each worker.
-        gpus: of each worker.
-        evaluate: judges weights.
-        sink: takes events; the log is the hub's.
-        steps: inner steps per island, for progress.
-        limit_s: how long a hub that does not answer is waited for.
-        say: takes lines on who has died and who is waited for.
+        hub: spec of the hub.
+        workers: spec of the workers.
+        evaluate: computes metrics of weights and buffers.
+        sink: takes events; the hub writes the event log.
+        steps: inner steps per island, for the progress.
+        timeout_s: how long a hub that does not reply is waited for.
+        log: takes a line for each process that died or does not reply.
     """
 
     def __init__(
         self,
         *,
         ray: Any,
-        order: HubOrder,
-        worker: Callable[[int, int], WorkerOrder],
-        most: int,
-        cpus: float,
-        gpus: float,
+        hub: HubProcessSpec,
+        workers: WorkerPoolSpec,
         evaluate: Callable[[Tree, Mapping[str, Tensor]], Mapping[str, float]],
         sink: Sink,
         steps: int,
-        limit_s: float,
-        say: Callable[[str], object],
+        timeout_s: float,
+        log: Callable[[str], object],
     ) -> None:
-        self._ray, self._order, self._worker = ray, order, worker
-        self._most, self._cpus, self._gpus = most, cpus, gpus
-        self._evaluate, self._sink, self._steps, self._say = evaluate, sink, steps, say
-        self._hub = start_hub(ray, order)
-        self._reach = Reach(ray, self._hub, limit_s=limit_s, say=say)
-        self._crew: Crew | None = None
-        self._epoch, self._heard, self._handed = -1, 0, 0
-        self._restarts, self._newest = 0, 0
-        """Of the hub since it last had a newer checkpoint, and the local updates in that."""
-        self._to_judge: deque[ToJudge] = deque()
-        self._judging: _Judging | None = None
+        self._ray, self._spec, self._workers = ray, hub, workers
+        self._evaluate, self._sink, self._steps, self._log = evaluate, sink, steps, log
+        self._hub = start_hub(ray, hub)
+        self._client = HubClient(ray, self._hub, timeout_s=timeout_s, log=log)
+        self._pool: WorkerPool | None = None
+        self._epoch, self._events_seen, self._evaluations_seen = -1, 0, 0
+        self._restarts, self._saved_updates = 0, 0
+        """Of the hub since its last newer checkpoint, and the local updates in that."""
+        self._requests: deque[EvaluationRequest] = deque()
+        self._evaluation: _RunningEvaluation | None = None
 
     def run(self) -> tuple[RunFinished, Tree, dict[str, Tensor]]:
-        """Until the run has its local updates. The figures, the hub's weights, and buffers."""
-        order = self._order
-        self._crew = Crew(
-            self._ray,
-            self._hub,
-            workers=order.workers,
-            most=self._most,
-            order=self._worker,
-            cpus=self._cpus,
-            gpus=self._gpus,
-            say=self._say,
-        )
+        """Runs to the end. Returns the final figures, the hub's weights, and buffers."""
+        self._pool = WorkerPool(self._ray, self._client, self._workers, self._log)
         while True:
-            while not self._turn(self._crew):
+            while not self._step(self._pool):
                 pass
-            epoch, finished = self._epoch, self._reach.ask("finish")
-            weights, buffers = self._reach.ask("outcome")
-            bits = self._reach.fetch(weights)
-            self._show(self._news(0.0))
-            # Else that hub is gone, and the next begins where it had saved; or its weights are lost, and it publishes them again.
-            if finished is not None and bits is not None and self._epoch == epoch:
-                return finished, own_tree(bits, order.layout, order.dtype, "cpu"), tensors_of(buffers)
+            epoch, finished = self._epoch, self._client.call("finish")
+            weights, buffers = self._client.call("result")
+            array = self._client.fetch(weights)
+            self._show(self._status(0.0))
+            # Else that hub died, and the next resumes from its checkpoint; or its weights were lost, and it publishes them again.
+            if finished is not None and array is not None and self._epoch == epoch:
+                return finished, tree_copy(array, self._spec.layout, self._spec.dtype, "cpu"), tensors_of(buffers)
 
-    def _turn(self, crew: Crew) -> bool:
-        """Hear the news, and do what they ask for. Whether the run is over."""
-        before, news = self._epoch, self._news(self._reach.patience_s(_PATIENCE_S))
-        if news.epoch != before and before != -1:
-            self._count_restart(news)
-            self._reach.ask("census", crew.lives)  # another hub may believe in workers that have died since
-        self._show(news)
-        if news.error is not None:
-            raise news.error
-        self._judge()
-        if not news.done:
-            crew.look_after(news.seats, lambda number, life: self._reach.ask("left", number, life))
-            crew.mention(news.silent)
-        elif self._judging is not None:
-            wait([self._judging.metrics], timeout=_PATIENCE_S)
-        return news.done and news.judged
+    def _step(self, pool: WorkerPool) -> bool:
+        """Reads the hub's status and reacts to it. Returns whether the run is over."""
+        before, status = self._epoch, self._status(self._client.wait_s(_STATUS_WAIT_S))
+        if status.epoch != before and before != -1:
+            self._count_restart(status)
+            self._client.call("set_live_workers", pool.incarnations)  # its checkpoint may name workers that have died since
+        self._show(status)
+        if status.error is not None:
+            raise status.error
+        self._run_evaluations()
+        if not status.done:
+            pool.supervise(status)
+        elif self._evaluation is not None:
+            wait([self._evaluation.metrics], timeout=_STATUS_WAIT_S)
+        return status.done and status.evaluated
 
-    def _news(self, patience_s: float) -> News:
-        news: News = self._reach.ask("news", self._epoch, self._heard, self._handed, patience_s)
-        if news.epoch != self._epoch:
-            self._epoch, self._handed = news.epoch, 0
-            self._to_judge.clear()
-        self._heard = news.heard
-        for one in news.to_judge:
-            self._to_judge.append(one)
-            self._handed = one.number
-        return news
+    def _status(self, wait_s: float) -> HubStatus:
+        status: HubStatus = self._client.call("status", self._epoch, self._events_seen, self._evaluations_seen, wait_s)
+        if status.epoch != self._epoch:
+            self._epoch, self._evaluations_seen = status.epoch, 0
+            self._requests.clear()
+        self._events_seen = status.events_seen
+        for request in status.evaluations:
+            self._requests.append(request)
+            self._evaluations_seen = request.number
+        return status
 
-    def _count_restart(self, news: News) -> None:
-        """What kills a hub may be what the next will be brought again."""
-        self._restarts = 0 if news.local_updates > self._newest else self._restarts + 1
-        self._newest = news.local_updates
-        if self._restarts >= _MOST_RESTARTS:
+    def _count_restart(self, status: HubStatus) -> None:
+        """An update that kills a hub may kill the next hub, too."""
+        self._restarts = 0 if status.local_updates > self._saved_updates else self._restarts + 1
+        self._saved_updates = status.local_updates
+        if self._restarts >= _MAX_RESTARTS:
             raise ExchangeFailed(
-                f"the hub has died {self._restarts} times in a row before it could save anything new: it goes on from "
-                f"{news.local_updates} local updates again and again. What was saved stands. Look at logs/hub.log, and at how much "
-                f"memory there is; save more often (--save-every), and resume."
+                f"the hub has died {self._restarts} times in a row without a newer checkpoint: it resumes from "
+                f"{status.local_updates} local updates each time. Saved checkpoints are valid. Look at logs/hub.log, and at the "
+                f"free memory; save more often (--save-every), and resume."
             )
 
-    def _show(self, news: News) -> None:
-        for event in news.events:
+    def _show(self, status: HubStatus) -> None:
+        for event in status.events:
             self._sink.emit(event)
-        done = news.local_updates * self._steps // max(1, self._order.updates)
+        done = status.local_updates * self._steps // max(1, self._spec.settings.updates)
         self._sink.emit(Progress(phase="training", done=min(done, self._steps), total=self._steps))
 
-    # ------------------------------------------------------------------------------------------------------------- judging
-
-    def _judge(self) -> None:
-        """Tell the hub of what was judged, and go on with the next. Whatever is asked of Ray is asked in this thread."""
-        if self._judging is not None and self._judging.metrics.done():
-            epoch, number, metrics = self._judging
-            self._judging = None
-            self._reach.ask("judged", epoch, number, dict(metrics.result()))
-        if self._judging is None and self._to_judge:
-            one = self._to_judge.popleft()
-            bits = self._reach.fetch(one.weights)
-            if bits is None:
-                self._reach.ask("leave_unjudged", self._epoch, one.number)
+    def _run_evaluations(self) -> None:
+        """Sends finished metrics to the hub, and starts the next evaluation. Only this thread calls Ray."""
+        if self._evaluation is not None and self._evaluation.metrics.done():
+            epoch, number, metrics = self._evaluation
+            self._evaluation = None
+            self._client.call("evaluated", epoch, number, dict(metrics.result()))
+        if self._evaluation is None and self._requests:
+            request = self._requests.popleft()
+            array = self._client.fetch(request.weights)
+            if array is None:
+                self._client.call("evaluation_lost", self._epoch, request.number)
             else:
-                params = own_tree(bits, self._order.layout, self._order.dtype, "cpu")
-                self._judging = _Judging(self._epoch, one.number, _aside(lambda: self._judged(one, params)))
+                params = tree_copy(array, self._spec.layout, self._spec.dtype, "cpu")
+                metrics = _in_thread(lambda: self._metrics(request, params))
+                self._evaluation = _RunningEvaluation(self._epoch, request.number, metrics)
 
-    def _judged(self, one: ToJudge, params: Tree) -> Mapping[str, float]:
+    def _metrics(self, request: EvaluationRequest, params: Tree) -> Mapping[str, float]:
         if not params.is_finite():
             raise TrainingDiverged(
-                f"the hub's weights are no longer finite after {one.due.round} arrivals, though every delta was. The run stops; "
-                f"what was saved stands. Lower the outer learning rate, or the weight of each arrival."
+                f"the hub's weights are no longer finite after {request.due.round} arrivals, though every delta was. The run "
+                f"stops; its checkpoints are valid. Lower the outer learning rate, or the weight of each arrival."
             )
-        metrics = self._evaluate(params, tensors_of(dict(one.buffers)))
+        metrics = self._evaluate(params, tensors_of(dict(request.buffers)))
         params.release()
         return metrics
 
-    # ------------------------------------------------------------------------------------------------------------- the end
-
     def close(self, *, save: bool) -> None:
-        """Ends workers and hub; before that, one that has not finished is asked to save."""
-        if self._crew is not None:
-            self._crew.dismiss()
+        """Kills the workers and the hub; with `save` the hub writes a checkpoint first."""
+        if self._pool is not None:
+            self._pool.kill()
         if save:
             try:
                 saved = self._ray.get(self._hub.save.remote(), timeout=_LAST_SAVE_S)
                 why = "" if saved else "it could not; logs/hub.log says why"
-            except Exception as error:  # the run ends for another reason, and an older checkpoint stands
+            except Exception as error:  # the run ends for another reason, and an older checkpoint is valid
                 why = f"{type(error).__name__} after up to {_LAST_SAVE_S:g} s"
             if why:
-                self._say(
-                    f"the hub was asked to save before it ends: {why}. The last checkpoint stands, and what came after is lost."
-                )
+                self._log(f"the hub did not save before it ended: {why}. The last checkpoint is valid; later rounds are lost.")
         self._ray.kill(self._hub)
 
 
-def _aside(compute: Callable[[], Mapping[str, float]]) -> Future[Mapping[str, float]]:
-    """What this computes, in a thread of its own, for which nobody waits when the process ends."""
+def _in_thread(compute: Callable[[], Mapping[str, float]]) -> Future[Mapping[str, float]]:
+    """The result of `compute` in a daemon thread. A ThreadPoolExecutor would delay the end of the process."""
     future: Future[Mapping[str, float]] = Future()
 
     def run() -> None:

@@ -1,13 +1,11 @@
-"""The hub's process: the desk behind a lock, with a clock, the object store and the run's keeper. It is an actor of Ray's.
+"""The hub process, a Ray actor: the hub's state behind a lock, with a clock, the object store and the run's storage.
 
-Whatever is asked of it comes in threads of its own. A push is there, in the machine's memory, before it takes its turn at the desk,
-so the next one is received while this one is applied. Weights are published when somebody asks for them, once each. Two threads of
-the hub's own keep time: one closes windows that have run out, one writes checkpoints, beside the desk.
+Ray serves each call in a thread of its own. A delta is in this machine's memory before its push waits for the lock, so the next
+delta is received while this one is applied. Weights are published when a worker pulls them, once per version. Two threads keep
+time: one closes grace windows and reports the load, one writes checkpoints.
 
-When its process dies Ray starts another, which goes on from the newest checkpoint and cuts the log to what that knows. It says so,
-in the log and on the console, with what was lost; without a checkpoint it begins again with the weights that the run began with.
-
-An error at the desk may leave it half moved: the run ends with it, and nothing is saved any more.
+When the hub's process dies, Ray starts another. It resumes from the newest checkpoint, truncates the event log to it, and reports
+what was lost. An exception may leave the state inconsistent: it ends the run, and no checkpoint is written after it.
 """
 
 from __future__ import annotations
@@ -18,283 +16,452 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from atoll.core.errors import AtollError, ExchangeFailed
-from atoll.core.events import RunFinished
+from atoll.core.events import Evaluated, HubLoad, RunFinished
 from atoll.core.flat_tree import Tree
-from atoll.engines.ray.evaluation_queue import Judging
-from atoll.engines.ray.hub_checkpoints import Saver
-from atoll.engines.ray.hub_load import Load
-from atoll.engines.ray.hub_spec import HubOrder, News
-from atoll.engines.ray.messages import Bits, Brought, Ticket, Told, Verdict, arrays_of, dtype_name, expect_read_only, received_tree
-from atoll.engines.ray.recovery import opened
-from atoll.engines.ray.start_barrier import Gathering
-from atoll.engines.ray.weight_publisher import Publisher
+from atoll.engines.ray import bootstrap
+from atoll.engines.ray.hub_checkpoints import CheckpointWriter, recover
+from atoll.engines.ray.hub_state import HubState, StartBarrier
+from atoll.engines.ray.messages import (
+    ByteArray,
+    EvaluationRequest,
+    HubProcessSpec,
+    HubStatus,
+    PushStatus,
+    RoundId,
+    TaskMessage,
+    UpdateMessage,
+    arrays_of,
+    dtype_name,
+    ignore_read_only_warning,
+    received_tree,
+    tree_bytes,
+)
 
 _LOAD_EVERY_S = 10.0
+_MAX_PUBLISHED = 3  # versions whose references are kept; workers in older rounds have fetched theirs
+_MAX_EVALUATIONS = 4  # outstanding: the driving process may evaluate more slowly than the run proceeds, and each holds weights
+_EXTRA_CALLS = 16  # concurrent calls of the driving process
 
 
-class HubServer:
-    """The hub's process.
+class WeightPublisher:
+    """Puts weights into the object store, each version once. `put` stores an array and returns a reference."""
 
-    Args:
-        order: what it is made of.
-        put: puts bits into the object store, and gives a reference.
+    def __init__(self, put: Callable[[ByteArray], Any]) -> None:
+        self._put = put
+        self._published: list[tuple[Tree, Any]] = []
+        self._lock = threading.Lock()
+
+    def publish(self, tree: Tree) -> Any:
+        with self._lock:
+            found = next((reference for other, reference in self._published if other is tree), None)
+            if found is None:
+                found = self._put(tree_bytes(tree))
+                self._published = [(other, reference) for other, reference in self._published if not other.given][-_MAX_PUBLISHED:]
+                self._published.append((tree, found))
+            return found
+
+    def forget(self, reference: Any) -> None:
+        """The store has lost it: the next caller publishes these weights again."""
+        with self._lock:
+            self._published = [(tree, other) for tree, other in self._published if other != reference]
+
+
+class LoadMeter:
+    """Measures how busy the hub is, from when a push has arrived to when it is applied. Pushes that wait overlap.
+
+    >>> seconds = iter([0.0, 1.0, 1.0, 3.0, 4.0])
+    >>> meter = LoadMeter(now=lambda: next(seconds))
+    >>> arrived_s = meter.arrived()
+    >>> meter.applied(arrived_s, lock_s=meter.now())
+    >>> load = meter.report(4.0)
+    >>> load.pushes, load.busy, load.apply_s, load.waited_s
+    (1, 0.5, 2.0, 0.0)
     """
 
-    def __init__(self, order: HubOrder, put: Callable[[Bits], Any]) -> None:
-        torch.set_num_threads(order.threads)
-        expect_read_only()
-        self._order = order
-        order.keeper.hold()
-        order.keeper.say(f"hub on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.now = now
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self.reset(now())
+
+    def reset(self, now_s: float) -> None:
+        self._since_s = now_s
+        self._pushes, self._applied_s, self._waited_s, self._most_waiting = 0, 0.0, 0.0, 0
+
+    def arrived(self) -> float:
+        """Counts a push as waiting, and returns its time of arrival."""
+        with self._lock:
+            self._waiting += 1
+            self._most_waiting = max(self._most_waiting, self._waiting)
+        return self.now()
+
+    def applied(self, arrived_s: float, lock_s: float) -> None:
+        """Counts a push that arrived then, had the hub's lock from `lock_s` on, and is applied now."""
+        now_s = self.now()
+        with self._lock:
+            self._waiting -= 1
+            self._pushes += 1
+            self._applied_s += now_s - lock_s
+            self._waited_s += lock_s - arrived_s
+
+    def report(self, wall_time_s: float, snapshot_s: float = 0.0) -> HubLoad:
+        """The load since the last report. A snapshot holds the lock too, and counts as busy."""
+        with self._lock:
+            now_s, pushes = self.now(), self._pushes
+            passed_s = now_s - self._since_s
+            event = HubLoad(
+                virtual_time_s=None,
+                wall_time_s=wall_time_s,
+                seconds=passed_s,
+                pushes=pushes,
+                busy=(self._applied_s + snapshot_s) / passed_s if passed_s > 0 else 0.0,
+                apply_s=self._applied_s / pushes if pushes else 0.0,
+                waited_s=self._waited_s / pushes if pushes else 0.0,
+                most_waiting=self._most_waiting,
+            )
+            self.reset(now_s)
+        return event
+
+
+class _EvaluationClaim(NamedTuple):
+    """Weights that are to be published for an evaluation. No buffer of the trees in `held` is reused before that."""
+
+    due: Evaluated
+    params: Tree
+    buffers: Mapping[str, Any]
+    held: Sequence[Tree]
+
+
+class EvaluationQueue:
+    """Weights that are to be evaluated: claimed under the hub's lock, published without it, and then offered to the driving process
+    as requests. A caller of any method but `publish` holds the lock."""
+
+    def __init__(self, state: HubState, publisher: WeightPublisher, changed: threading.Condition) -> None:
+        self._state, self._publisher, self._changed = state, publisher, changed
+        self._claims: deque[_EvaluationClaim] = deque()
+        self._requests: dict[int, EvaluationRequest] = {}
+        self._publishing = threading.Lock()
+        self.newest = 0
+        """Number of the newest request."""
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._claims) + len(self._requests)
+
+    def claim(self) -> None:
+        """Claims the present weights if an evaluation is due, unless 4 are outstanding. The last weights are always claimed."""
+        due, self._state.evaluation_due = self._state.evaluation_due, None
+        if due is not None and (self._state.done or self.outstanding < _MAX_EVALUATIONS):
+            self._claims.append(_EvaluationClaim(due, self._state.params, arrays_of(self._state.buffers), self._state.hub.hold()))
+
+    def publish(self) -> None:
+        """Publishes the claimed weights in order, while the hub applies the next update."""
+        with self._publishing:
+            while self._claims:
+                claim = self._claims[0]  # it stays in the queue until the request is there, so it counts as outstanding
+                reference = self._publisher.publish(claim.params)
+                with self._changed:
+                    self.newest += 1
+                    self._requests[self.newest] = EvaluationRequest(self.newest, claim.due, (reference,), claim.buffers)
+                    self._claims.popleft()
+                    self._state.hub.let_go(claim.held)
+                    self._changed.notify_all()
+
+    def after(self, seen: int) -> list[EvaluationRequest]:
+        """The open requests with numbers above `seen`."""
+        return [request for number, request in self._requests.items() if number > seen]
+
+    def evaluated(self, number: int, metrics: Mapping[str, float]) -> None:
+        request = self._requests.pop(number, None)
+        if request is not None:
+            self._state.record_metrics(request.due, metrics)
+
+    def lost(self, number: int) -> None:
+        """The object store has lost the weights of a request. The present weights are claimed again, older ones are left out."""
+        request = self._requests.pop(number, None)
+        if request is not None and request.due.round == self._state.accounting.totals.round:
+            self._state.evaluation_due = request.due
+            self.claim()
+
+
+class HubProcess:
+    """The hub process. `put` stores an array in the object store and returns a reference."""
+
+    def __init__(self, spec: HubProcessSpec, put: Callable[[ByteArray], Any]) -> None:
+        torch.set_num_threads(spec.threads)
+        ignore_read_only_warning()
+        self._spec = spec
+        spec.storage.lock()
+        spec.storage.log(f"hub on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         self._epoch = secrets.randbits(48)
-        self._load, self._publisher = Load(), Publisher(put)
+        self._load, self._publisher = LoadMeter(), WeightPublisher(put)
         self._changed = threading.Condition()
         self._error: AtollError | None = None
         self._finished: RunFinished | None = None
-        self._desk, self._tidings, self._log, self._clock, self._started, first = opened(order, self._epoch)
-        self._gathering = Gathering(order.workers, first=first)
-        self._judging = Judging(self._desk, self._tidings, self._publisher, self._changed)
-        self._saver = Saver(
-            keeper=order.keeper,
-            session=order.session,
-            desk=self._desk,
-            clock=self._clock,
-            log=self._log,
-            sink=self._tidings,
-            load=self._load,
-            changed=self._changed,
-        )
-        self._judging.claim()
-        self._judging.publish()
-        for work in (self._keep_time, self._keep_saving):
-            threading.Thread(target=self._try, args=(work,), daemon=True).start()
+        recovered = recover(spec, self._epoch)
+        self._state, self._outbox, self._clock, self._started = recovered
+        self._barrier = StartBarrier(spec.workers, starting=not self._state.slots)
+        self._evaluations = EvaluationQueue(self._state, self._publisher, self._changed)
+        self._checkpoints = CheckpointWriter(spec, recovered, self._changed)
+        self._evaluations.claim()
+        self._evaluations.publish()
+        for loop in (self._timer_loop, self._checkpoint_loop):
+            threading.Thread(target=self._guard, args=(loop,), daemon=True).start()
 
-    def _try(self, action: Callable[[], Any]) -> Any:
-        """What the run cannot go on with is told to whoever drives it."""
+    def _guard(self, action: Callable[[], Any]) -> Any:
+        """Calls `action`. An exception ends the run: the driving process reads it from the status."""
         try:
             return action()
         except Exception as error:
             with self._changed:
-                self._saver.stop()  # the desk may be half moved
-                self._error = self._error or self._explained(error)
+                self._checkpoints.stop()  # the state may be inconsistent
+                self._error = self._error or self._sendable(error)
                 self._changed.notify_all()
             return None
 
-    def _explained(self, error: Exception) -> AtollError:
-        """An error that is not ours may not even be one that can be sent to another process."""
+    def _sendable(self, error: Exception) -> AtollError:
+        """A foreign exception may not survive pickling."""
         if isinstance(error, AtollError):
             return error
-        self._order.keeper.say(traceback.format_exc())
+        self._spec.storage.log(traceback.format_exc())
         what = f"{type(error).__name__}: {error}"
-        return ExchangeFailed(f"the hub failed: {what}. logs/hub.log has more. What was saved stands. Resume the run.")
+        return ExchangeFailed(f"the hub failed: {what}. logs/hub.log has more. Saved checkpoints are valid. Resume the run.")
 
-    # --------------------------------------------------------------------------------------------------- coming and going
+    # --------------------------------------------------------------------------------------------------------------- workers
 
-    def hello(self, number: int, life: int, fingerprint: str, about: str) -> str:
-        """A worker introduces itself; what is wrong with it, if it is refused."""
-        if fingerprint != self._order.fingerprint:
+    def register(self, worker: int, incarnation: int, fingerprint: str, about: str) -> str:
+        """Registers a worker. Returns why it is refused, or an empty string."""
+        if fingerprint != self._spec.fingerprint:
             return (
-                f"worker {number} ({about}) reads other data than the run: fingerprint {fingerprint}, not "
-                f"{self._order.fingerprint}. Give every machine the same files, or `atoll data prepare` once and copy the folder."
+                f"worker {worker} ({about}) reads other data than the run: fingerprint {fingerprint}, not "
+                f"{self._spec.fingerprint}. Give every machine the same files, or `atoll data prepare` once and copy the folder."
             )
         with self._changed:
-            self._order.keeper.say(f"worker {number}, life {life}: {about}")
-            seat = self._desk.seats.get(number)
-            if seat is not None and seat.life >= life:
-                return ""  # it is here, or will be told otherwise when it pulls
-            self._gathering.add(number, life)
-            self._try(self._gather)
+            self._spec.storage.log(f"worker {worker}, incarnation {incarnation}: {about}")
+            slot = self._state.slots.get(worker)
+            if slot is None or slot.incarnation < incarnation:  # an older worker learns from its next pull that it is replaced
+                self._barrier.add(worker, incarnation, self._clock.now_s())
+                self._guard(self._release_barrier)
         return ""
 
-    def _gather(self) -> None:
-        """Whoever waits takes its place, if it is time."""
+    def _release_barrier(self) -> None:
+        """Gives waiting workers their slots, if the barrier lets them pass."""
         with self._changed:
-            lives = {} if self._desk.done else self._gathering.seated()
-            if not lives:
+            released = {} if self._state.done else self._barrier.release(self._clock.now_s())
+            if not released:
                 return
             if not self._started:
                 self._clock.set(0.0)
-                self._load.begin()
+                self._load.reset(self._load.now())
                 self._started = True
-                self._saver.save_at_the_desk()  # so that there is always something to go on from
-            self._desk.come(lives, self._clock.now_s())
+                self._checkpoints.save_locked()  # from here on there is always a checkpoint
+            self._state.join(released, self._clock.now_s())
             self._changed.notify_all()
 
-    def census(self, lives: Mapping[int, int]) -> None:
-        """Who is there according to whoever starts workers. A hub that goes on from a checkpoint may believe in others."""
+    def set_live_workers(self, incarnations: Mapping[int, int]) -> None:
+        """Removes workers that the driving process does not know. A hub that resumes from a checkpoint may have such."""
         with self._changed:
-            gone = [number for number, seat in self._desk.seats.items() if lives.get(number) != seat.life]
-            self._try(lambda: self._go(gone))
+            dead = [worker for worker, slot in self._state.slots.items() if incarnations.get(worker) != slot.incarnation]
+            self._guard(lambda: self._remove(dead))
 
-    def left(self, number: int, life: int) -> None:
-        """A worker has died."""
+    def worker_died(self, worker: int, incarnation: int) -> None:
         with self._changed:
-            self._gathering.drop(number, life)
-            seat = self._desk.seats.get(number)
-            self._try(lambda: self._go([number] if seat is not None and seat.life == life else []))
+            self._barrier.remove(worker, incarnation)
+            slot = self._state.slots.get(worker)
+            self._guard(lambda: self._remove([worker] if slot is not None and slot.incarnation == incarnation else []))
 
-    def _go(self, numbers: list[int]) -> None:
-        for number in numbers if not self._desk.done else []:
-            self._desk.go(number, self._clock.now_s())
+    def _remove(self, workers: list[int]) -> None:
+        for worker in workers if not self._state.done else []:
+            self._state.leave(worker, self._clock.now_s())
         self._changed.notify_all()
 
-    # ------------------------------------------------------------------------------------------------------ pull and push
+    # ---------------------------------------------------------------------------------------------------------- pull and push
 
-    def pull(self, number: int, life: int, last: Ticket | None, patience_s: float) -> Told:
-        """A worker asks for work. It waits here until there is some, or is told to ask again."""
-        until_s = time.monotonic() + patience_s
+    def pull(self, worker: int, incarnation: int, last: RoundId | None, wait_s: float) -> TaskMessage:
+        """Waits up to `wait_s` seconds for a task of this worker."""
+        until_s = time.monotonic() + wait_s
         with self._changed:
             while True:
-                told, params = self._try(lambda: self._told(number, life, last)) or (Told("over"), None)
+                task, params = self._guard(lambda: self._task(worker, incarnation, last)) or (TaskMessage("finished"), None)
                 left_s = until_s - time.monotonic()
-                if told.word != "wait" or left_s <= 0:
+                if task.status != "wait" or left_s <= 0:
                     break
                 self._changed.wait(left_s)
-            if told.fresh:
+            if task.fresh_optimizer:
                 self._changed.notify_all()
         if params is None:
-            return Told(told.word)
-        return told._replace(weights=(self._publisher.publish(params),), dtype=dtype_name(params), now_s=self._clock.now_s())
+            return TaskMessage(task.status)
+        return task._replace(weights=(self._publisher.publish(params),), dtype=dtype_name(params), now_s=self._clock.now_s())
 
-    def _told(self, number: int, life: int, last: Ticket | None) -> tuple[Told, Tree | None]:
-        """What a worker that pulls is told, and the weights that it is sent off with."""
+    def _task(self, worker: int, incarnation: int, last: RoundId | None) -> tuple[TaskMessage, Tree | None]:
+        """The reply to a pull without its weights, and the weights."""
         if self._error is not None:
-            return Told("over"), None
-        if self._gathering.has(number, life) and not self._desk.done:
-            return Told("wait"), None
-        word, dispatch, fresh = self._desk.standing(number, life, last, self._clock.now_s())
+            return TaskMessage("finished"), None
+        if self._barrier.has(worker, incarnation) and not self._state.done:
+            return TaskMessage("wait"), None
+        status, dispatch, fresh = self._state.pull(worker, incarnation, last, self._clock.now_s())
         if dispatch is None:
-            return Told(word), None
-        task = self._desk.hub.task(dispatch)
-        return Told("go", self._desk.ticket(dispatch), task.steps, task.work, fresh=fresh), task.params
+            return TaskMessage(status), None
+        task = self._state.hub.task(dispatch)
+        message = TaskMessage("train", self._state.round_id(dispatch), task.steps, task.work, fresh_optimizer=fresh)
+        return message, task.params
 
-    def began(self, number: int, life: int, ticket: Ticket, begin_s: float) -> None:
-        """A worker has the weights it was sent off with."""
+    def round_started(self, worker: int, incarnation: int, round_id: RoundId, begin_s: float) -> None:
+        """A worker has the weights of its round."""
         with self._changed:
-            if number in self._desk.seats and not self._desk.done:
-                self._try(lambda: self._desk.began(number, life, ticket, min(begin_s, self._clock.now_s())))
+            if worker in self._state.slots and not self._state.done:
+                begin_s = min(begin_s, self._clock.now_s())
+                self._guard(lambda: self._state.round_started(worker, incarnation, round_id, begin_s))
 
-    def push(self, brought: Brought, bits: Bits) -> Verdict:
-        """A worker brings its delta."""
-        with self._load.received() as applying:
-            delta = received_tree(bits, self._order.layout, self._order.dtype)
-            with self._changed, applying():
-                if self._error is not None:
-                    return "over"
-                verdict: Verdict | None = self._try(lambda: self._desk.take(brought, delta, self._clock.now_s()))
-                self._error = self._error or self._desk.hopeless
-                self._try(self._judging.claim)
-                self._changed.notify_all()
-        self._try(self._judging.publish)
-        return verdict or "over"
-
-    # ------------------------------------------------------------------------------------------------------------- judging
-
-    def judged(self, epoch: int, number: int, metrics: Mapping[str, float]) -> None:
-        """Somebody has judged what the hub of this epoch had filed: numbers begin anew with each."""
+    def push(self, update: UpdateMessage, array: ByteArray) -> PushStatus:
+        """Applies a worker's update; `array` has the bytes of its delta."""
+        arrived_s = self._load.arrived()
+        delta = received_tree(array, self._spec.layout, self._spec.dtype)
         with self._changed:
-            if epoch == self._epoch:
-                self._try(lambda: self._judging.judged(number, metrics))
+            lock_s = self._load.now()
+            status = self._apply(update, delta)
+            self._load.applied(arrived_s, lock_s)
+        self._guard(self._evaluations.publish)
+        return status
 
-    def leave_unjudged(self, epoch: int, number: int) -> None:
-        """What the hub of this epoch had filed cannot be judged. Who judges says so: a worker may have lost what others have."""
-        with self._changed:
-            if epoch == self._epoch:
-                self._try(lambda: self._judging.leave_out(number))
-        self._try(self._judging.publish)
+    def _apply(self, update: UpdateMessage, delta: Tree | None) -> PushStatus:
+        if self._error is not None:
+            return "finished"
+        status: PushStatus | None = self._guard(lambda: self._state.push(update, delta, self._clock.now_s()))
+        self._error = self._error or self._state.fatal_error
+        self._guard(self._evaluations.claim)
+        self._changed.notify_all()
+        return status or "finished"
 
-    def lost(self, weights: tuple[Any, ...]) -> None:
-        """Somebody did not find in the store what was published: the next who asks has it put there anew."""
-        self._publisher.forget(weights[0])
+    # ---------------------------------------------------------------------------------------- calls of the driving process
 
-    def present(self) -> None:
-        """For whoever waits for something else: a hub that answers is there, and its desk is free now and then."""
-        with self._changed:
-            return
-
-    def news(self, epoch: int, heard: int, handed: int, patience_s: float) -> News:
-        """What happened, for whoever drives the run and has heard so much of this hub (or of another) before."""
+    def status(self, epoch: int, events_seen: int, evaluations_seen: int, wait_s: float) -> HubStatus:
+        """What has happened since the given status of the hub with this epoch. Waits up to `wait_s` seconds for something new."""
         with self._changed:
             if epoch != self._epoch:
-                heard, handed = 0, 0
-            if not self._tidings.is_new(heard, handed) and self._error is None:
-                self._changed.wait(patience_s)
-            events, heard = self._tidings.since(heard)
-            return News(
+                events_seen, evaluations_seen = 0, 0
+            is_new = self._outbox.count > events_seen or self._evaluations.newest > evaluations_seen
+            if not is_new and self._error is None:
+                self._changed.wait(wait_s)
+            events, events_seen = self._outbox.after(events_seen)
+            return HubStatus(
                 epoch=self._epoch,
                 events=events,
-                heard=heard,
-                to_judge=self._tidings.to_judge(handed),
-                local_updates=self._desk.hub.scheduler.local_updates,
-                seats={number: (seat.life, seat.has_brought) for number, seat in self._desk.seats.items()},
-                silent=self._desk.silent(self._clock.now_s()),
-                done=self._desk.done,
-                judged=self._judging.is_over,
+                events_seen=events_seen,
+                evaluations=self._evaluations.after(evaluations_seen),
+                local_updates=self._state.hub.scheduler.local_updates,
+                workers={worker: (slot.incarnation, slot.step_s is not None) for worker, slot in self._state.slots.items()},
+                overdue=self._state.overdue(self._clock.now_s()),
+                done=self._state.done,
+                evaluated=self._evaluations.outstanding == 0,
                 error=self._error,
             )
 
-    # ------------------------------------------------------------------------------------------------- keeping time, saving
+    def evaluated(self, epoch: int, number: int, metrics: Mapping[str, float]) -> None:
+        """Takes the metrics of a request of the hub with this epoch: each hub numbers its own requests."""
+        with self._changed:
+            if epoch == self._epoch:
+                self._guard(lambda: self._evaluations.evaluated(number, metrics))
 
-    def _keep_time(self) -> None:
-        """Close windows that have run out, and report the load."""
+    def evaluation_lost(self, epoch: int, number: int) -> None:
+        """The driving process cannot fetch the weights of a request."""
+        with self._changed:
+            if epoch == self._epoch:
+                self._guard(lambda: self._evaluations.lost(number))
+        self._guard(self._evaluations.publish)
+
+    def weights_lost(self, weights: tuple[Any, ...]) -> None:
+        """The object store has lost published weights. The next pull publishes them again."""
+        self._publisher.forget(weights[0])
+
+    def ping(self) -> None:
+        """Returns when the hub's lock is free."""
+        with self._changed:
+            return
+
+    def save(self) -> bool:
+        """Writes a checkpoint now, if the state has changed. Returns whether the present state is saved."""
+        return self._checkpoints.save()
+
+    def finish(self) -> RunFinished | None:
+        """Saves, and closes the event log with the final figures. None if the run is not over: this hub has replaced another."""
+        self._guard(self.save)
+        with self._changed:
+            if self._finished is None and self._state.done and self._evaluations.outstanding == 0:
+                self._guard(self._close_log)
+            return self._finished
+
+    def _close_log(self) -> None:
+        now_s = self._clock.now_s()
+        self._report_load(now_s)
+        finished = self._state.finish(now_s, self._spec.warm_start_tokens)
+        self._outbox.log.position()
+        self._outbox.log.close()
+        self._finished = finished
+        self._changed.notify_all()
+
+    def result(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A reference to the weights in a tuple of one, and the buffers."""
+        with self._changed:
+            return (self._publisher.publish(self._state.params),), arrays_of(self._state.buffers)
+
+    # --------------------------------------------------------------------------------------------------------------- threads
+
+    def _timer_loop(self) -> None:
+        """Closes grace windows at their deadlines, reports the load, and releases the start barrier after its timeout."""
         load_s = _LOAD_EVERY_S
         while True:
             with self._changed:
                 now_s = self._clock.now_s()
-                self._changed.wait(max(0.0, min(self._desk.deadline_s, load_s, now_s + _LOAD_EVERY_S) - now_s))
+                self._changed.wait(max(0.0, min(self._state.deadline_s, load_s, now_s + _LOAD_EVERY_S) - now_s))
                 if self._finished is not None or self._error is not None:
                     return
                 now_s = self._clock.now_s()
-                if now_s >= self._desk.deadline_s:
-                    self._desk.tick(now_s)
+                if now_s >= self._state.deadline_s:
+                    self._state.tick(now_s)
                     self._changed.notify_all()
                 if now_s >= load_s:
                     load_s = now_s + _LOAD_EVERY_S
-                    if self._started and not self._desk.done:
-                        self._tidings.emit(self._load.report(now_s))
-            self._gather()
+                    if self._started and not self._state.done:
+                        self._report_load(now_s)
+            self._release_barrier()
 
-    def _keep_saving(self) -> None:
-        """Save whenever it is time, and something has happened."""
+    def _report_load(self, now_s: float) -> None:
+        self._outbox.emit(self._load.report(now_s, self._checkpoints.snapshot_seconds()))
+
+    def _checkpoint_loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._desk.done or self._error is not None, self._order.save_every_s)
+                self._changed.wait_for(lambda: self._state.done or self._error is not None, self._spec.save_every_s)
                 if self._error is not None or self._finished is not None:
                     return
             self.save()
-            if self._desk.done:
+            if self._state.done:
                 return
 
-    def save(self) -> bool:
-        """Write a checkpoint now, unless nothing has happened since the last one. Whether all that has happened is saved."""
-        return self._saver.save()
 
-    # ------------------------------------------------------------------------------------------------------------- the end
+class HubActor(HubProcess):
+    """The hub process with Ray's object store."""
 
-    def finish(self) -> RunFinished | None:
-        """The run is over and judged: save, and draw up its figures. None if it is not: this hub has come after another."""
-        self._try(self.save)
-        with self._changed:
-            if self._finished is None and self._desk.done and self._judging.is_over:
-                self._try(self._draw_up)
-            return self._finished
+    def __init__(self, spec: HubProcessSpec) -> None:
+        super().__init__(spec, bootstrap.library().put)
 
-    def _draw_up(self) -> None:
-        now_s = self._clock.now_s()
-        self._tidings.emit(self._load.report(now_s))
-        finished = self._desk.finish(now_s, self._order.warm_start_tokens)
-        self._log.position()
-        self._log.close()
-        self._finished = finished
-        self._changed.notify_all()
 
-    def outcome(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A reference to the weights, and buffers."""
-        with self._changed:
-            return (self._publisher.publish(self._desk.params),), arrays_of(self._desk.buffers)
+def start_hub(ray: Any, spec: HubProcessSpec) -> Any:
+    """Starts the hub on this machine, which has the run's folder. Ray restarts it whenever it dies."""
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(HubActor).options(
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=0,  # the client knows which calls it may repeat
+        max_concurrency=2 * spec.settings.max_workers + _EXTRA_CALLS,
+        scheduling_strategy=here,
+    )
+    return actor.remote(spec)

@@ -1,26 +1,100 @@
-"""A hub's checkpoints: gathered at the desk, in one moment, and written beside it. The next desk begins with one."""
+"""A hub's checkpoints, written from a snapshot without the hub's lock, and recovery from the newest of them."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Condition, Lock
 from typing import Any, NamedTuple
 
 from atoll.core.errors import CheckpointError
-from atoll.core.events import Saved, SaveFailed
+from atoll.core.events import Event, HubRestarted, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
-from atoll.engines.ray.hub_load import Load
-from atoll.engines.ray.hub_state import Desk
-from atoll.engines.ray.storage import Keeper, Log
-from atoll.engines.ray.worker_slots import Seat
+from atoll.engines.ray.hub_state import HubState
+from atoll.engines.ray.messages import HubEventLog, HubProcessSpec, LostRounds, SavedCheckpoint
 from atoll.engines.wall_clock import WallClock
 
 
-class _Snapshot(NamedTuple):
-    """All that a checkpoint holds. `held` are weights that are in it as they lie, and whose buffers must not be reused."""
+class EventOutbox:
+    """Writes events to the run's log, and keeps them until the driving process has seen them. A protocols.Sink."""
+
+    def __init__(self, log: HubEventLog) -> None:
+        self.log = log
+        self._events: list[Event] = []
+        self._removed = 0
+        """Number of events that the driving process has seen; they are not kept."""
+
+    def emit(self, event: Event) -> None:
+        self.log.emit(event)
+        self._events.append(event)
+
+    def after(self, seen: int) -> tuple[list[Event], int]:
+        """The events after the first `seen`, and the number of all. A caller that lost the reply repeats the call."""
+        del self._events[: max(0, seen - self._removed)]
+        self._removed = max(seen, self._removed)
+        return list(self._events), self.count
+
+    @property
+    def count(self) -> int:
+        return self._removed + len(self._events)
+
+
+class RecoveredHub(NamedTuple):
+    """What a hub process starts with. `started`: the run's clock has started."""
+
+    state: HubState
+    outbox: EventOutbox
+    clock: WallClock
+    started: bool
+
+
+def recover(spec: HubProcessSpec, epoch: int) -> RecoveredHub:
+    """Resumes from the newest checkpoint and truncates the event log to it. Without one it starts with the initial weights."""
+    storage, saved = spec.storage, spec.storage.newest_checkpoint()
+    after = spec.begin_bytes if saved is None else int(saved.metadata["events_bytes"])
+    same_session = saved is not None and saved.metadata["session"] == spec.session
+    lost = storage.lost_rounds(after)
+    if not same_session:  # the log was truncated at the start of this session, and the spec says what was lost then
+        lost = LostRounds(lost.rounds + spec.lost.rounds, lost.local_updates + spec.lost.local_updates)
+    outbox, clock = EventOutbox(storage.open_event_log(after)), WallClock()
+    state = HubState(spec.settings, storage.initial_weights(), epoch=epoch, sink=outbox)
+    if saved is not None:
+        now_s = state.from_parts(saved.load)
+        # The log ends where the snapshot was taken, before its Saved event. The driving process has seen that event.
+        outbox.log.emit(Saved(round=state.accounting.totals.round, name=saved.name))
+        # Within a session the run's clock includes the time without a hub; between sessions it rests.
+        clock.set(max(now_s, time.monotonic() - float(saved.metadata["zero_s"])) if same_session else now_s)
+    if lost.rounds or same_session:
+        _report_restart(spec, saved, lost, state, outbox, clock.now_s())
+    if not same_session:  # the workers of another session are gone
+        for worker in list(state.slots):
+            state.leave(worker, clock.now_s())
+    if state.done or not state.accounting.totals.metrics:
+        state.request_evaluation(0.0 if saved is None else clock.now_s())
+    return RecoveredHub(state, outbox, clock, saved is not None)
+
+
+def _report_restart(
+    spec: HubProcessSpec, saved: SavedCheckpoint | None, lost: LostRounds, state: HubState, sink: Sink, now_s: float
+) -> None:
+    sink.emit(
+        HubRestarted(
+            checkpoint=None if saved is None else saved.name,
+            round=state.accounting.totals.round,
+            lost_rounds=lost.rounds,
+            lost_local_updates=lost.local_updates,
+            virtual_time_s=None,
+            wall_time_s=now_s,
+        )
+    )
+    source = "the run's initial weights, since there is no checkpoint" if saved is None else f"checkpoint {saved.name}"
+    spec.storage.log(f"the hub restarted from {source}; {lost.rounds} rounds accepted after that are lost")
+
+
+class _HubSnapshot(NamedTuple):
+    """The contents of a checkpoint. It shares the trees in `held`, whose buffers must not be reused before it is written."""
 
     round: int
     parts: dict[str, Any]
@@ -28,126 +102,81 @@ class _Snapshot(NamedTuple):
     held: Sequence[Tree]
 
 
-class Saver:
-    """Writes checkpoints.
+class CheckpointWriter:
+    """Writes checkpoints of a hub.
 
     Args:
-        keeper: of checkpoints.
-        session: names the process that drives the run.
-        desk: of the hub.
-        clock: of the run.
-        log: of the run.
-        sink: takes events, into that log too.
-        load: counts the time in which the desk is held up.
-        changed: who holds it is alone at the desk.
+        spec: its storage and session are used.
+        hub: whose state is saved.
+        changed: the hub's lock.
     """
 
-    def __init__(
-        self,
-        *,
-        keeper: Keeper,
-        session: str,
-        desk: Desk,
-        clock: WallClock,
-        log: Log,
-        sink: Sink,
-        load: Load,
-        changed: Condition,
-    ) -> None:
-        self._keeper, self._session, self._desk, self._clock, self._log, self._sink = keeper, session, desk, clock, log, sink
-        self._load, self._changed = load, changed
-        self._saving = Lock()
-        self._saved = self._affairs()
+    def __init__(self, spec: HubProcessSpec, hub: RecoveredHub, changed: Condition) -> None:
+        self._storage, self._session, self._hub, self._changed = spec.storage, spec.session, hub, changed
+        self._writing = Lock()
+        self._saved_progress = self._progress()
         self._stopped = False
+        self._snapshot_s = 0.0
 
     def stop(self) -> None:
-        """Nothing is saved any more."""
+        """No further checkpoint is written."""
         self._stopped = True
 
     def save(self) -> bool:
-        """Write a checkpoint beside the desk, unless nothing has happened since the last one. Whether all that has happened is
-        saved."""
-        with self._saving:
+        """Writes a checkpoint if the state has changed since the last. Returns whether the present state is saved."""
+        with self._writing:
             with self._changed:
-                if self._stopped or self._affairs() == self._saved:
+                if self._stopped or self._progress() == self._saved_progress:
                     return not self._stopped
                 snapshot = self._snapshot()
-            failed = self._write(snapshot)
+            error = self._write(snapshot)
             with self._changed:
-                self._done_with(snapshot, failed)
+                self._finish(snapshot, error)
                 self._changed.notify_all()
-            return failed is None
+            return error is None
 
-    def save_at_the_desk(self) -> None:
-        """The same for whoever is alone there; the desk waits until it is written."""
+    def save_locked(self) -> None:
+        """Writes a checkpoint for a caller that holds the hub's lock."""
         snapshot = self._snapshot()
-        self._done_with(snapshot, self._write(snapshot))
+        self._finish(snapshot, self._write(snapshot))
 
-    def _affairs(self) -> tuple[int, ...]:
-        """Changes with whatever happens."""
-        scheduler = self._desk.hub.scheduler
+    def snapshot_seconds(self) -> float:
+        """Seconds that snapshots have held the hub's lock since the last call."""
+        snapshot_s, self._snapshot_s = self._snapshot_s, 0.0
+        return snapshot_s
+
+    def _progress(self) -> tuple[int, ...]:
+        scheduler = self._hub.state.hub.scheduler
         return (scheduler.rounds, scheduler.local_updates, scheduler.windows)
 
-    def _snapshot(self) -> _Snapshot:
-        """What there is to save now, and how long the log is that it goes with. Weights are immutable, and held; the rest, in which
-        the outer rule computes, is copied."""
-        with self._load.occupied():
-            now_s, round = self._clock.now_s(), self._desk.accounting.totals.round
-            self._saved = self._affairs()
-            metadata = {
-                "events_bytes": self._log.position(),
-                "session": self._session,
-                "zero_s": time.monotonic() - now_s,
-            }
-            held = self._desk.hub.hold()
-            return _Snapshot(round, copy.deepcopy(parts_of(self._desk, now_s), {id(tree): tree for tree in held}), metadata, held)
+    def _snapshot(self) -> _HubSnapshot:
+        """Weights are immutable, and shared. All else is copied, since the outer rule updates it in place."""
+        began_s, state, now_s = time.monotonic(), self._hub.state, self._hub.clock.now_s()
+        self._saved_progress = self._progress()
+        metadata = {
+            "events_bytes": self._hub.outbox.log.position(),
+            "session": self._session,
+            "zero_s": time.monotonic() - now_s,
+        }
+        held = state.hub.hold()
+        parts = copy.deepcopy(state.to_parts(now_s), {id(tree): tree for tree in held})
+        self._snapshot_s += time.monotonic() - began_s
+        return _HubSnapshot(state.accounting.totals.round, parts, metadata, held)
 
-    def _write(self, snapshot: _Snapshot) -> CheckpointError | None:
-        """Write it, and say why if that fails."""
+    def _write(self, snapshot: _HubSnapshot) -> CheckpointError | None:
         try:
-            self._keeper.save(snapshot.round, snapshot.parts, snapshot.metadata)
+            self._storage.save_checkpoint(snapshot.round, snapshot.parts, snapshot.metadata)
         except CheckpointError as error:
-            self._keeper.say(f"round {snapshot.round} was not saved: {error}")
+            self._storage.log(f"round {snapshot.round} was not saved: {error}")
             return error
-        self._keeper.say(f"saved round {snapshot.round}")
+        self._storage.log(f"saved round {snapshot.round}")
         return None
 
-    def _done_with(self, snapshot: _Snapshot, failed: CheckpointError | None) -> None:
-        """It is written, or not: then the last checkpoint stands, the run goes on, and the next may succeed."""
-        self._desk.hub.let_go(snapshot.held)
-        if failed is None:
-            self._sink.emit(Saved(round=snapshot.round, name=self._keeper.name(snapshot.round)))
+    def _finish(self, snapshot: _HubSnapshot, error: CheckpointError | None) -> None:
+        """After a failure the last checkpoint is still valid, the run continues, and the next save tries again."""
+        self._hub.state.hub.let_go(snapshot.held)
+        if error is None:
+            self._hub.outbox.emit(Saved(round=snapshot.round, name=self._storage.checkpoint_name(snapshot.round)))
         else:
-            self._saved = ()
-            self._sink.emit(SaveFailed(round=snapshot.round, reason=str(failed)))
-
-
-def parts_of(desk: Desk, now_s: float) -> dict[str, Any]:
-    """Everything a checkpoint must hold, by part: all of it in one write, so that no round is in it by half."""
-    hub = desk.hub.to_parts()
-    return {
-        "engine": {
-            **desk.accounting.to_parts(),
-            "hub": hub["plain"],
-            "now_s": now_s,
-            "seats": [[number, seat.plain()] for number, seat in desk.seats.items()],
-            "rounds": desk.rounds.plain(),
-            "versions": list(hub["versions"]),
-        },
-        "hub": {"state": hub["state"]},
-        "buffers": {"buffers": desk.buffers},
-        **{f"version-{name}": {"params": tree} for name, tree in hub["versions"].items()},
-    }
-
-
-def restored(desk: Desk, load: Callable[[str, Any], Any]) -> float:
-    """Has a desk go on from a checkpoint; gives the time at which it was saved."""
-    engine = load("engine", None)
-    desk.accounts.restore(engine)
-    versions = {name: load(f"version-{name}", {"params": desk.params})["params"] for name in engine["versions"]}
-    state = load("hub", {"state": desk.hub.state})["state"]
-    desk.hub.from_parts(state, versions, engine["hub"])
-    desk.buffers = load("buffers", None)["buffers"]
-    desk.seats = {number: Seat.of(seat) for number, seat in engine["seats"]}
-    desk.rounds.restore(engine["rounds"])
-    return float(engine["now_s"])
+            self._saved_progress = ()
+            self._hub.outbox.emit(SaveFailed(round=snapshot.round, reason=str(error)))

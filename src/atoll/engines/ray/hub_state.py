@@ -1,21 +1,22 @@
-"""The hub's desk: the hub's state machine with the books, and who sits where. It knows no Ray and no clock: it is told the time.
+"""The hub's state machine: algorithm state, dispatched rounds, worker slots and accounting. It knows neither Ray nor a clock: its
+caller passes the time.
 
-Workers have **places**, numbered from 0, and each that holds a place is a **life** of its own: whoever takes the place of one that
-has died has a higher one, so that a worker which was given up and comes back all the same is known for what it is.
+Workers have **slots**, numbered from 0. Each worker process that takes a slot has a higher **incarnation** than the one before it,
+so the hub recognizes a worker that was replaced and comes back.
 
-Every round is taken once. What a worker brings carries its place, its life and the ticket of its round, and is taken only if the
-scheduler has it out with that very ticket. A hub that goes on from a checkpoint has lost what was taken since: it does not know the
-rounds that workers are in by now. Such a worker says which round of its own was taken last; if that is not what the desk knows, its
-inner optimizer has seen data that count as unseen, and it begins anew, as if it had left and come back. So what a log holds can be
-replayed: a worker's moments come from the rounds that the log has, and from no others.
+The hub accepts every round once. An update names its slot, its incarnation and the id of its round, and the hub accepts it only if
+the scheduler has dispatched that very round. A hub that resumes from a checkpoint has lost the rounds accepted after it. A worker
+names its last round when it pulls; if the hub has another record of it, the worker's inner optimizer has seen data that the hub
+counts as unread. Then the worker leaves and joins again with a fresh optimizer. So the log can be replayed: the moments of a worker
+come from rounds in the log only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -25,64 +26,112 @@ from atoll.algorithms.dynamic_local_updates import Pace
 from atoll.core.errors import TrainingDiverged
 from atoll.core.events import Evaluated, IslandJoined, IslandLeft, Refused, RunFinished
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import AsyncAlgorithm, Plan, Sink
-from atoll.engines.accounting import RunAccounting, returned, window_closed
-from atoll.engines.ray.accounting import Accounts
-from atoll.engines.ray.messages import Brought, Ticket, Verdict, Word, tensors_of
-from atoll.engines.ray.worker_slots import OpenRounds, Seat
+from atoll.core.protocols import Sink
+from atoll.engines.accounting import ComputeSpan, Ledger, RunAccounting, dispatched, refused, returned, window_closed
+from atoll.engines.ray.messages import HubSettings, PullStatus, PushStatus, RoundId, UpdateMessage, tensors_of
+from atoll.replica.local_replica import ComputeResult
+from atoll.runs.cluster import draw
+from atoll.runs.network import CONTROL_BYTES
 
-_MOST_REFUSALS = 3  # of one worker in a row: it will not get better
-_LATE, _SHORT_S, _LONG_S = 10.0, 30.0, 300.0
-"""A worker that is out so many times as long as before is mentioned, but not before so long; one that was not out before later."""
+_MAX_REFUSALS = 3  # of one worker in a row
+_OVERDUE_FACTOR, _OVERDUE_S, _FIRST_OVERDUE_S = 10.0, 30.0, 300.0
+"""A worker is overdue after this multiple of its last round's time, at least `_OVERDUE_S`; in its first round after the third."""
+_START_TIMEOUT_S = 60.0
 
 
-class Desk:
+@dataclass
+class WorkerSlot:
+    """The worker process that holds a slot.
+
+    Attributes:
+        counted_s: its presence is in the ledger up to this time.
+        last: its last round that was accepted or refused.
+        verdict: of that round.
+        refusals: in a row.
+        step_s: seconds per step from dispatch to arrival, in its last round; None before its first. Not saved.
+        compute_step_s: seconds of computing per step, likewise.
+    """
+
+    incarnation: int
+    counted_s: float
+    last: RoundId | None = None
+    verdict: Literal["accepted", "refused"] = "accepted"
+    refusals: int = 0
+    step_s: float | None = None
+    compute_step_s: float | None = None
+
+    def to_plain(self) -> list[Any]:
+        return [self.incarnation, self.counted_s, self.last, self.verdict, self.refusals]
+
+    @staticmethod
+    def from_plain(plain: list[Any]) -> WorkerSlot:
+        incarnation, counted_s, last, verdict, refusals = plain
+        return WorkerSlot(incarnation, counted_s, None if last is None else (last[0], last[1]), verdict, refusals)
+
+
+class StartBarrier:
+    """Registered workers that have no slot yet. At the start of a run they wait for the expected number, at most 60 s."""
+
+    def __init__(self, workers: int, *, starting: bool) -> None:
+        self._workers, self._starting = workers, starting
+        self._waiting: dict[int, int] = {}
+        self._since_s = math.inf
+
+    def add(self, worker: int, incarnation: int, now_s: float) -> None:
+        self._waiting[worker] = max(incarnation, self._waiting.get(worker, -1))
+        self._since_s = min(self._since_s, now_s)
+
+    def has(self, worker: int, incarnation: int) -> bool:
+        return self._waiting.get(worker) == incarnation
+
+    def remove(self, worker: int, incarnation: int) -> None:
+        if self.has(worker, incarnation):
+            del self._waiting[worker]
+
+    def release(self, now_s: float) -> dict[int, int]:
+        """The incarnations of the workers that may take their slots now."""
+        timed_out = now_s - self._since_s > _START_TIMEOUT_S
+        if not self._waiting or (self._starting and len(self._waiting) < self._workers and not timed_out):
+            return {}
+        released, self._waiting, self._since_s, self._starting = self._waiting, {}, math.inf, False
+        return released
+
+
+class HubState:
     """The state machine of one run on real machines.
 
     Args:
-        algorithm: whose hub it is.
-        plan: how workers are sent off; the algorithm's own, but for what real machines change.
-        params: the weights to begin with, which it takes.
-        examples: of each shard.
-        updates: local updates after which it sends nobody off any more.
-        draw: for each round a number in [0, 1); see `Scheduler`.
-        islands: how many the local updates were planned for: steps are counted as if these had shared them.
-        places: how many workers there are at most.
-        evaluate_every: local updates between evaluations; the last weights are always evaluated.
-        speeds: of each place in steps per second, where they are given.
-        epoch: names this hub among all that have been and will be in its place.
+        settings: of the run.
+        params: the initial weights, which it takes over.
+        epoch: identifies this hub among all hubs of the run.
         sink: takes events.
-        devices: of each worker.
     """
 
-    def __init__(
-        self,
-        *,
-        algorithm: AsyncAlgorithm[Any],
-        plan: Plan,
-        params: Tree,
-        examples: Sequence[int],
-        updates: int,
-        draw: Callable[[int], float],
-        islands: int,
-        places: int,
-        evaluate_every: int,
-        epoch: int,
-        sink: Sink,
-        speeds: Sequence[float] = (),
-        devices: int = 1,
-    ) -> None:
-        self.hub = Hub(algorithm, params, examples=examples, updates=updates, draw=draw)
-        self.hub.scheduler.plan, self.hub.scheduler.pace = plan, Pace(plan)
-        self.seats: dict[int, Seat] = {}
+    def __init__(self, settings: HubSettings, params: Tree, *, epoch: int, sink: Sink) -> None:
+        self._settings, self._epoch, self._emit = settings, epoch, sink.emit
+        self.hub = Hub(
+            settings.algorithm,
+            params,
+            examples=settings.examples,
+            updates=settings.updates,
+            draw=lambda round: draw(settings.seed, "shard", round),
+        )
+        self.hub.scheduler.plan, self.hub.scheduler.pace = settings.plan, Pace(settings.plan)
+        self.slots: dict[int, WorkerSlot] = {}
         self.buffers: dict[str, Tensor] = {}
-        self.due: Evaluated | None = None
-        """What is to be judged: an evaluation without its figures, of the present weights."""
-        self.hopeless: TrainingDiverged | None = None
-        """What the run ends with, if it cannot get better. All is in order up to here."""
-        self._speeds, self._evaluate_every, self._emit = speeds, evaluate_every, sink.emit
-        self.rounds = OpenRounds(epoch, sink, devices)
-        self.accounts = Accounts(islands, places, sink)
+        self.evaluation_due: Evaluated | None = None
+        """The due evaluation of the present weights, without its metrics."""
+        self.fatal_error: TrainingDiverged | None = None
+        """Ends the run. The state is consistent up to here."""
+        self.accounting = RunAccounting(settings.islands, real=True)
+        self._add_ledgers()
+        self._round_epochs: dict[int, int] = {}
+        """For each open round, the epoch of the hub that dispatched it."""
+        self._logged: set[int] = set()
+        """Open rounds whose dispatch is in the log: logged when the worker has the weights, at the latest when the round ends."""
+
+    def _add_ledgers(self) -> None:
+        self.accounting.ledgers += [Ledger() for _ in range(self._settings.max_workers - len(self.accounting.ledgers))]
 
     @property
     def done(self) -> bool:
@@ -93,211 +142,257 @@ class Desk:
         return self.hub.params
 
     @property
-    def accounting(self) -> RunAccounting:
-        return self.accounts.accounting
+    def _round(self) -> int:
+        """Number of finished rounds."""
+        return self.accounting.totals.round
 
-    # ---------------------------------------------------------------------------------------------------- coming and going
+    # ------------------------------------------------------------------------------------------------------ workers and time
 
-    def come(self, lives: Mapping[int, int], now_s: float) -> None:
-        """Workers take their places, those of one call together. Who was there before has gone."""
-        for number in [number for number in lives if number in self.seats]:
-            self.go(number, now_s)
-        first = self.hub.scheduler.rounds == 0
-        for number, life in lives.items():
-            self.seats[number] = Seat(life, now_s)
-            if not first:
-                self._emit(
-                    IslandJoined(island=number, round=self._round, virtual_time_s=None, wall_time_s=now_s, donor=None, sent_bytes=0)
-                )
-        speeds = {number: self._speeds[number % len(self._speeds)] if self._speeds else None for number in lives}
-        self._carry_out(self.hub.join_all(speeds, now_s))
+    def join(self, incarnations: Mapping[int, int], now_s: float) -> None:
+        """Workers take their slots together. The previous holders of these slots leave."""
+        for worker in [worker for worker in incarnations if worker in self.slots]:
+            self.leave(worker, now_s)
+        starting = self.hub.scheduler.rounds == 0
+        for worker, incarnation in incarnations.items():
+            self.slots[worker] = WorkerSlot(incarnation, now_s)
+            if not starting:
+                times = {"virtual_time_s": None, "wall_time_s": now_s}
+                self._emit(IslandJoined(island=worker, round=self._round, donor=None, sent_bytes=0, **times))
+        given = self._settings.speeds
+        speeds = {worker: given[worker % len(given)] if given else None for worker in incarnations}
+        self._process(self.hub.join_all(speeds, now_s))
 
-    def go(self, number: int, now_s: float) -> None:
-        """A worker is gone, whatever it was doing."""
-        seat = self.seats.pop(number)
-        self.accounts.present(number, seat, now_s)
-        out = self.hub.scheduler.workers[number].out
+    def leave(self, worker: int, now_s: float) -> None:
+        """A worker is gone; the scheduler dispatches its round again."""
+        self._count_presence(worker, self.slots.pop(worker), now_s)
+        out = self.hub.scheduler.workers[worker].out
         if out is not None:
-            self._log(out, out.time_s)
-        self._emit(IslandLeft(island=number, round=self._round, virtual_time_s=None, wall_time_s=now_s))
-        self._carry_out(self.hub.leave(number, now_s, self._next_s(now_s)))
+            self._log_dispatch(out, out.time_s)
+        self._emit(IslandLeft(island=worker, round=self._round, virtual_time_s=None, wall_time_s=now_s))
+        self._process(self.hub.leave(worker, now_s, self._next_arrival_s(now_s)))
 
-    def standing(self, number: int, life: int, last: Ticket | None, now_s: float) -> tuple[Word, Dispatch | None, bool]:
-        """What a worker that pulls is told: a word, with what it is sent off, and whether it begins anew."""
+    def pull(self, worker: int, incarnation: int, last: RoundId | None, now_s: float) -> tuple[PullStatus, Dispatch | None, bool]:
+        """The reply to a worker that pulls, its round, and whether it needs a fresh optimizer. `last` is its own last round."""
         if self.done:
-            return "over", None, False
-        seat = self.seats.get(number)
-        if seat is None or seat.life < life:
-            return "hello", None, False
-        if seat.life > life:
+            return "finished", None, False
+        slot = self.slots.get(worker)
+        if slot is None or slot.incarnation < incarnation:
+            return "register", None, False
+        if slot.incarnation > incarnation:
             return "replaced", None, False
-        fresh = seat.last != last
+        fresh = slot.last != last
         if fresh:
-            self.come({number: life}, now_s)
-        out = self.hub.scheduler.workers[number].out
-        return ("wait" if out is None else "go"), out, fresh
+            self.join({worker: incarnation}, now_s)
+        out = self.hub.scheduler.workers[worker].out
+        return ("wait" if out is None else "train"), out, fresh
 
     def tick(self, now_s: float) -> None:
-        """Time has passed."""
-        self._carry_out(self.hub.tick(now_s, self._next_s(now_s)))
+        self._process(self.hub.tick(now_s, self._next_arrival_s(now_s)))
 
     @property
     def deadline_s(self) -> float:
-        """When the open window runs out."""
+        """When the open grace window closes."""
         deadline_s = None if self.done else self.hub.scheduler.deadline_s
         return math.inf if deadline_s is None else deadline_s
 
-    # ---------------------------------------------------------------------------------------------------------- an arrival
+    def _count_presence(self, worker: int, slot: WorkerSlot, now_s: float) -> None:
+        self.accounting.ledgers[worker].present_s += now_s - slot.counted_s
+        slot.counted_s = now_s
 
-    def ticket(self, dispatch: Dispatch) -> Ticket:
-        """Of a round that is out."""
-        return self.rounds.ticket(dispatch)
-
-    def _out(self, number: int, ticket: Ticket) -> Dispatch | None:
-        """With what the worker was sent off, if it is out with this ticket."""
-        out = self.hub.scheduler.out(number, ticket[0])
-        return out if out is not None and self.ticket(out) == ticket else None
-
-    def began(self, number: int, life: int, ticket: Ticket, begin_s: float) -> None:
-        """A worker has the weights of its round."""
-        out = self._out(number, ticket)
-        if out is not None and self.seats[number].life == life:
-            self._log(out, begin_s)
-
-    def take(self, brought: Brought, delta: Tree | None, now_s: float) -> Verdict:
-        """A worker's update is there; none if what came is not of the weights' size."""
-        number, seat = brought.number, self.seats.get(brought.number)
-        if self.done:
-            return "over"
-        if seat is None or seat.life < brought.life:
-            return "hello"
-        if seat.life > brought.life:
-            return "replaced"
-        self.accounts.sent(number, delta)
-        out = self._out(number, brought.ticket)
-        if out is None:
-            return self._turn_away(brought, seat, now_s)
-        self._log(out, brought.begin_s)
-        outcomes = self._pushed(brought, out, delta, now_s)
-        seat.last = brought.ticket
-        seat.verdict = "taken" if any(isinstance(outcome, Applied) for outcome in outcomes) else "refused"
-        self._carry_out(outcomes, brought)
-        if not self.done:
-            self.tick(now_s)
-        return seat.verdict
-
-    def _pushed(self, brought: Brought, out: Dispatch, delta: Tree | None, now_s: float) -> Sequence[Outcome]:
-        """What the hub makes of an update. One that nobody can use is not shown to it: its round is put back."""
-        number, unsound = brought.number, [s.loss for s in brought.stretches if not math.isfinite(s.loss)]
-        if delta is None or unsound:
-            reason = f"its loss is {unsound[0]}" if unsound else f"its delta has not the {self.params.nbytes} bytes of the weights"
-            return [Refusal(number, out.round, now_s, reason, True), *self.hub.give_up(number, now_s)]
-        push = Push(number, out.round, delta, brought.computed_s or None)
-        return self.hub.push(push, now_s, self._next_s(now_s, but=number))
-
-    def _turn_away(self, brought: Brought, seat: Seat, now_s: float) -> Verdict:
-        """What is not out cannot be taken: it was brought before, or the hub that gave it out is gone and had not saved it."""
-        again = seat.last == brought.ticket
-        why = "it was delivered twice" if again else "the hub that gave it out is gone, and this one does not know of it"
-        reason = f"round {brought.ticket[0]} of worker {brought.number} is not open: {why}"
-        if self.hub.scheduler.out(brought.number, brought.ticket[0]) is None:  # else the log would say that of another round
-            self._emit(
-                Refused(island=brought.number, round=brought.ticket[0], virtual_time_s=None, wall_time_s=now_s, reason=reason)
-            )
-        if again:  # it may not have heard what became of it
-            return "again" if seat.verdict == "taken" else "refused"
-        return "unknown"
-
-    def _carry_out(self, outcomes: Sequence[Outcome], brought: Brought | None = None) -> None:
-        for outcome in outcomes:
-            match outcome:
-                case Closing():
-                    self._emit(window_closed(outcome, real=True))
-                case Return():
-                    self._log(outcome.dispatch, outcome.dispatch.time_s)
-                    self.rounds.end(outcome.dispatch)
-                    self._emit(returned(outcome, real=True))
-                case Applied():
-                    assert brought is not None
-                    self._applied(outcome, brought)
-                case Refusal():
-                    assert brought is not None
-                    self._refused(outcome, brought)
-                case Dispatch():  # whoever pulls is told of it
-                    self.rounds.begin(outcome)
-
-    def _applied(self, applied: Applied, brought: Brought) -> None:
-        """The hub took its step: count, report, and see whether it is time to judge."""
-        dispatch, before = applied.dispatch, self.accounting.totals.local_updates
-        seat = self.seats[dispatch.worker]
-        seat.refusals = 0
-        seat.step_s = (applied.time_s - dispatch.time_s) / dispatch.steps
-        seat.computing_s = brought.computed_s / dispatch.steps
-        self.buffers = tensors_of(brought.buffers)
-        self.rounds.end(dispatch)
-        self.accounts.applied(applied, brought, self.seats, self.params.nbytes)
-        after = self.accounting.totals.local_updates
-        if self.done or after // self._evaluate_every > before // self._evaluate_every:
-            self.ask_to_judge(applied.time_s)
-
-    def _refused(self, refusal: Refusal, brought: Brought) -> None:
-        self.accounts.refused(refusal, brought)
-        seat = self.seats[refusal.worker]
-        seat.refusals += 1
-        if seat.refusals == _MOST_REFUSALS:
-            self.hopeless = TrainingDiverged(
-                f"worker {refusal.worker} has brought {seat.refusals} unusable updates in a row: {refusal.reason}. The run stops; "
-                f"what was saved stands. Lower the learning rate, set train.clip_norm, or look at its machine."
-            )
-
-    def _log(self, dispatch: Dispatch, begin_s: float) -> None:
-        self.rounds.log(dispatch, begin_s, self.params.nbytes)
-
-    def _next_s(self, now_s: float, but: int | None = None) -> float | None:
-        """When the next of those who are out will be there, by how long each took for a step the last time; none if that is not
-        known of one of them, or has proved wrong: it may come at any moment."""
+    def _next_arrival_s(self, now_s: float, but: int | None = None) -> float | None:
+        """When the next dispatched worker will arrive, from the time of each worker's last round. None if a worker has no last
+        round, or is late: it may arrive at any moment."""
         arrivals = []
         for number, worker in self.hub.scheduler.workers.items():
             if number == but or worker.out is None:
                 continue
-            step_s = self.seats[number].step_s if number in self.seats else None
+            step_s = self.slots[number].step_s if number in self.slots else None
             if step_s is None or worker.out.time_s + step_s * worker.out.steps < now_s:
                 return None
             arrivals.append(worker.out.time_s + step_s * worker.out.steps)
         return min(arrivals, default=None)
 
-    def silent(self, now_s: float) -> dict[int, float]:
-        """Since when those are out, in seconds, who should have been back long ago, by how long each took the last time."""
+    def overdue(self, now_s: float) -> dict[int, float]:
+        """Seconds since dispatch of each worker that should have arrived long ago."""
         found = {}
         for number, worker in self.hub.scheduler.workers.items():
-            if worker.out is not None and number in self.seats:
-                step_s, out_s = self.seats[number].step_s, now_s - worker.out.time_s
-                if out_s > (_LONG_S if step_s is None else max(_SHORT_S, _LATE * step_s * worker.out.steps)):
+            if worker.out is not None and number in self.slots:
+                step_s, out_s = self.slots[number].step_s, now_s - worker.out.time_s
+                limit_s = _FIRST_OVERDUE_S if step_s is None else max(_OVERDUE_S, _OVERDUE_FACTOR * step_s * worker.out.steps)
+                if out_s > limit_s:
                     found[number] = out_s
         return found
 
-    # ------------------------------------------------------------------------------------------------------------- judging
+    # --------------------------------------------------------------------------------------------------------------- rounds
 
-    def ask_to_judge(self, now_s: float) -> None:
-        """The present weights are to be judged."""
-        self.due = self.accounting.evaluation_due(now_s)
+    def round_id(self, dispatch: Dispatch) -> RoundId:
+        return dispatch.round, self._round_epochs[dispatch.round]
 
-    def judged(self, due: Evaluated, metrics: Mapping[str, float]) -> None:
-        """Somebody has judged what was to be judged."""
+    def _open_round(self, worker: int, round_id: RoundId) -> Dispatch | None:
+        out = self.hub.scheduler.out(worker, round_id[0])
+        return out if out is not None and self.round_id(out) == round_id else None
+
+    def round_started(self, worker: int, incarnation: int, round_id: RoundId, begin_s: float) -> None:
+        """A worker has the weights of its round."""
+        out = self._open_round(worker, round_id)
+        if out is not None and self.slots[worker].incarnation == incarnation:
+            self._log_dispatch(out, begin_s)
+
+    def _log_dispatch(self, dispatch: Dispatch, begin_s: float) -> None:
+        """Logs the dispatch of an open round, once."""
+        if dispatch.round not in self._logged:
+            self._logged.add(dispatch.round)
+            begin_s, sent_bytes = max(begin_s, dispatch.time_s), self.params.nbytes
+            self._emit(dispatched(dispatch, begin_s, sent_bytes, real=True, devices=self._settings.devices))
+
+    def _end_round(self, dispatch: Dispatch) -> None:
+        self._logged.discard(dispatch.round)
+        del self._round_epochs[dispatch.round]
+
+    def push(self, update: UpdateMessage, delta: Tree | None, now_s: float) -> PushStatus:
+        """A worker's update has arrived; `delta` is None if its length is wrong."""
+        worker, slot = update.worker, self.slots.get(update.worker)
+        if self.done:
+            return "finished"
+        if slot is None or slot.incarnation < update.incarnation:
+            return "register"
+        if slot.incarnation > update.incarnation:
+            return "replaced"
+        self.accounting.sent([worker], [0 if delta is None else delta.nbytes], [CONTROL_BYTES])
+        out = self._open_round(worker, update.round_id)
+        if out is None:
+            return self._reject_closed_round(update, slot, now_s)
+        self._log_dispatch(out, update.begin_s)
+        outcomes = self._push_to_hub(update, out, delta, now_s)
+        slot.last = update.round_id
+        slot.verdict = "accepted" if any(isinstance(outcome, Applied) for outcome in outcomes) else "refused"
+        self._process(outcomes, update)
+        if not self.done:
+            self.tick(now_s)
+        return slot.verdict
+
+    def _push_to_hub(self, update: UpdateMessage, out: Dispatch, delta: Tree | None, now_s: float) -> Sequence[Outcome]:
+        """The hub's outcomes. An update of the wrong length or with a loss that is not finite does not reach the hub."""
+        worker, losses = update.worker, [record.loss for record in update.computed if not math.isfinite(record.loss)]
+        if delta is None or losses:
+            reason = f"its loss is {losses[0]}" if losses else f"its delta has not the {self.params.nbytes} bytes of the weights"
+            return [Refusal(worker, out.round, now_s, reason, True), *self.hub.give_up(worker, now_s)]
+        push = Push(worker, out.round, delta, update.computed_s or None)
+        return self.hub.push(push, now_s, self._next_arrival_s(now_s, but=worker))
+
+    def _reject_closed_round(self, update: UpdateMessage, slot: WorkerSlot, now_s: float) -> PushStatus:
+        """The round was pushed before, or the hub that dispatched it died before it saved the dispatch."""
+        again, number = slot.last == update.round_id, update.round_id[0]
+        why = "it was delivered twice" if again else "a hub that died had dispatched it, and this hub has no record of it"
+        reason = f"round {number} of worker {update.worker} is not open: {why}"
+        if self.hub.scheduler.out(update.worker, number) is None:  # else the log would say so of this hub's round with that number
+            self._emit(Refused(island=update.worker, round=number, virtual_time_s=None, wall_time_s=now_s, reason=reason))
+        if again:  # the first reply may have been lost
+            return "duplicate" if slot.verdict == "accepted" else "refused"
+        return "unknown"
+
+    def _process(self, outcomes: Sequence[Outcome], update: UpdateMessage | None = None) -> None:
+        for outcome in outcomes:
+            match outcome:
+                case Closing():
+                    self._emit(window_closed(outcome, real=True))
+                case Return():
+                    self._log_dispatch(outcome.dispatch, outcome.dispatch.time_s)
+                    self._end_round(outcome.dispatch)
+                    self._emit(returned(outcome, real=True))
+                case Applied():
+                    assert update is not None
+                    self._applied(outcome, update)
+                case Refusal():
+                    assert update is not None
+                    self._refused(outcome, update)
+                case Dispatch():  # the worker learns of it when it pulls
+                    self._round_epochs[outcome.round] = self._epoch
+
+    def _applied(self, applied: Applied, update: UpdateMessage) -> None:
+        """Accounts a hub step, and requests an evaluation if one is due."""
+        dispatch, before, every = applied.dispatch, self.accounting.totals.local_updates, self._settings.evaluate_every
+        slot = self.slots[dispatch.worker]
+        slot.refusals = 0
+        slot.step_s = (applied.time_s - dispatch.time_s) / dispatch.steps
+        slot.compute_step_s = update.computed_s / dispatch.steps
+        self.buffers = tensors_of(update.buffers)
+        self._end_round(dispatch)
+        for worker, present in self.slots.items():
+            self._count_presence(worker, present, applied.time_s)
+        spans = []
+        for record in update.computed:
+            result = ComputeResult([record.loss], record.tokens, record.moved)
+            spans.append(ComputeSpan(record.start_s, min(record.end_s, applied.time_s), record.steps, record.batches, result))
+        pushed_s, sent_bytes, workers = min(update.pushed_s, applied.time_s), self.params.nbytes, len(self.slots)
+        for event in self.accounting.update_applied(applied, spans, pushed_s=pushed_s, sent_bytes=sent_bytes, workers=workers):
+            self._emit(event)
+        if self.done or self.accounting.totals.local_updates // every > before // every:
+            self.request_evaluation(applied.time_s)
+
+    def _refused(self, refusal: Refusal, update: UpdateMessage) -> None:
+        self._emit(refused(refusal, real=True))
+        self.accounting.ledgers[refusal.worker].computed_s += update.computed_s
+        slot = self.slots[refusal.worker]
+        slot.refusals += 1
+        if slot.refusals == _MAX_REFUSALS:
+            self.fatal_error = TrainingDiverged(
+                f"worker {refusal.worker} has pushed {slot.refusals} unusable updates in a row: {refusal.reason}. The run stops; "
+                f"its checkpoints are valid. Lower the learning rate, set train.clip_norm, or look at this worker's machine."
+            )
+
+    # ------------------------------------------------------------------------------------------------------------ evaluation
+
+    def request_evaluation(self, now_s: float) -> None:
+        self.evaluation_due = self.accounting.evaluation_due(now_s)
+
+    def record_metrics(self, due: Evaluated, metrics: Mapping[str, float]) -> None:
         self.accounting.set_metrics(metrics)
         self._emit(replace(due, metrics=self.accounting.totals.metrics))
 
     def finish(self, now_s: float, warm_start_tokens: int) -> RunFinished:
-        """The run is over."""
+        """Ends the run. Dispatched workers have computed in vain, at most as long as their steps took in the last round."""
         workers = self.hub.scheduler.workers
-        for out in [worker.out for worker in workers.values() if worker.out is not None]:
-            self._log(out, out.time_s)
-        self.accounts.close(now_s, self.seats, workers)
+        for dispatch in [worker.out for worker in workers.values() if worker.out is not None]:
+            self._log_dispatch(dispatch, dispatch.time_s)
+        for number, slot in self.slots.items():
+            self._count_presence(number, slot, now_s)
+            out = workers[number].out
+            if out is not None and slot.compute_step_s is not None:
+                self.accounting.ledgers[number].computed_s += min(now_s - out.time_s, slot.compute_step_s * out.steps)
         finished = self.accounting.finished(now_s, warm_start_tokens, self.params.digest())
         self._emit(finished)
         return finished
 
-    @property
-    def _round(self) -> int:
-        """Rounds that are over."""
-        return self.accounting.totals.round
+    # ------------------------------------------------------------------------------------------------------------ checkpoints
+
+    def to_parts(self, now_s: float) -> dict[str, Any]:
+        """All parts of a checkpoint. They are saved in one write, so no round is saved in part."""
+        hub = self.hub.to_parts()
+        return {
+            "engine": {
+                **self.accounting.to_parts(),
+                "hub": hub["plain"],
+                "now_s": now_s,
+                "slots": [[worker, slot.to_plain()] for worker, slot in self.slots.items()],
+                "logged_rounds": sorted(self._logged),
+                "round_epochs": [list(item) for item in self._round_epochs.items()],
+                "versions": list(hub["versions"]),
+            },
+            "hub": {"state": hub["state"]},
+            "buffers": {"buffers": self.buffers},
+            **{f"version-{name}": {"params": tree} for name, tree in hub["versions"].items()},
+        }
+
+    def from_parts(self, load: Callable[[str, Any], Any]) -> float:
+        """Restores a checkpoint, and returns its time. `load(part, like)` gives a part with the types of `like`."""
+        engine = load("engine", None)
+        self.accounting.from_parts(engine)
+        self._add_ledgers()
+        versions = {name: load(f"version-{name}", {"params": self.params})["params"] for name in engine["versions"]}
+        state = load("hub", {"state": self.hub.state})["state"]
+        self.hub.from_parts(state, versions, engine["hub"])
+        self.buffers = load("buffers", None)["buffers"]
+        self.slots = {worker: WorkerSlot.from_plain(slot) for worker, slot in engine["slots"]}
+        self._logged, self._round_epochs = set(engine["logged_rounds"]), dict(engine["round_epochs"])
+        return float(engine["now_s"])

@@ -27,10 +27,9 @@ from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.driver import Execution, Result, check_workload, digest_of, is_finished, refuse_impossible
 from atoll.engines.processes.spec import refuse_too_many_devices
 from atoll.engines.ray import bootstrap
-from atoll.engines.ray.engine import RayEngine
-from atoll.engines.ray.hub_spec import HubOrder
-from atoll.engines.ray.messages import bits_of, dtype_name
-from atoll.engines.ray.process_parts import BEGIN, FolderKeeper, Made, breaking, lost_after, outlast_hub
+from atoll.engines.ray.engine import RayEngine, WorkerPoolSpec
+from atoll.engines.ray.messages import HubProcessSpec, HubSettings, LostRounds, dtype_name, tree_bytes
+from atoll.engines.ray.process_parts import BEGIN, FolderStorage, Made, breaking, lost_after, outlast_hub
 from atoll.engines.ray.spec import (
     Ray,
     gpus_each,
@@ -41,8 +40,7 @@ from atoll.engines.ray.spec import (
     refuse_strangers,
     write_ray,
 )
-from atoll.engines.ray.storage import Lost
-from atoll.engines.ray.worker import WorkerOrder
+from atoll.engines.ray.worker import WorkerProcessSpec
 from atoll.engines.warm_start import Cache, WarmStart, load_data, warm_up
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder, default_path
@@ -198,9 +196,9 @@ class _Drive:
             log.close()  # from now on it is the hub's
             evaluator = Evaluator(workload, device_of(self._run), dtype_of(self._run))
             with self._ray(warm.params) as ray:
-                chaos, order = breaking(self._chaos, self._folder.path), self._hub_order(warm, workload, begin_bytes, lost)
+                chaos, hub = breaking(self._chaos, self._folder.path), self._hub_spec(warm, workload, begin_bytes, lost)
                 shown = sink if chaos is None else Fanout([sink, chaos])
-                engine = self._engine(ray, warm, workload, evaluator, shown, order)
+                engine = self._engine(ray, warm, workload, evaluator, shown, hub)
                 over = False
                 try:
                     with chaos or nullcontext():  # what is broken is mended before the hub is asked to save
@@ -214,7 +212,7 @@ class _Drive:
 
     # ------------------------------------------------------------------------------------------------------- the beginning
 
-    def _lost(self, checkpoint: Checkpoint | None) -> Lost:
+    def _lost(self, checkpoint: Checkpoint | None) -> LostRounds:
         """What the log has that no checkpoint knows of, before it is cut off."""
         lost = lost_after(self._folder.events, checkpoint.metadata["events_bytes"] if checkpoint else 0)
         if checkpoint is None and lost.rounds:
@@ -263,63 +261,69 @@ class _Drive:
         workload: Workload,
         evaluator: Evaluator,
         sink: Sink,
-        order: HubOrder,
+        hub: HubProcessSpec,
     ) -> RayEngine:
         run, dealt = self._run, self._given is None and needs_weights(self._run)
-        make = partial(Made, run, (ray.put(bits_of(warm.params)),) if dealt else (), self._given, self._place.devices)
+        make = partial(Made, run, (ray.put(tree_bytes(warm.params)),) if dealt else (), self._given, self._place.devices)
         return RayEngine(
             ray=ray,
-            order=order,
-            worker=lambda number, life: self._worker_order(number, life, make),
-            most=self._most,
-            cpus=1.0 if self._place.address is None else float(run.cluster.threads_per_island * self._place.devices),
-            gpus=_gpus(run, self._place),
+            hub=hub,
+            workers=WorkerPoolSpec(
+                workers=self._workers,
+                max_workers=self._most,
+                worker=lambda worker, incarnation: self._worker_spec(worker, incarnation, make),
+                cpus=1.0 if self._place.address is None else float(run.cluster.threads_per_island * self._place.devices),
+                gpus=_gpus(run, self._place),
+            ),
             evaluate=evaluator,
             sink=sink,
             steps=run.train.steps,
-            limit_s=self._place.limit_s,
-            say=self._say,
+            timeout_s=self._place.limit_s,
+            log=self._say,
         )
 
-    def _hub_order(self, warm: WarmStart, workload: Workload, begin_bytes: int, lost: Lost) -> HubOrder:
+    def _hub_spec(self, warm: WarmStart, workload: Workload, begin_bytes: int, lost: LostRounds) -> HubProcessSpec:
         run, batches = self._run, workload.batches
         assert isinstance(run.algorithm, AsyncAlgorithm)
         plan, speeds = plan_of(run, self._place)
         islands = run.world.islands
-        return HubOrder(
+        settings = HubSettings(
             algorithm=run.algorithm,
             plan=plan,
-            layout=warm.params.layout,
-            dtype=dtype_name(warm.params),
             examples=tuple(batches.examples(shard) for shard in range(batches.num_shards)),
             updates=run.train.steps * islands,
             seed=run.seed,
-            workers=self._workers,
             islands=islands,
-            places=max(islands, self._most),
-            speeds=speeds,
+            max_workers=max(islands, self._most),
             evaluate_every=run.keep.evaluate_every * islands,
+            speeds=speeds,
+            devices=self._place.devices,
+        )
+        return HubProcessSpec(
+            settings=settings,
+            layout=warm.params.layout,
+            dtype=dtype_name(warm.params),
+            workers=self._workers,
             save_every_s=self._place.save_every_s,
             begin_bytes=begin_bytes,
             lost=lost,
             session=secrets.token_hex(8),
-            keeper=FolderKeeper(self._folder.path.absolute(), run.keep.checkpoints, self._origin(workload)),
+            storage=FolderStorage(self._folder.path.absolute(), run.keep.checkpoints, self._origin(workload)),
             fingerprint=str(fingerprint(workload)),
             threads=run.cluster.threads_per_island,
             warm_start_tokens=warm.tokens,
-            devices=self._place.devices,
         )
 
-    def _worker_order(self, number: int, life: int, make: Callable[[], Made]) -> WorkerOrder:
+    def _worker_spec(self, worker: int, incarnation: int, make: Callable[[], Made]) -> WorkerProcessSpec:
         run, pace = self._run, self._place.pace or 0.0
         assert isinstance(run.algorithm, AsyncAlgorithm)
-        return WorkerOrder(
-            number=number,
-            life=life,
+        return WorkerProcessSpec(
+            worker=worker,
+            incarnation=incarnation,
             algorithm=run.algorithm,
-            make=make,
+            load=make,
             threads=run.cluster.threads_per_island,
-            pause_s=pace * run.world.step_time(number, run.seed),
-            limit_s=self._place.limit_s,
-            log=(self._folder.path / "logs" / f"worker-{number}.log").absolute(),
+            pause_s=pace * run.world.step_time(worker, run.seed),
+            timeout_s=self._place.limit_s,
+            log=(self._folder.path / "logs" / f"worker-{worker}.log").absolute(),
         )

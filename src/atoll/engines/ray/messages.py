@@ -1,116 +1,262 @@
-"""What travels between hub and workers. Weights and deltas are the bits of a Tree as one array: Ray's object store hands it from
-process to process of a machine without copying it. What comes out of the store is everybody's, and nobody writes into it.
+"""Records that travel between the driving process, the hub and the workers, and weights as arrays of bytes.
+
+Weights and deltas travel as the bytes of a Tree. Ray's object store shares such an array with every process of a machine without a
+copy, so a process only reads what comes from the store.
 
 >>> weights = Tree.of({"w": torch.ones(2)})
->>> tree_over(bits_of(weights), weights.layout, "float32")["w"]
+>>> tree_view(tree_bytes(weights), weights.layout, "float32")["w"]
 tensor([1., 1.])
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from atoll.core.events import Evaluated, Event
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
-from atoll.core.protocols import Work
+from atoll.core.protocols import AsyncAlgorithm, Plan, Work
 from atoll.engines.round_record import ComputeRecord
 
-Bits = NDArray[np.uint8]
+ByteArray = NDArray[np.uint8]
 
-Word = Literal["go", "wait", "hello", "replaced", "over"]
-"""What a worker that pulls is told: to go; that there is nothing for it yet; that nobody knows it, so that it should introduce
-itself; that another has taken its place; that the run has its local updates."""
+RoundId = tuple[int, int]
+"""Identifies a round: its number, and the epoch of the hub that dispatched it. A hub that resumes from a checkpoint uses
+the numbers of lost rounds again."""
 
-Verdict = Literal["taken", "again", "refused", "unknown", "hello", "replaced", "over"]
-"""What a worker that pushes is told: its update was taken; it was taken before, when it came for the first time; it is unusable;
-nobody knows its round, which the hub has lost; and as above."""
+PullStatus = Literal["train", "wait", "register", "replaced", "finished"]
+"""The hub's reply to a pull. register: the hub does not know the worker. replaced: a newer worker has its slot. finished: the run
+has its local updates."""
+
+PushStatus = Literal["accepted", "duplicate", "refused", "unknown", "register", "replaced", "finished"]
+"""The hub's reply to a push. duplicate: it had accepted this update before. refused: the update is unusable. unknown: a restarted
+hub has lost the round."""
 
 
-Ticket = tuple[int, int]
-"""Names a round without fail: its number, and the hub that gave it out. A hub that goes on from a checkpoint numbers on from there,
-and so uses numbers again which the one before it had used."""
-
-
-class Told(NamedTuple):
-    """The hub's answer to a worker that pulls.
+class TaskMessage(NamedTuple):
+    """The hub's reply to a pull.
 
     Attributes:
-        word: what it is to do.
-        ticket: of its round.
-        steps: to take.
-        work: on what.
-        weights: a reference to the bits in the object store, in a tuple of one.
-        dtype: of the weights.
-        fresh: whether it begins with a new inner optimizer: the hub does not know what its present one was trained on.
-        now_s: the time on the hub's clock when it answered.
+        weights: a reference into the object store, in a tuple of one.
+        fresh_optimizer: the worker must reset its inner optimizer, since the hub does not know the rounds it was trained on.
+        now_s: the hub's clock at the reply.
     """
 
-    word: Word
-    ticket: Ticket = (-1, -1)
+    status: PullStatus
+    round_id: RoundId = (-1, -1)
     steps: int = 0
     work: Work | None = None
     weights: tuple[Any, ...] = ()
     dtype: str = ""
-    fresh: bool = False
+    fresh_optimizer: bool = False
     now_s: float = 0.0
 
 
-class Brought(NamedTuple):
-    """What a worker brings besides its delta. Times are on the hub's clock, as far as the worker knows it.
+class UpdateMessage(NamedTuple):
+    """A worker's push, besides the delta. Times are on the hub's clock, as last seen by the worker.
 
     Attributes:
-        number: the worker's place among all.
-        life: which of those who have held that place it is.
-        ticket: of the round in which it moved.
-        begin_s: when it had its weights.
+        begin_s: when the worker had its weights.
         pushed_s: when it began to send.
-        stretches: in which it computed.
-        buffers: what its module keeps besides weights.
+        computed: its compute spans.
+        buffers: of its module.
     """
 
-    number: int
-    life: int
-    ticket: Ticket
+    worker: int
+    incarnation: int
+    round_id: RoundId
     begin_s: float
     pushed_s: float
-    stretches: tuple[ComputeRecord, ...]
+    computed: tuple[ComputeRecord, ...]
     buffers: dict[str, NDArray[Any]]
 
     @property
     def computed_s(self) -> float:
-        return sum(stretch.end_s - stretch.start_s for stretch in self.stretches)
+        return sum(record.end_s - record.start_s for record in self.computed)
 
 
-def bits_of(tree: Tree) -> Bits:
-    """The bits of a Tree as they lie in its buffer, which the array shares if it is in the machine's own memory."""
-    bits: Bits = tree.flat.detach().cpu().view(torch.uint8).numpy()
-    return bits
+class EvaluationRequest(NamedTuple):
+    """Weights to evaluate: `due` is the event without its metrics, `weights` a reference in a tuple of one."""
+
+    number: int
+    due: Evaluated
+    weights: tuple[Any, ...]
+    buffers: Mapping[str, Any]
+
+
+class HubStatus(NamedTuple):
+    """The hub's reply to a poll of the driving process.
+
+    Attributes:
+        epoch: identifies the hub process.
+        events: that the driving process has not seen.
+        events_seen: number of events of this hub, including these.
+        evaluations: requests that the driving process has not seen.
+        workers: incarnation of each registered worker, and whether an update of it was accepted.
+        overdue: seconds since the dispatch of each worker that is much slower than before.
+        done: the run has its local updates.
+        evaluated: no evaluation is outstanding.
+        error: that ends the run.
+    """
+
+    epoch: int
+    events: list[Event]
+    events_seen: int
+    evaluations: list[EvaluationRequest]
+    local_updates: int
+    workers: dict[int, tuple[int, bool]]
+    overdue: dict[int, float]
+    done: bool
+    evaluated: bool
+    error: Exception | None
+
+
+# --------------------------------------------------------------------------------------------------- what a hub is made of
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSettings:
+    """What the hub's state machine has to know.
+
+    Attributes:
+        plan: the algorithm's dispatch plan, adapted to real machines.
+        examples: number of examples of each shard.
+        updates: local updates of the run.
+        islands: the planned number; steps of the run are local updates over it.
+        max_workers: number of worker slots.
+        evaluate_every: local updates between evaluations. The last weights are always evaluated.
+        speeds: of the slots in steps per second, if given.
+        devices: of each worker.
+    """
+
+    algorithm: AsyncAlgorithm[Any]
+    plan: Plan
+    examples: tuple[int, ...]
+    updates: int
+    seed: int
+    islands: int
+    max_workers: int
+    evaluate_every: int
+    speeds: tuple[float, ...] = ()
+    devices: int = 1
+
+
+class HubEventLog(Protocol):
+    """The run's event log."""
+
+    def emit(self, event: Event) -> None: ...
+
+    def position(self) -> int:
+        """Its length in bytes, all of them on disk."""
+
+    def close(self) -> None: ...
+
+
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint on disk. `load(part, like)` returns one part, with the types of `like`."""
+
+    name: str
+    metadata: Mapping[str, Any]
+    load: Callable[[str, Any], Any]
+
+
+class LostRounds(NamedTuple):
+    """Accepted rounds, and their local updates, that the log has after the last checkpoint."""
+
+    rounds: int
+    local_updates: int
+
+
+class RunStorage(Protocol):
+    """Event log and checkpoints of a run. It travels to the hub's process, and to the process of each hub after it."""
+
+    def lock(self) -> None:
+        """Waits until no other process holds the run's storage, and holds it for the lifetime of this process."""
+
+    def initial_weights(self) -> Tree: ...
+
+    def newest_checkpoint(self) -> SavedCheckpoint | None: ...
+
+    def save_checkpoint(self, round: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+        """Writes a checkpoint atomically."""
+
+    def checkpoint_name(self, round: int) -> str: ...
+
+    def lost_rounds(self, after: int) -> LostRounds:
+        """Rounds that the event log has after this many bytes."""
+
+    def open_event_log(self, after: int) -> HubEventLog:
+        """Truncates the event log to this many bytes, and opens it for appending."""
+
+    def log(self, text: str) -> None:
+        """Appends a line to the hub's text log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubProcessSpec:
+    """What a hub process is made of.
+
+    Attributes:
+        layout, dtype: of the weights.
+        workers: number that the start barrier waits for.
+        save_every_s: seconds between checkpoints.
+        begin_bytes: length of the event log at the start of the run.
+        lost: rounds that the event log had after the last checkpoint when this session began.
+        session: identifies the driving process. A new session resumes from the saved time, with new workers.
+        fingerprint: of the data.
+        threads: of torch.
+        warm_start_tokens: for the final figures.
+    """
+
+    settings: HubSettings
+    layout: Layout
+    dtype: str
+    workers: int
+    save_every_s: float
+    begin_bytes: int
+    lost: LostRounds
+    session: str
+    storage: RunStorage
+    fingerprint: str
+    threads: int
+    warm_start_tokens: int
+
+
+# -------------------------------------------------------------------------------------------------------- weights as bytes
+
+
+def tree_bytes(tree: Tree) -> ByteArray:
+    """The bytes of a Tree's buffer: a view of it in CPU memory, else a copy."""
+    array: ByteArray = tree.flat.detach().cpu().view(torch.uint8).numpy()
+    return array
 
 
 def dtype_name(tree: Tree) -> str:
     return str(tree.flat.dtype).removeprefix("torch.")
 
 
-def tree_over(bits: Bits, layout: Layout, dtype: str) -> Tree:
-    """A Tree over these very bits. Read it: they may be others' too."""
-    return Tree(layout, torch.from_numpy(bits).view(getattr(torch, dtype)))
+def tree_view(array: ByteArray, layout: Layout, dtype: str) -> Tree:
+    """A Tree over these bytes, only to be read."""
+    return Tree(layout, torch.from_numpy(array).view(getattr(torch, dtype)))
 
 
-def received_tree(bits: Bits, layout: Layout, dtype: str) -> Tree | None:
-    """The same of what somebody has sent; none if it is not as long as it should be."""
-    return tree_over(bits, layout, dtype) if bits.nbytes == layout.numel * getattr(torch, dtype).itemsize else None
+def received_tree(array: ByteArray, layout: Layout, dtype: str) -> Tree | None:
+    """A Tree over received bytes; None if their length is wrong."""
+    return tree_view(array, layout, dtype) if array.nbytes == layout.numel * getattr(torch, dtype).itemsize else None
 
 
-def own_tree(bits: Bits, layout: Layout, dtype: str, device: str) -> Tree:
-    """A Tree with these bits in a buffer of its own."""
+def tree_copy(array: ByteArray, layout: Layout, dtype: str, device: str) -> Tree:
+    """A Tree with a copy of these bytes."""
     flat = empty(layout.numel, getattr(torch, dtype), torch.device("cpu"))
-    np.copyto(flat.view(torch.uint8).numpy(), bits)
+    np.copyto(flat.view(torch.uint8).numpy(), array)
     return Tree(layout, flat).to(device)
 
 
@@ -119,10 +265,10 @@ def arrays_of(buffers: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
 
 
 def tensors_of(arrays: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
-    """With memory of their own."""
+    """Copies."""
     return {name: torch.tensor(array) for name, array in arrays.items()}
 
 
-def expect_read_only() -> None:
-    """For a process of its own. Nobody writes into what comes from the store; torch cannot mark a tensor so, and warns."""
+def ignore_read_only_warning() -> None:
+    """torch cannot mark a tensor as read-only, and warns about arrays from the object store. No process writes to those."""
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

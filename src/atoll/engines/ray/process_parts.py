@@ -19,9 +19,8 @@ from atoll.core.tensor_file import load_tree
 from atoll.engines.build import loss_of, replica_of
 from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.ray import bootstrap
-from atoll.engines.ray.messages import dtype_name, tree_over
+from atoll.engines.ray.messages import HubEventLog, LostRounds, SavedCheckpoint, dtype_name, tree_view
 from atoll.engines.ray.spec import devices_beside
-from atoll.engines.ray.storage import Kept, Log, Lost
 from atoll.engines.warm_start import Cache, load_data
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import initial_weights
@@ -63,7 +62,7 @@ class Made:
         if not weights:  # then nobody looks at any
             return island_workload(run, data, Tree.of({}))
         like = initial_weights(plain_workload(run, data), device_of(run), dtype_of(run))
-        return island_workload(run, data, tree_over(bootstrap.library().get(weights[0]), like.layout, dtype_name(like)).copy())
+        return island_workload(run, data, tree_view(bootstrap.library().get(weights[0]), like.layout, dtype_name(like)).copy())
 
     @property
     def fingerprint(self) -> str:
@@ -75,8 +74,8 @@ class Made:
 
 
 @dataclass(frozen=True)
-class FolderKeeper:
-    """Keeps a hub's log and checkpoints in the run's folder. A keeping.Keeper.
+class FolderStorage:
+    """Event log and checkpoints of a hub in the run's folder. A messages.RunStorage.
 
     Args:
         folder: the run's.
@@ -92,36 +91,36 @@ class FolderKeeper:
     def _kept(self) -> Checkpoints:
         return Checkpoints(RunFolder(self.folder).checkpoints, keep=self.checkpoints)
 
-    def hold(self) -> None:
+    def lock(self) -> None:
         lock = os.open(self.folder / HUB_LOCK, os.O_WRONLY | os.O_CREAT, 0o644)  # open until the process ends
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # the hub of a command that was killed ends a second or two after it
-            self.say("another hub of this run is still there, and is waited for")
+            self.log("another hub of this run is still there, and is waited for")
             fcntl.flock(lock, fcntl.LOCK_EX)
 
-    def begin(self) -> Tree:
+    def initial_weights(self) -> Tree:
         return load_tree(self.folder / BEGIN)
 
-    def newest(self) -> Kept | None:
+    def newest_checkpoint(self) -> SavedCheckpoint | None:
         kept, newest = self._kept, self._kept.newest()
         if newest is None:
             return None
-        return Kept(newest.path.name, newest.metadata, lambda part, like: kept.load(newest, part, like))
+        return SavedCheckpoint(newest.path.name, newest.metadata, lambda part, like: kept.load(newest, part, like))
 
-    def save(self, round: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    def save_checkpoint(self, round: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
         self._kept.save(round, parts, {**metadata, **self.origin})
 
-    def name(self, round: int) -> str:
+    def checkpoint_name(self, round: int) -> str:
         return Checkpoints.name(round)
 
-    def lost(self, after: int) -> Lost:
+    def lost_rounds(self, after: int) -> LostRounds:
         return lost_after(RunFolder(self.folder).events, after)
 
-    def log(self, after: int) -> Log:
+    def open_event_log(self, after: int) -> HubEventLog:
         return JsonlSink(RunFolder(self.folder).events, append_at=after)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         path = self.folder / "logs" / HUB_LOG
         with suppress(OSError):  # a full disk is no reason to stop
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,10 +157,10 @@ def outlast_hub(folder: Path, *, limit_s: float, say: Callable[[str], object]) -
             time.sleep(_APART_S)
 
 
-def lost_after(log: Path, after: int) -> Lost:
+def lost_after(log: Path, after: int) -> LostRounds:
     """What stands in a log after so many bytes."""
     arrived = [event for event in read_events(log, [Arrived], after=after) if isinstance(event, Arrived)] if log.exists() else []
-    return Lost(len(arrived), sum(event.steps for event in arrived))
+    return LostRounds(len(arrived), sum(event.steps for event in arrived))
 
 
 def breaking(script: FaultScript | None, folder: Path) -> RayFaultInjector | None:

@@ -1,7 +1,7 @@
-"""A worker's process, an actor of Ray's: it pulls, trains and pushes until the run has its local updates.
+"""The worker process, a Ray actor: it pulls, trains and pushes until the run has its local updates.
 
-It keeps a module, an inner optimizer and nothing else that matters. A hub that dies is waited for. What the hub does not know any
-more is not insisted on: the worker pulls anew, and begins with a fresh optimizer if the hub says so.
+Its only state is a module and an inner optimizer. It waits for a hub that dies. It drops a round that a restarted hub has no record
+of, and resets its optimizer if the hub says so.
 """
 
 from __future__ import annotations
@@ -23,169 +23,192 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
 from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.ray.hub_client import Reach
-from atoll.engines.ray.messages import Brought, Ticket, Told, Verdict, arrays_of, bits_of, expect_read_only, own_tree
+from atoll.engines.ray import bootstrap
+from atoll.engines.ray.client import HubClient
+from atoll.engines.ray.messages import (
+    PushStatus,
+    RoundId,
+    TaskMessage,
+    UpdateMessage,
+    arrays_of,
+    ignore_read_only_warning,
+    tree_bytes,
+    tree_copy,
+)
 from atoll.engines.round_record import ComputeRecord
 from atoll.engines.wall_clock import WallClock
 from atoll.engines.worker_round import run_worker_round
 from atoll.replica.local_replica import LocalReplica
 
-_ANSWER_S = 5.0  # so long a pull waits for work before it is answered with nothing
+_PULL_WAIT_S = 5.0
 
 
-class Makes(Protocol):
-    """Makes what a worker trains; has read the data once for all."""
+class ReplicaFactory(Protocol):
+    """Has loaded the data, and creates the replicas that a worker trains."""
 
     @property
     def fingerprint(self) -> str:
         """Of the data."""
 
-    def replica(self, number: int) -> LocalReplica:
-        """A worker's replica, with a fresh optimizer."""
+    def replica(self, worker: int) -> LocalReplica:
+        """A replica with a fresh optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerOrder:
-    """What a worker is made of.
+class WorkerProcessSpec:
+    """What a worker process is made of.
 
     Attributes:
-        number: its place among all.
-        life: which of those who have held that place it is.
-        algorithm: what it does.
-        make: reads its data, and then makes what it trains.
+        worker: its slot.
+        incarnation: higher than that of each worker that had the slot before.
+        load: loads the data.
         threads: of torch.
-        pause_s: so long it sleeps besides for each batch, to play a slower machine.
-        limit_s: how long a hub that does not answer is waited for.
-        log: where it writes its log.
+        pause_s: extra sleep per batch, to play a slower machine.
+        timeout_s: how long it waits for a hub that does not reply.
+        log: path of its text log.
     """
 
-    number: int
-    life: int
+    worker: int
+    incarnation: int
     algorithm: AsyncAlgorithm[Any]
-    make: Callable[[], Makes]
+    load: Callable[[], ReplicaFactory]
     threads: int
     pause_s: float
-    limit_s: float
+    timeout_s: float
     log: Path
 
 
-class Worker:
-    """A worker's process.
+class WorkerProcess:
+    """The worker process.
 
     Args:
-        order: what it is made of.
+        spec: of this worker.
         ray: the library.
-        hub: the actor it works for.
+        hub: handle of the hub's actor.
     """
 
-    def __init__(self, order: WorkerOrder, ray: Any, hub: Any) -> None:
-        torch.set_num_threads(order.threads)
-        expect_read_only()
-        self._order, self._ray = order, ray
-        self.reach = Reach(ray, hub, limit_s=order.limit_s, say=self.say)
-        self._about = f"process {os.getpid()} on {platform.node()}, {order.threads} thread(s)"
-        self.say(f"incarnation {order.life}: {self._about}")
+    def __init__(self, spec: WorkerProcessSpec, ray: Any, hub: Any) -> None:
+        torch.set_num_threads(spec.threads)
+        ignore_read_only_warning()
+        self._spec, self._ray = spec, ray
+        self._client = HubClient(ray, hub, timeout_s=spec.timeout_s, log=self._log)
+        self._about = f"process {os.getpid()} on {platform.node()}, {spec.threads} thread(s)"
+        self._log(f"incarnation {spec.incarnation}: {self._about}")
         self._clock = WallClock()
-        self._made: Makes | None = None
+        self._factory: ReplicaFactory | None = None
         self._replica: LocalReplica | None = None
-        self._last: Ticket | None = None
+        self._last: RoundId | None = None
 
-    def say(self, text: str) -> None:
-        """Write a line into the worker's log: in the run's folder if this machine has that, else into Ray's logs here."""
-        line = f"{time.strftime('%H:%M:%S')} worker {self._order.number}: {text}"
-        if not self._order.log.parent.is_dir():
+    def _log(self, text: str) -> None:
+        """Appends a line to the worker's log in the run's folder, or to Ray's logs on a machine without that folder."""
+        line = f"{time.strftime('%H:%M:%S')} worker {self._spec.worker}: {text}"
+        if not self._spec.log.parent.is_dir():
             sys.stdout.write(line + "\n")
             return
-        with suppress(OSError), open(self._order.log, "a", encoding="utf-8") as file:  # a full disk is no reason to stop
+        with suppress(OSError), open(self._spec.log, "a", encoding="utf-8") as file:  # a full disk does not end the worker
             print(line, file=file)
 
     def work(self) -> int:
-        """Until there is nothing left to do. How many rounds it took part in."""
+        """Works until the run is over. Returns the number of its rounds."""
         try:
             return self._work()
         except Exception:
-            self.say(traceback.format_exc())
+            self._log(traceback.format_exc())
             raise
 
     def _work(self) -> int:
-        rounds = 0
-        self._made = self._order.make()
-        self._introduce()
+        rounds, spec = 0, self._spec
+        self._factory = spec.load()
+        self._register()
         while True:
-            told: Told = self.reach.ask("pull", self._order.number, self._order.life, self._last, self.reach.patience_s(_ANSWER_S))
-            match told.word:
-                case "over" | "replaced":
-                    self.say(f"ends after {rounds} rounds: {told.word}")
+            wait_s = self._client.wait_s(_PULL_WAIT_S)
+            task: TaskMessage = self._client.call("pull", spec.worker, spec.incarnation, self._last, wait_s)
+            match task.status:
+                case "finished" | "replaced":
+                    self._log(f"ends after {rounds} rounds: {task.status}")
                     return rounds
-                case "hello":
-                    self._introduce()
-                case "go":
-                    if told.fresh:
-                        self._begin_anew("the hub does not know its last round")
-                    rounds += self._round(told)
+                case "register":
+                    self._register()
+                case "train":
+                    if task.fresh_optimizer:
+                        self._reset("the hub has no record of its last round")
+                    rounds += self._round(task)
                 case "wait":
                     pass
 
-    def _introduce(self) -> None:
-        assert self._made is not None
-        self._begin_anew("it is new to the hub" if self._last is not None else "")
-        reason = self.reach.ask("hello", self._order.number, self._order.life, self._made.fingerprint, self._about)
+    def _register(self) -> None:
+        assert self._factory is not None
+        self._reset("the hub does not know this worker" if self._last is not None else "")
+        reason = self._client.call("register", self._spec.worker, self._spec.incarnation, self._factory.fingerprint, self._about)
         if reason:
             raise ConfigError(reason)
 
-    def _begin_anew(self, why: str) -> None:
-        """With a fresh inner optimizer."""
+    def _reset(self, why: str) -> None:
+        """Starts with a fresh inner optimizer, unless there is no reason and a replica exists."""
         if self._replica is None or why:
-            assert self._made is not None
-            self._replica = self._made.replica(self._order.number)
+            assert self._factory is not None
+            self._replica = self._factory.replica(self._spec.worker)
         self._last = None
         if why:
-            self.say(f"begins anew: {why}")
+            self._log(f"resets its optimizer: {why}")
 
-    def _round(self, told: Told) -> int:
-        """One round; whether there was one."""
-        self._clock.set(told.now_s)
-        bits = self.reach.fetch(told.weights)
-        if bits is None:
+    def _round(self, task: TaskMessage) -> int:
+        """Trains one round and pushes the delta. Returns the number of rounds: 0 if the weights were lost."""
+        self._clock.set(task.now_s)
+        array = self._client.fetch(task.weights)
+        if array is None:
             return 0
         assert self._replica is not None
-        assert told.work is not None
-        params = own_tree(bits, self._replica.weights.layout, told.dtype, self._replica.device)
-        del bits  # the store may have its room back
-        begin_s, stretches = self._clock.now_s(), list[ComputeRecord]()
-        self.reach.hub.began.remote(self._order.number, self._order.life, told.ticket, begin_s)
+        assert task.work is not None
+        params = tree_copy(array, self._replica.weights.layout, task.dtype, self._replica.device)
+        del array  # frees its room in the object store
+        begin_s, computed = self._clock.now_s(), list[ComputeRecord]()
+        self._client.hub.round_started.remote(self._spec.worker, self._spec.incarnation, task.round_id, begin_s)
         replica = ProcessReplica(
             self._replica,
             clock=self._clock,
-            on_computed=stretches.append,
-            pause_s=self._order.pause_s,
-            allow_nonfinite=True,  # the hub refuses what it cannot use, and this worker is sent off again
+            on_computed=computed.append,
+            pause_s=self._spec.pause_s,
+            allow_nonfinite=True,  # the hub refuses an unusable update, and dispatches the round again
         )
-        delta = run_worker_round(self._order.algorithm, replica, Task(params, told.steps, told.work))
-        self._push(told.ticket, begin_s, stretches, delta)
+        delta = run_worker_round(self._spec.algorithm, replica, Task(params, task.steps, task.work))
+        self._push(task.round_id, begin_s, computed, delta)
         if not params.given:
             params.release()
         return 1
 
-    def _push(self, ticket: Ticket, begin_s: float, stretches: Sequence[ComputeRecord], delta: Tree) -> None:
-        """Bring a delta, and hear what became of it."""
+    def _push(self, round_id: RoundId, begin_s: float, computed: Sequence[ComputeRecord], delta: Tree) -> None:
         assert self._replica is not None
-        assert self._made is not None
-        brought = Brought(
-            self._order.number,
-            self._order.life,
-            ticket,
+        assert self._factory is not None
+        update = UpdateMessage(
+            self._spec.worker,
+            self._spec.incarnation,
+            round_id,
             begin_s,
             self._clock.now_s(),
-            tuple(stretches),
+            tuple(computed),
             arrays_of(self._replica.buffers()),
         )
-        reference = self._ray.put(bits_of(delta))  # once, also if it has to be sent again
+        reference = self._ray.put(tree_bytes(delta))  # once, also for a repeated push
         if delta.spare:
             delta.release()
-        verdict: Verdict = self.reach.ask("push", brought, reference)
-        self._last = ticket
-        if verdict == "refused":  # its moments are as unusable as what it brought
-            self._replica = self._made.replica(self._order.number)
-        if verdict not in ("taken", "over"):
-            self.say(f"round {ticket[0]}: {verdict}")
+        status: PushStatus = self._client.call("push", update, reference)
+        self._last = round_id
+        if status == "refused":  # the optimizer's moments are as unusable as the update
+            self._replica = self._factory.replica(self._spec.worker)
+        if status not in ("accepted", "finished"):
+            self._log(f"round {round_id[0]}: {status}")
+
+
+class WorkerActor(WorkerProcess):
+    """The worker process with Ray."""
+
+    def __init__(self, spec: WorkerProcessSpec, hub: Any) -> None:
+        super().__init__(spec, bootstrap.library(), hub)
+
+
+def start_worker(ray: Any, spec: WorkerProcessSpec, hub: Any, *, cpus: float, gpus: float) -> tuple[Any, Any]:
+    """Starts a worker on a machine with room. Returns its handle and a reference to the result of its work."""
+    actor = ray.remote(WorkerActor).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
+    worker = actor.remote(spec, hub)
+    return worker, worker.work.remote()
