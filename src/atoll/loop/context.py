@@ -14,7 +14,7 @@ from atoll.core.pytree import recycle
 from atoll.core.state_packing import pack
 from atoll.engines.processes.communication_thread import CommunicationThread, Request
 from atoll.engines.wall_clock import ExchangeTimeout
-from atoll.loop.handshake import Handshake
+from atoll.loop.handshake import check_same_round, handshake
 from atoll.loop.nonfinite_guard import NonFiniteGuard
 from atoll.loop.optimizer import IslandsOptimizer
 from atoll.loop.process_groups import find_topology, log_info
@@ -76,10 +76,9 @@ class LoopContext:
         """The State at the start of the present round. No exchange overwrites it, so it can be saved at any time."""
         self.rounds = 0
         """Completed rounds that changed the weights."""
-        self._handshake = Handshake(settings, self.topology, self._module, self._weights, self._thread)
         self._log_limit()
         try:
-            self._handshake.run(checkpoint)
+            handshake(settings, checkpoint, self.topology, self._module, self._weights, self._thread)
             self._start(checkpoint)
         except BaseException:
             self.abandon()
@@ -94,7 +93,7 @@ class LoopContext:
 
     def load(self, checkpoint: LoopCheckpoint) -> None:
         """Resume from a checkpoint with the weights that the module holds now. All islands call it together."""
-        self._handshake.check_same_round(checkpoint)
+        check_same_round(checkpoint, self.topology, self._thread)
         self._start(checkpoint)
 
     def _start(self, checkpoint: LoopCheckpoint | None) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 from weakref import WeakSet
@@ -31,7 +32,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm
@@ -89,7 +89,6 @@ class Islands:
             self._own_optimizer = IslandsOptimizer(parameters, settings.algorithm.optimizer, _not_compiled(self._on_own_step))
         self._context: LoopContext | None = None
         self._is_open = False
-        self._hook: RemovableHandle | None = None
         self._checkpoint: LoopCheckpoint | None = None
         self._tokens: int | None = None
         self._queried = False
@@ -108,39 +107,32 @@ class Islands:
                 "would deadlock. Leave the other first; or put the models into one nn.ModuleDict and one block, and give the "
                 "optimizer that steps last. (A trainer that failed leaves its block open, unless it runs in `with callback:`.)"
             )
-        _OPEN.add(self)
-        try:
+        with ExitStack() as cleanup:
+            _OPEN.add(self)
+            cleanup.callback(_OPEN.discard, self)
             optimizer = self._settings.user_optimizer
-            self._hook = None if optimizer is None else optimizer.register_step_post_hook(_not_compiled(self._on_user_step))
+            if optimizer is not None:
+                cleanup.callback(optimizer.register_step_post_hook(_not_compiled(self._on_user_step)).remove)
             self._context = LoopContext(self._settings, self._own_optimizer, self._checkpoint)
             self._remember_start()
             self._is_open = True
-        except BaseException:
-            self._remove_hook()
-            _OPEN.discard(self)
-            raise
+            self._cleanup = cleanup.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         context = self._entered()
         self._is_open = False
-        self._remove_hook()
         changed = _version_counters(self._settings.model) != self._start_versions
-        try:
+        with self._cleanup:
             if kind is not None:
                 context.abandon()
             else:
                 context.finish()
                 self._warn_if_unstepped(changed=changed)
-        finally:
-            _OPEN.discard(self)
 
     def _remember_start(self) -> None:
-        self._start_versions, self._start_steps, self._start_rounds = (
-            _version_counters(self._settings.model),
-            self.steps,
-            self.rounds,
-        )
+        self._start_versions = _version_counters(self._settings.model)
+        self._start_steps, self._start_rounds = self.steps, self.rounds
 
     def _warn_if_unstepped(self, *, changed: bool) -> None:
         """An island may have no batches. But it had some if its model changed; and if no island took a step, that is suspicious."""
@@ -148,15 +140,8 @@ class Islands:
             return
         what = "no island took a step in this block: nothing was trained."
         if changed:
-            what = (
-                f"island {self.rank} took no step in this block, though its model's weights or gradients were changed there. These "
-                f"changes are lost."
-            )
+            what = f"island {self.rank} took no step in this block, though its weights or gradients changed. The changes are lost."
         logging.getLogger("atoll").warning("atoll: %s %s", what, self._settings.how_to_step)
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
 
     # --------------------------------------------------------------------------------------------------------------- training
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -51,13 +51,7 @@ class IslandsOptimizer(torch.optim.Optimizer):
         self._shown = at(rule.lr, 0) if hasattr(rule, "lr") else None
         super().__init__(parameters, {} if self._shown is None else {"lr": self._shown})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise ConfigError(
                 "islands.optimizer was stepped with a closure, as Lightning's automatic optimization does. It takes gradients that "
@@ -68,7 +62,6 @@ class IslandsOptimizer(torch.optim.Optimizer):
         else:
             self._unscale()
             self._on_step()
-        return None
 
     def _unscale(self) -> None:
         scale = getattr(self, "grad_scale", None)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -158,27 +159,11 @@ class Topology:
                 dist.destroy_process_group(group)
 
 
-class _SingleProcessGroup:
-    """The group of a single island: no message is ever sent."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-
 def find_topology(settings: LoopSettings) -> Topology:
     """Creates the process groups of the islands. All processes call it together."""
     timeout_s = _HANDSHAKE_TIMEOUT_S if settings.limit_s is None else settings.limit_s
-    with _explained_errors(timeout_s):
-        return (_hidden_topology if _HIDDEN + "RANK" in os.environ else _visible_topology)(settings, timeout_s)
-
-
-@contextmanager
-def _explained_errors(timeout_s: float) -> Iterator[None]:
     try:
-        yield
+        return (_hidden_topology if _HIDDEN + "RANK" in os.environ else _visible_topology)(settings, timeout_s)
     except RuntimeError as error:
         raise ExchangeFailed(
             f"not all islands entered the block within {timeout_s:g} s: one is late, died, or is unreachable. Look at their logs, "
@@ -224,7 +209,7 @@ def _hidden_topology(settings: LoopSettings, timeout_s: float) -> Topology:
 
 
 def _single_process(settings: LoopSettings) -> Topology:
-    group: Any = _SingleProcessGroup()
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)  # it never sends a message
     return Topology(GridPosition(), _uneven_collectives(settings, 0.0, group, [0], None))
 
 

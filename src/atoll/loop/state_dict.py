@@ -37,17 +37,10 @@ class LoopCheckpoint:
     packed: Packed
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": _KIND,
-            "version": _VERSION,
-            "rounds": self.rounds,
-            "steps": self.steps,
-            "steps_in_round": self.steps_in_round,
-            "position": list(self.position),
-            "module_digest": self.module_digest,
-            "structure": self.packed.structure,
-            "tensors": {name: tensor.detach().clone() for name, tensor in self.packed.tensors.items()},
-        }
+        fields = {name: value for name, value in vars(self).items() if name != "packed"}
+        tensors = {name: tensor.detach().clone() for name, tensor in self.packed.tensors.items()}
+        packed = {"structure": self.packed.structure, "tensors": tensors}
+        return {"kind": _KIND, "version": _VERSION, **fields, "position": list(self.position), **packed}
 
     @staticmethod
     def from_dict(given: Mapping[str, Any]) -> LoopCheckpoint:
@@ -56,14 +49,9 @@ class LoopCheckpoint:
                 f"this is no islands.state_dict() of this version: it has the keys {sorted(map(str, given))[:8]}. Load what "
                 f"islands.state_dict() returned, or start without it."
             )
-        return LoopCheckpoint(
-            rounds=int(given["rounds"]),
-            steps=int(given["steps"]),
-            steps_in_round=int(given["steps_in_round"]),
-            position=GridPosition(*given["position"]),
-            module_digest=str(given["module_digest"]),
-            packed=Packed(given["structure"], dict(given["tensors"])),
-        )
+        numbers = {name: int(given[name]) for name in ("rounds", "steps", "steps_in_round")}
+        position, packed = GridPosition(*given["position"]), Packed(given["structure"], dict(given["tensors"]))
+        return LoopCheckpoint(**numbers, position=position, module_digest=str(given["module_digest"]), packed=packed)
 
     def check_module(self, weights: Tree, position: GridPosition) -> None:
         """Checks that the module holds the weights of the checkpoint. Another island's checkpoint has a digest of other weights."""
