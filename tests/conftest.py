@@ -45,12 +45,12 @@ def fresh_four(_importable):
 
 @pytest.fixture(scope="session")
 def three(four):
-    return four.few(3)
+    return four.subset(3)
 
 
 @pytest.fixture(scope="session")
 def two(four):
-    return four.few(2)
+    return four.subset(2)
 
 
 COLLECTED = pytest.StashKey[set]()

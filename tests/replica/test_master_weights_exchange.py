@@ -12,7 +12,7 @@ from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.replica.master_weights import check_exchange_dtype
 from atoll.runs.cluster import Cluster
-from atoll.testing.process_runs import ran
+from atoll.testing.processes import run_on_processes
 from atoll.testing.simulated_runs import Regression, simulate
 
 RULE = AdamW(lr=0.05)
@@ -50,11 +50,11 @@ def test_slices_that_would_travel_in_several_precisions_are_refused_before_anyth
 def test_in_single_precision_they_travel_on_processes_as_in_the_simulator(four):
     workload, algorithm = Mixed(hidden=7), ZeRO1(optimizer=RULE, wire="fp32")
     expected = simulate(algorithm, steps=4, cluster=Cluster(islands=2), workload=workload)
-    first, _ = four.run(ran, algorithm, workload, 4, size=2)
+    first, _ = four.run(run_on_processes, algorithm, workload, 4, size=2)
     assert first.params.equal(expected.params)
     assert first.finished.val_loss == expected.finished.val_loss
 
 
 def test_processes_refuse_them_too(four):
     with pytest.raises(ConfigError, match="differs from slice to slice"):
-        four.run(ran, ZeRO1(optimizer=RULE), Mixed(hidden=7), 2, size=2)
+        four.run(run_on_processes, ZeRO1(optimizer=RULE), Mixed(hidden=7), 2, size=2)

@@ -108,6 +108,30 @@ class RoundRecord:
         return RoundRecord(**record)
 
 
+class RoundRecorder:
+    """Collects the record of the round under way."""
+
+    def __init__(self) -> None:
+        self.record = RoundRecord()
+
+    def add_computed(self, span: ComputeRecord) -> None:
+        self.record.computed.append(span)
+
+    def add_exchange(self, exchange: ExchangeRecord) -> None:
+        self.record.exchanges.append(exchange)
+
+    def add_island_exchange(self, exchange: ExchangeRecord) -> None:
+        self.record.island_exchanges.append(exchange)
+
+    def add_similarity(self, similarity: DeltaSimilarity) -> None:
+        self.record.similarities.append(similarity)
+
+    def take(self) -> RoundRecord:
+        """The record of the round that is over; the next one starts."""
+        record, self.record = self.record, RoundRecord()
+        return record
+
+
 class EventAggregator:
     """Turns the records of all ranks into events and figures.
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll.core.config.type_checks import check_type, check_types
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, HoldsWeights
-from atoll.engines.processes.island_role import check_sliced
+from atoll.engines.processes.island_role import check_sliceable
 from atoll.loop.optimizer import unwrap_optimizer
 from atoll.loop.replica import SteppedBy
 from atoll.replica.flat_parameters import ModuleWeights
@@ -83,7 +83,7 @@ class LoopSettings:
                     f"{name} with a mesh: atoll does not combine gradients of several devices per island. Use DiLoCo with a mesh, "
                     f"or one process per island."
                 )
-            check_sliced(self.algorithm)
+            check_sliceable(self.algorithm)
             return
         if isinstance(self.model, DistributedDataParallel) and self.model.process_group.size() > 1:
             raise ConfigError(

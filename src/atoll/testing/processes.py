@@ -1,4 +1,4 @@
-"""Real processes for tests: a few of them, joined by gloo on this machine, that run the same function."""
+"""Real processes for tests: a pool of ranks on this machine, joined by gloo, and whole runs on them."""
 
 from __future__ import annotations
 
@@ -12,85 +12,91 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
+from atoll.algorithms.fsdp import FSDP
 from atoll.core.errors import ExchangeFailed
+from atoll.core.events import Event, RunFinished
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Algorithm, HoldsWeights, Workload
-from atoll.engines.data_positions import DataPositions
+from atoll.core.protocols import Algorithm, Workload
 from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.communication_thread import CommunicationThread
-from atoll.engines.processes.peers import ProcessPeers
-from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.replicated_state import given
+from atoll.engines.processes.engine import Intervals, ModelSetup, ProcessEngine
+from atoll.engines.processes.fsdp import ShardedModel
+from atoll.engines.processes.process_group import RankContext, create_context
+from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.optim.sgd import SGD
+from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import InnerRule, LocalReplica
+from atoll.testing.simulated_runs import Recorder
 
 T = TypeVar("T")
-_LIMIT_S = 60.0
+_TIMEOUT_S = 60.0
+
+# ------------------------------------------------------------------------------------------------------------------ processes
 
 
-def _context() -> Any:
-    """Processes are forked off one that has imported what they need, and has done nothing else."""
+def _forkserver() -> Any:
+    """Processes are forked from a server that has imported this module and has done nothing else."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["atoll.testing.process_runs"])
+    context.set_forkserver_preload([__name__])
     return context
 
 
-class Processes:
-    """So many processes that know each other. Functions and their arguments are pickled, so functions are a module's own."""
+class ProcessPool:
+    """Processes that form a group in each call. Functions and arguments are pickled, so a function belongs to a module."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._folder = tempfile.TemporaryDirectory()
-        self._pool = ProcessPoolExecutor(size, mp_context=_context())
+        self._pool = ProcessPoolExecutor(size, mp_context=_forkserver())
         self._calls = 0
 
     def run(self, function: Callable[..., T], *arguments: Any, size: int | None = None) -> list[T]:
-        """What the function returns in each process, or in `size` of them, in rank order. It is given a group and arguments."""
+        """Call the function in each process, or in `size` of them, with their group and the arguments. Returns the results in rank
+        order."""
         size = size or self._size
         store = str(Path(self._folder.name) / f"store-{self._calls}")
         self._calls += 1
-        futures = [self._pool.submit(_joined, rank, size, store, function, arguments) for rank in range(size)]
+        futures = [self._pool.submit(_call_in_group, rank, size, store, function, arguments) for rank in range(size)]
         return [future.result() for future in futures]
 
-    def few(self, size: int) -> Processes:
-        """So many of them, as if there were no others."""
-        return _Few(self, size)
+    def subset(self, size: int) -> ProcessPool:
+        """The first `size` processes of this pool."""
+        return _Subset(self, size)
 
     def close(self) -> None:
         self._pool.shutdown()
         self._folder.cleanup()
 
 
-class _Few(Processes):
-    def __init__(self, all_of_them: Processes, size: int) -> None:
-        self._all, self._few = all_of_them, size
+class _Subset(ProcessPool):
+    def __init__(self, pool: ProcessPool, size: int) -> None:
+        self._whole, self._subset_size = pool, size
 
     def run(self, function: Callable[..., T], *arguments: Any, size: int | None = None) -> list[T]:
-        return self._all.run(function, *arguments, size=size or self._few)
+        return self._whole.run(function, *arguments, size=size or self._subset_size)
 
     def close(self) -> None:
-        """They are not its own."""
+        """The whole pool closes the processes."""
 
 
 @contextmanager
-def processes(size: int) -> Iterator[Processes]:
-    """So many processes, for a while."""
-    started = Processes(size)
+def processes(size: int) -> Iterator[ProcessPool]:
+    pool = ProcessPool(size)
     try:
-        yield started
+        yield pool
     finally:
-        started.close()
+        pool.close()
 
 
-def _joined(rank: int, size: int, store: str, function: Callable[..., T], arguments: Sequence[Any]) -> T:
+def _call_in_group(rank: int, size: int, store: str, function: Callable[..., T], arguments: Sequence[Any]) -> T:
     torch.set_num_threads(1)
-    limit = timedelta(seconds=_LIMIT_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     try:
         group = dist.group.WORLD
         assert group is not None
@@ -99,75 +105,117 @@ def _joined(rank: int, size: int, store: str, function: Callable[..., T], argume
         dist.destroy_process_group()
 
 
-def summed(group: dist.ProcessGroup, buffers: Sequence[torch.Tensor], weights: Sequence[float], piece_bytes: int) -> Any:
-    """This rank's slice of the weighted sum of the buffers, one per rank; all slices; and what it sent."""
-    wire = GroupCollectives(group, timeout_s=_LIMIT_S, piece_bytes=piece_bytes)
-    mine = wire.reduce_scatter(buffers[wire.rank].clone(), weights)
-    whole = torch.full_like(buffers[0], float("nan"))
-    start = whole.numel() * wire.rank // wire.size
-    whole[start : start + mine.numel()] = mine
-    wire.all_gather(whole)
-    return mine.clone(), whole, wire.sent_bytes
-
-
-def played(
-    group: dist.ProcessGroup, algorithm: Algorithm[Any], workload: Workload, rounds: int, inner: InnerRule | None = None
-) -> tuple[Tree, int]:
-    """An algorithm's weights after so many rounds, as far as this rank's State has them, and the payload that it sent."""
-    wire, line = GroupCollectives(group, timeout_s=_LIMIT_S, piece_bytes=64), CommunicationThread()
-    params, dealing = Tree.of(workload.module()), DataPositions(workload.batches)
-    replica = LocalReplica(workload, optimizer=inner or SGD(lr=0.05), seed=wire.rank)
-    replica.load(params)
-    done = 0
-    peers = ProcessPeers(wire, line, lambda steps, batches, pieces: dealing.assign(wire.rank, batches, pieces, done), params.layout)
-    state = algorithm.init(params, peers)
-    if isinstance(algorithm, HoldsWeights):
-        replica.load(line.run(peers.all_gather(algorithm.held(state))))
-    before = wire.sent_bytes
-    for _ in range(rounds):
-        state = line.run(algorithm.round(given(state), ProcessReplica(replica), peers))
-        done += algorithm.steps_per_round
-    line.close()
-    return Tree(state.params.layout, state.params.flat.clone()), wire.sent_bytes - before
-
-
 def outcomes(size: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[int | None, Any]]:
-    """What becomes of processes of which some may die: of each its exit code, and what it returned or the error that it raised."""
-    context = _context()
+    """Call a function in processes that may die. Returns the exit code of each, and its result or the ExchangeFailed it raised."""
+    context = _forkserver()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         started = [
-            context.Process(target=_telling, args=(pipe[1], rank, size, f"{folder}/store", function, arguments))
+            context.Process(target=_send_result, args=(pipe[1], rank, size, f"{folder}/store", function, arguments))
             for rank, pipe in enumerate(pipes)
         ]
         for process, (_, end) in zip(started, pipes, strict=True):
             process.start()
             end.close()
-        told = [_word(pipe) for pipe, _ in pipes]
+        results = [_received(pipe) for pipe, _ in pipes]
         for process in started:
             process.join()
-        return [(process.exitcode, word) for process, word in zip(started, told, strict=True)]
+        return [(process.exitcode, result) for process, result in zip(started, results, strict=True)]
 
 
-def _word(pipe: Connection) -> Any:
-    """What a process says before it ends; none if it says nothing."""
+def _received(pipe: Connection) -> Any:
+    """What a process sends before it ends; None if it sends nothing."""
     try:
-        return pipe.recv() if pipe.poll(_LIMIT_S) else None
+        return pipe.recv() if pipe.poll(_TIMEOUT_S) else None
     except EOFError:
         return None
 
 
-def _telling(pipe: Connection, rank: int, size: int, store: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def _send_result(
+    pipe: Connection, rank: int, size: int, store: str, function: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
     try:
-        pipe.send(_joined(rank, size, store, function, arguments))
+        pipe.send(_call_in_group(rank, size, store, function, arguments))
     except ExchangeFailed as error:
         pipe.send(error)
 
 
-def cut_off(group: dist.ProcessGroup, victim: int, limit_s: float) -> None:
-    """Sums without end, in which one rank is killed."""
-    wire = GroupCollectives(group, timeout_s=limit_s)
+# ----------------------------------------------------------------------------------------------- functions for these processes
+
+
+def sum_until_killed(group: dist.ProcessGroup, victim: int, timeout_s: float) -> None:
+    """Sum without end; one rank is killed in the fourth sum."""
+    collectives = GroupCollectives(group, timeout_s=timeout_s)
     for turn in range(1000):
-        if turn == 3 and wire.rank == victim:
+        if turn == 3 and collectives.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
-        wire.reduce_scatter(torch.ones(1_000_000), [1.0] * wire.size)
+        collectives.reduce_scatter(torch.ones(1_000_000), [1.0] * collectives.size)
+
+
+def context_of(group: dist.ProcessGroup, devices: int = 1, *, inside: bool = False) -> RankContext:
+    """This process's context, with the group as islands of this many devices, which may have an algorithm of their own."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    store = FileStore(str(Path(folder[0]) / "store"), size)
+    return create_context(store, rank, size, devices=devices, inside=inside, start_limit_s=_TIMEOUT_S)
+
+
+def engine_of(
+    context: RankContext,
+    algorithm: Algorithm[Any],
+    workload: Workload,
+    steps: int,
+    inner: InnerRule | None = None,
+    inside: Algorithm[Any] | None = None,
+    *,
+    evaluate_every: int = 1,
+    save_every: int = 1,
+    pause_s: float = 0.0,
+    timeout_s: float = _TIMEOUT_S,
+    **options: Any,
+) -> tuple[ProcessEngine, Recorder]:
+    """An engine and the sink that it reports to, with the same choices as `simulated_runs.simulator`."""
+    sink = Recorder()
+
+    def make_sharded(mesh: Any) -> ShardedModel:
+        assert isinstance(inside, FSDP)
+        return ShardedModel(workload, mesh=mesh, algorithm=inside, device="cpu", seed=context.rank)
+
+    setup = ModelSetup(
+        params=Tree.of(workload.module()),
+        batches=workload.batches,
+        make_replica=lambda rank: LocalReplica(workload, optimizer=inner or SGD(lr=0.05), seed=rank),
+        make_sharded=make_sharded,
+        pause_s=pause_s,
+    )
+    intervals = Intervals(steps=steps, evaluate_every=evaluate_every, save_every=save_every)
+    options = {"evaluate": Evaluator(workload), "timeout": ExchangeTimeout(timeout_s), **options}
+    engine = ProcessEngine(algorithm, context, setup, intervals, sink=sink, inside=inside, **options)
+    return engine, sink
+
+
+class ProcessRun(NamedTuple):
+    """The result of a run on one rank. Only rank 0 has figures and events."""
+
+    params: Tree
+    finished: RunFinished | None
+    events: list[Event]
+
+
+def run_on_processes(
+    group: dist.ProcessGroup,
+    algorithm: Algorithm[Any],
+    workload: Workload,
+    steps: int,
+    inner: InnerRule | None = None,
+    inside: Algorithm[Any] | None = None,
+    devices: int = 1,
+) -> ProcessRun:
+    """A whole run of an algorithm, on this rank of a group."""
+    context = context_of(group, devices, inside=inside is not None)
+    engine, sink = engine_of(context, algorithm, workload, steps, inner, inside)
+    finished = engine.run()
+    params = engine.params().copy()
+    engine.close()
+    return ProcessRun(params, finished, sink.events)

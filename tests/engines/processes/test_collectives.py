@@ -1,24 +1,44 @@
-"""Sums over real processes have the simulator's bits and the formula's bytes, however buffers are cut."""
+"""Collectives of real processes: the simulator's bits and the formula's bytes, members that leave, and members that are lost."""
 
 import re
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
+from atoll.core.layout import shard_range
+from atoll.engines.processes.collectives import CONTROL_BYTES, GroupCollectives
 from atoll.engines.simulator.collectives import ordered_sum
 from atoll.runs import network
 from atoll.runs.network import Link
-from atoll.testing.processes import cut_off, outcomes, summed
+from atoll.testing.processes import outcomes, sum_until_killed
 
-SIZES = [1, 3, 64, 1001]  # fewer elements than ranks, and what no number of ranks or pieces divides
+SIZES = [1, 3, 64, 1001]  # fewer elements than ranks, and sizes that no number of ranks or pieces divides
+NUMEL = 13
+
+
+def buffer_of(rank):
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+
+
+def reduce_and_gather(group, buffers, weights, piece_bytes):
+    """This rank's slice of the weighted sum of the buffers, the whole sum, and the payload that it sent."""
+    collectives = GroupCollectives(group, timeout_s=60.0, piece_bytes=piece_bytes)
+    mine = collectives.reduce_scatter(buffers[collectives.rank].clone(), weights)
+    whole = torch.full_like(buffers[0], float("nan"))
+    start = whole.numel() * collectives.rank // collectives.size
+    whole[start : start + mine.numel()] = mine
+    collectives.all_gather(whole)
+    return mine.clone(), whole, collectives.sent_bytes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_sums_have_the_simulators_bits_and_the_formulas_bytes_at_any_size_of_pieces(four, size):
+def test_sums_have_the_simulators_bits_and_the_formulas_bytes_at_any_piece_size(four, size):
     generator = torch.Generator().manual_seed(0)
     weights = [1.0, 0.3, 7.0, 0.9][:size]
     for numel in SIZES:
@@ -26,16 +46,111 @@ def test_sums_have_the_simulators_bits_and_the_formulas_bytes_at_any_size_of_pie
             buffers = [torch.randn(numel, generator=generator).to(dtype) for _ in range(size)]
             expected = ordered_sum([Tree.of({"w": buffer}) for buffer in buffers], weights).flat
             cost = network.all_reduce(numel, buffers[0].element_size(), [Link()] * size)
-            for rank, (mine, whole, sent_bytes) in enumerate(four.run(summed, buffers, weights, piece_bytes, size=size)):
+            results = four.run(reduce_and_gather, buffers, weights, piece_bytes, size=size)
+            for rank, (mine, whole, sent_bytes) in enumerate(results):
                 start, stop = numel * rank // size, numel * (rank + 1) // size
                 assert torch.equal(mine, expected[start:stop])
                 assert torch.equal(whole, expected)
                 assert sent_bytes == cost.sent_bytes[rank]
 
 
-def test_when_a_peer_is_killed_in_a_collective_the_others_say_whom_they_miss():
-    began = time.perf_counter()
-    (first, told), (second, nothing), (third, also) = outcomes(3, cut_off, 1, 20.0)
+def products_of_slices(group, piece_bytes):
+    collectives = GroupCollectives(group, timeout_s=60.0, piece_bytes=piece_bytes)
+    products = torch.zeros(3, 3, dtype=torch.float64)
+    collectives.reduce_scatter(buffer_of(collectives.rank), [1.0, 0.0, 2.0], inner_products=products)
+    return products
+
+
+def test_inner_products_are_those_of_the_buffers_at_any_piece_size(four):
+    buffers = torch.stack([buffer_of(rank) for rank in range(3)]).double()
+    for piece_bytes in (1 << 20, 8):
+        for rank, products in enumerate(four.run(products_of_slices, piece_bytes, size=3)):
+            mine = buffers[:, slice(*shard_range(NUMEL, rank, 3))]
+            torch.testing.assert_close(products, mine @ mine.T, rtol=1e-5, atol=1e-5)
+
+
+def gather_numbers(group, numbers):
+    collectives = GroupCollectives(group, timeout_s=60.0)
+    return collectives.all_gather_numbers(*numbers[collectives.rank]), collectives.sent_bytes, collectives.control_bytes
+
+
+def test_every_rank_gathers_the_numbers_of_all_in_rank_order(four):
+    numbers = [(1.0, 0.1), (2.0, -3e300), (3.0, float("inf"))]
+    for rows, sent_bytes, control_bytes in four.run(gather_numbers, numbers, size=3):
+        assert rows == [list(pair) for pair in numbers]
+        assert (sent_bytes, control_bytes) == (0, CONTROL_BYTES * 2 * 2)
+
+
+def test_a_group_of_one_sends_nothing(four):
+    assert four.run(gather_numbers, [(4.0, 5.0)], size=1) == [([[4.0, 5.0]], 0, 0)]
+
+
+def broadcast(group, numel, piece_bytes):
+    collectives = GroupCollectives(group, timeout_s=60.0, piece_bytes=piece_bytes)
+    whole = buffer_of(0)[:numel].clone() if collectives.rank == 0 else torch.full((numel,), float("nan"))
+    collectives.broadcast(whole)
+    return whole, collectives.sent_bytes
+
+
+def test_rank_0_broadcasts_at_any_piece_size(four):
+    for numel, piece_bytes in ((NUMEL, 1 << 20), (NUMEL, 20), (1, 4), (NUMEL, 3)):
+        for whole, sent_bytes in four.run(broadcast, numel, piece_bytes, size=3):
+            assert torch.equal(whole, buffer_of(0)[:numel])
+            assert sent_bytes == 0, "no algorithm sends it"
+
+
+def sum_without(group, leaver):
+    """A sum of all ranks, then one of those that stay."""
+    collectives = GroupCollectives(group, timeout_s=60.0, piece_bytes=12)
+    me = collectives.rank
+    collectives.reduce_scatter(buffer_of(me), [1.0] * collectives.size)
+    if me == leaver:
+        return None
+    collectives.remove([leaver])
+    whole = buffer_of(me)
+    collectives.reduce_scatter(whole, [1.0] * collectives.size)
+    collectives.all_gather(whole)
+    return collectives.rank, collectives.size, whole, collectives.all_gather_numbers(float(me))
+
+
+def test_when_a_member_leaves_the_ranks_of_the_others_close_up(four):
+    for leaver in (0, 2):
+        stay = [rank for rank in range(4) if rank != leaver]
+        results = four.run(sum_without, leaver)
+        expected = ordered_sum([Tree.of({"w": buffer_of(rank)}) for rank in stay], [1.0] * 3).flat
+        for place, rank in enumerate(stay):
+            new_rank, size, whole, rows = results[rank]
+            assert (new_rank, size) == (place, 3)
+            assert torch.equal(whole, expected)
+            assert rows == [[float(other)] for other in stay]
+
+
+def wait_in_vain(group, timeout_s):
+    """All ranks exchange but the last, which joins in when the others have given up."""
+    collectives, began_s = GroupCollectives(group, timeout_s=timeout_s, names=["Ada", "Bob", "Eve"]), time.monotonic()
+    given_up, error = dist.new_group(timeout=timedelta(seconds=60)), None
+    if collectives.rank != collectives.size - 1:
+        try:
+            collectives.reduce_scatter(buffer_of(collectives.rank), [1.0] * collectives.size)
+        except ExchangeFailed as failed:
+            error = str(failed), time.monotonic() - began_s
+    dist.barrier(given_up)
+    return error
+
+
+def test_a_member_that_does_not_answer_is_named_after_the_timeout(four):
+    *errors, late = four.run(wait_in_vain, 0.3, size=3)
+    assert late is None
+    for (text, waited_s), name in zip(errors, ("Ada", "Bob"), strict=True):
+        assert re.match(rf"{name} could not (send to|hear from) (Ada|Bob|Eve) within 0.3 s", text)
+        assert "saved before this round is valid" in text
+        assert 0.3 <= waited_s < 20
+    assert any("Eve" in text for text, _ in errors)
+
+
+def test_the_others_name_a_member_that_is_killed_in_a_collective():
+    began_s = time.perf_counter()
+    (first, told), (second, nothing), (third, also) = outcomes(3, sum_until_killed, 1, 20.0)
     assert second == -signal.SIGKILL
     assert nothing is None
     assert (first, third) == (0, 0)
@@ -43,4 +158,4 @@ def test_when_a_peer_is_killed_in_a_collective_the_others_say_whom_they_miss():
         assert isinstance(error, ExchangeFailed)
         assert re.search(r"could not (send to|hear from) rank \d: it has closed its connection", str(error))
     assert "rank 1" in f"{told} {also}"
-    assert time.perf_counter() - began < 60
+    assert time.perf_counter() - began_s < 60

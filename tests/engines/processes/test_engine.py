@@ -16,7 +16,7 @@ from atoll.core.events import Compared, Computed, Evaluated, Exchanged, RoundFin
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.runs.cluster import Cluster
-from atoll.testing.process_runs import ran
+from atoll.testing.processes import run_on_processes
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 RULE = AdamW(lr=0.05)
@@ -40,7 +40,7 @@ def test_weights_losses_tokens_and_bytes_are_the_simulators(four, size):
     for algorithm in ALGORITHMS:
         steps = 4 * algorithm.steps_per_round
         expected = simulate(algorithm, steps=steps, cluster=Cluster(islands=size), workload=workload)
-        first, *rest = four.run(ran, algorithm, workload, steps, size=size)
+        first, *rest = four.run(run_on_processes, algorithm, workload, steps, size=size)
         assert first.params.equal(expected.params), algorithm
         assert all(other.params.equal(expected.params) and other.finished is None for other in rest)
         for name in SAME:
@@ -56,7 +56,7 @@ def test_weights_losses_tokens_and_bytes_are_the_simulators(four, size):
 def test_a_model_all_in_bfloat16_has_the_simulators_weights_in_all_their_digits(four, kind, wire):
     workload, algorithm = Regression(hidden=150, dtype=torch.bfloat16), kind(optimizer=RULE, wire=wire)
     expected = simulate(algorithm, steps=4, cluster=Cluster(islands=2), workload=workload)
-    first, _ = four.run(ran, algorithm, workload, 4, size=2)
+    first, _ = four.run(run_on_processes, algorithm, workload, 4, size=2)
     assert first.params.flat.dtype == torch.float32
     assert first.params.equal(expected.params)
     assert [getattr(first.finished, name) for name in SAME] == [getattr(expected.finished, name) for name in SAME]
@@ -70,7 +70,7 @@ def test_who_shares_a_shard_with_somebody_slower_reads_the_same_as_on_processes(
     inner = ACCO(optimizer=RULE, pieces_per_half=2)
     algorithm, inside = (inner, None) if devices == 1 else (DiLoCo(inner_steps=2), inner)
     expected = simulate(algorithm, steps=4, cluster=cluster, workload=workload, inside=inside)
-    first, *_ = four.run(ran, algorithm, workload, 4, None, inside, devices, size=2 * devices)
+    first, *_ = four.run(run_on_processes, algorithm, workload, 4, None, inside, devices, size=2 * devices)
     assert first.params.equal(expected.params)
     assert [getattr(first.finished, name) for name in SAME] == [getattr(expected.finished, name) for name in SAME]
 
@@ -81,7 +81,7 @@ def test_islands_of_two_devices_give_the_simulators_two_levels(four, inside, dty
     workload, algorithm = Regression(hidden=3, dtype=dtype), DiLoCo(inner_steps=2)
     cluster = Cluster(islands=2, devices_per_island=2)
     expected = simulate(algorithm, steps=6, cluster=cluster, workload=workload, inside=inside)
-    first, *_ = four.run(ran, algorithm, workload, 6, None, inside, 2)
+    first, *_ = four.run(run_on_processes, algorithm, workload, 6, None, inside, 2)
     assert first.params.equal(expected.params)
     for name in (*SAME, "inside_bytes_per_device", "inside_dropped_tokens"):
         assert getattr(first.finished, name) == getattr(expected.finished, name), name
@@ -90,9 +90,11 @@ def test_islands_of_two_devices_give_the_simulators_two_levels(four, inside, dty
 @pytest.mark.parametrize("inside", [kind(optimizer=RULE) for kind in (DDP, ZeRO1, FSDP)], ids=lambda a: type(a).__name__)
 def test_two_devices_to_an_island_are_one_with_the_double_batch_within_rounding(fresh_four, inside):
     halves, steps = RegressionBatches(num_shards=4, batch_size=4, shard_examples=32), 6
-    together, *_ = fresh_four.run(ran, DiLoCo(inner_steps=3), Regression(hidden=3, batches=halves), steps, None, inside, 2)
+    together, *_ = fresh_four.run(
+        run_on_processes, DiLoCo(inner_steps=3), Regression(hidden=3, batches=halves), steps, None, inside, 2
+    )
     doubled = Regression(hidden=3, batches=Doubled(halves))
-    alone, *_ = fresh_four.run(ran, DiLoCo(inner_steps=3), doubled, steps, RULE, size=2)
+    alone, *_ = fresh_four.run(run_on_processes, DiLoCo(inner_steps=3), doubled, steps, RULE, size=2)
     torch.testing.assert_close(together.params.flat, alone.params.flat, rtol=1e-5, atol=1e-6)
     assert together.finished.sent_bytes_per_island == alone.finished.sent_bytes_per_island
     assert together.finished.tokens == alone.finished.tokens
@@ -102,10 +104,10 @@ def test_fsdp2_clips_accumulates_and_follows_the_schedule_as_zero1_does(fresh_fo
     rule = AdamW(lr=Cosine(lr=0.2, warmup=2, steps=6), betas=(0.5, 0.9))
     settings = {"optimizer": rule, "accumulation": 2, "clip_norm": 0.3}
     workload, outer = Regression(hidden=3, batches=RegressionBatches(batch_size=4)), DiLoCo(inner_steps=3)
-    sharded, *_ = fresh_four.run(ran, outer, workload, 6, None, FSDP(**settings), 2)
-    plain, *_ = fresh_four.run(ran, outer, workload, 6, None, ZeRO1(**settings), 2)
+    sharded, *_ = fresh_four.run(run_on_processes, outer, workload, 6, None, FSDP(**settings), 2)
+    plain, *_ = fresh_four.run(run_on_processes, outer, workload, 6, None, ZeRO1(**settings), 2)
     torch.testing.assert_close(sharded.params.flat, plain.params.flat, rtol=1e-5, atol=1e-6)
-    other, *_ = fresh_four.run(ran, outer, workload, 6, None, ZeRO1(**{**settings, "clip_norm": None}), 2)
+    other, *_ = fresh_four.run(run_on_processes, outer, workload, 6, None, ZeRO1(**{**settings, "clip_norm": None}), 2)
     assert not torch.allclose(sharded.params.flat, other.params.flat, rtol=1e-3), "or clipping is not seen here"
 
 

@@ -17,8 +17,7 @@ from atoll.engines.accounting import MAX_SKIPPED
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
-from atoll.testing.process_runs import context_of, engine_of, ran
-from atoll.testing.processes import outcomes
+from atoll.testing.processes import context_of, engine_of, outcomes, run_on_processes
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 RULE = AdamW(lr=0.05)
@@ -62,7 +61,7 @@ def attempted(group, algorithm, workload, steps, inside=None, devices=1):
 def test_an_update_that_one_islands_gradients_spoil_is_left_out_by_all_as_in_the_simulator(four, algorithm):
     workload = Regression(hidden=3, batches=Poisoned(bad=(1, 3)))
     expected = simulate(algorithm, steps=6, cluster=Cluster(islands=3), workload=workload)
-    results = four.run(ran, algorithm, workload, 6, size=3)
+    results = four.run(run_on_processes, algorithm, workload, 6, size=3)
     assert all(result.params.equal(expected.params) for result in results)
     assert results[0].params.is_finite()
     skipped = [

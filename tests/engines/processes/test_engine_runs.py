@@ -16,15 +16,13 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Compared, Computed, Evaluated, Exchanged, LimitSet, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.engine import ProcessEngine
 from atoll.engines.simulator.engine import SimEngine
-from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
-from atoll.testing.process_runs import context_of, engine_of, ran
+from atoll.testing.processes import context_of, engine_of, run_on_processes
 from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, simulate
 
 RULE = AdamW(lr=0.05)
@@ -127,7 +125,7 @@ def test_each_process_draws_dropout_of_its_own_as_the_simulators_islands_do(four
     for algorithm in ALGORITHMS:
         steps = 3 * algorithm.steps_per_round
         expected = simulate(algorithm, steps=steps, cluster=Cluster(islands=3), workload=workload)
-        first, *_ = four.run(ran, algorithm, workload, steps, size=3)
+        first, *_ = four.run(run_on_processes, algorithm, workload, steps, size=3)
         assert first.params.equal(expected.params), algorithm
 
 
@@ -138,7 +136,7 @@ def test_each_process_draws_dropout_of_its_own_as_the_simulators_islands_do(four
 def test_exchanges_and_comparisons_are_the_simulators_but_for_their_times(four, algorithm):
     workload, steps = Regression(hidden=3), 3 * algorithm.steps_per_round
     expected = simulate(algorithm, steps=steps, cluster=Cluster(islands=3), workload=workload)
-    first, *_ = four.run(ran, algorithm, workload, steps, size=3)
+    first, *_ = four.run(run_on_processes, algorithm, workload, steps, size=3)
     met, should = of(first.events, Exchanged), expected.of(Exchanged)
     for what in {event.what for event in should}:
         for one, two in zip([e for e in met if e.what == what], [e for e in should if e.what == what], strict=True):
@@ -164,7 +162,7 @@ def _stretches(events):
 
 
 def test_times_are_on_the_real_clock_and_in_order(four):
-    first, *_ = four.run(ran, ALGORITHMS[2], Regression(hidden=3), 9, size=3)
+    first, *_ = four.run(run_on_processes, ALGORITHMS[2], Regression(hidden=3), 9, size=3)
     finished = of(first.events, RoundFinished)
     times = [event.wall_time_s for event in finished]
     assert all(event.virtual_time_s is None for event in finished)
@@ -230,10 +228,10 @@ def test_who_is_told_to_pause_takes_so_much_longer_for_each_batch(four):
 def freely(group, algorithm, workload, steps):
     engine, sink = engine_of(context_of(group), algorithm, workload, steps)
     finished = engine.run()
-    own = engine.parts()[f"own-{engine.world.rank}"].value
+    own = engine.parts()[f"own-{engine.context.rank}"].value
     params = engine.params().copy()
     engine.close()
-    return params, finished, sink.events, engine.round, engine.steps_taken, own["uncommitted"]
+    return params, finished, sink.events, engine.round, engine.steps_taken, own["pending_tokens"]
 
 
 def test_free_batches_end_at_the_same_commit_everywhere_and_every_piece_counts_once(four):
@@ -254,7 +252,7 @@ def test_free_batches_end_at_the_same_commit_everywhere_and_every_piece_counts_o
 # ------------------------------------------------------------------------------------------------------- the first rank's time
 
 
-def judged_slowly(group, workload, limit_s, takes_s):
+def evaluate_slowly(group, workload, timeout_s, takes_s):
     """The first evaluation takes longer than an exchange may."""
     until_s = time.monotonic() + takes_s
 
@@ -263,21 +261,11 @@ def judged_slowly(group, workload, limit_s, takes_s):
             pass
         return {"loss": 0.0}
 
-    engine = ProcessEngine(
-        algorithm=DiLoCo(inner_steps=1),
-        world=context_of(group),
-        params=Tree.of(workload.module()),
-        batches=workload.batches,
-        make_replica=lambda number: LocalReplica(workload, optimizer=SGD(lr=0.05), seed=number),
-        evaluate=evaluate,
-        sink=Recorder(),
-        steps=2,
-        limit=ExchangeTimeout(limit_s),
-    )
+    engine, _ = engine_of(context_of(group), DiLoCo(inner_steps=1), workload, 2, evaluate=evaluate, timeout_s=timeout_s)
     engine.run()
     engine.close()
     return engine.round
 
 
 def test_who_waits_for_an_evaluation_does_not_take_the_first_rank_for_dead(four):
-    assert four.run(judged_slowly, Regression(), 0.8, 1.3, size=3) == [2, 2, 2]
+    assert four.run(evaluate_slowly, Regression(), 0.8, 1.3, size=3) == [2, 2, 2]

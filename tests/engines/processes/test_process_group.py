@@ -14,7 +14,7 @@ from atoll.engines.processes.process_group import (
     started_by_torchrun,
     torchrun_world_size,
 )
-from atoll.testing.process_runs import context_of
+from atoll.testing.processes import context_of
 
 
 def introduced(group, devices):

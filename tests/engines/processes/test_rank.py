@@ -23,7 +23,7 @@ from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.engines.warm_start import Cache
 from atoll.runs.folder import RunFolder
 from atoll.telemetry import read_events
-from atoll.testing.process_runs import context_of
+from atoll.testing.processes import context_of
 from atoll.testing.simulated_runs import Regression
 
 

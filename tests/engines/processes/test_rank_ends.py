@@ -9,8 +9,7 @@ from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.liveness import FailureAttribution
 from atoll.engines.processes.rank_log import telling_why
 from atoll.engines.processes.transport import PeerUnreachable
-from atoll.testing.process_runs import context_of
-from atoll.testing.processes import cut_off, outcomes
+from atoll.testing.processes import context_of, outcomes, sum_until_killed
 
 
 def test_what_a_rank_ended_with_can_be_read_by_those_who_miss_it():
@@ -52,7 +51,7 @@ def test_a_rank_that_is_missed_is_named_with_its_reason():
 
 
 def test_a_connection_that_was_closed_is_told_from_one_that_was_silent():
-    (_, error), (code, _) = outcomes(2, cut_off, 1, 20.0)
+    (_, error), (code, _) = outcomes(2, sum_until_killed, 1, 20.0)
     assert code == -signal.SIGKILL
     assert re.match(
         r"rank 0 could not (send to|hear from) rank 1: it has closed its connection, so it has ended\. What", str(error)

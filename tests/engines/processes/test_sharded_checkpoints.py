@@ -24,8 +24,7 @@ from atoll.engines.processes.island_role import CheckpointPart, ShardSlice
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.optim.adam import AdamW
-from atoll.testing.process_runs import context_of, engine_of
-from atoll.testing.processes import outcomes, processes
+from atoll.testing.processes import context_of, engine_of, outcomes, processes
 from atoll.testing.simulated_runs import Regression, RegressionBatches
 
 RULE = AdamW(lr=0.05)
@@ -84,7 +83,7 @@ def taking_part(group, folder, kind, stop=None, workload=WORKLOAD, machines=1, r
 
     def save(engine):
         saved.update(engine.parts())
-        checkpoints.save(engine.round, saved, {"engine": engine.plain()})
+        checkpoints.save(engine.round, saved, {"engine": engine.metadata()})
         if engine.round == stop:
             raise Stop
 
@@ -151,7 +150,7 @@ def test_a_half_of_a_batch_that_waits_is_saved(four, tmp_path):
     for rank, told in enumerate(stopped):
         own = told.parts[f"own-{rank}"]
         assert own["state"]["first"].weight == 2
-        assert own["uncommitted"] == own["state"]["first"].tokens > 0
+        assert own["pending_tokens"] == own["state"]["first"].tokens > 0
 
 
 # -------------------------------------------------------------------------------------------------------- another number

@@ -1,4 +1,10 @@
-"""What one process has for the algorithm between islands to train: a device that is an island, or one device of several."""
+"""The role of this rank in its island: the island's only device, or one device of several.
+
+Where an island has several devices, each of them holds a slice of its weights. To the algorithm between islands a device is a
+Replica of that slice, which it exchanges with its counterparts, the same device of the other islands. So no device sends more than
+its slice over the slow links. `train(n)` is n steps of the algorithm inside the island. Weights that come from an exchange between
+islands come in slices: the devices gather them, and the algorithm inside takes them over by its own `rebase`.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +14,27 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
-from atoll.core.protocols import Replica
+from atoll.core.protocols import Algorithm, Gradient, HoldsWeights, Owner, Replica, Weigh, Work, fields_owned
+from atoll.core.pytree import recycle
+from atoll.engines.accounting import MAX_SKIPPED
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread
+from atoll.engines.processes.peers import ProcessPeers
+from atoll.engines.processes.process_group import RankContext
+from atoll.engines.processes.replica import ProcessReplica
+from atoll.engines.replicated_state import given, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.round_record import ExchangeRecord, RoundRecorder, last_update
+from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 from atoll.replica.local_replica import LocalReplica
+from atoll.runs.two_level import at_position
 
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Which slice of how many, one on each of the islands, or on each of the devices of one."""
+    """Slice `number` of `count`, one on each island, or on each device of an island."""
 
     number: int
     count: int
@@ -27,100 +42,293 @@ class ShardSlice:
 
 
 class CheckpointPart(NamedTuple):
-    """A part of a checkpoint.
-
-    Attributes:
-        value: what a State may hold.
-        cut: Trees in it are slices. None if they are whole.
-    """
+    """A part of a checkpoint. Trees in its value are slices if `cut` is given."""
 
     value: Any
     cut: ShardSlice | None = None
 
 
 PartLoader = Callable[[str, CheckpointPart], Any]
-"""Gives back the value of a part, with the types of the one that it is shown; None if there is no such part."""
+"""Loads the value of a part, with the types of the given one; None if the checkpoint has no such part."""
+
+
+class UpdateCounter:
+    """Counts the tokens that go into updates, and the updates skipped in a row."""
+
+    def __init__(self) -> None:
+        self.pending_tokens = self.skipped_in_a_row = 0
+
+    def count(self, update: ExchangeRecord | None, read_tokens: int, pending: int, where: str = "") -> int:
+        """A round has read tokens, and leaves some pending. Returns how many went into its update.
+
+        Raises:
+            TrainingDiverged: `MAX_SKIPPED` updates in a row were skipped.
+        """
+        skipped = update is not None and update.unusable
+        committed = 0 if skipped else self.pending_tokens + read_tokens - pending
+        self.pending_tokens = pending
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row == MAX_SKIPPED:
+            raise TrainingDiverged(
+                f"{MAX_SKIPPED} updates in a row were skipped{where}: gradients were not finite, or empty. Look at the data, or "
+                f"lower the learning rate."
+            )
+        return committed
+
+    def state(self) -> dict[str, int]:
+        return {"pending_tokens": self.pending_tokens, "skipped_in_a_row": self.skipped_in_a_row}
+
+    def restore(self, state: Any) -> None:
+        self.pending_tokens, self.skipped_in_a_row = state["pending_tokens"], state["skipped_in_a_row"]
 
 
 class IslandModel(Protocol):
-    """What computes here."""
+    """What computes on this rank."""
 
     device: str
     steps_taken: int
 
     def buffers(self) -> dict[str, Tensor]:
-        """What the module keeps besides its weights."""
+        """The module's buffers."""
 
 
 class IslandRole(Protocol):
-    """This process's place in its island."""
+    """This rank's part in its island."""
 
     @property
-    def replica(self) -> IslandModel: ...
+    def model(self) -> IslandModel: ...
 
-    def trained(self) -> Replica:
-        """What a round between islands is handed."""
+    def replica(self) -> Replica:
+        """What the algorithm between islands trains."""
 
-    def share(self, params: Tree) -> Tree:
-        """What this process exchanges with others of these weights: all of them, or its slice."""
+    def shard(self, params: Tree) -> Tree:
+        """The part of these weights that this rank exchanges with its counterparts: all of them, or its slice."""
 
-    def whole(self, share: Tree) -> Tree:
-        """The weights of which everybody in the island holds a share. All devices of the island ask for it together."""
+    def gather(self, shard: Tree) -> Tree:
+        """The whole weights, from the shards of all devices of the island, which call this together."""
 
-    def tokens(self, read: int) -> int:
-        """How many tokens went into updates, of all that were read since this was last asked."""
+    def committed_tokens(self, read: int) -> int:
+        """The tokens that went into updates since the last call, of which `read` were read."""
 
     def parts(self) -> dict[str, CheckpointPart]:
-        """What a checkpoint must hold of it."""
+        """This role's parts of a checkpoint."""
 
     def restore(self, load: PartLoader) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
 
 
 class SingleDevice:
-    """A device that is an island."""
+    """The only device of its island. An IslandRole."""
 
-    def __init__(self, replica: LocalReplica, trained: Replica, number: int) -> None:
-        self.replica, self._trained, self._number = replica, trained, number
+    def __init__(self, model: LocalReplica, replica: Replica, rank: int) -> None:
+        self.model, self._replica, self._part = model, replica, f"replica-{rank}"
 
-    def trained(self) -> Replica:
-        return self._trained
+    def replica(self) -> Replica:
+        return self._replica
 
-    def share(self, params: Tree) -> Tree:
+    def shard(self, params: Tree) -> Tree:
         return params
 
-    def whole(self, share: Tree) -> Tree:
-        return share
+    def gather(self, shard: Tree) -> Tree:
+        return shard
 
-    def tokens(self, read: int) -> int:
+    def committed_tokens(self, read: int) -> int:
         return read
 
     def parts(self) -> dict[str, CheckpointPart]:
-        return {f"replica-{self._number}": CheckpointPart(self.replica.state())}
+        return {self._part: CheckpointPart(self.model.state())}
 
     def restore(self, load: PartLoader) -> None:
-        state = load(f"replica-{self._number}", CheckpointPart(None))
-        if state is not None:  # an island that is new begins with fresh moments
-            self.replica.restore(state)
+        state = load(self._part, CheckpointPart(None))
+        if state is not None:  # a new island starts with fresh optimizer state
+            self.model.restore(state)
 
 
-def gathered(line: CommunicationThread, wire: GroupCollectives, mine: Tree, layout: Layout) -> Tree:
-    """The whole of which everybody on the wire holds a slice. It is no part of training, and its bytes are counted nowhere."""
+class DeviceGroup:
+    """One of several devices that train an island together. An IslandRole, and the Replica that it trains.
+
+    Args:
+        algorithm: what the devices of an island do together.
+        model: of this device.
+        replica: the same, as the algorithm inside sees it.
+        thread: communicates.
+        params: the whole initial weights.
+        assign: assigns batches, in pieces, at a position of the schedule.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm[Any],
+        model: LocalReplica,
+        replica: ProcessReplica,
+        context: RankContext,
+        thread: CommunicationThread,
+        params: Tree,
+        *,
+        assign: Callable[[int, int, int], Work],
+        recorder: RoundRecorder,
+        clock: WallClock,
+        timeout: ExchangeTimeout,
+    ) -> None:
+        assert context.island_devices is not None, "an island of one device has no algorithm inside"
+        self.model = model
+        self._algorithm, self._replica, self._thread, self._recorder = algorithm, replica, thread, recorder
+        self._group, self._island, self._rank, self._layout = context.island_devices, context.island, context.rank, params.layout
+        self._schedule = self._committed = 0
+        self._counter = UpdateCounter()
+        self._peers = ProcessPeers(
+            self._group,
+            thread,
+            lambda steps, batches, pieces: assign(batches, pieces, self._schedule),
+            params.layout,
+            clock=clock,
+            timeout=timeout,
+            on_exchange=recorder.add_island_exchange,
+        )
+        self._dtype = params.flat.dtype
+        """Of the weights that are exchanged between islands."""
+        self._loaded: Tree | None = None
+        """This device's slice of the loaded weights, until training begins."""
+        self._state = algorithm.init(params.copy(), self._peers)
+        self._load_held()
+
+    # ------------------------------------------------------------------------------------------------ seen from the island
+
+    def replica(self) -> Replica:
+        return self
+
+    def shard(self, params: Tree) -> Tree:
+        return params.shard(self._group.rank, self._group.size)
+
+    def gather(self, shard: Tree) -> Tree:
+        return gather_slices(self._thread, self._group, shard, self._layout)
+
+    def committed_tokens(self, read: int) -> int:
+        committed, self._committed = self._committed, 0
+        return committed
+
+    def load(self, params: Tree) -> None:
+        self._dtype, self._loaded = params.flat.dtype, params
+
+    def params(self) -> Tree:
+        if self._loaded is not None:
+            return self._loaded.copy()
+        mine: Tree = self._state.params
+        if "params" in shared_fields(self._state):
+            mine = self.shard(mine)
+        return mine.copy().cast(self._dtype)
+
+    async def train(self, steps: int, work: Work) -> None:
+        """Each device is assigned its own data inside; of `work`, only the position on the schedule counts."""
+        await self._rebase()
+        for step in range(0, steps, self._algorithm.steps_per_round):
+            self._schedule = work.schedule + step
+            await self._round()
+
+    async def gradient(
+        self,
+        work: Work,
+        *,
+        at: Tree | None = None,
+        onto: Gradient | None = None,
+        weigh: Weigh = "batches",
+        wide: bool = False,
+    ) -> Gradient:
+        raise ConfigError(
+            "an island whose devices have an algorithm of their own (inside) trains, and has no gradient to give. Use an "
+            "algorithm between islands that trains, such as DiLoCo, or inside=none."
+        )
+
+    # ----------------------------------------------------------------------------------------------------------- a round
+
+    async def _rebase(self) -> None:
+        """Continue from the loaded weights, unless all devices hold them already."""
+        loaded = self._loaded
+        if loaded is None:
+            return
+        self._loaded = None
+        differs = not self.params().same_bits(loaded)
+        if await self._peers.total(float(differs)) == 0:
+            return
+        algorithm: Any = self._algorithm
+        before, holds = self._state, isinstance(algorithm, HoldsWeights)
+        self._state = algorithm.rebase(before, loaded if holds else await self._peers.all_gather(loaded), self._peers)
+        pending = pending_tokens(self._state)
+        self._recorder.record.dropped_tokens += self._counter.pending_tokens - pending
+        self._counter.pending_tokens = pending
+        if holds:
+            self.model.load(await self._peers.all_gather(algorithm.held(self._state)))
+        self._recycle(before)
+
+    async def _round(self) -> None:
+        """One round of the algorithm inside, at this position of the schedule."""
+        before, record = self._state, self._recorder.record
+        spans, exchanges = len(record.computed), len(record.island_exchanges)
+        algorithm = at_position(self._algorithm, self._schedule)
+        self._state = await algorithm.round(given(before), self._replica, self._peers)
+        if self._peers.in_background:
+            raise ExchangeFailed(
+                f"rank {self._rank} leaves a round inside its island with a background exchange open. Await it within the round."
+            )
+        self._recycle(before)
+        update = last_update(record.island_exchanges[exchanges:])
+        record.island_updates += 1
+        if update is not None and update.unusable:
+            record.island_skipped.append(update.nonfinite)
+        read = sum(span.tokens for span in record.computed[spans:])
+        self._committed += self._counter.count(update, read, pending_tokens(self._state), f" inside island {self._island}")
+
+    def _recycle(self, before: Any) -> None:
+        recycle([before, *self._peers.results], [self._state])
+        self._peers.results.clear()
+
+    def _load_held(self) -> None:
+        if isinstance(self._algorithm, HoldsWeights):
+            self.model.load(self.gather(self._algorithm.held(self._state)))
+
+    # --------------------------------------------------------------------------------------------------------- checkpoints
+
+    def parts(self) -> dict[str, CheckpointPart]:
+        own = {**self._counter.state(), "replica": self.model.state(), "state": fields_owned(self._state, Owner.OWN)}
+        mine = ShardSlice(self._group.rank, self._group.size, "devices")
+        return {
+            f"inside-{self._island}-shared": CheckpointPart(shared_fields(self._state)),
+            f"inside-{self._island}-sharded": CheckpointPart(fields_owned(self._state, Owner.SHARDED), mine),
+            f"device-{self._rank}": CheckpointPart(own),
+        }
+
+    def restore(self, load: PartLoader) -> None:
+        here = self.parts()
+        own = load(f"device-{self._rank}", CheckpointPart({**here[f"device-{self._rank}"].value, "replica": None}))
+        if own is None:  # a new island starts with fresh optimizer state, at the weights of the other islands
+            return
+        fields: dict[str, Any] = {}
+        for name in (f"inside-{self._island}-shared", f"inside-{self._island}-sharded"):
+            fields.update(load(name, here[name]) or {})
+        fields.update(own["state"])
+        self._state = with_shared(self._state, trees_to_device(fields, self.model.device))
+        self._counter.restore(own)
+        self.model.restore(own["replica"])
+        self._load_held()
+
+
+def gather_slices(thread: CommunicationThread, group: GroupCollectives, mine: Tree, layout: Layout) -> Tree:
+    """The whole tree, of which each rank of the group holds a slice. It is no part of training: its bytes are not counted."""
 
     def gather() -> Tree:
-        counted = wire.sent_bytes
+        sent_bytes = group.sent_bytes
         whole = Tree(layout, empty(layout.numel, mine.flat.dtype, mine.flat.device))
-        start, stop = shard_range(layout.numel, wire.rank, wire.size)
+        start, stop = shard_range(layout.numel, group.rank, group.size)
         whole.flat[start:stop].copy_(mine.flat)
-        wire.all_gather(whole.flat)
-        wire.sent_bytes = counted
+        group.all_gather(whole.flat)
+        group.sent_bytes = sent_bytes
         return whole
 
-    return line.call(gather)
+    return thread.call(gather)
 
 
-def check_sliced(algorithm: Any) -> None:
-    """Refuses what cannot be done on a slice of the weights."""
+def check_sliceable(algorithm: Any) -> None:
+    """Refuses an algorithm between islands that needs the whole weights on each device."""
     if getattr(algorithm, "pruned", 0.0):
         raise ConfigError(
             f"algorithm.pruned={algorithm.pruned} with several devices per island: each device exchanges a slice of the weights, "

@@ -29,7 +29,7 @@ from atoll.core.protocols import Algorithm, Sink, Workload
 from atoll.engines.build import loss_of, replica_of, seed_of
 from atoll.engines.checkpoints import Checkpoint, check_origin
 from atoll.engines.driver import Execution, Result, digest_without_size
-from atoll.engines.processes.engine import ProcessEngine
+from atoll.engines.processes.engine import Intervals, ModelSetup, ProcessEngine
 from atoll.engines.processes.fsdp import ShardedModel
 from atoll.engines.processes.process_group import RankContext, create_context
 from atoll.engines.processes.rank_log import RankLog, leave_at_once, own_log, telling_why
@@ -230,22 +230,28 @@ class Share:
         loss = loss_of(run, workload)
         evaluator = Evaluator(workload, device, dtype_of(run)) if world.is_rank_zero else None
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
-        engine = ProcessEngine(
-            algorithm=algorithm,
-            world=world,
+        setup = ModelSetup(
             params=params.to(device),
             batches=workload.batches,
             make_replica=lambda number: replica_of(run, workload, loss, number, device),
             make_sharded=lambda mesh: _sharded_of(run, workload, loss, mesh, device, world.rank),
+            pause_s=pause_s(run, self._place, world.island),
+        )
+        intervals = Intervals(
+            steps=run.train.steps,
+            evaluate_every=run.rounds(run.keep.evaluate_every),
+            save_every=run.rounds(run.keep.save_every),
+        )
+        engine = ProcessEngine(
+            algorithm,
+            world,
+            setup,
+            intervals,
+            inside=run.inside,
             evaluate=evaluator or _judges_nothing,
             sink=sink,
-            steps=run.train.steps,
-            inside=run.inside,
-            evaluate_every=run.rounds(run.keep.evaluate_every),
             save=self._saver(sink),
-            save_every=run.rounds(run.keep.save_every),
-            limit=self._limit,
-            pause_s=pause_s(run, self._place, world.island),
+            timeout=self._limit,
         )
         return engine, evaluator
 
@@ -253,11 +259,11 @@ class Share:
         def save(engine: ProcessEngine) -> None:
             # Before it is written: a log is cut where its checkpoint says, and one that goes on must have this line as any other.
             sink.emit(Saved(round=engine.round, name=f"{engine.round:08}"))
-            metadata: dict[str, Any] = {**self._origin, "engine": engine.plain()}
+            metadata: dict[str, Any] = {**self._origin, "engine": engine.metadata()}
             if self._world.is_rank_zero:
                 metadata["events_bytes"] = self._books.log_bytes()
             self._checkpoints.save(engine.round, engine.parts(), metadata)
-            self._log.say(f"saved round {engine.round}; an exchange may take {engine.limit_s:g} s")
+            self._log.say(f"saved round {engine.round}; an exchange may take {engine.timeout_s:g} s")
 
         return save
 

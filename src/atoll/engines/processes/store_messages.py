@@ -1,4 +1,4 @@
-"""What processes of a run tell each other between rounds, by words in the store, which are taken away when all have read them."""
+"""What ranks tell each other between rounds: values in the store, which are deleted when all ranks have read them."""
 
 from __future__ import annotations
 
@@ -10,69 +10,66 @@ from atoll.engines.round_record import EventAggregator, RoundRecord
 
 
 class StoreMessages:
-    """Diaries that the first rank enters, what it judges, and digests that are compared.
+    """Records for rank 0, barriers around its evaluations, and digests that islands compare.
 
-    Args:
-        world: this process among all.
-        clerk: the first rank's.
+    Rank 0 reads the records of a round one round later, so that no rank waits for the accounting.
     """
 
-    def __init__(self, world: RankContext, clerk: EventAggregator) -> None:
-        self._world, self._clerk = world, clerk
+    def __init__(self, context: RankContext, aggregator: EventAggregator) -> None:
+        self._context, self._aggregator = context, aggregator
         self._unread: list[tuple[int, int, float]] = []
-        """Rounds whose diaries the first rank has not read: their numbers, the steps they led to, and when they were over."""
-        self._left: dict[str, str] = {}
-        """The last word of each kind that this process left."""
+        """Rounds whose records rank 0 has not read: their numbers, the steps after them, and their ends."""
+        self._keys: dict[str, str] = {}
+        """The last key of each kind that this rank has set."""
 
-    def leave(self, diary: RoundRecord, round: int, steps: int, now_s: float) -> None:
-        """A round is over, and so many steps with it. Rounds before it are entered: not all may have told of this one yet."""
-        self._world.set(f"diary/{round}/{self._world.rank}", diary.to_json())
+    def post_record(self, record: RoundRecord, round: int, steps: int, now_s: float) -> None:
+        """A round is over. Rank 0 adds the rounds before it: ranks may still have to post this one's records."""
+        self._context.set(f"record/{round}/{self._context.rank}", record.to_json())
         self._unread.append((round, steps, now_s))
-        self._enter(but_for=1)
+        self._add_rounds(up_to=1)
 
-    def enter_all(self) -> None:
-        """The books are up to date."""
-        self._enter(but_for=0)
+    def add_all_rounds(self) -> None:
+        """Rank 0 brings the accounting up to date."""
+        self._add_rounds(up_to=0)
 
-    def _enter(self, but_for: int) -> None:
-        while len(self._unread) > but_for:
-            number, steps, now_s = self._unread.pop(0)
-            if not self._world.is_rank_zero:
+    def _add_rounds(self, up_to: int) -> None:
+        while len(self._unread) > up_to:
+            round, steps, now_s = self._unread.pop(0)
+            if not self._context.is_rank_zero:
                 continue
-            keys = [f"diary/{number}/{rank}" for rank in range(self._world.size)]
-            lines = [self._world.get(key, of=rank) for rank, key in enumerate(keys)]
-            self._clerk.add_round([RoundRecord.from_json(line) for line in lines], steps, now_s)
+            keys = [f"record/{round}/{rank}" for rank in range(self._context.size)]
+            records = [RoundRecord.from_json(self._context.get(key, of=rank)) for rank, key in enumerate(keys)]
+            self._aggregator.add_round(records, steps, now_s)
             for key in keys:
-                self._world.delete(key)
+                self._context.delete(key)
 
-    def first_does(self, round: int, what: Callable[[], None]) -> None:
-        """The first rank does something, and the others wait: here, and not in their next exchange, whose limit knows nothing of
-        it."""
+    def run_on_rank_zero(self, round: int, action: Callable[[], None]) -> None:
+        """Rank 0 does something, and the other ranks wait here: the timeout of their next exchange does not allow for it."""
         key = f"done/{round}"
-        if self._world.is_rank_zero:
-            what()
+        if self._context.is_rank_zero:
+            action()
             self._replace("done", key, "done")
         else:
-            self._world.get(key, of=0)
+            self._context.get(key, of=0)
 
-    def compare(self, round: int, digests: Sequence[str]) -> None:
-        """Islands that agreed hold the same bits, each device those of its counterparts."""
-        world, key = self._world, f"digests/{round}/{self._world.device}"
-        self._replace("digests", f"{key}/{world.island}", " ".join(digests))
-        ranks = range(world.device, world.size, world.devices_per_island)
-        said = [world.get(f"{key}/{island}", of=rank) for island, rank in enumerate(ranks)]
-        apart = [island for island, word in enumerate(said) if word != said[0]]
-        if apart:
+    def compare_digests(self, round: int, digests: Sequence[str]) -> None:
+        """Check that each device holds the same bits as its counterparts."""
+        context, key = self._context, f"digests/{round}/{self._context.device}"
+        self._replace("digests", f"{key}/{context.island}", " ".join(digests))
+        ranks = range(context.device, context.size, context.devices_per_island)
+        texts = [context.get(f"{key}/{island}", of=rank) for island, rank in enumerate(ranks)]
+        diverged = [island for island, text in enumerate(texts) if text != texts[0]]
+        if diverged:
             raise ExchangeFailed(
-                f"islands {apart} hold other weights than island 0 after round {round}, though they agreed on them. Shared fields "
-                f"must be computed from shared fields and from what an exchange returned, and from nothing else; or a machine "
-                f"computes wrongly. What was saved before stands."
+                f"islands {diverged} hold other weights than island 0 after round {round}, though they agreed on them. An "
+                f"algorithm must compute shared fields from shared fields and results of exchanges only; or a machine computes "
+                f"wrongly. Earlier checkpoints are valid."
             )
 
     def _replace(self, kind: str, key: str, text: str) -> None:
-        """Everybody has read the last word of this kind: there was a round since, in which all met."""
-        before = self._left.get(kind)
-        self._world.set(key, text)
-        self._left[kind] = key
+        """Set a value and delete the last one of its kind: all ranks have read that, since they have exchanged a round since."""
+        before = self._keys.get(kind)
+        self._context.set(key, text)
+        self._keys[kind] = key
         if before is not None and before != key:
-            self._world.delete(before)
+            self._context.delete(before)

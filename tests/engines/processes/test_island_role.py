@@ -14,7 +14,7 @@ from atoll.core.events import Compared, Computed, Exchanged, RoundFinished, Upda
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
-from atoll.testing.process_runs import context_of, engine_of
+from atoll.testing.processes import context_of, engine_of
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 OUTER = DiLoCo(inner_steps=2)
@@ -60,9 +60,9 @@ def of(events, kind):
 
 def played(group, algorithm, workload, steps, inside=None, devices=1):
     engine, sink = engine_of(context_of(group, devices, inside=inside is not None), algorithm, workload, steps, None, inside)
-    before = engine.world.counterparts.sent_bytes
+    before = engine.context.counterparts.sent_bytes
     finished = engine.run()
-    sent_bytes = engine.world.counterparts.sent_bytes - before
+    sent_bytes = engine.context.counterparts.sent_bytes - before
     params = engine.params().copy()
     engine.close()
     return params, finished, sink.events, sent_bytes
