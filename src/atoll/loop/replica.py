@@ -11,7 +11,7 @@ from atoll.core.layout import shard_range
 from atoll.core.protocols import Gradient, Weigh, Work
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread, Request
-from atoll.engines.processes.island_role import gathered
+from atoll.engines.processes.island_role import gather_slices
 from atoll.replica.flat_parameters import ModuleWeights
 
 SteppedBy = Literal["user", "algorithm"]
@@ -45,7 +45,7 @@ class WeightSlice:
     def write(self, params: Tree) -> None:
         layout = self._module.layout
         mine = Tree(self.layout, params.flat.to(layout.dtype))
-        whole = gathered(self._thread, self._intra_island, mine, layout)
+        whole = gather_slices(self._thread, self._intra_island, mine, layout)
         self._module.write(whole)
         whole.release()
 
