@@ -1,41 +1,32 @@
-"""What is done with events: sinks that take them, and readers that make sense of a run's folder afterwards.
+"""Sinks that take the events of a run, and readers that turn its folder into figures, tables, plots and traces.
 
-Sinks: `JsonlSink` (the run's log), `ConsoleSink`, `TensorBoardSink`, `Remembered`, and `Fanout` for several at once.
-Readers: `read_events`, `read_summary`, `read_progress`, `comparison`, `plot_comparison`, `plot_run`, `write_trace`;
-`read_asynchrony` and `plot_asynchrony` for runs with a hub, `read_overlap` and `plot_overlap` for those whose islands meet;
-`read_memory` for what their islands held.
-Readers see files, never live objects. Nothing here imports torch, matplotlib or rich before it is needed.
+Sinks: `JsonlSink`, `ConsoleSink`, `TensorBoardSink`, `MemorySink`, and `Fanout` for several at once. Readers read files, never live
+objects. torch, matplotlib and rich are imported only when they are needed.
 """
 
-from atoll.telemetry.async_summary import Asynchrony, AsynchronySummary, read_asynchrony
+from atoll.telemetry.async_summary import AsynchronySummary, read_asynchrony
 from atoll.telemetry.compare import Comparison, comparison, markdown, sentence, table
 from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.event_log import JsonlSink, read_events
-from atoll.telemetry.island_times import IslandTimes
-from atoll.telemetry.memory import MemorySummary, read_memory
-from atoll.telemetry.overlap import Level, Overlap, OverlapSummary, read_overlap
-from atoll.telemetry.plots import plot_comparison, plot_run
-from atoll.telemetry.plots_async import plot_asynchrony
-from atoll.telemetry.plots_overlap import plot_overlap
-from atoll.telemetry.sinks import Fanout, Remembered
-from atoll.telemetry.summary import RunProgress, Summary, read_progress, read_summary
-from atoll.telemetry.tensorboard import TensorBoardSink
+from atoll.telemetry.overlap import OverlapSummary, read_overlap
+from atoll.telemetry.plots import plot_comparison, plot_run, write_plots
+from atoll.telemetry.progress import RunProgress, read_progress
+from atoll.telemetry.report import report_sections
+from atoll.telemetry.sinks import Fanout, MemorySink, TensorBoardSink
+from atoll.telemetry.summary import MemorySummary, ParticipationSummary, Summary, read_memory, read_participation, read_summary
 from atoll.telemetry.trace import write_trace
 from atoll.telemetry.units import human_bytes, human_count, human_time
 
 __all__ = [
-    "Asynchrony",
     "AsynchronySummary",
     "Comparison",
     "ConsoleSink",
     "Fanout",
-    "IslandTimes",
     "JsonlSink",
-    "Level",
+    "MemorySink",
     "MemorySummary",
-    "Overlap",
     "OverlapSummary",
-    "Remembered",
+    "ParticipationSummary",
     "RunProgress",
     "Summary",
     "TensorBoardSink",
@@ -44,17 +35,18 @@ __all__ = [
     "human_count",
     "human_time",
     "markdown",
-    "plot_asynchrony",
     "plot_comparison",
-    "plot_overlap",
     "plot_run",
     "read_asynchrony",
     "read_events",
     "read_memory",
     "read_overlap",
+    "read_participation",
     "read_progress",
     "read_summary",
+    "report_sections",
     "sentence",
     "table",
+    "write_plots",
     "write_trace",
 ]

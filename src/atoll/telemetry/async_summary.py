@@ -1,219 +1,200 @@
-"""What an asynchronous run's events say about its hub and its workers: how late updates came, and where the workers' time went.
+"""Figures of an asynchronous run: how stale the updates were, and how each worker spent its time.
 
-A worker's time at hand is split into four parts that add up to it: computing; talking (the weights on their way to it, its update
-on its way to the hub); waiting to be sent off, which is what a grace window costs; and what it spent on rounds that brought the hub
-nothing, because they were still under way at the end or were lost. The last part is no idleness: the worker computed, most of it,
-but how long is not known before it arrives.
+The time that a worker is present has four parts, which add up to it: computing; communicating (pulling weights and pushing
+updates); waiting for a dispatch, which is the cost of a grace window; and rounds without a result, because they were under way at
+the end or were lost. A worker mostly computes in those rounds, but only an arrival tells for how long.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from atoll.core.events import (
-    Arrived,
-    Computed,
-    Dispatched,
-    Event,
-    IslandJoined,
-    IslandLeft,
-    Refused,
-    Returned,
-    RunFinished,
-    WindowClosed,
-)
+from atoll.core import events as ev
 from atoll.telemetry.event_log import read_events
+from atoll.telemetry.units import JsonRecord
+
+_HUB_TIMES = ev.Dispatched | ev.Arrived | ev.WindowClosed | ev.Refused | ev.Returned | ev.IslandJoined | ev.IslandLeft | ev.RunFinished
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """How often whole numbers came up: `counts` by number, their mean and the largest."""
+class CountDistribution(JsonRecord):
+    """How often each whole number occurred."""
 
     mean: float
     max: int
     counts: Mapping[int, int]
 
     @classmethod
-    def of(cls, counts: Mapping[int, int]) -> Spread:
+    def of(cls, counts: Mapping[int, int]) -> CountDistribution:
         """
-        >>> Spread.of({3: 1, 0: 2})
-        Spread(mean=1.0, max=3, counts={0: 2, 3: 1})
+        >>> CountDistribution.of({3: 1, 0: 2})
+        CountDistribution(mean=1.0, max=3, counts={0: 2, 3: 1})
         """
         total = sum(counts.values())
         mean = sum(number * times for number, times in counts.items()) / total if total else 0.0
         return cls(mean=mean, max=max(counts, default=0), counts=dict(sorted(counts.items())))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; counts by the number as text, as JSON has it."""
-        return {"mean": self.mean, "max": self.max, "counts": {str(number): times for number, times in self.counts.items()}}
-
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerTimes:
-    """One worker's share of a run. `present_s` is the sum of the other four times.
+class WorkerTimes(JsonRecord):
+    """One worker's rounds and times. `present_s` is the sum of the other four times."""
 
-    Attributes:
-        rounds: that arrived at the hub; `steps` are those taken in them.
-        computed_s: as reported, which is what arrived.
-        waited_s: to be sent off, in grace windows above all.
-        talked_s: pulling weights and pushing updates.
-        unfinished_s: on rounds that brought nothing: still under way at the end, refused, or lost when it left.
-    """
-
+    derived = ("idle_s",)
     island: int
     rounds: int
+    """That arrived at the hub."""
     steps: int
     present_s: float
     computed_s: float
     waited_s: float
+    """For a dispatch."""
     talked_s: float
+    """Pulling weights and pushing updates."""
     unfinished_s: float
+    """In rounds without a result: under way at the end, refused, or lost when the worker left."""
 
     @property
     def idle_s(self) -> float:
-        """Time in which it certainly did not compute: waiting and talking."""
+        """Time in which the worker certainly did not compute."""
         return self.waited_s + self.talked_s
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "idle_s": self.idle_s}
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsynchronySummary:
-    """An asynchronous run in figures.
-
-    Attributes:
-        arrivals: updates that reached the hub and were not refused: `applied` and `left_out` (for being too late) together.
-        refused: updates that the hub did not take at all.
-        returned: rounds that ended without an update, so that their shard's count was put back.
-        windows: grace windows with an arrival in them; the last may be open still.
-        staleness: of every arrival.
-        workers: in order of their numbers.
-        steps_per_shard: inner steps that arrived, by shard.
-    """
-
+class AsynchronySummary(JsonRecord):
     arrivals: int
+    """Updates that reached the hub and were not refused."""
     applied: int
     left_out: int
+    """Arrivals that the hub did not apply because they were too stale."""
     refused: int
     returned: int
+    """Rounds that ended without an update, so that the hub put the position of their shard back."""
     windows: int
-    staleness: Spread
-    arrivals_per_window: Spread
+    """Grace windows with an arrival; the last may still be open."""
+    staleness: CountDistribution
+    arrivals_per_window: CountDistribution
     workers: tuple[WorkerTimes, ...]
     steps_per_shard: Mapping[int, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values under the attributes' names, for JSON."""
-        return {
-            "arrivals": self.arrivals,
-            "applied": self.applied,
-            "left_out": self.left_out,
-            "refused": self.refused,
-            "returned": self.returned,
-            "windows": self.windows,
-            "staleness": self.staleness.to_dict(),
-            "arrivals_per_window": self.arrivals_per_window.to_dict(),
-            "workers": [worker.to_dict() for worker in self.workers],
-            "steps_per_shard": {str(shard): steps for shard, steps in self.steps_per_shard.items()},
-        }
+    """Inner steps that arrived."""
 
 
-class Asynchrony:
-    """Takes a run's events one by one, in order, and can be asked at any time.
+@dataclass(frozen=True, kw_only=True)
+class WorkerRound:
+    """One round of a worker that is over."""
 
-    >>> asynchrony = Asynchrony()
-    >>> asynchrony.summary() is None        # as long as no worker was sent off: a synchronous run has no hub
-    True
-    """
+    island: int
+    task: ev.Dispatched | None
+    """None where the log lacks the dispatch."""
+    computed: tuple[ev.Computed, ...]
+    end_s: float
+    arrival: ev.Arrived | None
+    outcome: str
+    """arrived, lost, or under way when the log ends."""
 
-    def __init__(self) -> None:
-        self._now_s = 0.0
-        self._workers: dict[int, _Worker] = {}
-        self._staleness: Counter[int] = Counter()
-        self._windows: Counter[int] = Counter()
-        self._steps_per_shard: Counter[int] = Counter()
-        self._left_out = self._refused = self._returned = 0
-        self._asynchronous = False
 
-    def take(self, event: Event) -> None:
-        match event:
-            case Dispatched():
-                self._asynchronous = True
-                self._worker(event.island).sent_off(event)
-            case Computed():
-                self._worker(event.island).computed(event)
-            case Arrived():
-                self._arrived(event)
-            case Refused():
-                self._refused += 1
-                # An update from a stranger, or one that comes a second time, ends nobody's round.
-                if event.island in self._workers:
-                    self._workers[event.island].lost(event.round, event.time_s)
-            case Returned():
-                self._returned += 1
-                self._worker(event.island).lost(event.round, event.time_s)
-            case IslandJoined():
-                self._worker(event.island).joined(event.time_s)
-            case IslandLeft():
-                self._worker(event.island).left(event.time_s)
-            case _:
-                pass
-        if isinstance(event, Dispatched | Arrived | WindowClosed | Refused | Returned | IslandJoined | IslandLeft | RunFinished):
-            self._now_s = max(self._now_s, event.time_s)
+@dataclass(frozen=True, kw_only=True)
+class WorkerWait:
+    """A worker waited for a dispatch."""
 
-    def summary(self) -> AsynchronySummary | None:
-        """The figures up to the latest event; None for a run that is not asynchronous."""
-        if not self._asynchronous:
-            return None
-        arrivals = self._staleness.total()
-        return AsynchronySummary(
-            arrivals=arrivals,
-            applied=arrivals - self._left_out,
-            left_out=self._left_out,
-            refused=self._refused,
-            returned=self._returned,
-            windows=len(self._windows),
-            staleness=Spread.of(self._staleness),
-            arrivals_per_window=Spread.of(Counter(self._windows.values())),
-            workers=tuple(worker.times(island, self._now_s) for island, worker in sorted(self._workers.items())),
-            steps_per_shard=dict(sorted(self._steps_per_shard.items())),
+    island: int
+    start_s: float
+    end_s: float
+
+
+def worker_history(events: Iterable[ev.Event]) -> Iterator[ev.Event | WorkerRound | WorkerWait]:
+    """Each event, followed by the rounds and waits that it ends. Those still open when the log ends come last."""
+    tasks: dict[int, ev.Dispatched] = {}
+    computed: dict[int, list[ev.Computed]] = {}
+    waiting_since_s: dict[int, float] = {}
+    now_s = 0.0
+
+    def end_wait(island: int, end_s: float) -> Iterator[WorkerWait]:
+        if island in waiting_since_s:
+            yield WorkerWait(island=island, start_s=waiting_since_s.pop(island), end_s=end_s)
+
+    def end_round(island: int, end_s: float, outcome: str, arrival: ev.Arrived | None = None) -> WorkerRound:
+        spans = tuple(computed.pop(island, ()))
+        waiting_since_s[island] = end_s
+        return WorkerRound(
+            island=island, task=tasks.pop(island, None), computed=spans, end_s=end_s, arrival=arrival, outcome=outcome
         )
 
-    def _arrived(self, event: Arrived) -> None:
-        self._staleness[event.staleness] += 1
-        self._windows[event.window] += 1
-        self._steps_per_shard[event.shard] += event.steps
-        self._left_out += not event.applied
-        self._worker(event.island).arrived(event)
+    for event in events:
+        yield event
+        match event:
+            case ev.Dispatched():
+                yield from end_wait(event.island, event.time_s)
+                tasks[event.island] = event
+            case ev.Computed():
+                computed.setdefault(event.island, []).append(event)
+            case ev.Arrived():
+                yield end_round(event.island, event.time_s, "arrived", event)
+            case ev.Refused() | ev.Returned():
+                # An update from an unknown worker, or one that arrives twice, ends no round.
+                if event.island in tasks and tasks[event.island].round == event.round:
+                    yield end_round(event.island, event.time_s, "lost")
+            case ev.IslandJoined():
+                waiting_since_s[event.island] = event.time_s
+            case ev.IslandLeft():
+                if event.island in tasks:
+                    yield end_round(event.island, event.time_s, "lost")
+                yield from end_wait(event.island, event.time_s)
+            case _:
+                pass
+        now_s = max(now_s, event.time_s) if isinstance(event, _HUB_TIMES) else now_s
+    for island in list(waiting_since_s):
+        yield from end_wait(island, now_s)
+    for island in list(tasks):
+        yield end_round(island, now_s, "under way")
 
-    def _worker(self, island: int) -> _Worker:
-        return self._workers.setdefault(island, _Worker())
+
+def asynchrony_of(events: Iterable[ev.Event]) -> AsynchronySummary | None:
+    """The figures up to the latest event; None for a run without a hub."""
+    workers: dict[int, _WorkerTotals] = {}
+    staleness, windows, shards, counts = Counter[int](), Counter[int](), Counter[int](), Counter[str]()
+    now_s = 0.0
+    for item in worker_history(events):
+        if isinstance(item, ev.Dispatched | ev.Computed | ev.Returned | ev.IslandJoined | ev.IslandLeft | WorkerRound | WorkerWait):
+            workers.setdefault(item.island, _WorkerTotals()).take(item)
+        if isinstance(item, _HUB_TIMES):
+            now_s = max(now_s, item.time_s)
+            counts[type(item).__name__] += 1
+        if isinstance(item, ev.Arrived):
+            staleness[item.staleness] += 1
+            windows[item.window] += 1
+            shards[item.shard] += item.steps
+            counts["left out"] += not item.applied
+    if not counts["Dispatched"]:
+        return None
+    return AsynchronySummary(
+        arrivals=counts["Arrived"],
+        applied=counts["Arrived"] - counts["left out"],
+        left_out=counts["left out"],
+        refused=counts["Refused"],
+        returned=counts["Returned"],
+        windows=len(windows),
+        staleness=CountDistribution.of(staleness),
+        arrivals_per_window=CountDistribution.of(Counter(windows.values())),
+        workers=tuple(worker.times(island, now_s) for island, worker in sorted(workers.items())),
+        steps_per_shard=dict(sorted(shards.items())),
+    )
 
 
 def read_asynchrony(folder: str | Path) -> AsynchronySummary | None:
-    """The figures of the asynchronous run in a folder, as far as it is; None for a synchronous one."""
-    if not is_asynchronous(folder):
-        return None
-    asynchrony = Asynchrony()
-    for event in read_events(Path(folder) / "events.jsonl"):
-        asynchrony.take(event)
-    return asynchrony.summary()
+    """The figures of the asynchronous run in a folder, finished or not; None for a synchronous one."""
+    return asynchrony_of(read_events(Path(folder) / "events.jsonl")) if is_asynchronous(folder) else None
 
 
 def is_asynchronous(folder: str | Path) -> bool:
-    """Whether the run in a folder has a hub. The log is skimmed, not parsed: it may have a million lines of no interest here."""
-    return next(read_events(Path(folder) / "events.jsonl", kinds=(Dispatched,)), None) is not None
+    """Whether the run in a folder has a hub. Only the names of the events are read: a log may have a million lines."""
+    return next(read_events(Path(folder) / "events.jsonl", kinds=(ev.Dispatched,)), None) is not None
 
 
 @dataclass
-class _Worker:
-    """One worker's account. It is away on `task`, or waits since `waiting_since_s`, or is not there."""
-
+class _WorkerTotals:
     rounds: int = 0
     steps: int = 0
     computed_s: float = 0.0
@@ -221,60 +202,41 @@ class _Worker:
     talked_s: float = 0.0
     unfinished_s: float = 0.0
     past_s: float = 0.0
-    here_since_s: float | None = None
-    waiting_since_s: float | None = None
-    task: Dispatched | None = None
-    task_computed_s: float = 0.0
+    since_s: float | None = None
 
-    def joined(self, now_s: float) -> None:
-        self.here_since_s = self.waiting_since_s = now_s
-
-    def sent_off(self, task: Dispatched) -> None:
-        if self.here_since_s is None:  # there from the start: nobody announced it
-            self.joined(task.time_s)
-        self._stop_waiting(task.time_s)
-        self.task, self.task_computed_s = task, 0.0
-
-    def computed(self, event: Computed) -> None:
-        self.computed_s += event.end_s - event.start_s
-        self.task_computed_s += event.end_s - event.start_s
-
-    def arrived(self, event: Arrived) -> None:
-        self.rounds += 1
-        self.steps += event.steps
-        self.talked_s += event.time_s - event.pushed_s
-        if self.task is not None:
-            self.talked_s += self.task.begin_s - self.task.time_s
-        self.task, self.waiting_since_s = None, event.time_s
-
-    def lost(self, number: int, now_s: float) -> None:
-        if self.task is not None and self.task.round == number:
-            self.unfinished_s += now_s - self.task.time_s - self.task_computed_s
-            self.task, self.waiting_since_s = None, now_s
-
-    def left(self, now_s: float) -> None:
-        if self.task is not None:
-            self.lost(self.task.round, now_s)
-        self._stop_waiting(now_s)
-        self.past_s += now_s - (self.here_since_s if self.here_since_s is not None else now_s)
-        self.here_since_s = None
+    def take(self, item: ev.Event | WorkerRound | WorkerWait) -> None:
+        match item:
+            case ev.IslandJoined():
+                self.since_s = item.time_s
+            case ev.Dispatched() if self.since_s is None:  # present from the start, so no event announced it
+                self.since_s = item.time_s
+            case ev.IslandLeft():
+                self.past_s += item.time_s - (item.time_s if self.since_s is None else self.since_s)
+                self.since_s = None
+            case ev.Computed():
+                self.computed_s += item.end_s - item.start_s
+            case WorkerWait():
+                self.waited_s += item.end_s - item.start_s
+            case WorkerRound(arrival=ev.Arrived() as arrival):
+                self.rounds += 1
+                self.steps += arrival.steps
+                self.talked_s += arrival.time_s - arrival.pushed_s
+                if item.task is not None:
+                    self.talked_s += item.task.begin_s - item.task.time_s
+            case WorkerRound(task=ev.Dispatched() as task):
+                computed_s = sum(event.end_s - event.start_s for event in item.computed)
+                self.unfinished_s += item.end_s - task.time_s - computed_s
+            case _:
+                pass
 
     def times(self, island: int, now_s: float) -> WorkerTimes:
-        here_s = now_s - self.here_since_s if self.here_since_s is not None else 0.0
-        waiting_s = now_s - self.waiting_since_s if self.waiting_since_s is not None else 0.0
-        away_s = now_s - self.task.time_s - self.task_computed_s if self.task is not None else 0.0
         return WorkerTimes(
             island=island,
             rounds=self.rounds,
             steps=self.steps,
-            present_s=self.past_s + here_s,
+            present_s=self.past_s + (0.0 if self.since_s is None else now_s - self.since_s),
             computed_s=self.computed_s,
-            waited_s=self.waited_s + waiting_s,
+            waited_s=self.waited_s,
             talked_s=self.talked_s,
-            unfinished_s=self.unfinished_s + away_s,
+            unfinished_s=self.unfinished_s,
         )
-
-    def _stop_waiting(self, now_s: float) -> None:
-        if self.waiting_since_s is not None:
-            self.waited_s += now_s - self.waiting_since_s
-            self.waiting_since_s = None

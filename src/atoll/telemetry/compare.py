@@ -1,43 +1,80 @@
-"""Several runs side by side: rows, a table for the terminal, one sentence, Markdown and JSON."""
+"""Several finished runs side by side: a table for the terminal, one sentence, Markdown and JSON.
+
+The run that sent the most bytes is the reference of the others. Times are compared only between runs with the same clock.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atoll.core.errors import ConfigError
-from atoll.telemetry.comparison_text import Row, bytes_ratio, losses_as_text, on_both_clocks, reference, verdict
-from atoll.telemetry.labels import RunName, distinct_labels
-from atoll.telemetry.summary import read_settings, read_summary
-from atoll.telemetry.units import human_accuracy, human_bytes, human_count, human_percent, human_time, human_times
+from atoll.telemetry.progress import read_settings
+from atoll.telemetry.summary import Summary, read_summary
+from atoll.telemetry.units import (
+    human_accuracy,
+    human_bytes,
+    human_count,
+    human_fraction,
+    human_loss,
+    human_share,
+    human_time,
+    human_times,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_ROOMY = 8  # more columns than this stand closer together
-_WIDTH = 80  # and so do those that would not fit into so many characters
-_NAME = 28  # names of more characters than this may be broken
-_SHORT = 16  # names of more characters than this are in no heading
+_MAX_ROOMY_COLUMNS = 8
+_WIDTH = 80  # characters of a terminal
+_MAX_NAME = 28  # a longer name may be wrapped
+_MAX_NAME_IN_HEADING = 16
+_SAME = 0.005  # ratios this close to one count as equal
+_SAME_WORK = 0.01  # whole rounds do not always add up to the same number of tokens
+_MAX_CLAUSES = 4  # a sentence about more runs names only the best
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    label: str
+    """Different from those of the other runs."""
+    summary: Summary
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the data, without those that divide it between islands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Finished runs side by side, in the order given."""
+    """Finished runs in the order given."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRun, ...]
 
     @property
-    def most(self) -> Row:
-        """The run that sent most: the others are measured against it."""
-        return reference(self.rows)
+    def most(self) -> ComparedRun:
+        """The run that sent the most bytes; among equals the slowest, if they have the same clock, then the first."""
+        timed = not self.mixed_clocks
+        return max(self.rows, key=lambda run: (run.summary.sent_bytes_per_island, (run.summary.time_s or 0.0) if timed else 0.0))
+
+    @property
+    def mixed_clocks(self) -> bool:
+        """Whether some runs were simulated and others were not."""
+        return len({run.summary.clock for run in self.rows}) > 1
+
+    @property
+    def losses(self) -> dict[str, str]:
+        """Each validation loss by label, with three digits, or four if three do not distinguish different losses."""
+        losses = [run.summary.val_loss for run in self.rows]
+        enough = len({human_loss(loss, 3) for loss in losses}) == len({human_loss(loss, 4) for loss in losses})
+        return {run.label: human_loss(run.summary.val_loss, 3 if enough else 4) for run in self.rows}
 
     def to_dict(self) -> dict[str, Any]:
-        """The sentence, which run sent most, and per run its label, its bytes as a share of the most, and its summary."""
+        """The sentence, the run that sent most, and per run its label, its bytes as a share of the most, and its summary."""
         runs = [
-            {"label": row.label, "share_of_most_bytes": bytes_ratio(row, self.most), **row.summary.to_dict()} for row in self.rows
+            {"label": run.label, "share_of_most_bytes": _bytes_ratio(run, self.most), **run.summary.to_dict()} for run in self.rows
         ]
         return {"sentence": sentence(self), "most_bytes": self.most.label, "runs": runs}
 
@@ -47,62 +84,122 @@ class Comparison:
 
 
 def comparison(folders: Sequence[str | Path]) -> Comparison:
-    """Reads the runs in these folders. All must be finished."""
+    """Reads the runs in these folders, which must be finished."""
     if not folders:
         raise ConfigError("no run folders were given, so there is nothing to compare. Give one folder or more.")
     summaries = [read_summary(folder) for folder in folders]
-    labels = distinct_labels([RunName(recipe=s.recipe, seed=s.seed, folder=s.run_dir, engine=s.engine) for s in summaries])
-    rows = zip(labels, summaries, folders, strict=True)
-    return Comparison(rows=tuple(Row(label=label, summary=s, data=_data(folder)) for label, s, folder in rows))
+    labels = distinct_labels(summaries, [summary.run_dir for summary in summaries])
+    runs = zip(labels, summaries, folders, strict=True)
+    return Comparison(rows=tuple(ComparedRun(label=label, summary=s, data=_data(folder)) for label, s, folder in runs))
 
 
-def sentence(comparison: Comparison) -> str:
-    """What the figures mean at a glance, in one sentence."""
-    return verdict(comparison.rows)
+def distinct_labels(runs: Sequence[Any], folders: Sequence[str]) -> list[str]:
+    """The recipes of runs (summaries or RunStarted events); where runs share one, with the seed, the engine, both, or the folder.
+    All labels take the same form.
+
+    >>> from types import SimpleNamespace as Run
+    >>> distinct_labels([Run(recipe="ddp", seed=0, engine="sim"), Run(recipe="ddp", seed=1, engine="sim")], ["a", "b"])
+    ['ddp (seed 0)', 'ddp (seed 1)']
+    >>> distinct_labels([Run(recipe="ddp", seed=0, engine=engine) for engine in ("sim", "dist")], ["a", "b"])
+    ['ddp (sim)', 'ddp (dist)']
+    """
+    forms = [
+        [run.recipe for run in runs],
+        [f"{run.recipe} (seed {run.seed})" for run in runs],
+        [f"{run.recipe} ({run.engine})" for run in runs],
+        [f"{run.recipe} (seed {run.seed}, {run.engine})" for run in runs],
+        [f"{run.recipe} ({Path(folder).name})" for run, folder in zip(runs, folders, strict=True)],
+    ]
+    distinct = (labels for labels in forms if len(set(labels)) == len(labels))
+    return next(distinct, [f"{number}. {folder}" for number, folder in enumerate(folders, start=1)])
+
+
+# ----------------------------------------------------------------------------------------------------------------------- tables
 
 
 def table(comparison: Comparison) -> Table:
-    """For the terminal."""
+    """For the terminal: figures are never cut, and all columns fit into 80 characters."""
     from rich import box
     from rich.table import Table
 
-    short = len(comparison.most.label) <= _SHORT
-    headings, rows = _headings(comparison, comparison.most.label if short else "the most"), _cells(comparison)
-    crowded = len(headings) > _ROOMY or _width(headings, rows) > _WIDTH
+    most = comparison.most.label
+    columns = _columns(comparison, most if len(most) <= _MAX_NAME_IN_HEADING else "the most")
+    widths = [max(map(len, [*_in_two_lines(heading).split("\n"), *cells])) for heading, cells in columns.items()]
+    crowded = len(columns) > _MAX_ROOMY_COLUMNS or sum(widths) + 2 * len(widths) > _WIDTH
     result = Table(box=box.SIMPLE_HEAD, padding=(0, 0 if crowded else 1, 0, 0), pad_edge=False, show_edge=not crowded)
-    for number, heading in enumerate(headings):
-        # On a narrow terminal algorithms give way, then names that are very long, figures never; headings take several lines so
-        # that all fit into 80 columns.
-        kept = number > 1 or (number == 0 and all(len(row.label) <= _NAME for row in comparison.rows))
+    for number, heading in enumerate(columns):
+        # On a narrow terminal algorithms wrap first, then very long names.
+        whole = number > 1 or (number == 0 and all(len(run.label) <= _MAX_NAME for run in comparison.rows))
         side: Literal["left", "right"] = "left" if number < 2 else "right"
-        lines = heading.replace(" ", "\n") if crowded else _in_two(heading)
-        result.add_column(lines, justify=side, no_wrap=kept, overflow="fold")
-    for name, algorithm, *figures in rows:
-        # A clock's name stands below its time where there is little room.
-        result.add_row(name, algorithm, *(figure.replace(" (", "\n(") if crowded else figure for figure in figures))
+        lines = heading.replace(" ", "\n") if crowded else _in_two_lines(heading)
+        result.add_column(lines, justify=side, no_wrap=whole, overflow="fold")
+    for name, algorithm, *cells in zip(*columns.values(), strict=True):
+        # The name of the clock goes below its time where columns are narrow.
+        result.add_row(name, algorithm, *(cell.replace(" (", "\n(") if crowded else cell for cell in cells))
     return result
-
-
-def _in_two(heading: str) -> str:
-    return "\n".join(heading.rsplit(" ", 1))
-
-
-def _width(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """How wide a roomy table is, with two characters for each column between them and at its edges."""
-    columns = zip(headings, *rows, strict=True)
-    return sum(2 + max(map(len, [*_in_two(heading).split("\n"), *cells])) for heading, *cells in columns)
 
 
 def markdown(comparison: Comparison) -> str:
     """A Markdown table with the sentence below it."""
-    headings = _headings(comparison, comparison.most.label)
-    lines = [_markdown_row(headings), "|---|---|" + "---:|" * (len(headings) - 2)]
-    lines += [_markdown_row(cells) for cells in _cells(comparison)]
-    return "\n".join([*lines, "", sentence(comparison), ""])
+    columns = _columns(comparison, comparison.most.label)
+    rows = [list(columns), *map(list, zip(*columns.values(), strict=True))]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---|---|" + "---:|" * (len(columns) - 2), *lines[1:], "", sentence(comparison), ""])
+
+
+def _columns(comparison: Comparison, most: str) -> dict[str, list[str]]:
+    """The cells of each column by its heading. Columns that say nothing about these runs are left out."""
+    summaries = [run.summary for run in comparison.rows]
+    several, losses = len(summaries) > 1, comparison.losses
+    memories = [summary.memory for summary in summaries if summary.memory is not None]
+    compare_memory = several and (
+        len({memory.largest.peak_bytes for memory in memories}) > 1 or any(memory.sharded for memory in memories)
+    )
+    clock = "" if comparison.mixed_clocks else f"{summaries[0].clock} "
+    columns: tuple[tuple[str, bool, Callable[[ComparedRun, Summary], str]], ...] = (
+        ("run", True, lambda run, _: run.label),
+        ("algorithm", True, lambda _, s: s.algorithm),
+        ("val loss", True, lambda run, _: losses[run.label]),
+        (
+            "accuracy",
+            any(summary.val_accuracy is not None for summary in summaries),
+            lambda _, s: "-" if s.val_accuracy is None else human_accuracy(s.val_accuracy),
+        ),
+        ("tokens", True, lambda _, s: human_count(s.tokens)),
+        ("sent per island", True, lambda _, s: human_bytes(s.sent_bytes_per_island)),
+        (f"against {most}", several, lambda run, _: _times_less(run, comparison.most)),
+        (
+            f"{clock}time",
+            True,
+            lambda _, s: "-" if s.time_s is None else human_time(s.time_s) + ("" if clock else f" ({s.clock})"),
+        ),
+        ("busy", True, lambda _, s: human_share(s.utilisation, 1.0)),
+        ("peak memory", compare_memory, lambda _, s: "-" if s.memory is None else human_bytes(s.memory.largest.peak_bytes)),
+    )
+    return {heading: [cell(run, run.summary) for run in comparison.rows] for heading, shown, cell in columns if shown}
+
+
+def _in_two_lines(heading: str) -> str:
+    return "\n".join(heading.rsplit(" ", 1))
+
+
+def _times_less(run: ComparedRun, most: ComparedRun) -> str:
+    if run is most:
+        return "the most"
+    ratio = _bytes_ratio(run, most)
+    if ratio is None or ratio == 1:
+        return "the same"
+    return f"{human_times(1 / ratio)}x less" if ratio else "nothing"
+
+
+def _bytes_ratio(run: ComparedRun, other: ComparedRun) -> float | None:
+    """Bytes that this run sent per island over those of the other; None where the other sent nothing."""
+    other_bytes = other.summary.sent_bytes_per_island
+    return run.summary.sent_bytes_per_island / other_bytes if other_bytes else None
 
 
 def _data(folder: str | Path) -> dict[str, Any]:
-    """What was read and judged on. How it was dealt out to islands is what runs are compared for, so it is left out."""
+    """The settings of the data without its division between islands, which compared runs may choose."""
     data = read_settings(folder).get("data")
     if not isinstance(data, dict):
         return {}
@@ -110,80 +207,143 @@ def _data(folder: str | Path) -> dict[str, Any]:
     return kept | {"type": str(kept["type"]).rpartition(".")[2]} if "type" in kept else kept
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+# --------------------------------------------------------------------------------------------------------------------- sentence
 
 
-def _headings(comparison: Comparison, most: str) -> list[str]:
-    """With what the run that sent most is called."""
-    against = [f"against {most}"] if len(comparison.rows) > 1 else []
-    accuracy = ["accuracy"] if _judged_by_accuracy(comparison) else []
-    memory = ["peak memory"] if _differ_in_memory(comparison) else []
-    return [
-        "run",
-        "algorithm",
-        "val loss",
-        *accuracy,
-        "tokens",
-        "sent per island",
-        *against,
-        _time_heading(comparison),
-        "busy",
-        *memory,
+def sentence(comparison: Comparison) -> str:
+    """One sentence about the loss, the bytes and the time of each run against those of the run that sent most. It says so if a run
+    is worse, and if runs are not comparable because they did different work."""
+    if len(comparison.rows) == 1:
+        return _alone(comparison)
+    text = _not_comparable(comparison.rows) or (
+        _each_run(comparison) if len(comparison.rows) <= _MAX_CLAUSES else _best_runs(comparison)
+    )
+    return f"{text}{_uncompared_times(comparison)}."
+
+
+def _alone(comparison: Comparison) -> str:
+    (run,) = comparison.rows
+    summary, loss = run.summary, comparison.losses[run.label]
+    reached = f"{run.label} reaches {loss}" if math.isfinite(summary.val_loss) else f"{run.label} diverged (its loss is {loss})"
+    wall = " of wall time" if summary.clock == "wall" else ""
+    time = f" in {human_time(summary.time_s)}{wall}" if summary.time_s is not None else ""
+    sent = f"sending {human_bytes(summary.sent_bytes_per_island)} per island"
+    return f"{reached} after {human_count(summary.tokens)} tokens, {sent}{time}."
+
+
+def _not_comparable(runs: Sequence[ComparedRun]) -> str:
+    """Why the losses say nothing about the algorithms; empty if they do."""
+    first, *others = (run.data for run in runs)
+    differing = [key for key in first if all(key in data for data in others) and any(data[key] != first[key] for data in others)]
+    tokens = [_tokens_computed(run.summary) + run.summary.warm_start_tokens for run in runs]
+    requested = [count - _tokens_past_end(run.summary) for run, count in zip(runs, tokens, strict=True)]
+    if differing:
+        why = "their data differ"
+        found = [f"{run.label} has {', '.join(f'{key}={run.data[key]}' for key in differing)}" for run in runs]
+    elif len({run.summary.params for run in runs}) > 1:
+        why = "their models differ in parameters"
+        found = [f"{run.label} has {human_count(run.summary.params)}" for run in runs]
+    elif max(requested) > (1 + _SAME_WORK) * min(tokens):
+        why = "they trained on different numbers of tokens"
+        found = [f"{run.label} saw {human_count(count)}" for run, count in zip(runs, tokens, strict=True)]
+    else:
+        return ""
+    return f"These runs are not comparable, because {why}: {_listed(found)}"
+
+
+def _tokens_computed(summary: Summary) -> float:
+    """Including those of updates that a hub left out as too stale, because that is a choice of the algorithm."""
+    hub = summary.asynchrony
+    return summary.tokens if hub is None or not hub.applied else summary.tokens * hub.arrivals / hub.applied
+
+
+def _tokens_past_end(summary: Summary) -> float:
+    """Tokens that a run may have computed beyond the requested ones. A hub stops with the arrival that reaches the request; islands
+    that accumulate freely, so that commits differ in size, stop with the commit that does."""
+    rounds = summary.overlap
+    if rounds is not None and rounds.background and rounds.most_tokens > rounds.fewest_tokens:
+        return rounds.most_tokens
+    if summary.asynchrony is None or not summary.local_updates:
+        return 0.0
+    longest = max((worker.steps / worker.rounds for worker in summary.asynchrony.workers if worker.rounds), default=0.0)
+    return longest * summary.tokens / summary.local_updates
+
+
+def _each_run(comparison: Comparison) -> str:
+    reference, clauses = comparison.most, list[str]()
+    for run in comparison.rows:
+        if run is not reference:
+            outcome = _outcome(run, reference, comparison.losses, first=not clauses)
+            cost = " ".join(part for part in (_bytes(run, reference), _time(run, reference)) if part)
+            clauses.append(f"{outcome} {cost}")
+    return "; ".join(clauses)
+
+
+def _outcome(run: ComparedRun, reference: ComparedRun, losses: Mapping[str, str], *, first: bool) -> str:
+    """The loss of a run. Only the first clause names the loss of the reference."""
+    mine, other = losses[run.label], losses[reference.label]
+    if not math.isfinite(run.summary.val_loss):
+        return f"{run.label} diverged (its loss is {mine})" + (f" where {reference.label} reaches {other}," if first else ",")
+    if not math.isfinite(reference.summary.val_loss):
+        return f"{run.label} reaches {mine}" + (f" where {reference.label} diverged," if first else "")
+    if mine == other:
+        return f"{run.label} matches {reference.label}'s {other}"
+    if run.summary.val_loss < reference.summary.val_loss:
+        return f"{run.label} reaches {mine}" + (f" against {reference.label}'s {other}" if first else "")
+    worse = float(mine) - float(other)  # the difference of the losses as shown
+    return f"{run.label} ends {worse:.2g} worse than {reference.label} ({mine} against {other}),"
+
+
+def _bytes(run: ComparedRun, reference: ComparedRun) -> str:
+    ratio = _bytes_ratio(run, reference)
+    if not ratio:
+        return "with nothing sent"
+    share = "the same bytes" if abs(ratio - 1) < _SAME else f"{human_fraction(ratio)} of the bytes"
+    if (run.summary.asynchrony is None) != (reference.summary.asynchrony is None):
+        return f"sending {share} (what a hub sends is not counted)"
+    return f"with {share}"
+
+
+def _time(run: ComparedRun, reference: ComparedRun) -> str:
+    mine_s, other_s = run.summary.time_s, reference.summary.time_s
+    if not mine_s or not other_s or run.summary.clock != reference.summary.clock:
+        return ""
+    ratio = mine_s / other_s
+    if abs(ratio - 1) < _SAME:
+        return "in the same time"
+    return f"in {human_fraction(ratio)} of the time" if ratio < 1 else f"in {human_times(ratio)} times the time"
+
+
+def _best_runs(comparison: Comparison) -> str:
+    total, finite = len(comparison.rows), [run for run in comparison.rows if math.isfinite(run.summary.val_loss)]
+    if not finite:
+        return f"All {total} runs diverged"
+    lowest = min(finite, key=lambda run: run.summary.val_loss)
+    least = min(finite, key=lambda run: run.summary.sent_bytes_per_island)
+    best = [
+        f"{lowest.label} reaches the lowest loss ({comparison.losses[lowest.label]})",
+        f"{least.label} sends least ({human_bytes(least.summary.sent_bytes_per_island)} per island)",
     ]
+    timed = [(run.summary.time_s, run.label) for run in finite if run.summary.time_s is not None]
+    if len(timed) == len(finite) and len({run.summary.clock for run in finite}) == 1:
+        time_s, label = min(timed)
+        best.append(f"{label} is fastest ({human_time(time_s)})")
+    return f"Of {total} runs, {_listed(best)}" + (f"; {total - len(finite)} diverged" if len(finite) < total else "")
 
 
-def _cells(comparison: Comparison) -> list[list[str]]:
-    losses, rows = losses_as_text(comparison.rows), []
-    for row in comparison.rows:
-        summary = row.summary
-        accuracy = human_accuracy(summary.val_accuracy) if summary.val_accuracy is not None else "-"
-        memory = human_bytes(summary.memory.largest.peak_bytes) if summary.memory is not None else "-"
-        rows.append(
-            [
-                row.label,
-                summary.algorithm,
-                losses[row.label],
-                *([accuracy] if _judged_by_accuracy(comparison) else []),
-                human_count(summary.tokens),
-                human_bytes(summary.sent_bytes_per_island),
-                *([_times_less(row, comparison.most)] if len(comparison.rows) > 1 else []),
-                _time(row, comparison),
-                human_percent(summary.utilisation) if summary.utilisation is not None else "-",
-                *([memory] if _differ_in_memory(comparison) else []),
-            ]
-        )
-    return rows
+def _uncompared_times(comparison: Comparison) -> str:
+    if not comparison.mixed_clocks:
+        return ""
+    parts = []
+    for clock in ("virtual", "wall"):
+        labels = [run.label for run in comparison.rows if run.summary.clock == clock]
+        parts.append(f"{clock} times ({_listed(labels) if len(comparison.rows) <= _MAX_CLAUSES else len(labels)})")
+    return f"; {' and '.join(parts)} are not compared"
 
 
-def _time_heading(comparison: Comparison) -> str:
-    return "time" if on_both_clocks(comparison.rows) else f"{comparison.rows[0].summary.clock} time"
-
-
-def _time(row: Row, comparison: Comparison) -> str:
-    """With the name of its clock, where the heading cannot name one for all."""
-    summary = row.summary
-    if summary.time_s is None:
-        return "-"
-    return human_time(summary.time_s) + (f" ({summary.clock})" if on_both_clocks(comparison.rows) else "")
-
-
-def _judged_by_accuracy(comparison: Comparison) -> bool:
-    """Whether any run has an accuracy; then all show theirs, or that they have none."""
-    return any(row.summary.val_accuracy is not None for row in comparison.rows)
-
-
-def _differ_in_memory(comparison: Comparison) -> bool:
-    """Whether there is something to compare: islands of different runs held more or less at most, or some hold shares."""
-    counted = [row.summary.memory for row in comparison.rows if row.summary.memory is not None]
-    differ = len({memory.largest.peak_bytes for memory in counted}) > 1
-    return len(comparison.rows) > 1 and (differ or any(memory.sharded for memory in counted))
-
-
-def _times_less(row: Row, most: Row) -> str:
-    if row is most:
-        return "the most"
-    ratio = bytes_ratio(row, most)
-    if ratio is None or ratio == 1:
-        return "the same"
-    return f"{human_times(1 / ratio)}x less" if ratio else "nothing"
+def _listed(parts: Sequence[str]) -> str:
+    """
+    >>> _listed(["one", "two", "three"])
+    'one, two and three'
+    """
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

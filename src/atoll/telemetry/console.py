@@ -1,39 +1,43 @@
-"""What a run looks like on a terminal: a bar per phase, and a line where something happens.
+"""A run on the terminal: one bar per phase, and one line per event worth reading.
 
-All of it goes to standard error, so that standard output is left for results. On a terminal the bars are redrawn in place.
-Elsewhere (a file, a pipe, a batch job) a plain line is written every tenth of a phase and every few seconds; the pause between
-two lines grows with the run, so that a week fills a few pages and not a disk.
+Everything goes to standard error; standard output is left for results. On a terminal the bars are redrawn in place. In a file, a
+pipe or a batch job the sink writes a plain line every tenth of a phase and every few seconds. The pause between two lines grows
+with the run, so that a week fills a few pages.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from atoll.core.events import Event, Progress, RoundFinished, RunFinished, RunStarted, Saved, WarmStartFinished
-from atoll.telemetry.event_text import figures, local_updates_total, notice
-from atoll.telemetry.progress_display import Clock, Display, LiveBars, Pace, PlainLines
-from atoll.telemetry.running_totals import Tally
+from atoll.core import events as ev
+from atoll.telemetry.event_log import clock_at
+from atoll.telemetry.progress import RunningTotals
+from atoll.telemetry.units import human_bytes, human_count, human_percent, human_time, perplexity, plural
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.progress import TaskID
 
+WallClock = Callable[[], float]
 WARM_START = "warm start"
 TRAINING = "training"
+# An engine may call the phase of training train, round or resume: all of them move one bar.
+_PHASES = {"train": TRAINING, "round": TRAINING, "resum": TRAINING, "warm": WARM_START}
 
 
 class ConsoleSink:
-    """Shows a run to whoever watches. Close it, or use it in a `with`, so that the terminal gets its cursor back.
+    """Shows a run. Close it, or use it in a `with`, so that the terminal gets its cursor back.
 
     Args:
-        title: what to call the run.
-        quiet: show nothing at all.
-        steps: inner steps each island will take, if known before an event tells.
-        who: who trains, in words, where the number of islands does not say it all.
+        title: the name of the run.
+        quiet: show nothing.
+        steps: inner steps of each island, if known before RunStarted.
+        who: a description of what trains, where the number of islands is not enough.
         console: where to write; standard error if None.
-        clock: seconds of real time, for the pace of lines and the time that remains.
+        clock: seconds of real time.
     """
 
     def __init__(
@@ -44,48 +48,50 @@ class ConsoleSink:
         steps: int | None = None,
         who: str | None = None,
         console: Console | None = None,
-        clock: Clock = time.monotonic,
+        clock: WallClock = time.monotonic,
     ) -> None:
         self._steps = steps
         self._who = who
         self._clock = clock
-        self._tally = Tally()
+        self._totals = RunningTotals()
         self._text = ""
         self._fraction: float | None = None
-        self._paces: dict[type[Event], Pace] = {}
-        self._withheld: dict[type[Event], int] = {}
-        self._display = None if quiet else _display(title, console, clock)
+        self._limiters: dict[type[ev.Event], RateLimiter] = {}
+        self._withheld: dict[type[ev.Event], int] = {}
+        self._display = None if quiet else new_display(title, console, clock)
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: ev.Event) -> None:
         if self._display is None:
             return
-        self._tally.take(event)
+        self._totals.take(event)
         match event:
-            case RunStarted():
+            case ev.RunStarted():
                 self._steps = event.steps
-            case Progress():
+            case ev.Progress():
                 self._advance(self._display, event)
-            case RoundFinished():
-                self._text = figures(event, self._tally)
-                self._display.advance(TRAINING, self._done(event), self._text)
-            case WarmStartFinished():
+            case ev.RoundFinished():
+                self._text = round_text(event, self._totals)
+                self._display.advance(TRAINING, self._fraction_done(event), self._text)
+            case ev.WarmStartFinished():
                 self._display.finish(WARM_START)
-            case RunFinished():
+            case ev.RunFinished():
                 self._display.finish(TRAINING)
-                self._display.close()  # so that the last line stands below the bars
+                self._display.close()  # before the last line, which then stays below the bars
             case _:
                 pass
-        self._notice(self._display, event)
+        line = event_text(event, self._who)
+        if line is not None:
+            self._log(self._display, type(event), line)
 
-    def recall(self, events: Iterable[Event]) -> None:
-        """What happened before, in another process: nothing is shown, but figures go on from there."""
+    def recall(self, events: Iterable[ev.Event]) -> None:
+        """Continues the totals of an earlier process. Nothing is shown."""
         for event in events:
-            self._tally.take(event)
-            if isinstance(event, RunStarted):
+            self._totals.take(event)
+            if isinstance(event, ev.RunStarted):
                 self._steps = event.steps
 
     def close(self) -> None:
-        """Leaves the bars as they are and gives the terminal back. Closing twice is fine."""
+        """Leaves the bars as they are and frees the terminal. A second call does nothing."""
         if self._display is not None:
             self._display.close()
 
@@ -95,40 +101,152 @@ class ConsoleSink:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _advance(self, display: Display, event: Progress) -> None:
-        phase = _phase(event.phase)
-        if phase == TRAINING and self._steps is None:
-            self._steps = event.total  # a resumed run was started, and its length reported, by another process
+    def _advance(self, display: ProgressDisplay, event: ev.Progress) -> None:
+        phase = next((phase for prefix, phase in _PHASES.items() if event.phase.lower().startswith(prefix)), event.phase)
         fraction = min(1.0, event.done / event.total) if event.total > 0 else None
         if phase == TRAINING:
             self._fraction = fraction
-        # Between two rounds the last round's figures say more than a note that is not there.
+            self._steps = event.total if self._steps is None else self._steps  # a resumed run has no RunStarted
         display.advance(phase, fraction, event.note or (self._text if phase == TRAINING else ""))
 
-    def _done(self, event: RoundFinished) -> float | None:
-        """How much of the training is done. With a hub all count who bring updates, and steps of each are a mean at best."""
-        if not self._tally.asynchronous:
+    def _fraction_done(self, event: ev.RoundFinished) -> float | None:
+        """With a hub, by the local updates of all workers: the steps of each worker differ."""
+        if not self._totals.asynchronous:
             return min(1.0, event.steps / self._steps) if self._steps else None
-        started = self._tally.started
-        # Of a run whose beginning is not known, what the engine last said stands.
-        return min(1.0, event.local_updates / local_updates_total(started)) if started is not None else self._fraction
+        total = self._totals.local_updates_total
+        return min(1.0, event.local_updates / total) if total is not None else self._fraction
 
-    def _notice(self, display: Display, event: Event) -> None:
-        line = notice(event, self._who)
-        if line is None:
-            return
-        kind = type(event)
-        if kind not in self._paces:
-            free, apart_s = (1, 60.0) if kind is Saved else (20, 5.0)
-            self._paces[kind] = Pace(self._clock, free=free, apart_s=apart_s)
-        if not self._paces[kind].due():
+    def _log(self, display: ProgressDisplay, kind: type[ev.Event], line: str) -> None:
+        if kind not in self._limiters:
+            burst, interval_s = (1, 60.0) if kind is ev.Saved else (20, 5.0)
+            self._limiters[kind] = RateLimiter(self._clock, burst=burst, interval_s=interval_s)
+        if not self._limiters[kind].allow():
             self._withheld[kind] = self._withheld.get(kind, 0) + 1
             return
         withheld = self._withheld.pop(kind, 0)
-        display.say(line + (f" (and {withheld} more since the last such line)" if withheld else ""))
+        display.log(line + (f" (and {withheld} more since the last such line)" if withheld else ""))
 
 
-def _display(title: str, console: Console | None, clock: Clock) -> Display:
+# ------------------------------------------------------------------------------------------------------------------------- text
+
+
+def event_text(event: ev.Event, who: str | None = None) -> str | None:
+    """One line for an event; None for an event that has none.
+
+    >>> event_text(ev.IslandLeft(island=2, round=7, virtual_time_s=754.0))
+    'round 7: island 2 left at 0:12:34'
+    """
+    match event:
+        case ev.RunStarted():
+            engine = "" if event.engine == "sim" else f" (engine {event.engine})"
+            model = f"{human_count(event.params)} parameters, {event.steps} steps each, seed {event.seed}"
+            return f"{event.recipe}: {event.algorithm} on {who or _islands_text(event)}{engine}, {model}"
+        case ev.LimitSet():
+            return f"an exchange may take {human_time(event.limit_s)} ({event.why})"
+        case ev.WarmStartFinished():
+            return f"warm start: {event.steps} steps, {human_count(event.tokens)} tokens, loss {event.loss:.4g}"
+        case ev.Evaluated():
+            return f"round {event.round}, step {event.steps}: {_metrics_text(event.metrics)}, {human_count(event.tokens)} tokens"
+        case ev.IslandJoined():
+            return f"round {event.round}: island {event.island} joined at {human_time(event.time_s)}{_transfer_text(event)}"
+        case ev.IslandLeft():
+            return f"round {event.round}: island {event.island} left at {human_time(event.time_s)}"
+        case ev.Refused():
+            at = human_time(event.time_s)
+            return f"round {event.round}: the update of island {event.island} was refused at {at} ({event.reason})"
+        case ev.Returned():
+            again = f"{event.steps} steps of shard {event.shard} are assigned again"
+            return f"round {event.round}: island {event.island} sent no update, {again}"
+        case ev.HubRestarted():
+            source = f"checkpoint {event.checkpoint}" if event.checkpoint is not None else "the initial weights (no checkpoint yet)"
+            lost = f"{event.lost_rounds} rounds are lost ({event.lost_local_updates} local updates)"
+            return f"a new hub continues at {human_time(event.time_s)} from {source}; {lost}"
+        case ev.Attended() if event.participating != event.alive or event.attempts > 1:
+            again = f", at attempt {event.attempts}" if event.attempts > 1 else ""
+            return f"round {event.round}: {event.participating} of {event.alive} live islands committed ({event.known} known){again}"
+        case ev.Arranged():
+            how = "together in one batched pass" if event.how == "stacked" else "one after the other"
+            return f"islands compute {how}: {event.why}"
+        case ev.SaveFailed():
+            return f"round {event.round}: checkpoint not written, training continues: {event.reason}"
+        case ev.RoundFailed():
+            return f"round {event.round}: failed, {event.what} was missed by island {', '.join(map(str, event.islands))}"
+        case ev.UpdateSkipped():
+            return f"round {event.round}: {_skipped_text(event)}"
+        case ev.CaughtUp():
+            return f"round {event.round}: island {event.island} caught up{_transfer_text(event)}"
+        case ev.Saved():
+            return f"round {event.round}: saved {event.name}"
+        case ev.RunFinished():
+            cost = f"{human_bytes(event.sent_bytes_per_island)} sent per island, {human_time(event.time_s)} of {clock_at(event)} time"
+            busy = f", {human_percent(event.utilisation)} of it computing" if event.utilisation is not None else ""
+            work = f"val loss {event.val_loss:.4g}, {event.rounds} rounds, {human_count(event.tokens)} tokens"
+            return f"finished: {work}, {cost}{busy}"
+        case _:
+            return None
+
+
+def round_text(event: ev.RoundFinished, totals: RunningTotals) -> str:
+    """The figures beside the bar of training."""
+    parts = [f"loss {event.loss:.3f}"]
+    if totals.evaluation is not None and "loss" in totals.evaluation.metrics:
+        parts.append(f"val {totals.evaluation.metrics['loss']:.3f}")
+    if totals.asynchronous:
+        total, staleness = totals.local_updates_total, totals.staleness()
+        # Workers may deliver more local updates than the run asked for.
+        done = human_count(event.local_updates) if total is None else f"{human_count(min(event.local_updates, total))}/"
+        parts.append(f"updates {done}{human_count(total) if total is not None else ''}")
+        parts += [f"staleness {staleness:.1f}"] if staleness is not None else []
+        parts.append(plural(event.islands, "worker"))
+    parts += [f"{clock_at(event)} time {human_time(event.time_s)}", f"{human_bytes(event.sent_bytes_per_island)} per island"]
+    utilisation = totals.utilisation(event.time_s)
+    parts += [f"busy {human_percent(utilisation)}"] if utilisation is not None else []
+    return "  ".join(parts)
+
+
+def _islands_text(event: ev.RunStarted) -> str:
+    islands, devices = plural(event.islands, "island"), event.devices_per_island
+    return islands if devices is None else f"{islands} of {plural(devices, 'device')}"
+
+
+def _transfer_text(event: ev.CaughtUp | ev.IslandJoined) -> str:
+    return f", {human_bytes(event.sent_bytes)} from island {event.donor}" if event.donor is not None else ""
+
+
+def _skipped_text(event: ev.UpdateSkipped) -> str:
+    inside = event.inside
+    names = [str(number) if inside is None else f"{inside}.{number}" for number in event.islands]
+    kind = ("island" if inside is None else "device") + ("s" if len(names) > 1 else "")
+    members = "all islands" if inside is None else f"all devices of island {inside}"
+    why = f"gradients of {kind} {', '.join(names)} are not finite" if names else "there are no gradients"
+    return f"{why}, so {members} skip the update"
+
+
+def _metrics_text(metrics: dict[str, float]) -> str:
+    named = {"val loss": metrics["loss"], "perplexity": perplexity(metrics["loss"])} if "loss" in metrics else {}
+    named |= {name: value for name, value in metrics.items() if name != "loss"}
+    return ", ".join(f"{name} {value:.4g}" for name, value in named.items())
+
+
+# --------------------------------------------------------------------------------------------------------------------- displays
+
+
+class ProgressDisplay(Protocol):
+    """Shows how far each phase is, and lines in between."""
+
+    def advance(self, phase: str, fraction: float | None, text: str) -> None:
+        """`fraction` is None where the length of the phase is unknown."""
+
+    def finish(self, phase: str) -> None:
+        """The phase is complete. A phase that was never shown is ignored."""
+
+    def log(self, line: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def new_display(title: str, console: Console | None = None, clock: WallClock = time.monotonic) -> ProgressDisplay:
+    """Bars on a terminal, plain lines elsewhere; on standard error if no console is given."""
     from rich.console import Console
 
     console = console or Console(stderr=True)
@@ -136,11 +254,100 @@ def _display(title: str, console: Console | None, clock: Clock) -> Display:
     return LiveBars(console, title, clock) if live else PlainLines(console, title, clock)
 
 
-def _phase(name: str) -> str:
-    """Rounds, progress within them and a resumption move one bar, whatever an engine calls the phase; so does the warm start.
+class RateLimiter:
+    """Allows a burst of lines, then one per interval, then one per fiftieth of the time passed.
 
-    >>> _phase("train"), _phase("resume"), _phase("warm_start"), _phase("tokenizing")
-    ('training', 'training', 'warm start', 'tokenizing')
+    >>> times_s = iter([0.0, 1.0, 2.0, 6.0, 1000.0, 1015.0, 1021.0])
+    >>> limiter = RateLimiter(lambda: next(times_s), burst=1, interval_s=5.0)        # reads 0.0
+    >>> [limiter.allow() for _ in range(6)]
+    [True, False, True, True, False, True]
     """
-    known = {"train": TRAINING, "round": TRAINING, "resum": TRAINING, "warm": WARM_START}
-    return next((phase for prefix, phase in known.items() if name.lower().startswith(prefix)), name)
+
+    def __init__(self, clock: WallClock, *, burst: int, interval_s: float) -> None:
+        self._clock = clock
+        self._burst = burst
+        self._interval_s = interval_s
+        self._begin_s = self._last_s = clock()
+
+    def allow(self) -> bool:
+        """Whether a line may be written now; if so, it counts as written."""
+        now_s = self._clock()
+        # Growing pauses keep the number of lines logarithmic in the length of the run.
+        if self._burst <= 0 and now_s - self._last_s < max(self._interval_s, 0.02 * (now_s - self._begin_s)):
+            return False
+        self._burst, self._last_s = self._burst - 1, now_s
+        return True
+
+
+class PlainLines:
+    """For files and pipes: a line every tenth of a phase, and in between when the rate limit allows."""
+
+    def __init__(self, console: Console, title: str, clock: WallClock) -> None:
+        self._console = console
+        self._title = title
+        self._limiter = RateLimiter(clock, burst=1, interval_s=5.0)
+        self._tenths: dict[str, int] = {}
+
+    def advance(self, phase: str, fraction: float | None, text: str) -> None:
+        tenth = int(10 * fraction + 1e-9) if fraction is not None else 0
+        passed = tenth > self._tenths.get(phase, 0)
+        self._tenths[phase] = tenth
+        if self._limiter.allow() or passed:  # in this order: the line of a tenth counts for the limit
+            share = f"{human_percent(fraction)}" if fraction is not None else "..."
+            self.log("  ".join(part for part in (f"{self._title}: {phase}", share, text) if part))
+
+    def finish(self, phase: str) -> None:
+        pass
+
+    def log(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveBars:
+    """For terminals: one bar per phase, redrawn in place, with the latest figures below and lines above."""
+
+    def __init__(self, console: Console, title: str, clock: WallClock) -> None:
+        from rich.live import Live
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        self._title = title
+        self._text = ""
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            TaskProgressColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            console=console,
+            get_time=clock,
+            auto_refresh=False,  # the Live below draws it
+        )
+        # Standard output is not redirected: results go there, not among the bars on standard error.
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, redirect_stdout=False)
+        self._tasks: dict[str, TaskID] = {}
+
+    def advance(self, phase: str, fraction: float | None, text: str) -> None:
+        if phase not in self._tasks:
+            self._live.start()
+            self._tasks[phase] = self._bars.add_task(f"{self._title}: {phase}", total=None)
+        self._bars.update(self._tasks[phase], total=1.0 if fraction is not None else None, completed=fraction or 0.0)
+        self._text = text
+
+    def finish(self, phase: str) -> None:
+        if phase in self._tasks:
+            self._bars.update(self._tasks[phase], total=1.0, completed=1.0)
+            self._text = ""
+
+    def log(self, line: str) -> None:
+        self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self._bars, Text(self._text, no_wrap=True, overflow="ellipsis")) if self._text else self._bars

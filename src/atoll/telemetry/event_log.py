@@ -1,36 +1,43 @@
-"""The run's log: one event, one line of JSON.
+"""events.jsonl, the log of a run: one line of JSON per event, and the clock that its times are on.
 
-A log survives whatever ends the process. Each line is handed to the operating system as it is written, so that at most the last
-one is cut short. A checkpoint stores `position()`, and a run that resumes from it opens the log with `append_at`, which cuts off
-what happened after the checkpoint, since it is about to happen again.
+Each line reaches the operating system as soon as it is written, so a killed process truncates at most the last line. A checkpoint
+stores `position()`. A resumed run opens the log with `append_at`, which removes the events after the checkpoint, because the run
+is about to repeat them.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from atoll.core.errors import CheckpointError
-from atoll.core.events import Event, from_json
+from atoll.core.events import Arrived, Evaluated, Event, RoundFinished, RunFinished, RunStarted, from_json
+
+Clock = Literal["virtual", "wall"]
+"""Of a simulated cluster, or of real machines. The two are not comparable, so every figure of a time names its clock."""
 
 
 class JsonlSink:
     """Writes recorded events to a file, one line each.
 
     Args:
-        path: the file; its folder is made if need be.
-        append_at: None for a log from the start, which replaces one that is there. Else the log must be there and at least this
-            many bytes long, and all after them is cut off.
+        path: the file; the sink creates its folder.
+        append_at: None starts a new log and replaces an old one. A number of bytes keeps that much of the existing log, which
+            must be at least that long, and removes the rest.
     """
 
     def __init__(self, path: str | Path, append_at: int | None = None) -> None:
         self.path = Path(path)
         try:
-            self._file = _begin(self.path) if append_at is None else _continue(self.path, append_at)
+            if append_at is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file: BinaryIO = self.path.open("wb")
+            else:
+                self._file = _open_at(self.path, append_at)
         except OSError as error:
             raise _failed("open", self.path, error) from error
 
@@ -39,13 +46,13 @@ class JsonlSink:
             return
         try:
             self._file.write(event.to_json().encode() + b"\n")
-            # Buffered, then flushed: after a full disk the buffer still holds what was not written, and no line is torn inside.
+            # The buffer keeps the rest of a line while the disk is full, so no line is torn inside the log.
             self._file.flush()
         except OSError as error:
             raise _failed("write", self.path, error) from error
 
     def position(self) -> int:
-        """How many bytes the log has; all of them are on the disk when this returns."""
+        """The length of the log in bytes, after all of them are on the disk."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -54,7 +61,7 @@ class JsonlSink:
             raise _failed("write", self.path, error) from error
 
     def close(self) -> None:
-        """Closing twice is fine."""
+        """Closes the file. A second call does nothing."""
         try:
             self._file.close()
         except OSError as error:
@@ -68,15 +75,15 @@ class JsonlSink:
 
 
 def read_events(path: str | Path, kinds: Collection[type[Event]] = (), *, after: int = 0) -> Iterator[Event]:
-    """The events of a log, in order. A last line that was cut short is left out; any other malformed line raises.
+    """The events of a log, in order. A truncated last line is skipped; any other malformed line raises a CheckpointError.
 
     Args:
-        path: the log.
-        kinds: classes to pick; the lines of others are skipped unread, which is much faster. None given means all.
-        after: skip so many bytes, at which a line must begin; lines are numbered from there.
+        kinds: the event classes to read. The lines of other classes are skipped without parsing, which is much faster. Empty
+            reads all.
+        after: skip this many bytes, which must end a line; line numbers in errors count from there.
     """
     path = Path(path)
-    # The first key of every line is the event's name; to_json writes it so.
+    # Event.to_json writes the name of the event as the first key of every line.
     wanted = tuple(f'{{"event": "{kind.__name__}"'.encode() for kind in kinds)
     try:
         with path.open("rb") as file:
@@ -91,11 +98,40 @@ def read_events(path: str | Path, kinds: Collection[type[Event]] = (), *, after:
         raise _failed("read", path, error) from error
 
 
+def clock_of(engine: str) -> Clock:
+    """The clock that an engine's times are on.
+
+    >>> clock_of("sim"), clock_of("dist")
+    ('virtual', 'wall')
+    """
+    return "virtual" if engine == "sim" else "wall"
+
+
+def clock_at(event: Arrived | Evaluated | RoundFinished | RunFinished) -> Clock:
+    """The clock that an event's time is on."""
+    return "wall" if event.virtual_time_s is None else "virtual"
+
+
+def read_clock(folder: str | Path) -> Clock:
+    """The clock of the run in a folder; virtual if its log has no RunStarted."""
+    first = next(read_events(Path(folder) / "events.jsonl", kinds=(RunStarted,)), None)
+    return clock_of(first.engine) if isinstance(first, RunStarted) else "virtual"
+
+
+def clock_name(clocks: Iterable[Clock]) -> str:
+    """The name of an axis with the times of several runs.
+
+    >>> clock_name(["wall", "wall"]), clock_name(["virtual", "wall"])
+    ('wall time', 'virtual or wall time')
+    """
+    return f"{' or '.join(sorted(set(clocks)))} time"
+
+
 def _parse(path: Path, number: int, line: bytes) -> Event | None:
     try:
         return from_json(line.decode())
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        if not line.endswith(b"\n"):  # only a last line has no end
+        if not line.endswith(b"\n"):  # only the last line can lack its end
             return None
         shown = line[:60].decode(errors="replace").rstrip()
         raise CheckpointError(
@@ -104,12 +140,7 @@ def _parse(path: Path, number: int, line: bytes) -> Event | None:
         ) from error
 
 
-def _begin(path: Path) -> BinaryIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("wb")
-
-
-def _continue(path: Path, append_at: int) -> BinaryIO:
+def _open_at(path: Path, append_at: int) -> BinaryIO:
     if append_at < 0:
         raise CheckpointError(f"append_at={append_at}: a log continues at 0 bytes or later. Give what position() returned.")
     file = path.open("r+b")
@@ -117,7 +148,7 @@ def _continue(path: Path, append_at: int) -> BinaryIO:
     if size_bytes < append_at:
         file.close()
         raise CheckpointError(
-            f"{path} has {size_bytes} bytes, but the checkpoint was written when it had {append_at}: the log was cut or replaced. "
+            f"{path} has {size_bytes} bytes, but it had {append_at} when the checkpoint was written: the log was cut or replaced. "
             f"Restore it, or resume from an earlier checkpoint."
         )
     file.truncate(append_at)
@@ -126,13 +157,12 @@ def _continue(path: Path, append_at: int) -> BinaryIO:
 
 
 def _failed(verb: str, path: Path, error: OSError) -> CheckpointError:
-    """What went wrong with the file, and what to do about it."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = f"Free some space there, then go on with `atoll run --resume {path.parent}`."
+        advice = f"Free some space there, then continue with `atoll run --resume {path.parent}`."
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         advice = "Check its permissions, or choose a folder that you may write to."
     elif error.errno == errno.ENOENT:
-        advice = f"Is {path.parent} a run's folder? It should hold run.json and events.jsonl."
+        advice = f"Is {path.parent} the folder of a run? It should hold run.json and events.jsonl."
     else:
-        advice = f"Check the disk, then go on with `atoll run --resume {path.parent}`."
+        advice = f"Check the disk, then continue with `atoll run --resume {path.parent}`."
     return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}. {advice}")

@@ -1,120 +1,131 @@
-"""Where the islands' time went in a run whose islands meet: who computes, who waits, and how much of the exchanges was hidden.
+"""Figures of a synchronous run: how each island spent its time, and how much of the exchanges was hidden behind computing.
 
-An island's time at hand is split into three parts that add up to it: computing; talking, which is the part of the exchanges during
-which it did not compute; and waiting, for others or for an exchange that they are late for. What is hidden is the part of the
-exchanges during which it did compute, so that they cost it nothing.
+The time that an island is present has three parts, which add up to it: computing; communicating, which is the part of the exchanges
+during which the island did not compute; and waiting for other islands. The hidden part of an exchange is the part during which
+the island computed, so that it cost no time.
+
+In a run of two levels each island has devices with an algorithm of their own, and each device counts as one island here: device j
+of island i has the number i * devices + j.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from atoll.core.events import (
-    CaughtUp,
-    Computed,
-    Event,
-    Exchanged,
-    IslandJoined,
-    IslandLeft,
-    Recut,
-    RoundFailed,
-    RoundFinished,
-    RunFinished,
-    RunStarted,
-    UpdateSkipped,
-)
+from atoll.core import events as ev
 from atoll.telemetry.async_summary import is_asynchronous
-from atoll.telemetry.device_events import by_device
 from atoll.telemetry.event_log import read_events
-from atoll.telemetry.island_times import IslandAccount, IslandTimes
+from atoll.telemetry.units import JsonRecord
 
-_TELLING = re.compile(rb'"background": true|"devices_per_island": \d|"engine": "(?!sim")|\{"event": "(UpdateSkipped|RoundFailed)"')
+Interval = tuple[float, float]
+"""Start and end, in seconds on the run's clock."""
+_ROUNDING = 1e-9  # a smaller share of the time is an error of float addition
+_REPORTED = re.compile(rb'"background": true|"devices_per_island": \d|"engine": "(?!sim")|\{"event": "(UpdateSkipped|RoundFailed)"')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Level:
-    """Exchanges inside islands, or those between them, of a run that has both.
+class IslandTimes(JsonRecord):
+    """One island's work and times. `present_s` is the sum of `computed_s`, `talked_s` and `waited_s`."""
 
-    Attributes:
-        background: of these `exchanges`, those that went on while devices computed, or could have.
-        sent_bytes: payload: inside of each device on average, between of each island.
-        exchanged_s: of all devices together.
-        hidden_s: the part of it during which they computed.
-        dropped_tokens: inside: whose gradients waited when an island was given other weights; None as long as it is not known.
-    """
+    derived = ("talked_s", "waited_s")
+    island: int
+    batches: float
+    """A part of a batch counts by its size."""
+    tokens: int
+    present_s: float
+    computed_s: float
+    exchanged_s: float
+    """In exchanges, hidden or not."""
+    hidden_s: float
+    """The part of the exchanges during which the island computed."""
+    inside_exchanged_s: float | None = None
+    """Of a device: the part of `exchanged_s` with devices of the same island. None in a run of one level."""
+    inside_hidden_s: float | None = None
 
+    @property
+    def talked_s(self) -> float:
+        """In exchanges during which the island did not compute."""
+        return self.exchanged_s - self.hidden_s
+
+    @property
+    def waited_s(self) -> float:
+        """Neither computing nor exchanging. On real machines this includes evaluations and checkpoints."""
+        idle_s = self.present_s - self.computed_s - self.talked_s
+        return idle_s if idle_s > _ROUNDING * self.present_s else 0.0
+
+    @property
+    def busy(self) -> float | None:
+        """Computing time over time present."""
+        return self.computed_s / self.present_s if self.present_s else None
+
+    @property
+    def hidden(self) -> float | None:
+        """The hidden share of the exchanges; of a device, of those inside its island."""
+        if self.inside_exchanged_s is None or self.inside_hidden_s is None:
+            return self.hidden_s / self.exchanged_s if self.exchanged_s else None
+        return self.inside_hidden_s / self.inside_exchanged_s if self.inside_exchanged_s else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeLevel(JsonRecord):
+    """The exchanges inside islands, or those between islands, of a run of two levels. Times are sums over all devices."""
+
+    derived = ("hidden",)
     exchanges: int
     background: int
+    """Exchanges that ran in the background of computing."""
     sent_bytes: float
+    """Payload: mean over devices inside islands, mean over islands between them."""
     exchanged_s: float
     hidden_s: float
-    dropped_tokens: int | None = None
+    dropped_tokens: int | None
+    """Inside islands: tokens whose gradients an island discarded when it received new weights. None before the end."""
 
     @property
     def hidden(self) -> float | None:
-        """The share of the exchanges that was hidden."""
         return self.hidden_s / self.exchanged_s if self.exchanged_s else None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "hidden": self.hidden}
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlapSummary:
-    """A synchronous run in figures.
-
-    Attributes:
-        islands: in order of their numbers.
-        background: exchanges that went on while islands computed, or could have.
-        exchanges: all of them.
-        skipped: updates that were left out because gradients were not finite, or there were none.
-        failed: rounds that were void because somebody was not heard.
-        most_tokens: of one round; `fewest_tokens` of one that committed any.
-        devices_per_island: where devices have an algorithm of their own; `islands` are then these, counted through all islands.
-        inside: exchanges between devices of one island; `between`: those of islands. None where devices have no algorithm.
-    """
-
+class OverlapSummary(JsonRecord):
+    derived = ("hidden",)
     islands: tuple[IslandTimes, ...]
+    """In a run of two levels, one entry per device."""
     background: int
+    """Exchanges that ran in the background of computing."""
     exchanges: int
     skipped: int
+    """Updates that all islands left out, because gradients were missing or not finite."""
     failed: int
+    """Rounds without a result, because an island missed the exchange."""
     most_tokens: int
+    """Of the largest round; `fewest_tokens` of the smallest that committed any."""
     fewest_tokens: int
     devices_per_island: int | None = None
-    inside: Level | None = None
-    between: Level | None = None
+    inside: ExchangeLevel | None = None
+    between: ExchangeLevel | None = None
 
     @property
     def hidden(self) -> float | None:
-        """The share of all islands' exchanges during which they computed."""
+        """The hidden share of the exchanges of all islands."""
         exchanged_s = sum(island.exchanged_s for island in self.islands)
         return sum(island.hidden_s for island in self.islands) / exchanged_s if exchanged_s else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values under the attributes' names, for JSON."""
-        record = {**asdict(self), "hidden": self.hidden, "islands": [island.to_dict() for island in self.islands]}
-        for name in ("inside", "between"):
-            level: Level | None = getattr(self, name)
-            record[name] = None if level is None else level.to_dict()
-        two_levels = ("devices_per_island", "inside", "between")
-        return {key: value for key, value in record.items() if value is not None or key not in two_levels}
 
+class OverlapTotals:
+    """Takes a run's events one by one, in order; `summary` may be called at any time.
 
-class Overlap:
-    """Takes a run's events one by one, in order, and can be asked at any time.
-
-    >>> overlap = Overlap()
-    >>> overlap.take(Computed(island=0, round=0, start_s=0.0, end_s=3.0, steps=1, batches=1, tokens=8, loss=2.0))
-    >>> overlap.summary().islands[0].computed_s
+    >>> totals = OverlapTotals()
+    >>> totals.take(ev.Computed(island=0, round=0, start_s=0.0, end_s=3.0, steps=1, batches=1, tokens=8, loss=2.0))
+    >>> totals.summary().islands[0].computed_s
     3.0
     """
 
     def __init__(self) -> None:
-        self._islands: dict[int, IslandAccount] = {}
+        self._islands: dict[int, _IslandTotals] = {}
         self._background = self._exchanges = self._skipped = self._failed = 0
         self._devices: int | None = None
         self._inside = self._inside_background = self._inside_bytes = 0
@@ -123,30 +134,30 @@ class Overlap:
         self._tokens = 0
         self._round_tokens: tuple[int, int] | None = None
 
-    def take(self, event: Event) -> None:
+    def take(self, event: ev.Event) -> None:
         match event:
-            case RunStarted():
+            case ev.RunStarted():
                 self._devices = event.devices_per_island
-            case Computed():
-                self._island(event.island).computed(event)
-            case Exchanged():
+            case ev.Computed():
+                self._island(event.island).take(event)
+            case ev.Exchanged():
                 self._exchanged(event)
-            case CaughtUp():
-                self._island(event.island).here_until(event.end_s)
-            case Recut():
+            case ev.CaughtUp():
+                self._island(event.island).extend(event.end_s)
+            case ev.Recut():
                 for number in event.islands:
-                    self._island(number).here_until(event.end_s)
-            case IslandJoined():
+                    self._island(number).extend(event.end_s)
+            case ev.IslandJoined():
                 self._island(event.island).since_s = self._island(event.island).until_s = event.time_s
-            case IslandLeft():
-                self._island(event.island).left()
-            case UpdateSkipped():
+            case ev.IslandLeft():
+                self._island(event.island).leave()
+            case ev.UpdateSkipped():
                 self._skipped += 1
-            case RoundFailed():
+            case ev.RoundFailed():
                 self._failed += 1
-            case RoundFinished():
-                self._finished(event)
-            case RunFinished():
+            case ev.RoundFinished():
+                self._round_finished(event)
+            case ev.RunFinished():
                 self._between_bytes = event.sent_bytes_per_island
                 self._dropped_tokens = event.inside_dropped_tokens
             case _:
@@ -154,10 +165,12 @@ class Overlap:
 
     def summary(self) -> OverlapSummary:
         fewest, most = self._round_tokens or (0, 0)
-        accounts = {number: one.so_far() for number, one in sorted(self._islands.items())}
-        inside, between = self._levels(list(accounts.values())) if self._devices is not None else (None, None)
+        islands = {number: replace(totals) for number, totals in sorted(self._islands.items())}
+        for totals in islands.values():
+            totals.settle()  # the copies count the open round; the originals keep it open
+        inside, between = self._levels(list(islands.values())) if self._devices is not None else (None, None)
         return OverlapSummary(
-            islands=tuple(one.times(number, two_levels=self._devices is not None) for number, one in accounts.items()),
+            islands=tuple(totals.times(number, two_levels=self._devices is not None) for number, totals in islands.items()),
             background=self._background,
             exchanges=self._exchanges,
             skipped=self._skipped,
@@ -169,27 +182,28 @@ class Overlap:
             between=between,
         )
 
-    def _levels(self, accounts: list[IslandAccount]) -> tuple[Level, Level]:
-        """Those inside, and those between islands."""
-        exchanged_s, hidden_s = sum(one.inside_exchanged_s for one in accounts), sum(one.inside_hidden_s for one in accounts)
-        inside = Level(
+    def _levels(self, devices: Sequence[_IslandTotals]) -> tuple[ExchangeLevel, ExchangeLevel]:
+        exchanged_s = sum(device.inside_exchanged_s for device in devices)
+        hidden_s = sum(device.inside_hidden_s for device in devices)
+        inside = ExchangeLevel(
             exchanges=self._inside,
             background=self._inside_background,
-            sent_bytes=self._inside_bytes / max(1, len(accounts)),
+            sent_bytes=self._inside_bytes / max(1, len(devices)),
             exchanged_s=exchanged_s,
             hidden_s=hidden_s,
             dropped_tokens=self._dropped_tokens,
         )
-        between = Level(
+        between = ExchangeLevel(
             exchanges=self._exchanges - self._inside,
             background=self._background - self._inside_background,
             sent_bytes=self._between_bytes,
-            exchanged_s=sum(one.exchanged_s for one in accounts) - exchanged_s,
-            hidden_s=sum(one.hidden_s for one in accounts) - hidden_s,
+            exchanged_s=sum(device.exchanged_s for device in devices) - exchanged_s,
+            hidden_s=sum(device.hidden_s for device in devices) - hidden_s,
+            dropped_tokens=None,
         )
         return inside, between
 
-    def _exchanged(self, event: Exchanged) -> None:
+    def _exchanged(self, event: ev.Exchanged) -> None:
         self._exchanges += 1
         self._background += event.background
         if event.inside is not None:
@@ -197,34 +211,181 @@ class Overlap:
             self._inside_background += event.background
             self._inside_bytes += sum(event.sent_bytes)
         for number, arrived_s in zip(event.islands, event.arrived_s, strict=True):
-            start_s = max(arrived_s, event.start_s)
-            self._island(number).exchanged(start_s, event.end_s, inside=event.inside is not None)
+            island, start_s = self._island(number), max(arrived_s, event.start_s)
+            if start_s < event.end_s:  # else the island arrived after the end of the exchange
+                (island.between if event.inside is None else island.inside).append((start_s, event.end_s))
 
-    def _finished(self, event: RoundFinished) -> None:
+    def _round_finished(self, event: ev.RoundFinished) -> None:
         for island in self._islands.values():
             island.settle()
         self._between_bytes = event.sent_bytes_per_island
         tokens, self._tokens = event.tokens - self._tokens, event.tokens
-        if tokens > 0:  # a round that was void or skipped committed none
+        if tokens > 0:  # a failed or skipped round commits none
             fewest, most = self._round_tokens or (tokens, tokens)
             self._round_tokens = min(fewest, tokens), max(most, tokens)
 
-    def _island(self, number: int) -> IslandAccount:
-        return self._islands.setdefault(number, IslandAccount())
+    def _island(self, number: int) -> _IslandTotals:
+        return self._islands.setdefault(number, _IslandTotals())
 
 
 def read_overlap(folder: str | Path) -> OverlapSummary | None:
-    """The figures of the run in a folder, as far as it is; None for an asynchronous one."""
+    """The figures of the synchronous run in a folder, finished or not; None for an asynchronous one."""
     if is_asynchronous(folder):
         return None
-    overlap = Overlap()
+    totals = OverlapTotals()
     for event in by_device(read_events(Path(folder) / "events.jsonl")):
-        overlap.take(event)
-    return overlap.summary()
+        totals.take(event)
+    return totals.summary()
 
 
-def worth_telling(folder: str | Path) -> bool:
-    """Whether exchanges of the run in a folder were hidden, it has two levels or a real clock, or something went wrong. The log is
-    skimmed, not parsed."""
+def reports_overlap(folder: str | Path) -> bool:
+    """Whether a report shows these figures: an exchange ran in the background, the run has two levels or a wall clock, or a round
+    failed or was skipped. The log is searched, not parsed."""
     with (Path(folder) / "events.jsonl").open("rb") as log:
-        return any(_TELLING.search(line) for line in log)
+        return any(_REPORTED.search(line) for line in log)
+
+
+def by_device(events: Iterable[ev.Event]) -> Iterator[ev.Event]:
+    """The events of a run of two levels as if each device were an island; those of other runs unchanged.
+
+    An event of an island becomes one of each of its devices. The first device has all bytes of the island, so sums stay the same.
+    """
+    count: int | None = None
+    for event in events:
+        if isinstance(event, ev.RunStarted):
+            count = event.devices_per_island
+        if count is None:
+            yield event
+        else:
+            yield from _split_by_device(event, count)
+
+
+def _split_by_device(event: ev.Event, count: int) -> Iterator[ev.Event]:
+    devices = range(count)
+    match event:
+        case ev.Computed() if event.device is not None:
+            yield replace(event, island=event.island * count + event.device)
+        case ev.Exchanged() | ev.UpdateSkipped() if event.inside is not None:
+            yield replace(event, islands=[event.inside * count + device for device in event.islands])
+        case ev.Exchanged():
+            ranks = range(len(event.islands))
+            yield replace(
+                event,
+                islands=[island * count + device for island in event.islands for device in devices],
+                heard=[event.heard[rank] for rank in ranks for _ in devices],
+                arrived_s=[event.arrived_s[rank] for rank in ranks for _ in devices],
+                sent_bytes=[0 if device else event.sent_bytes[rank] for rank in ranks for device in devices],
+                control_bytes=[0 if device else event.control_bytes[rank] for rank in ranks for device in devices],
+            )
+        case ev.CaughtUp() | ev.IslandJoined():
+            donor = None if event.donor is None else event.donor * count
+            for device in devices:
+                sent_bytes = 0 if device else event.sent_bytes
+                yield replace(event, island=event.island * count + device, donor=donor, sent_bytes=sent_bytes)
+        case ev.IslandLeft():
+            for device in devices:
+                yield replace(event, island=event.island * count + device)
+        case _:
+            yield event
+
+
+def device_name(number: int, devices_per_island: int | None) -> str:
+    """
+    >>> device_name(5, 2), device_name(5, None)
+    ('2.1', '5')
+    """
+    return str(number) if devices_per_island is None else f"{number // devices_per_island}.{number % devices_per_island}"
+
+
+@dataclass
+class _IslandTotals:
+    """Intervals wait for the end of their round, because the log has an exchange before the computing that hides it."""
+
+    computing: list[Interval] = field(default_factory=list)
+    between: list[Interval] = field(default_factory=list)
+    inside: list[Interval] = field(default_factory=list)
+    batches: float = 0.0
+    tokens: int = 0
+    computed_s: float = 0.0
+    exchanged_s: float = 0.0
+    hidden_s: float = 0.0
+    inside_exchanged_s: float = 0.0
+    inside_hidden_s: float = 0.0
+    past_s: float = 0.0
+    since_s: float = 0.0
+    until_s: float = 0.0
+
+    def take(self, event: ev.Computed) -> None:
+        self.batches += event.batches
+        self.tokens += event.tokens
+        self.computing.append((event.start_s, event.end_s))
+
+    def extend(self, time_s: float) -> None:
+        self.until_s = max(self.until_s, time_s)
+
+    def settle(self) -> None:
+        """Adds the intervals of the round to the totals."""
+        computing, between, inside = (disjoint(intervals) for intervals in (self.computing, self.between, self.inside))
+        inside_s, inside_hidden_s = _length_s(inside), shared_s(computing, inside)
+        self.computed_s += _length_s(computing)
+        self.exchanged_s += _length_s(between) + inside_s
+        self.hidden_s += shared_s(computing, between) + inside_hidden_s
+        self.inside_exchanged_s += inside_s
+        self.inside_hidden_s += inside_hidden_s
+        for _, end_s in (*computing, *between, *inside):
+            self.extend(end_s)
+        self.computing, self.between, self.inside = [], [], []
+
+    def leave(self) -> None:
+        self.settle()
+        self.past_s += self.until_s - self.since_s
+        self.since_s = self.until_s
+
+    def times(self, island: int, *, two_levels: bool) -> IslandTimes:
+        return IslandTimes(
+            island=island,
+            batches=self.batches,
+            tokens=self.tokens,
+            present_s=self.past_s + self.until_s - self.since_s,
+            computed_s=self.computed_s,
+            exchanged_s=self.exchanged_s,
+            hidden_s=self.hidden_s,
+            inside_exchanged_s=self.inside_exchanged_s if two_levels else None,
+            inside_hidden_s=self.inside_hidden_s if two_levels else None,
+        )
+
+
+def disjoint(intervals: Iterable[Interval]) -> list[Interval]:
+    """The intervals in order, each cut to begin where the one before it ends. Measured exchanges may overlap: an island may enter
+    its next exchange before all others left the last one.
+
+    >>> disjoint([(4.0, 5.0), (0.0, 2.0), (1.5, 3.0), (2.0, 2.5)])
+    [(0.0, 2.0), (2.0, 3.0), (4.0, 5.0)]
+    """
+    kept: list[Interval] = []
+    for start_s, end_s in sorted(intervals):
+        start_s = max(start_s, kept[-1][1]) if kept else start_s
+        if start_s < end_s:
+            kept.append((start_s, end_s))
+    return kept
+
+
+def shared_s(one: Sequence[Interval], two: Sequence[Interval]) -> float:
+    """The time that both sequences cover. Each is in order and disjoint.
+
+    >>> shared_s([(0.0, 2.0), (3.0, 6.0)], [(1.0, 4.0), (5.0, 9.0)])
+    3.0
+    """
+    total_s, first, second = 0.0, 0, 0
+    while first < len(one) and second < len(two):
+        (start_s, end_s), (other_start_s, other_end_s) = one[first], two[second]
+        total_s += max(0.0, min(end_s, other_end_s) - max(start_s, other_start_s))
+        if end_s < other_end_s:
+            first += 1
+        else:
+            second += 1
+    return total_s
+
+
+def _length_s(intervals: Sequence[Interval]) -> float:
+    return sum(end_s - start_s for start_s, end_s in intervals)

@@ -1,118 +1,164 @@
-"""Figures of runs: validation loss against tokens, time and bytes; and one run's losses and agreement.
-
-Needs the extra `plot`. A figure is made as an object and written to a file; pyplot, and with it the user's own backend and open
-figures, is never touched. Runs that are not finished can be drawn too.
-"""
+"""Plots of runs, finished or not: several runs compared, and the figures of one run. Needs the extra `plot`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.events import Compared, Evaluated, RoundFinished, RunStarted
-from atoll.telemetry.async_summary import is_asynchronous
-from atoll.telemetry.clocks import Clock, clock_name, clock_of
-from atoll.telemetry.event_log import read_events
-from atoll.telemetry.figures import COLOURS, format_axis, new_figure, save_figure, time_unit
-from atoll.telemetry.labels import RunName, distinct_labels
+from atoll.core.events import Arrived, Attended, Compared, Computed, Evaluated, Event, Exchanged, Leased, RoundFinished, RunStarted
+from atoll.telemetry.async_summary import AsynchronySummary, is_asynchronous, read_asynchrony
+from atoll.telemetry.compare import distinct_labels
+from atoll.telemetry.event_log import clock_name, clock_of, read_clock, read_events
+from atoll.telemetry.overlap import Interval, OverlapSummary, by_device, device_name, read_overlap
+from atoll.telemetry.plot_style import COLOURS, FONT_SIZE, GREY, add_legend, format_axis, new_figure, save_figure, set_log_x, time_unit
+from atoll.telemetry.summary import ParticipationSummary, read_participation
 from atoll.telemetry.units import human_bytes, human_count, human_loss
 
 _DASHES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_FEW_POINTS = 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Curve:
-    """One run's evaluations."""
-
-    label: str
-    points: list[Evaluated]
-    clock: Clock
-
-    @property
-    def losses(self) -> list[float]:
-        return [point.metrics["loss"] for point in self.points]
+_MAX_MARKERS = 30
+_MAX_DOTS = 400  # more arrivals than this are drawn as a band
+_BINS = 100
+_MAX_TICKS = 16  # bars that all have a name
+_TIMELINE_ROUNDS = 4
+_TIMELINE_ISLANDS = 16
+_PART_COLOURS = {"computing": COLOURS[0], "communicating": COLOURS[1], "waiting": GREY, "no result": COLOURS[3]}
+_HIDDEN = COLOURS[2]
 
 
 def plot_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
-    """Validation loss of several runs against tokens, time and bytes sent per island, as one figure.
+    """Validation loss of several runs against tokens, time and bytes sent per island, as .png, .svg or .pdf.
 
-    The axis of times names the clock. Where some runs were simulated and others were not, it names both, and the legend each one's.
-
-    Args:
-        folders: the runs' folders, in the order of the legend.
-        path: where to write the figure, as .png, .svg or .pdf.
+    The axis of times names the clock. If some runs were simulated and others were not, the legend names the clock of each.
     """
     return save_figure(comparison_figure, folders, path)
 
 
-def plot_run(folder: str | Path, path: str | Path) -> Path:
-    """One run's training and validation loss; and where islands were compared, the cosine and the norms of their deltas."""
-    return save_figure(run_figure, folder, path)
+def plot_run(folder: str | Path, path: str | Path, kind: str = "losses") -> Path:
+    """One figure of a run, as .png, .svg or .pdf.
+
+    Args:
+        kind: losses (with the agreement of the islands' deltas), asynchrony, overlap or participation.
+    """
+    return save_figure(lambda run: run_figure(run, kind), folder, path)
+
+
+def write_plots(folder: str | Path) -> list[Path]:
+    """Writes every figure that applies to the run in a folder into that folder, and returns their paths."""
+    paths = [plot_run(folder, Path(folder) / "plot.png")]
+    for kind, plot in _PLOTS.items():
+        if plot.applies(plot.read(folder)):
+            paths.append(plot_run(folder, Path(folder) / f"{kind}.png", kind))
+    return paths
+
+
+def run_figure(folder: str | Path, kind: str = "losses") -> Any:
+    """The matplotlib Figure that plot_run writes."""
+    if kind == "losses":
+        return _losses_figure(Path(folder))
+    if kind not in _PLOTS:
+        raise ConfigError(f"there is no plot {kind!r} of a run. Choose one of: losses, {', '.join(_PLOTS)}.")
+    summary = _PLOTS[kind].read(folder)
+    if not _PLOTS[kind].drawable(summary):
+        raise AtollError(f"the run in {folder} has nothing to draw for {kind}: {_PLOTS[kind].needs}. Draw it with kind='losses'.")
+    return _PLOTS[kind].draw(Path(folder), summary)
 
 
 def comparison_figure(folders: Sequence[str | Path]) -> Any:
-    """What plot_comparison writes, as a matplotlib Figure: for notebooks, or to change it before it is saved."""
-    curves = _curves(folders)
-    figure, panels = new_figure(3, share_y=True)
-    unit, unit_s = time_unit(max(curve.points[-1].time_s for curve in curves))
-    _draw(panels[0], curves, lambda e: e.tokens, "tokens", human_count)
-    clock = clock_name(curve.clock for curve in curves)
-    _draw(panels[1], curves, lambda e: e.time_s / unit_s, f"{clock} ({unit})", "{:g}".format)
-    _draw(panels[2], curves, lambda e: e.sent_bytes_per_island, "bytes sent per island", human_bytes)
-    panels[0].set_ylabel("validation loss")
-    handles = panels[0].get_lines()
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)), frameon=False, fontsize=11)
-    return figure
-
-
-def run_figure(folder: str | Path) -> Any:
-    """What plot_run writes, as a matplotlib Figure."""
-    rounds, evaluations, compared = _read_run(Path(folder))
-    # One worker's round says little about all: each has its own shard. So a point stands for as many rounds as there are workers.
-    together = rounds[0].islands if is_asynchronous(folder) else 1
-    cosines = [(steps, event) for steps, event in compared if event.cosine_mean is not None]
-    figure, panels = new_figure(1 + bool(cosines) + bool(compared), share_x=True)
-    _draw_losses(panels[0], rounds, evaluations, together)
-    if cosines:
-        _draw_cosines(panels[1], cosines)
-    if compared:
-        _draw_norms(panels[-1], compared)
-    for panel in panels:
-        panel.set_xlabel("inner steps")
-        format_axis(panel, human_count)
-    return figure
-
-
-# ---------------------------------------------------------------------------------------------------------------- reading
-
-
-def _curves(folders: Sequence[str | Path]) -> list[_Curve]:
+    """The matplotlib Figure that plot_comparison writes."""
     if not folders:
         raise ConfigError("no run folders were given, so there is nothing to draw. Give one folder or more.")
-    names, points, clocks = [], [], []
+    starts, curves = [], []
     for folder in folders:
         events = list(read_events(Path(folder) / "events.jsonl", kinds=(RunStarted, Evaluated)))
         started = next((event for event in events if isinstance(event, RunStarted)), None)
-        evaluations = [event for event in events if isinstance(event, Evaluated) and "loss" in event.metrics]
-        if started is None or not evaluations:
+        points = [event for event in events if isinstance(event, Evaluated) and "loss" in event.metrics]
+        if started is None or not points:
             raise AtollError(f"the run in {folder} has not been evaluated yet, so it has no curve. Leave it out, or let it run on.")
-        names.append(RunName(recipe=started.recipe, seed=started.seed, folder=str(folder), engine=started.engine))
-        points.append(evaluations)
-        clocks.append(clock_of(started.engine))
-    labels = distinct_labels(names)
+        starts.append(started)
+        curves.append(points)
+    clocks = [clock_of(started.engine) for started in starts]
+    labels = distinct_labels(starts, [str(folder) for folder in folders])
     if len(set(clocks)) > 1:
         labels = [f"{label}, {clock} time" for label, clock in zip(labels, clocks, strict=True)]
-    return [_Curve(label=label, points=run, clock=clock) for label, run, clock in zip(labels, points, clocks, strict=True)]
+    unit, unit_s = time_unit(max(points[-1].time_s for points in curves))
+    axes: tuple[tuple[str, Callable[[Evaluated], float], Callable[[float], str]], ...] = (
+        ("tokens", lambda e: e.tokens, human_count),
+        (f"{clock_name(clocks)} ({unit})", lambda e: e.time_s / unit_s, "{:g}".format),
+        ("bytes sent per island", lambda e: e.sent_bytes_per_island, human_bytes),
+    )
+    figure, panels = new_figure(3, share_y=True)
+    for panel, (name, x, text) in zip(panels, axes, strict=True):
+        _draw_curves(panel, dict(zip(labels, curves, strict=True)), x, text)
+        panel.set_xlabel(name)
+    panels[0].set_ylabel("validation loss")
+    add_legend(figure)
+    return figure
 
 
-def _read_run(folder: Path) -> tuple[list[RoundFinished], list[Evaluated], list[tuple[int, Compared]]]:
-    """Rounds, evaluations, and comparisons with the step at which their round ended."""
+def _draw_curves(
+    panel: Any, curves: Mapping[str, Sequence[Evaluated]], x: Callable[[Evaluated], float], text: Callable[[float], str]
+) -> None:
+    """Every curve against one quantity; on a logarithmic axis if the totals of the runs differ by a factor of 10 or more."""
+    totals = [x(points[-1]) for points in curves.values()]
+    logarithmic = min(totals) > 0 and max(totals) >= 10 * min(totals)
+    for number, (label, points) in enumerate(curves.items()):
+        drawn = [(x(point), point.metrics["loss"]) for point in points if x(point) > 0 or not logarithmic]
+        panel.plot(
+            *zip(*drawn, strict=True),
+            label=f"{label} ({human_loss(points[-1].metrics['loss'])})",
+            color=COLOURS[number % len(COLOURS)],
+            linestyle=_DASHES[number // len(COLOURS) % len(_DASHES)],
+            marker=_MARKERS[number % len(_MARKERS)],
+            markevery=sorted({*range(0, len(drawn), max(1, len(drawn) // 10)), len(drawn) - 1}),
+            markersize=4.5,
+            linewidth=1.8,
+        )
+    if logarithmic:
+        set_log_x(panel, text)
+    else:
+        format_axis(panel.xaxis, text)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ losses
+
+
+def _losses_figure(folder: Path) -> Any:
+    """Training and validation loss; where the deltas of islands were compared, their cosines and norms."""
+    rounds, evaluations, compared = _read_rounds(folder)
+    # A round of one worker says little about the others, which have other shards: a point averages one round per worker.
+    group = rounds[0].islands if is_asynchronous(folder) else 1
+    cosines = [(steps, event) for steps, event in compared if event.cosine_mean is not None]
+    figure, panels = new_figure(1 + bool(cosines) + bool(compared), share_x=True)
+    _draw_losses(panels[0], rounds, evaluations, group)
+    if cosines:
+        means, stds = [e.cosine_mean or 0.0 for _, e in cosines], [e.cosine_std or 0.0 for _, e in cosines]
+        low, high = ([m + sign * s for m, s in zip(means, stds, strict=True)] for sign in (-1, 1))
+        _draw_band(panels[1], [steps for steps, _ in cosines], low, means, high, COLOURS[2], None)
+        panels[1].set_ylabel("cosine between deltas (mean ± std)")
+    if compared:
+        norms = [event.norms for _, event in compared]
+        means, low, high = [sum(n) / len(n) for n in norms], [min(n) for n in norms], [max(n) for n in norms]
+        steps = [steps for steps, _ in compared]
+        _draw_band(panels[-1], steps, low, means, high, COLOURS[0], "norms of the islands' deltas")
+        mean_norms = [event.mean_norm for _, event in compared]
+        panels[-1].plot(steps, mean_norms, color=COLOURS[3], linewidth=1.8, label="norm of the mean delta")
+        panels[-1].set_ylabel("norm")
+        panels[-1].set_ylim(bottom=0)
+    for panel in panels:
+        panel.set_xlabel("inner steps")
+        format_axis(panel.xaxis, human_count)
+    add_legend(figure, columns=2 if len(panels) < 3 else 4)
+    return figure
+
+
+def _read_rounds(folder: Path) -> tuple[list[RoundFinished], list[Evaluated], list[tuple[int, Compared]]]:
+    """Rounds, evaluations, and comparisons of deltas with the step at which their round ended."""
     rounds: list[RoundFinished] = []
     evaluations: list[Evaluated] = []
     compared: list[tuple[int, Compared]] = []
@@ -131,65 +177,229 @@ def _read_run(folder: Path) -> tuple[list[RoundFinished], list[Evaluated], list[
     return rounds, evaluations, compared
 
 
-# ---------------------------------------------------------------------------------------------------------------- drawing
-
-
-def _draw(
-    panel: Any, curves: Sequence[_Curve], x: Callable[[Evaluated], float], name: str, text: Callable[[float], str] | None
-) -> None:
-    """Every curve against one quantity; on a logarithmic axis where the runs' totals lie a decade or more apart."""
-    totals = [x(curve.points[-1]) for curve in curves]
-    logarithmic = min(totals) > 0 and max(totals) >= 10 * min(totals)
-    for number, curve in enumerate(curves):
-        points = [(x(point), loss) for point, loss in zip(curve.points, curve.losses, strict=True)]
-        if logarithmic:
-            points = [point for point in points if point[0] > 0]  # zero has no place on a logarithmic axis
-        panel.plot(
-            *zip(*points, strict=True),
-            label=f"{curve.label} ({human_loss(curve.losses[-1])})",
-            color=COLOURS[number % len(COLOURS)],
-            linestyle=_DASHES[number // len(COLOURS) % len(_DASHES)],
-            marker=_MARKERS[number % len(_MARKERS)],
-            markevery=sorted({*range(0, len(points), max(1, len(points) // 10)), len(points) - 1}),
-            markersize=4.5,
-            linewidth=1.8,
-        )
-    if logarithmic:
-        panel.set_xscale("log")
-    panel.set_xlabel(name)
-    format_axis(panel, text, logarithmic=logarithmic)
-
-
-def _draw_losses(panel: Any, rounds: Sequence[RoundFinished], evaluations: Sequence[Evaluated], together: int) -> None:
-    """Each point of the training loss is the mean over so many rounds, and stands at the last of them."""
-    groups = [rounds[start : start + together] for start in range(0, len(rounds), together)]
-    losses = [fmean(event.loss for event in group) for group in groups]
-    panel.plot([group[-1].steps for group in groups], losses, color=COLOURS[4], linewidth=1.2, label="training")
+def _draw_losses(panel: Any, rounds: Sequence[RoundFinished], evaluations: Sequence[Evaluated], group: int) -> None:
+    """A point of the training loss is the mean of a group of rounds, at the step of the last."""
+    groups = [rounds[start : start + group] for start in range(0, len(rounds), group)]
+    losses = [fmean(event.loss for event in members) for members in groups]
+    panel.plot([members[-1].steps for members in groups], losses, color=COLOURS[4], linewidth=1.2, label="training loss")
     if evaluations:
         steps, losses = [event.steps for event in evaluations], [event.metrics["loss"] for event in evaluations]
-        marker = "o" if len(steps) <= _FEW_POINTS else None
-        panel.plot(steps, losses, color=COLOURS[1], linewidth=1.8, marker=marker, markersize=4.5, label="validation")
+        marker = "o" if len(steps) <= _MAX_MARKERS else None
+        panel.plot(steps, losses, color=COLOURS[1], linewidth=1.8, marker=marker, markersize=4.5, label="validation loss")
     panel.set_ylabel("loss")
-    panel.legend(frameon=False, fontsize=11)
 
 
-def _draw_cosines(panel: Any, compared: Sequence[tuple[int, Compared]]) -> None:
-    steps = [at for at, _ in compared]
-    means = [event.cosine_mean or 0.0 for _, event in compared]
-    spread = [event.cosine_std or 0.0 for _, event in compared]
-    low = [mean - std for mean, std in zip(means, spread, strict=True)]
-    high = [mean + std for mean, std in zip(means, spread, strict=True)]
-    panel.fill_between(steps, low, high, color=COLOURS[2], alpha=0.2, linewidth=0)
-    panel.plot(steps, means, color=COLOURS[2], linewidth=1.8)
-    panel.set_ylabel("cosine between deltas (mean ± std)")
+def _draw_band(panel: Any, x: Any, low: Any, middle: Any, high: Any, colour: str, label: str | None) -> None:
+    panel.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+    panel.plot(x, middle, color=colour, linewidth=1.8, label=label)
 
 
-def _draw_norms(panel: Any, compared: Sequence[tuple[int, Compared]]) -> None:
-    steps = [at for at, _ in compared]
-    low, high = [min(event.norms) for _, event in compared], [max(event.norms) for _, event in compared]
-    panel.fill_between(steps, low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label="islands' deltas")
-    panel.plot(steps, [sum(event.norms) / len(event.norms) for _, event in compared], color=COLOURS[0], linewidth=1.8)
-    panel.plot(steps, [event.mean_norm for _, event in compared], color=COLOURS[1], linewidth=1.8, label="their mean")
-    panel.set_ylabel("norm")
-    panel.set_ylim(bottom=0)
-    panel.legend(frameon=False, fontsize=11)
+# ------------------------------------------------------------------------------------------------------------ one kind of run
+
+
+def _asynchrony_figure(folder: Path, summary: AsynchronySummary) -> Any:
+    """Staleness over time, arrivals per window, steps per shard, and how each worker spent its time."""
+    arrivals = read_events(folder / "events.jsonl", kinds=(Arrived,))
+    points = [(event.time_s, event.staleness) for event in arrivals if isinstance(event, Arrived)]
+    figure, (staleness, windows, shards, workers) = new_figure(4)
+    unit, unit_s = time_unit(points[-1][0])
+    if len(points) <= _MAX_DOTS:
+        times, values = zip(*points, strict=True)
+        dots = {"linestyle": "", "marker": "o", "markersize": 4.5, "color": COLOURS[0], "alpha": 0.6}
+        staleness.plot([time_s / unit_s for time_s in times], values, **dots)
+    else:
+        middles, means, low, high = zip(*binned(points, _BINS), strict=True)
+        _draw_band(staleness, [time_s / unit_s for time_s in middles], low, means, high, COLOURS[0], None)
+    mean = summary.staleness.mean
+    staleness.axhline(mean, color=COLOURS[1], linewidth=1.2, linestyle="--")
+    place = {"xycoords": staleness.get_yaxis_transform(), "ha": "right", "va": "bottom", "fontsize": FONT_SIZE}
+    staleness.annotate(f"mean {mean:.3g}", (1.0, mean), color=COLOURS[1], **place)
+    staleness.set_xlabel(f"{read_clock(folder)} time ({unit})")
+    staleness.set_ylabel("staleness (updates)")
+    staleness.set_ylim(bottom=min(0.0, staleness.get_ylim()[0]))
+    format_axis(staleness.yaxis, whole=True)
+    _draw_bars(windows, summary.arrivals_per_window.counts, "arrivals in a window", "windows")
+    _draw_bars(shards, summary.steps_per_shard, "shard", "inner steps that arrived")
+    fields = {"computing": "computed_s", "waiting": "waited_s", "communicating": "talked_s", "no result": "unfinished_s"}
+    _draw_time_shares(workers, summary.workers, fields)
+    workers.set_xlabel("worker")
+    format_axis(workers.xaxis, whole=True)
+    add_legend(figure)
+    return figure
+
+
+def binned(points: Sequence[tuple[float, int]], bins: int) -> list[tuple[float, float, int, int]]:
+    """Points in order of time, in bins of equal length: the middle of each bin, and its mean, least and greatest value.
+
+    >>> binned([(0.0, 2), (1.0, 4), (9.0, 0), (10.0, 1)], bins=2)
+    [(2.5, 3.0, 2, 4), (7.5, 0.5, 0, 1)]
+    """
+    length_s = points[-1][0] / bins
+    if not length_s:
+        values = [value for _, value in points]
+        return [(0.0, fmean(values), min(values), max(values))]
+    groups: dict[int, list[int]] = {}
+    for time_s, value in points:
+        groups.setdefault(min(bins - 1, int(time_s / length_s)), []).append(value)
+    return [((number + 0.5) * length_s, fmean(group), min(group), max(group)) for number, group in groups.items()]
+
+
+def _overlap_figure(folder: Path, summary: OverlapSummary) -> Any:
+    """The last rounds as a timeline, how each island spent its time, and how much it computed."""
+    events = read_events(folder / "events.jsonl", kinds=(RunStarted, Computed, Exchanged, RoundFinished))
+    timelines, devices = last_rounds(by_device(events)), summary.devices_per_island
+    figure, (timeline, times, batches) = new_figure(3)
+    _draw_timelines(timeline, {device_name(number, devices): lane for number, lane in timelines.items()})
+    timeline.set_xlabel(f"{read_clock(folder)} {timeline.get_xlabel()}")
+    fields = {"computing": "computed_s", "communicating": "talked_s", "waiting": "waited_s"}
+    _draw_time_shares(times, summary.islands, fields)
+    hidden = [(island.island, 100 * island.hidden) for island in summary.islands if island.present_s and island.hidden is not None]
+    if hidden:
+        marks = {"linestyle": "", "marker": "D", "color": _HIDDEN, "markeredgecolor": "white", "clip_on": False, "zorder": 3}
+        where = "" if devices is None else " inside"
+        times.plot(*zip(*hidden, strict=True), label=f"hidden share of exchanges{where}", **marks)
+    _draw_bars(batches, {island.island: island.batches for island in summary.islands}, "", "batches computed")
+    for panel in (times, batches):
+        format_axis(panel.xaxis, lambda value: device_name(round(value), devices), whole=True)
+        panel.set_xlabel("island" if devices is None else "island.device")
+    timeline.set_ylabel("island" if devices is None else "island.device")
+    add_legend(figure, columns=3)
+    return figure
+
+
+class IslandTimeline(NamedTuple):
+    """What one island did in the last rounds."""
+
+    computing: list[Interval]
+    background: list[Interval]
+    """Exchanges in the background of computing."""
+    communicating: list[Interval]
+    """Other exchanges."""
+
+
+def last_rounds(events: Iterable[Event], rounds: int = _TIMELINE_ROUNDS) -> dict[int, IslandTimeline]:
+    """What each island did in the last finished rounds; before the first is finished, in the open one."""
+    kept: list[list[Computed | Exchanged]] = []
+    open_round: list[Computed | Exchanged] = []
+    for event in events:
+        if isinstance(event, Computed | Exchanged):
+            open_round.append(event)
+        elif isinstance(event, RoundFinished):
+            kept, open_round = [*kept, open_round][-rounds:], []
+    timelines: dict[int, IslandTimeline] = {}
+    for event in (event for group in kept or [open_round] for event in group):
+        islands = [event.island] if isinstance(event, Computed) else event.islands
+        for rank, island in enumerate(islands):
+            timeline = timelines.setdefault(island, IslandTimeline([], [], []))
+            if isinstance(event, Computed):
+                timeline.computing.append((event.start_s, event.end_s))
+            else:
+                intervals = timeline.background if event.background else timeline.communicating
+                intervals.append((max(event.arrived_s[rank], event.start_s), event.end_s))
+    return dict(sorted(timelines.items()))
+
+
+def _draw_timelines(panel: Any, timelines: Mapping[str, IslandTimeline]) -> None:
+    """Two bars per island: computing above, exchanges below. A gap in the upper bar is idle time."""
+    drawn = dict(list(timelines.items())[:_TIMELINE_ISLANDS])
+    everything = [interval for timeline in drawn.values() for part in timeline for interval in part]
+    begin_s, end_s = min(start for start, _ in everything), max(end for _, end in everything)
+    unit, unit_s = time_unit(end_s - begin_s)
+    bars = (
+        ("computing", "computing", COLOURS[0], -0.4, 0.4),
+        ("exchange in the background", "background", _HIDDEN, 0.05, 0.3),
+        ("communicating", "communicating", COLOURS[1], 0.05, 0.3),
+    )
+    for label, part, colour, below, height in bars:
+        if any(getattr(timeline, part) for timeline in drawn.values()):
+            panel.plot([], [], color=colour, linewidth=6, label=label)
+        for place, timeline in enumerate(drawn.values()):
+            spans = [((start - begin_s) / unit_s, (end - start) / unit_s) for start, end in getattr(timeline, part)]
+            panel.broken_barh(spans, (place + below, height), facecolors=colour, edgecolors="white", linewidth=0.4)
+    panel.set_yticks(range(len(drawn)), list(drawn))
+    panel.set_ylim(len(drawn) - 0.5, -0.5)  # the first island on top
+    panel.set_xlabel(f"time of the last rounds ({unit})")
+    panel.grid(visible=False, axis="y")
+
+
+def _participation_figure(folder: Path, _: ParticipationSummary) -> Any:
+    """Islands known, alive and participating over time, and the leases of data."""
+    events = list(read_events(folder / "events.jsonl", kinds=(Attended, Leased)))
+    attended = [event for event in events if isinstance(event, Attended)]
+    leased = [event for event in events if isinstance(event, Leased)]
+    figure, (islands, leases) = new_figure(2, share_x=True)
+    unit, unit_s = time_unit(attended[-1].time_s)
+    times = [event.time_s / unit_s for event in attended]
+    for name, colour in (("known", GREY), ("alive", COLOURS[1]), ("participating", COLOURS[0])):
+        islands.step(times, [getattr(event, name) for event in attended], where="post", label=name, color=colour)
+    islands.set_ylim(bottom=0)
+    for name, label, colour in (("delivered", "delivered", COLOURS[2]), ("returned", "assigned again", COLOURS[3])):
+        totals = list(accumulate(len(getattr(event, name)) for event in leased))
+        leases.step(times, totals, where="post", label=label, color=colour)
+    for panel, name in ((islands, "islands"), (leases, "leases of data")):
+        panel.set_ylabel(name)
+        panel.set_xlabel(f"wall time ({unit})")
+    add_legend(figure, columns=3)
+    return figure
+
+
+def _draw_bars(panel: Any, heights: Mapping[int, float], name: str, height_name: str) -> None:
+    """A bar per number; all bars have a name while there is room."""
+    panel.bar(list(heights), list(heights.values()), color=COLOURS[0], width=0.8)
+    if max(heights) - min(heights) < _MAX_TICKS:
+        panel.set_xticks(range(min(heights), max(heights) + 1))
+    else:
+        format_axis(panel.xaxis, whole=True)
+    format_axis(panel.yaxis, human_count)
+    panel.set_xlabel(name)
+    panel.set_ylabel(height_name)
+    panel.grid(visible=False, axis="x")
+
+
+def _draw_time_shares(panel: Any, islands: Sequence[Any], fields: Mapping[str, str]) -> None:
+    """How each island or worker spent its time: a stack of percentages."""
+    present = [island for island in islands if island.present_s > 0]
+    below = [0.0] * len(present)
+    for name, field in fields.items():
+        shares = [100 * getattr(island, field) / island.present_s for island in present]
+        if any(shares):
+            numbers = [island.island for island in present]
+            panel.bar(numbers, shares, bottom=below, color=_PART_COLOURS[name], width=0.8, label=name)
+        below = [one + two for one, two in zip(below, shares, strict=True)]
+    panel.set_ylabel("share of time (%)")
+    panel.grid(visible=False, axis="x")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunPlot:
+    read: Callable[[str | Path], Any]
+    draw: Callable[[Path, Any], Any]
+    drawable: Callable[[Any], bool]
+    applies: Callable[[Any], bool]
+    """Whether a report includes the plot."""
+    needs: str
+
+
+_PLOTS: Mapping[str, _RunPlot] = {
+    "overlap": _RunPlot(
+        read=read_overlap,
+        draw=_overlap_figure,
+        drawable=lambda summary: summary is not None and summary.exchanges > 0,
+        applies=lambda summary: summary is not None and summary.background > 0,
+        needs="it needs a synchronous run with an exchange",
+    ),
+    "participation": _RunPlot(
+        read=read_participation,
+        draw=_participation_figure,
+        drawable=lambda summary: summary is not None,
+        applies=lambda summary: summary is not None,
+        needs="it needs an elastic run with a commit",
+    ),
+    "asynchrony": _RunPlot(
+        read=read_asynchrony,
+        draw=_asynchrony_figure,
+        drawable=lambda summary: summary is not None and summary.arrivals > 0,
+        applies=lambda summary: summary is not None and summary.arrivals > 0,
+        needs="it needs an asynchronous run with an arrival",
+    ),
+}

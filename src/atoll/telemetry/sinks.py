@@ -1,13 +1,17 @@
-"""Several sinks behind one, and a sink that remembers."""
+"""Sinks that combine others, keep events in memory, discard them, or write them for TensorBoard."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from atoll.core.events import Event
+from atoll.core.events import Arrived, Compared, Evaluated, Event, RoundFinished, WindowClosed
+from atoll.core.optional_imports import require
+from atoll.telemetry.event_log import clock_at
+from atoll.telemetry.progress import RunningTotals
 
 if TYPE_CHECKING:
     from atoll.core.protocols import Sink
@@ -16,15 +20,13 @@ E = TypeVar("E", bound=Event)
 
 
 @runtime_checkable
-class Closable(Protocol):
-    """A sink that holds something open."""
-
+class ClosableSink(Protocol):
     def close(self) -> None: ...
 
 
 @runtime_checkable
-class Recalls(Protocol):
-    """A sink whose figures go on from what happened before, when a run is resumed."""
+class ResumableSink(Protocol):
+    """A sink that continues its totals when a run resumes: it receives the logged events before the first new one."""
 
     def recall(self, events: Iterable[Event]) -> None: ...
 
@@ -32,7 +34,7 @@ class Recalls(Protocol):
 class Fanout:
     """Hands every event to each sink, in the order given.
 
-    What a sink raises goes up at once, so the log belongs first: later sinks then show nothing that was not recorded.
+    An exception in a sink reaches the caller at once. Put the log first, so that later sinks show only recorded events.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
@@ -43,10 +45,10 @@ class Fanout:
             sink.emit(event)
 
     def close(self) -> None:
-        """Closes every sink that can be closed, the last one first, even if one of them raises."""
+        """Closes every closable sink, the last one first, even if one of them raises."""
         with ExitStack() as stack:
             for sink in self.sinks:
-                if isinstance(sink, Closable):
+                if isinstance(sink, ClosableSink):
                     stack.callback(sink.close)
 
     def __enter__(self) -> Fanout:
@@ -56,14 +58,14 @@ class Fanout:
         self.close()
 
 
-class Remembered:
+class MemorySink:
     """Keeps every event in a list, progress included.
 
     >>> from atoll.core.events import Progress, Saved
-    >>> remembered = Remembered()
-    >>> remembered.emit(Progress(phase="warm start", done=1, total=2))
-    >>> remembered.emit(Saved(round=3, name="round-3"))
-    >>> [event.round for event in remembered.of(Saved)]
+    >>> memory = MemorySink()
+    >>> memory.emit(Progress(phase="warm start", done=1, total=2))
+    >>> memory.emit(Saved(round=3, name="round-3"))
+    >>> [event.round for event in memory.of(Saved)]
     [3]
     """
 
@@ -78,8 +80,83 @@ class Remembered:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-class Silent:
-    """Takes events where nobody reports."""
+class NullSink:
+    """Discards events, for example on ranks that do not report."""
 
     def emit(self, event: Event) -> None:
         pass
+
+
+class TensorBoardSink:
+    """Writes scalars for TensorBoard. Needs the extra `tensorboard`.
+
+    TensorBoard's horizontal axis takes whole numbers only, so the sink writes each measure once per quantity, under its own tag:
+    `val_loss/by_steps`, `val_loss/by_tokens`, `val_loss/by_sent_bytes`, and `val_loss/by_virtual_ms` or `val_loss/by_wall_ms`.
+
+    Args:
+        folder: where to write; start TensorBoard with `--logdir` on it or on a folder above.
+        replay: for a resumed run, the events of its log up to the checkpoint. The sink then deletes the files of earlier processes
+            and writes these events again, so that no curve doubles back. None for a new run.
+    """
+
+    def __init__(self, folder: str | Path, replay: Iterable[Event] | None = None) -> None:
+        folder = Path(folder)
+        writers = require("torch.utils.tensorboard", extra="tensorboard", purpose="TensorBoard logs")
+        if replay is not None:
+            for stale in folder.glob("events.out.tfevents.*"):
+                stale.unlink()
+        self._writer: Any = writers.SummaryWriter(str(folder))
+        self._totals = RunningTotals()
+        self._arrivals = 0
+        for event in replay or ():
+            self.emit(event)
+
+    def emit(self, event: Event) -> None:
+        self._totals.take(event)
+        write = self._writer.add_scalar
+        match event:
+            case RoundFinished():
+                self._write_against("train_loss", event.loss, event)
+                write("cluster/islands", event.islands, event.steps)
+                write("cluster/sent_bytes_per_island", event.sent_bytes_per_island, event.steps)
+                utilisation = self._totals.utilisation(event.time_s)
+                if utilisation is not None:
+                    write("cluster/utilisation", utilisation, event.steps)
+            case Evaluated():
+                for name, value in event.metrics.items():
+                    self._write_against(f"val_{name}", value, event)
+            case Compared():
+                if event.norms:
+                    write("delta/mean_of_norms_by_round", sum(event.norms) / len(event.norms), event.round)
+                write("delta/norm_of_mean_by_round", event.mean_norm, event.round)
+                if event.cosine_mean is not None:
+                    write("delta/cosine_mean_by_round", event.cosine_mean, event.round)
+                if event.cosine_std is not None:
+                    write("delta/cosine_std_by_round", event.cosine_std, event.round)
+            case Arrived():
+                self._arrivals += 1
+                write("hub/staleness_by_arrival", event.staleness, self._arrivals)
+                write(f"hub/staleness_by_{clock_at(event)}_ms", event.staleness, round(1000 * event.time_s))
+                write("delta/norm_by_arrival", event.norm, self._arrivals)
+            case WindowClosed():
+                write("hub/arrivals_by_window", len(event.islands), event.window)
+                write("hub/waited_s_by_window", sum(event.idle_s), event.window)
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Writes buffered scalars. A second call does nothing."""
+        self._writer.close()
+
+    def __enter__(self) -> TensorBoardSink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _write_against(self, tag: str, value: float, event: RoundFinished | Evaluated) -> None:
+        write = self._writer.add_scalar
+        write(f"{tag}/by_steps", value, event.steps)
+        write(f"{tag}/by_tokens", value, event.tokens)
+        write(f"{tag}/by_sent_bytes", value, round(event.sent_bytes_per_island))
+        write(f"{tag}/by_{clock_at(event)}_ms", value, round(1000 * event.time_s))

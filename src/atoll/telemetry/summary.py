@@ -1,222 +1,221 @@
-"""What a run came to, read from its folder alone: run.json, events.jsonl and timing.jsonl."""
+"""The figures of a run, read from its folder alone: run.json, events.jsonl and timing.jsonl."""
 
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from atoll.core.errors import AtollError, CheckpointError
-from atoll.core.events import Evaluated, RunFinished, RunStarted
+from atoll.core.events import (
+    MEMORY_KINDS,
+    Attended,
+    Evaluated,
+    Event,
+    Leased,
+    MemoryCounted,
+    Refused,
+    RunFinished,
+    RunStarted,
+    SaveFailed,
+)
 from atoll.telemetry.async_summary import AsynchronySummary, read_asynchrony
-from atoll.telemetry.clocks import Clock, clock_of
-from atoll.telemetry.event_log import read_events
-from atoll.telemetry.event_text import perplexity
-from atoll.telemetry.memory import MemorySummary, read_memory
-from atoll.telemetry.overlap import OverlapSummary, read_overlap, worth_telling
-from atoll.telemetry.running_totals import Tally
+from atoll.telemetry.event_log import Clock, clock_of, read_events
+from atoll.telemetry.overlap import OverlapSummary, read_overlap, reports_overlap
+from atoll.telemetry.progress import read_progress
+from atoll.telemetry.units import JsonRecord, perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
-    """A finished run in figures. Counts and times start at the end of the warm start.
+class IslandMemory(JsonRecord):
+    """Bytes of one island's live tensors at its peak, without activations and batches."""
 
-    Attributes:
-        params: trainable parameters of the model.
-        tokens: trained on by all islands together; `warm_start_tokens` come on top.
-        outer_steps: exchanges that changed the global weights.
-        val_loss: of the final global weights, in nats; `val_perplexity` is its exponential.
-        virtual_time_s: on the simulated cluster's clock; None where the cluster was real.
-        wall_time_s: on a real cluster, of the whole run; of a simulated one, how long the process that finished it worked, which
-            says nothing about the cluster. None where it was not noted.
-        sent_bytes_per_island: payload, mean over islands; control bytes apart.
-        utilisation: time spent computing over time passed, mean over islands.
-        resumed_from_round: where the process that finished the run began; 0 if it was never resumed.
-        digest: of the final global weights.
-        engine: what ran it: sim, where `virtual_time_s` counts, or dist, where `wall_time_s` does.
-        val_accuracy: of the final global weights, in [0, 1]; None where it was not measured.
-        inside_bytes_per_device: payload over the lines inside islands, mean over devices; None where islands have no inside.
-        inside_dropped_tokens: tokens whose gradients waited in a device when its island was given other weights; None likewise.
-        asynchrony: staleness, windows, workers and shards of an asynchronous run; None for a synchronous one.
-        overlap: where each island's time went, if it was measured, exchanges were hidden behind the computing, or something went
-            wrong; else None.
-        memory: what each island held in live tensors at most, and the paper's formula; None where it was not counted.
-    """
+    island: int
+    parameters_bytes: int
+    gradients_bytes: int
+    communication_bytes: int
+    optimizer_bytes: int
+    copies_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySummary(JsonRecord):
+    islands: tuple[IslandMemory, ...]
+    formula: str | None
+    """Bytes per parameter by ACCO's paper, with the widths of this run; None if the paper has no formula for the algorithm."""
+    formula_bytes: int | None
+
+    @property
+    def largest(self) -> IslandMemory:
+        """The island with the highest peak."""
+        return max(self.islands, key=lambda island: island.peak_bytes)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each island holds a share of the optimizer state, by the formula."""
+        return self.formula is not None and "/" in self.formula
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParticipationSummary(JsonRecord):
+    """Commits of an elastic run, whose islands join and leave."""
+
+    commits: int
+    attempts: int
+    """Of all commits together."""
+    known: int
+    """Islands that ever took part."""
+    alive: float
+    """Mean over commits."""
+    participating: float
+    """Mean over commits."""
+    delivered: int
+    """Leases of data whose work is in a commit."""
+    returned: int
+    """Leases that the leader assigned again."""
+    refused: int
+    """Deltas that failed validation."""
+    not_saved: int
+    """Checkpoints that could not be written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary(JsonRecord):
+    """A finished run. Counts and times start at the end of the warm start."""
 
     recipe: str
     algorithm: str
     islands: int
     params: int
+    """Trainable parameters of the model."""
     tokens: int
+    """Of all islands, without `warm_start_tokens`."""
     warm_start_tokens: int
     local_updates: int
     outer_steps: int
+    """Exchanges that changed the global weights."""
     val_loss: float
+    """Of the final global weights, in nats."""
     val_perplexity: float
     virtual_time_s: float | None
+    """On the clock of the simulated cluster; None for real machines."""
     wall_time_s: float | None
+    """On real machines, of the whole run. Of a simulated run, of the process that finished it, and None if unknown."""
     sent_bytes_per_island: float
+    """Payload without control bytes, mean over islands."""
     control_bytes_per_island: float
     utilisation: float | None
+    """Computing time over time present, mean over islands."""
     resumed_from_round: int
+    """Where the process that finished the run began; 0 if the run was never resumed."""
     run_dir: str
     seed: int
     rounds: int
     steps: int
     digest: str
+    """Of the final global weights."""
     engine: str = "sim"
     val_accuracy: float | None = None
+    """Of the final global weights, in [0, 1]."""
     inside_bytes_per_device: float | None = None
+    """Payload over the links inside islands, mean over devices; None in a run of one level."""
     inside_dropped_tokens: int | None = None
+    """Tokens whose gradients an island discarded when it received new weights; None in a run of one level."""
     asynchrony: AsynchronySummary | None = None
     overlap: OverlapSummary | None = None
+    """None where `reports_overlap` is false."""
     memory: MemorySummary | None = None
 
     @property
     def clock(self) -> Clock:
-        """Which of the two times counts."""
         return clock_of(self.engine)
 
     @property
     def time_s(self) -> float | None:
-        """On the clock that counts."""
+        """On the run's clock."""
         return self.virtual_time_s if self.clock == "virtual" else self.wall_time_s
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values under the attributes' names; NaN and infinity as strings. From `val_accuracy` on, only what has a value."""
-        record = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-        for name in ("val_accuracy", "inside_bytes_per_device", "inside_dropped_tokens", "asynchrony", "overlap", "memory"):
-            if record[name] is None:
-                del record[name]
-        return record
 
     def to_json(self) -> str:
         """One line."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunProgress:
-    """How far a run is, finished or not. What is not known yet is None."""
-
-    recipe: str
-    algorithm: str | None
-    islands: int | None
-    params: int | None
-    seed: int | None
-    round: int | None
-    """The last round that all islands finished."""
-    steps: int
-    steps_total: int | None
-    tokens: int
-    loss: float | None
-    val_loss: float | None
-    virtual_time_s: float | None
-    wall_time_s: float | None
-    """On real machines; None under a virtual clock."""
-    sent_bytes_per_island: float | None
-    utilisation: float | None
-    finished: bool
-    run_dir: str
-
-
 def read_summary(folder: str | Path) -> Summary:
-    """The summary of a finished run. A run that is not finished raises an AtollError that says how to resume it."""
+    """The summary of a finished run. Raises an AtollError for an unfinished one, with the command that resumes it."""
     folder = Path(folder)
     log = folder / "events.jsonl"
-    started = finished = evaluated = None
+    last: dict[type[Event], Any] = {}
     for event in read_events(log, kinds=(RunStarted, Evaluated, RunFinished)) if log.exists() else ():
-        started = event if isinstance(event, RunStarted) else started
-        evaluated = event if isinstance(event, Evaluated) else evaluated
-        finished = event if isinstance(event, RunFinished) else finished
-    if finished is None:
+        last[type(event)] = event
+    if RunFinished not in last:
         raise AtollError(_unfinished(folder))
-    if started is None:
+    if RunStarted not in last:
         raise CheckpointError(f"{log} ends with RunFinished but has no RunStarted. Restore the beginning of it.")
-    return _summary(folder, started, finished, evaluated)
-
-
-def read_progress(folder: str | Path) -> RunProgress:
-    """What is known about a run so far. Needs run.json; the log may still be empty or missing."""
-    folder = Path(folder)
-    run = read_settings(folder)
-    tally = Tally()
-    if (folder / "events.jsonl").exists():
-        for event in read_events(folder / "events.jsonl"):
-            tally.take(event)
-    start, last, evaluation = tally.started, tally.round, tally.evaluation
-    return RunProgress(
-        recipe=start.recipe if start else str(run.get("recipe", folder.name)),
-        algorithm=start.algorithm if start else None,
-        islands=last.islands if last else start.islands if start else None,
-        params=start.params if start else None,
-        seed=start.seed if start else run.get("seed"),
-        round=last.round if last else None,
-        steps=last.steps if last else 0,
-        steps_total=start.steps if start else None,
-        tokens=last.tokens if last else 0,
-        loss=last.loss if last else None,
-        val_loss=evaluation.metrics.get("loss") if evaluation else None,
-        virtual_time_s=last.virtual_time_s if last else None,
-        wall_time_s=last.wall_time_s if last else None,
-        sent_bytes_per_island=last.sent_bytes_per_island if last else None,
-        utilisation=tally.utilisation(last.time_s) if last else None,
-        finished=tally.finished is not None,
-        run_dir=str(folder),
-    )
-
-
-def read_settings(folder: str | Path) -> dict[str, Any]:
-    """The Run in a folder, as plain data."""
-    path = Path(folder) / "run.json"
-    try:
-        run = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} is not a run's folder: {path.name} cannot be read ({error.strerror}). Give a folder that `atoll run` wrote."
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}). Restore it.") from error
-    if not isinstance(run, dict):
-        raise CheckpointError(f"{path} holds a {type(run).__name__}, not an object. Restore it.")
-    return run
-
-
-def _summary(folder: Path, started: RunStarted, finished: RunFinished, evaluated: Evaluated | None) -> Summary:
+    finished, evaluated = last[RunFinished], last.get(Evaluated)
     process_s, resumed_from_round = _timing(folder)
-    # Of the final weights, like the loss: an earlier evaluation's accuracy would be another model's.
-    last = evaluated.metrics if evaluated is not None and evaluated.local_updates == finished.local_updates else {}
-    return Summary(
-        recipe=started.recipe,
-        algorithm=started.algorithm,
-        islands=started.islands,
-        params=started.params,
-        tokens=finished.tokens,
-        warm_start_tokens=finished.warm_start_tokens,
-        local_updates=finished.local_updates,
-        outer_steps=finished.outer_steps,
-        val_loss=finished.val_loss,
-        val_perplexity=perplexity(finished.val_loss),
-        virtual_time_s=finished.virtual_time_s,
-        wall_time_s=process_s if finished.wall_time_s is None else finished.wall_time_s,
-        sent_bytes_per_island=finished.sent_bytes_per_island,
-        control_bytes_per_island=finished.control_bytes_per_island,
-        utilisation=finished.utilisation,
-        resumed_from_round=resumed_from_round,
-        run_dir=str(folder),
-        seed=started.seed,
-        rounds=finished.rounds,
-        steps=finished.steps,
-        digest=finished.digest,
-        engine=started.engine,
-        val_accuracy=last.get("accuracy"),
-        inside_bytes_per_device=finished.inside_bytes_per_device,
-        inside_dropped_tokens=finished.inside_dropped_tokens,
-        asynchrony=read_asynchrony(folder),
-        overlap=read_overlap(folder) if worth_telling(folder) else None,
-        memory=read_memory(folder),
+    # The accuracy of an earlier evaluation would be that of other weights than the loss.
+    metrics = evaluated.metrics if evaluated is not None and evaluated.local_updates == finished.local_updates else {}
+    from_events = {
+        field.name: getattr(event, field.name)
+        for event in (last[RunStarted], finished)
+        for field in fields(Summary)
+        if hasattr(event, field.name)
+    }
+    from_folder = {
+        "val_perplexity": perplexity(finished.val_loss),
+        "wall_time_s": process_s if finished.wall_time_s is None else finished.wall_time_s,
+        "resumed_from_round": resumed_from_round,
+        "run_dir": str(folder),
+        "val_accuracy": metrics.get("accuracy"),
+        "asynchrony": read_asynchrony(folder),
+        "overlap": read_overlap(folder) if reports_overlap(folder) else None,
+        "memory": read_memory(folder),
+    }
+    return Summary(**(from_events | from_folder))
+
+
+def read_memory(folder: str | Path) -> MemorySummary | None:
+    """The memory of the run in a folder, finished or not; None where no engine counted it."""
+    log = Path(folder) / "events.jsonl"
+    return memory_of(read_events(log, kinds=(MemoryCounted,))) if log.exists() else None
+
+
+def memory_of(events: Iterable[Event]) -> MemorySummary | None:
+    """The largest count of each island, and the formula of the last count."""
+    largest: dict[int, MemoryCounted] = {}
+    last: MemoryCounted | None = None
+    for event in events:
+        if isinstance(event, MemoryCounted):
+            before, last = largest.get(event.island), event
+            largest[event.island] = event if before is None or event.peak_bytes > before.peak_bytes else before
+    if last is None:
+        return None
+    names = ("island", *(f"{kind}_bytes" for kind in MEMORY_KINDS), "peak_bytes")
+    islands = tuple(IslandMemory(**{name: getattr(largest[island], name) for name in names}) for island in sorted(largest))
+    return MemorySummary(islands=islands, formula=last.formula, formula_bytes=last.formula_bytes)
+
+
+def read_participation(folder: str | Path) -> ParticipationSummary | None:
+    """The commits of the elastic run in a folder; None for other runs and before the first commit."""
+    events = list(read_events(Path(folder) / "events.jsonl", kinds=(Attended, Leased, Refused, SaveFailed)))
+    attended = [event for event in events if isinstance(event, Attended)]
+    leased = [event for event in events if isinstance(event, Leased)]
+    if not attended:
+        return None
+    return ParticipationSummary(
+        commits=len(attended),
+        attempts=sum(event.attempts for event in attended),
+        known=attended[-1].known,
+        alive=fmean(event.alive for event in attended),
+        participating=fmean(event.participating for event in attended),
+        delivered=sum(len(event.delivered) for event in leased),
+        returned=sum(len(event.returned) for event in leased),
+        refused=sum(isinstance(event, Refused) for event in events),
+        not_saved=sum(isinstance(event, SaveFailed) for event in events),
     )
 
 
@@ -228,7 +227,7 @@ def _timing(folder: Path) -> tuple[float | None, int]:
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # torn by a kill, and then appended to on resume: wall-clock figures are not worth failing for
+            continue  # a kill truncated this line and the resumed process appended to it; these figures are not essential
         if not isinstance(record, dict):
             continue
         if record.get("what") == "resumed":
@@ -241,17 +240,8 @@ def _timing(folder: Path) -> tuple[float | None, int]:
 
 def _unfinished(folder: Path) -> str:
     progress = read_progress(folder)
-    if progress.round is None:
-        reached = "no round is finished"
-    else:
+    reached = "no round is finished"
+    if progress.round is not None:
         total = f" of {progress.steps_total}" if progress.steps_total is not None else ""
         reached = f"its last finished round is {progress.round} (step {progress.steps}{total})"
     return f"the run in {folder} ({progress.recipe}) is not finished: {reached}. Resume it with `atoll run --resume {folder}`."
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, MemorySummary | AsynchronySummary | OverlapSummary):
-        return value.to_dict()
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value

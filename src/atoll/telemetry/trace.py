@@ -1,122 +1,284 @@
-"""The timeline of a run for a trace viewer: who computed, waited and talked when.
+"""The timeline of a run for ui.perfetto.dev and chrome://tracing.
 
-Each island is a process with two rows: `computing`, and `network` for waiting, exchanges, catching up and joining, since an
-island may talk while it computes. Exchanges that go on in the background have a third, `background`: one of them may begin while
-the island is in another. Where devices have an algorithm of their own, each device is such a process: `2.1` is device 1 of island
-2. A further process, the cluster, has the rounds, the evaluations and a counter of bytes sent.
-What a hub and its workers do is drawn by `trace_async`.
+Each island is a process with two rows: `computing`, and `network` for waiting, exchanges, catching up and joining. Exchanges in the
+background of computing have a third row, `background`, because one may begin during another. In a run of two levels each device is
+such a process: `2.1` is device 1 of island 2. In an asynchronous run the network row of a worker has `pull`, `push` and `wait`.
+A further process, the cluster, has the rounds or the grace windows, the evaluations and counters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from atoll.core import events as ev
 from atoll.core.errors import AtollError
-from atoll.core.events import (
-    CaughtUp,
-    Computed,
-    Evaluated,
-    Event,
-    Exchanged,
-    IslandJoined,
-    IslandLeft,
-    Recut,
-    RoundFailed,
-    RoundFinished,
-    RunStarted,
-    UpdateSkipped,
-)
-from atoll.telemetry.async_summary import is_asynchronous
-from atoll.telemetry.device_events import by_device, device_name
-from atoll.telemetry.event_log import read_events
-from atoll.telemetry.perfetto import Timeline
-from atoll.telemetry.trace_async import draw_hub
-from atoll.telemetry.trace_rows import CLUSTER, EVALUATIONS, ROUNDS, background, computing, draw_common, name_devices, network
+from atoll.telemetry.async_summary import WorkerRound, WorkerWait, is_asynchronous, worker_history
+from atoll.telemetry.event_log import clock_of, read_events
+from atoll.telemetry.overlap import by_device, device_name
 
 
 def write_trace(folder: str | Path, path: str | Path) -> Path:
-    """Writes the timeline of the run in `folder` as JSON, to be opened in ui.perfetto.dev or chrome://tracing.
-
-    A run that is not finished gives what it has so far. Times are microseconds on the run's clock.
-    """
-    path = Path(path)
-    timeline = Timeline(process_names={CLUSTER: "cluster"}, row_names={ROUNDS: "rounds", EVALUATIONS: "evaluations"})
-    log = Path(folder) / "events.jsonl"
-    if is_asynchronous(folder):
-        draw_hub(timeline, read_events(log))
-    else:
-        _draw_all(timeline, by_device(read_events(log)))
-    if timeline.empty:
+    """Writes the timeline of the run in `folder`, finished or not, as JSON. Times are microseconds on the run's clock."""
+    path, log = Path(path), Path(folder) / "events.jsonl"
+    trace = _Trace(asynchronous=is_asynchronous(folder))
+    trace.draw_all(read_events(log))
+    if not trace.spans and not trace.instants:
         raise AtollError(f"the run in {folder} has nothing on its timeline yet. Let it run on, then write the trace again.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    timeline.write(path)
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, record in enumerate(trace.records()):
+            file.write((",\n" if number else "") + json.dumps(_finite(record), allow_nan=False))
+        file.write("\n]}\n")
     return path
 
 
-def _draw_all(timeline: Timeline, events: Iterable[Event]) -> None:
-    boundary_s, devices = 0.0, None
-    for event in events:
-        devices = event.devices_per_island if isinstance(event, RunStarted) else devices
-        _draw(timeline, event, boundary_s, devices)
-        boundary_s = event.time_s if isinstance(event, RoundFinished) else boundary_s
-    if devices is not None:
-        name_devices(timeline, devices)
+class TraceRow(NamedTuple):
+    """Where a span is drawn: a row (`tid`) of a process (`pid`)."""
+
+    process: int
+    row: int
 
 
-def _draw(timeline: Timeline, event: Event, boundary_s: float, devices: int | None) -> None:
-    """Puts one event on the timeline. `boundary_s` is when the last finished round ended."""
-    match event:
-        case RunStarted() | Evaluated() | IslandLeft():
-            draw_common(timeline, event)
-        case Computed():
-            args = {"steps": event.steps, "batches": event.batches, "tokens": event.tokens, "loss": event.loss}
-            row = computing(timeline, event.island)
-            timeline.span(row, event.start_s, event.end_s, f"compute, round {event.round}", "computing", args)
-        case Exchanged():
-            _exchanged(timeline, event)
-        case CaughtUp() | IslandJoined():
-            _received(timeline, event, boundary_s, devices)
-        case Recut():
-            for island, sent_bytes in zip(event.islands, event.sent_bytes, strict=True):
-                args = {"round": event.round, "bytes": sent_bytes}
-                timeline.span(network(timeline, island), event.start_s, event.end_s, "cut anew", "talking", args)
-            timeline.count(CLUSTER, event.end_s, sum(event.sent_bytes))
-        case UpdateSkipped():
-            names = [device_name(number, devices if event.inside is not None else None) for number in event.islands]
-            where = {"round": event.round, "not finite on": ", ".join(names)}
-            timeline.moment(ROUNDS, event.time_s, "update skipped", where, across=True)
-        case RoundFailed():
-            where = {"round": event.round, "what": event.what, "not heard": ", ".join(map(str, event.islands))}
-            timeline.moment(ROUNDS, event.time_s, "round void", where, across=True)
-        case RoundFinished():
-            counts = {"loss": event.loss, "tokens": event.tokens, "islands": event.islands}
-            timeline.span(ROUNDS, boundary_s, event.time_s, f"round {event.round}", "round", counts)
-        case _:
-            pass
+_CLUSTER = 1  # the process of the whole cluster; island i is process i + 2
+_ROUNDS, _EVALUATIONS = TraceRow(_CLUSTER, 1), TraceRow(_CLUSTER, 2)
+_ISLAND_ROWS = {"computing": 1, "network": 2, "background": 3}
 
 
-def _exchanged(timeline: Timeline, event: Exchanged) -> None:
-    everyone = zip(event.islands, event.heard, event.arrived_s, event.sent_bytes, event.control_bytes, strict=True)
-    for island, heard, arrived_s, sent_bytes, control_bytes in everyone:
-        row = background(timeline, island) if event.background else network(timeline, island)
-        why = {"round": event.round, "for": event.what}
-        timeline.span(row, arrived_s, event.start_s, "wait", "waiting", why, filler=True)
-        name = event.what if heard else f"{event.what} (not heard)"
-        args = {"round": event.round, "bytes": sent_bytes, "control_bytes": control_bytes, "heard": heard}
-        # One that comes too late to be heard is not there at the start.
-        timeline.span(row, max(arrived_s, event.start_s), event.end_s, name, "talking", args)
-    timeline.count(CLUSTER, event.end_s, sum(event.sent_bytes))
+@dataclass(frozen=True, kw_only=True)
+class TraceSpan:
+    """An activity, in whole nanoseconds, so that no rounding error makes two overlap. A filler, such as waiting, takes only the
+    time that nothing else on its row takes."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+    category: str
+    args: dict[str, Any]
+    filler: bool = False
 
 
-def _received(timeline: Timeline, event: CaughtUp | IslandJoined, boundary_s: float, devices: int | None) -> None:
-    """An island is given the shared fields. The donor serves them while it trains, so its own rows do not show it."""
-    if isinstance(event, CaughtUp):
-        name, category, start_s, end_s = "catch up", "catching up", event.start_s, event.end_s
-    else:
-        # This event has only the end. Islands are admitted between rounds, so the transfer began at the last boundary.
-        name, category, start_s, end_s = "join", "joining", min(boundary_s, event.time_s), event.time_s
-    donor = event.donor if devices is None or event.donor is None else device_name(event.donor, devices)
-    args = {"round": event.round, "donor": donor, "bytes": event.sent_bytes}
-    timeline.span(network(timeline, event.island), start_s, end_s, name, category, args)
-    timeline.count(CLUSTER, end_s, event.sent_bytes)
+class _Trace:
+    """Collects spans, instants and counters in any order."""
+
+    def __init__(self, *, asynchronous: bool) -> None:
+        self.spans: dict[TraceRow, list[TraceSpan]] = {}
+        self.instants: list[dict[str, Any]] = []
+        self._synchronous = not asynchronous
+        self._devices: int | None = None
+        self._boundary_s = 0.0  # the end of the last finished round
+        self._process_names = {_CLUSTER: "cluster"}
+        self._row_names = {_ROUNDS: "windows" if asynchronous else "rounds", _EVALUATIONS: "evaluations"}
+        self._sent_bytes: list[tuple[int, int]] = []
+        self._counters: list[dict[str, Any]] = []
+
+    def draw_all(self, events: Iterable[ev.Event]) -> None:
+        for item in by_device(events) if self._synchronous else worker_history(events):
+            self._draw(item)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """In the format of chrome://tracing."""
+        for process, name in self._process_names.items():
+            yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+            yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
+        for row, name in self._row_names.items():
+            where = {"ph": "M", "pid": row.process, "tid": row.row}
+            yield {**where, "name": "thread_name", "args": {"name": name}}
+            yield {**where, "name": "thread_sort_index", "args": {"sort_index": row.row}}
+        for row, spans in self.spans.items():
+            for span in without_overlaps(spans):
+                when = {"ts": _us(span.start_ns), "dur": _us(span.end_ns - span.start_ns)}
+                what = {"name": span.name, "cat": span.category, "args": span.args}
+                yield {"ph": "X", "pid": row.process, "tid": row.row, **when, **what}
+        yield from self.instants
+        total = 0
+        for at_ns, num_bytes in sorted(self._sent_bytes):
+            total += num_bytes
+            yield {"ph": "C", "pid": _CLUSTER, "ts": _us(at_ns), "name": "bytes sent", "args": {"bytes": total}}
+        yield from self._counters
+
+    def _draw(self, item: ev.Event | WorkerRound | WorkerWait) -> None:
+        match item:
+            case ev.RunStarted():
+                wall = ", wall time" if clock_of(item.engine) == "wall" else ""
+                self._process_names[_CLUSTER] = f"{item.recipe} ({item.algorithm}){wall}"
+                self._devices = item.devices_per_island
+            case ev.Computed() if self._synchronous:
+                args = {"steps": item.steps, "batches": item.batches, "tokens": item.tokens, "loss": item.loss}
+                row, times_s = self._row(item.island, "computing"), (item.start_s, item.end_s)
+                self._span(row, times_s, f"compute, round {item.round}", "computing", args)
+            case ev.Exchanged():
+                self._draw_exchange(item)
+            case ev.CaughtUp():
+                self._draw_transfer(item, "catch up", "catching up", (item.start_s, item.end_s))
+            case ev.IslandJoined() if self._synchronous:
+                # The event has only the end. Islands join between rounds, so the transfer began at the last boundary.
+                self._draw_transfer(item, "join", "joining", (min(self._boundary_s, item.time_s), item.time_s))
+            case ev.Recut():
+                for island, sent_bytes in zip(item.islands, item.sent_bytes, strict=True):
+                    args = {"round": item.round, "bytes": sent_bytes}
+                    self._span(self._row(island), (item.start_s, item.end_s), "reshard", "communicating", args)
+                self._sent(item.end_s, sum(item.sent_bytes))
+            case ev.UpdateSkipped():
+                names = [device_name(number, self._devices if item.inside is not None else None) for number in item.islands]
+                args = {"round": item.round, "not finite on": ", ".join(names)}
+                self._instant(_ROUNDS, item.time_s, "update skipped", args, scope="g")
+            case ev.RoundFailed():
+                args = {"round": item.round, "what": item.what, "missed by": ", ".join(map(str, item.islands))}
+                self._instant(_ROUNDS, item.time_s, "round failed", args, scope="g")
+            case ev.RoundFinished() if self._synchronous:
+                args = {"loss": item.loss, "tokens": item.tokens, "islands": item.islands}
+                self._span(_ROUNDS, (self._boundary_s, item.time_s), f"round {item.round}", "round", args)
+                self._boundary_s = item.time_s
+            case ev.Evaluated():
+                self._instant(_EVALUATIONS, item.time_s, "evaluation", {"round": item.round, **item.metrics}, scope="g")
+            case ev.IslandJoined():
+                self._instant(self._row(item.island), item.time_s, "joined", {"round": item.round})
+            case ev.IslandLeft():
+                self._instant(self._row(item.island), item.time_s, "left", {"round": item.round})
+            case ev.Refused() if not self._synchronous:
+                self._instant(self._row(item.island), item.time_s, "refused", {"round": item.round, "reason": item.reason})
+            case ev.Returned():
+                args = {"round": item.round, "shard": item.shard, "steps": item.steps}
+                self._instant(self._row(item.island), item.time_s, "returned", args)
+            case ev.Dispatched():
+                self._sent(item.time_s, item.sent_bytes)
+            case ev.Arrived():
+                self._sent(item.time_s, item.sent_bytes)
+                for name in ("version", "staleness"):
+                    where = {"ph": "C", "pid": _CLUSTER, "ts": _us(_ns(item.time_s))}
+                    self._counters.append({**where, "name": name, "args": {name: getattr(item, name)}})
+            case ev.WindowClosed():
+                args = {"islands": ", ".join(map(str, item.islands)), "arrivals": len(item.islands)}
+                self._span(_ROUNDS, (item.opened_s, item.time_s), f"window {item.window}", "window", args)
+            case WorkerRound():
+                self._draw_worker_round(item)
+            case WorkerWait() if item.end_s > item.start_s:
+                self._span(self._row(item.island), (item.start_s, item.end_s), "wait", "waiting", {}, filler=True)
+            case _:
+                pass
+
+    def _draw_exchange(self, event: ev.Exchanged) -> None:
+        members = zip(event.islands, event.heard, event.arrived_s, event.sent_bytes, event.control_bytes, strict=True)
+        for island, heard, arrived_s, sent_bytes, control_bytes in members:
+            row = self._row(island, "background" if event.background else "network")
+            wait = {"round": event.round, "for": event.what}
+            self._span(row, (arrived_s, event.start_s), "wait", "waiting", wait, filler=True)
+            name = event.what if heard else f"{event.what} (missed)"
+            args = {"round": event.round, "bytes": sent_bytes, "control_bytes": control_bytes, "heard": heard}
+            # An island that missed the exchange may arrive after its start.
+            self._span(row, (max(arrived_s, event.start_s), event.end_s), name, "communicating", args)
+        self._sent(event.end_s, sum(event.sent_bytes))
+
+    def _draw_transfer(
+        self, event: ev.CaughtUp | ev.IslandJoined, name: str, category: str, times_s: tuple[float, float]
+    ) -> None:
+        """An island receives the shared state. The donor sends it while it trains, so the rows of the donor do not show it."""
+        donor = event.donor if self._devices is None or event.donor is None else device_name(event.donor, self._devices)
+        args = {"round": event.round, "donor": donor, "bytes": event.sent_bytes}
+        self._span(self._row(event.island), times_s, name, category, args)
+        self._sent(times_s[1], event.sent_bytes)
+
+    def _draw_worker_round(self, item: WorkerRound) -> None:
+        """Pull, computing and push. A round without a result and without reported steps is one span up to its end."""
+        task, arrival, outcome = item.task, item.arrival, dict[str, Any]()
+        computing = self._row(item.island, "computing")
+        if task is not None:
+            # A worker that leaves during the pull never has the weights.
+            times_s = (task.time_s, min(task.begin_s, item.end_s))
+            args = {"round": task.round, "version": task.version, "shard": task.shard, "bytes": task.sent_bytes}
+            self._span(self._row(item.island), times_s, "pull", "communicating", args)
+            outcome = {"shard": task.shard, "outcome": item.outcome}
+        if arrival is not None:
+            outcome = {"shard": arrival.shard, "staleness": arrival.staleness, "applied": arrival.applied}
+            args = {"round": arrival.round, "bytes": arrival.sent_bytes, "norm": arrival.norm, **outcome}
+            self._span(self._row(item.island), (arrival.pushed_s, arrival.time_s), "push", "communicating", args)
+        for event in item.computed:
+            args = {"steps": event.steps, "tokens": event.tokens, "loss": event.loss, **outcome}
+            self._span(computing, (event.start_s, event.end_s), f"round {event.round}", "computing", args)
+        if task is not None and arrival is None and not item.computed and item.end_s > task.begin_s:
+            name = f"round {task.round} ({item.outcome})"
+            self._span(computing, (task.begin_s, item.end_s), name, "unfinished", {"steps": task.steps, **outcome})
+
+    def _row(self, island: int, name: str = "network") -> TraceRow:
+        """A row of an island. Its process and its rows get their names."""
+        process, kind = _CLUSTER + 1 + island, "island" if self._devices is None else "device"
+        self._process_names[process] = f"{kind} {device_name(island, self._devices)}"
+        for shown in ("computing", "network", name):
+            self._row_names[TraceRow(process, _ISLAND_ROWS[shown])] = shown
+        return TraceRow(process, _ISLAND_ROWS[name])
+
+    def _span(
+        self, row: TraceRow, times_s: tuple[float, float], name: str, category: str, args: dict[str, Any], *, filler: bool = False
+    ) -> None:
+        start_ns, end_ns = map(_ns, times_s)
+        span = TraceSpan(start_ns=start_ns, end_ns=end_ns, name=name, category=category, args=args, filler=filler)
+        self.spans.setdefault(row, []).append(span)
+
+    def _instant(self, row: TraceRow, at_s: float, name: str, args: dict[str, Any], *, scope: str = "t") -> None:
+        """An event without duration, drawn on its own row (scope t) or across all rows (scope g)."""
+        where = {"pid": row.process, "tid": row.row, "ts": _us(_ns(at_s))}
+        self.instants.append({"ph": "i", **where, "name": name, "s": scope, "args": args})
+
+    def _sent(self, at_s: float, num_bytes: int) -> None:
+        self._sent_bytes.append((_ns(at_s), num_bytes))
+
+
+def without_overlaps(spans: Iterable[TraceSpan]) -> list[TraceSpan]:
+    """The spans in order, each cut to begin where the one before it ends; fillers lose the time that another span takes.
+
+    An island may wait for an exchange while the one before is still under way: then it waits only from the end of that one.
+    """
+    ordered = sorted(spans, key=_bounds)
+    solid = _cut([span for span in ordered if not span.filler])
+    starts = [span.start_ns for span in solid]
+    pieces = [piece for span in ordered if span.filler for piece in _gaps(span, solid, starts)]
+    return _cut(sorted([*solid, *pieces], key=_bounds))
+
+
+def _bounds(span: TraceSpan) -> tuple[int, int]:
+    return span.start_ns, span.end_ns
+
+
+def _cut(ordered: Sequence[TraceSpan]) -> list[TraceSpan]:
+    kept: list[TraceSpan] = []
+    free_ns = 0
+    for span in ordered:
+        start_ns = max(span.start_ns, free_ns)
+        if start_ns < span.end_ns or start_ns == span.start_ns == span.end_ns:
+            kept.append(span if start_ns == span.start_ns else replace(span, start_ns=start_ns))
+            free_ns = span.end_ns
+    return kept
+
+
+def _gaps(span: TraceSpan, solid: Sequence[TraceSpan], starts: Sequence[int]) -> Iterator[TraceSpan]:
+    """The pieces of a filler between the other spans."""
+    free_ns = span.start_ns
+    for other in solid[max(0, bisect_right(starts, span.start_ns) - 1) :]:
+        if other.start_ns >= span.end_ns:
+            break
+        if other.start_ns > free_ns:
+            yield replace(span, start_ns=free_ns, end_ns=other.start_ns)
+        free_ns = max(free_ns, other.end_ns)
+    if free_ns < span.end_ns:
+        yield replace(span, start_ns=free_ns)
+
+
+def _ns(time_s: float) -> int:
+    return round(time_s * 1e9)
+
+
+def _us(time_ns: int) -> float:
+    return time_ns / 1000
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity, which a loss may be."""
+    args = record["args"].items()
+    return {**record, "args": {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in args}}

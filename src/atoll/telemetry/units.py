@@ -1,14 +1,32 @@
-"""Figures as people read them: bytes, times, counts and ratios with three significant digits.
+"""How figures are written: for people with a unit and three significant digits, for JSON as plain values.
 
-Units are decimal (1 kB is 1000 bytes), because links are sold that way.
+Units are decimal (1 kB is 1000 bytes), as in the data sheets of network links.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _COUNTS = ("", "k", "M", "B", "T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonRecord:
+    """Base of the summaries. `to_dict` has each field, then each property named in `derived`; a field that is None by default is
+    left out while it is None."""
+
+    derived: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; NaN and infinity as strings."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        optional = {field.name for field in fields(self) if field.default is None}
+        values = {name: value for name, value in values.items() if value is not None or name not in optional}
+        return _to_json(values | {name: getattr(self, name) for name in self.derived})
 
 
 def human_bytes(size_bytes: float) -> str:
@@ -30,7 +48,7 @@ def human_count(count: float) -> str:
 
 
 def human_time(time_s: float) -> str:
-    """Seconds as h:mm:ss. Short times keep decimals, since a simulated run may last less than a minute.
+    """Seconds as h:mm:ss. Times below a minute have decimals, because a simulated run may take less than a second.
 
     >>> [human_time(time_s) for time_s in (0, 0.0834, 12.34, 59.96, 754, 3599.7, 90_000)]
     ['0:00:00', '0:00:00.083', '0:00:12.3', '0:01:00', '0:12:34', '1:00:00', '25:00:00']
@@ -47,15 +65,23 @@ def human_time(time_s: float) -> str:
 
 
 def human_percent(fraction: float) -> str:
-    """A fraction of one as per cent.
-
+    """
     >>> human_percent(0.934), human_percent(1.0), human_percent(0.0042)
     ('93 %', '100 %', '0.42 %')
     """
     if not math.isfinite(fraction):
         return _not_finite(fraction)
-    per_cent = 100 * fraction
-    return f"{per_cent:.0f} %" if abs(per_cent) >= 9.95 or per_cent == 0 else f"{per_cent:.2g} %"
+    percent = 100 * fraction
+    return f"{percent:.0f} %" if abs(percent) >= 9.95 or percent == 0 else f"{percent:.2g} %"
+
+
+def human_share(part: float | None, whole: float) -> str:
+    """The part as a percentage of the whole; "-" where either is missing.
+
+    >>> human_share(1.0, 4.0), human_share(None, 4.0), human_share(1.0, 0.0)
+    ('25 %', '-', '-')
+    """
+    return human_percent(part / whole) if part is not None and whole else "-"
 
 
 def human_times(ratio: float) -> str:
@@ -71,7 +97,7 @@ def human_times(ratio: float) -> str:
 
 
 def human_fraction(ratio: float) -> str:
-    """A ratio below one as people say it: 1/n where that is within 2 % of the truth, else two decimals.
+    """A ratio below one: 1/n where that is within 2 % of the ratio, else two decimals.
 
     >>> [human_fraction(ratio) for ratio in (0.05, 0.0502, 0.61, 1 / 3, 0.002, 0.96, 0.998)]
     ['1/20', '1/20', '0.61', '1/3', '1/500', '0.96', '0.998']
@@ -84,7 +110,7 @@ def human_fraction(ratio: float) -> str:
 
 
 def human_loss(loss: float, digits: int = 3) -> str:
-    """A loss with that many significant digits, zeros at the end included.
+    """A loss with that many significant digits, trailing zeros included.
 
     >>> human_loss(2.3), human_loss(10.826), human_loss(2.3456, digits=4), human_loss(float("nan"))
     ('2.30', '10.8', '2.346', 'NaN')
@@ -93,7 +119,7 @@ def human_loss(loss: float, digits: int = 3) -> str:
 
 
 def human_accuracy(fraction: float) -> str:
-    """An accuracy in [0, 1] as per cent with one decimal: runs that are compared often lie less than a per cent apart.
+    """An accuracy in [0, 1] as a percentage with one decimal: compared runs often differ by less than 1 %.
 
     >>> human_accuracy(0.9128), human_accuracy(1.0)
     ('91.3 %', '100.0 %')
@@ -101,16 +127,35 @@ def human_accuracy(fraction: float) -> str:
     return f"{100 * fraction:.1f} %" if math.isfinite(fraction) else _not_finite(fraction)
 
 
+def plural(count: int, noun: str) -> str:
+    """
+    >>> plural(1, "round"), plural(2400, "exchange")
+    ('1 round', '2.40 k exchanges')
+    """
+    return f"{human_count(count)} {noun}" + ("s" if count != 1 else "")
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats; infinite where that overflows.
+
+    >>> perplexity(0.0), perplexity(1e6)
+    (1.0, inf)
+    """
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 def _scaled(value: float, units: tuple[str, ...]) -> str:
-    """Three significant digits and a unit; below 1000 whole numbers stay whole."""
+    """Three significant digits and a unit; whole numbers below 1000 stay whole."""
     if not math.isfinite(value):
         return _not_finite(value)
     if abs(value) < 999.5:
         digits = f"{value:.0f}" if value == round(value) else f"{value:.3g}"
         return f"{digits} {units[0]}".strip()
     power = 0
-    # 999 999 is 1.00 M, not 1000 k: what counts is the value after rounding.
-    while abs(value) >= 999.5 and power < len(units) - 1:
+    while abs(value) >= 999.5 and power < len(units) - 1:  # the rounded value counts: 999 999 is 1.00 M, not 1000 k
         value, power = value / 1000, power + 1
     digits = f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
     return f"{digits} {units[power]}"
@@ -118,3 +163,15 @@ def _scaled(value: float, units: tuple[str, ...]) -> str:
 
 def _not_finite(value: float) -> str:
     return "NaN" if math.isnan(value) else "infinite" if value > 0 else "-infinite"
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, JsonRecord):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -1,0 +1,94 @@
+"""The common look of all plots, and how they are written to a file. Needs the extra `plot`.
+
+pyplot is never imported, so the user's backend and open figures stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from atoll.core.errors import ConfigError
+from atoll.core.optional_imports import require
+
+T = TypeVar("T")
+
+_DPI = 150
+_FORMATS = (".png", ".svg", ".pdf")
+FONT_SIZE = 13  # a figure of three panels shown 800 pixels wide then has letters of 9 points
+# The palette of Okabe and Ito, which colour-blind readers can distinguish; without its yellow, too pale for lines.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+GREY = "#bbbbbb"
+
+
+def save_figure(draw: Callable[[T], Any], what: T, path: str | Path) -> Path:
+    """Draws and writes a figure as .png, .svg or .pdf, by the suffix of the path, and creates the folder."""
+    path = Path(path)
+    if path.suffix.lower() not in _FORMATS:
+        raise ConfigError(f"{path} does not end in {', '.join(_FORMATS)}, the formats of a figure. Rename it.")
+    figure = draw(what)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def new_figure(panels: int, *, share_x: bool = False, share_y: bool = False) -> tuple[Any, list[Any]]:
+    """A figure and its panels of 4 by 4 inches: up to three in a row, four in two rows."""
+    matplotlib_figure = require("matplotlib.figure", extra="plot", purpose="figures")
+    rows, columns = (2, 2) if panels == 4 else (1, panels)
+    size = (5 if panels == 1 else 4 * columns, 4 * rows)
+    figure = matplotlib_figure.Figure(figsize=size, layout="constrained", facecolor="white")
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharex=share_x, sharey=share_y).flat)
+    for panel in axes:
+        panel.grid(color="#dddddd", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=FONT_SIZE)
+        panel.xaxis.label.set_size(FONT_SIZE)
+        panel.yaxis.label.set_size(FONT_SIZE)
+    return figure, axes
+
+
+def add_legend(figure: Any, columns: int = 4) -> None:
+    """One legend above all panels; a label that several panels share appears once."""
+    handles = {label: handle for panel in figure.axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    columns = min(columns, len(handles))
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=FONT_SIZE)
+
+
+def format_axis(axis: Any, text: Callable[[float], str] | None = None, *, whole: bool = False) -> None:
+    """Few ticks with this text; `whole`: on whole numbers only, which the text names."""
+    ticker = require("matplotlib.ticker", extra="plot", purpose="figures")
+    axis.set_major_locator(ticker.MaxNLocator(nbins=6 if whole else 4, integer=whole))
+    if text is not None:
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: text(value) if whole else _without_zeros(text(value))))
+
+
+def set_log_x(panel: Any, text: Callable[[float], str]) -> None:
+    ticker = require("matplotlib.ticker", extra="plot", purpose="figures")
+    panel.set_xscale("log")
+    format_axis(panel.xaxis, text)
+    low, high = panel.get_xlim()
+    # Over a few decades the powers of ten alone would be too few ticks.
+    panel.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0,) if high / low > 100 else (1.0, 3.0), numticks=5))
+    panel.xaxis.set_minor_formatter(ticker.NullFormatter())
+
+
+def time_unit(longest_s: float) -> tuple[str, float]:
+    """The unit of an axis of times, and its length in seconds.
+
+    >>> time_unit(90.0), time_unit(600.0), time_unit(86_400.0)
+    (('s', 1.0), ('min', 60.0), ('h', 3600.0))
+    """
+    return ("h", 3600.0) if longest_s >= 7200 else ("min", 60.0) if longest_s >= 120 else ("s", 1.0)
+
+
+def _without_zeros(text: str) -> str:
+    """
+    >>> _without_zeros("1.00 MB"), _without_zeros("2.50 MB"), _without_zeros("100 B")
+    ('1 MB', '2.5 MB', '100 B')
+    """
+    number, _, unit = text.partition(" ")
+    number = number.rstrip("0").rstrip(".") if "." in number else number
+    return f"{number} {unit}".strip()

@@ -1,0 +1,196 @@
+"""How far a run is and how busy its islands are, from its events so far."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.core import events as ev
+from atoll.core.errors import CheckpointError
+from atoll.telemetry.event_log import read_events
+
+_STALENESS_WINDOW = 20
+
+
+class RunningTotals:
+    """Takes events one by one and keeps the latest of each kind that tells how far the run is.
+
+    >>> totals = RunningTotals()
+    >>> totals.take(ev.RunStarted(recipe="demo", algorithm="DDP", islands=2, params=10, steps=4, seed=0))
+    >>> totals.take(ev.Computed(island=0, round=0, start_s=0.0, end_s=3.0, steps=1, batches=1, tokens=8, loss=2.0))
+    >>> totals.take(ev.Computed(island=1, round=0, start_s=0.0, end_s=1.0, steps=1, batches=1, tokens=8, loss=2.0))
+    >>> totals.utilisation(now_s=4.0)
+    0.5
+    """
+
+    def __init__(self) -> None:
+        self.started: ev.RunStarted | None = None
+        self.round: ev.RoundFinished | None = None
+        self.evaluation: ev.Evaluated | None = None
+        self.finished: ev.RunFinished | None = None
+        self.asynchronous = False
+        self._devices = 1
+        self._computed_s: dict[int, float] = {}
+        self._since_s: dict[int, float] = {}  # when each present island joined
+        self._past_s: dict[int, float] = {}  # how long an island was present before it left
+        self._tasks: dict[int, ev.Dispatched] = {}  # rounds under way, which a worker reports when it arrives
+        self._step_s: dict[int, float] = {}
+        self._staleness: deque[int] = deque(maxlen=_STALENESS_WINDOW)
+
+    def take(self, event: ev.Event) -> None:
+        match event:
+            case ev.RunStarted():
+                self.started = event
+                self._since_s = dict.fromkeys(range(event.islands), 0.0)
+                self._devices = event.devices_per_island or 1
+            case ev.RoundFinished():
+                self.round = event
+            case ev.Evaluated():
+                self.evaluation = event
+            case ev.RunFinished():
+                self.finished = event
+            case ev.Dispatched():
+                self._dispatched(event)
+            case ev.Arrived():
+                self._staleness.append(event.staleness)
+                self._tasks.pop(event.island, None)
+            case ev.Computed():
+                self._computed(event)
+            case ev.Refused() | ev.Returned():
+                # The hub also refuses an update that arrives twice; the round of that update was over before.
+                if event.island in self._tasks and self._tasks[event.island].round == event.round:
+                    self._abandon(event.island, event.time_s)
+            case ev.IslandJoined():
+                self._since_s[event.island] = event.time_s
+            case ev.IslandLeft():
+                if event.island in self._tasks:
+                    self._abandon(event.island, event.time_s)
+                present_s = event.time_s - self._since_s.pop(event.island, event.time_s)
+                self._past_s[event.island] = self._past_s.get(event.island, 0.0) + present_s
+            case _:
+                pass
+
+    @property
+    def local_updates_total(self) -> int | None:
+        """The local updates of all islands that end the run; None before RunStarted."""
+        return self.started.steps * self.started.islands if self.started is not None else None
+
+    def utilisation(self, now_s: float) -> float | None:
+        """Mean over islands of computing time over time present; None where presence or work is unknown.
+
+        A worker reports its work when it arrives. Until then its round counts at the speed of its last round.
+        """
+        present_s = dict(self._past_s)
+        for island, since_s in self._since_s.items():
+            present_s[island] = present_s.get(island, 0.0) + max(0.0, now_s - since_s)
+        computed_s = {island: self._computed_s.get(island, 0.0) + self._under_way_s(island, now_s) for island in present_s}
+        # An event may report work that ends later than now, hence the limit of 1.
+        shares = [min(1.0, computed_s[island] / here_s) for island, here_s in present_s.items() if here_s > 0]
+        return sum(shares) / len(shares) if shares and self._computed_s else None
+
+    def staleness(self) -> float | None:
+        """Mean over the last 20 arrivals; None before the first."""
+        return sum(self._staleness) / len(self._staleness) if self._staleness else None
+
+    def _dispatched(self, event: ev.Dispatched) -> None:
+        if not self.asynchronous:
+            # RunStarted also counts islands that join later. The hub dispatches every island that is present.
+            self.asynchronous, self._since_s = True, {}
+        if self.started is not None:
+            self._since_s.setdefault(event.island, event.time_s)
+        self._tasks[event.island] = event
+
+    def _computed(self, event: ev.Computed) -> None:
+        # An island with several devices counts the mean over them.
+        computed_s = (event.end_s - event.start_s) / (1 if event.device is None else self._devices)
+        self._computed_s[event.island] = self._computed_s.get(event.island, 0.0) + computed_s
+        if event.steps:
+            self._step_s[event.island] = (event.end_s - event.start_s) / event.steps
+        self._tasks.pop(event.island, None)
+
+    def _abandon(self, island: int, now_s: float) -> None:
+        """A round ends without an update. The time that the worker spent on it still counts as computing."""
+        self._computed_s[island] = self._computed_s.get(island, 0.0) + self._under_way_s(island, now_s)
+        del self._tasks[island]
+
+    def _under_way_s(self, island: int, now_s: float) -> float:
+        task = self._tasks.get(island)
+        if task is None:
+            return 0.0
+        spent_s = max(0.0, now_s - task.begin_s)
+        step_s = self._step_s.get(island)
+        return spent_s if step_s is None else min(spent_s, task.steps * step_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunProgress:
+    """How far a run is, finished or not. Unknown values are None."""
+
+    recipe: str
+    algorithm: str | None
+    islands: int | None
+    params: int | None
+    seed: int | None
+    round: int | None
+    """The last round that all islands finished."""
+    steps: int
+    steps_total: int | None
+    tokens: int
+    loss: float | None
+    val_loss: float | None
+    virtual_time_s: float | None
+    wall_time_s: float | None
+    """None under a virtual clock."""
+    sent_bytes_per_island: float | None
+    utilisation: float | None
+    finished: bool
+    run_dir: str
+
+
+def read_progress(folder: str | Path) -> RunProgress:
+    """The progress of the run in a folder, which must hold run.json; the log may be empty or missing."""
+    folder = Path(folder)
+    run, totals = read_settings(folder), RunningTotals()
+    if (folder / "events.jsonl").exists():
+        for event in read_events(folder / "events.jsonl"):
+            totals.take(event)
+    start, last, evaluation = totals.started, totals.round, totals.evaluation
+    return RunProgress(
+        recipe=start.recipe if start else str(run.get("recipe", folder.name)),
+        algorithm=start.algorithm if start else None,
+        islands=last.islands if last else start.islands if start else None,
+        params=start.params if start else None,
+        seed=start.seed if start else run.get("seed"),
+        round=last.round if last else None,
+        steps=last.steps if last else 0,
+        steps_total=start.steps if start else None,
+        tokens=last.tokens if last else 0,
+        loss=last.loss if last else None,
+        val_loss=evaluation.metrics.get("loss") if evaluation else None,
+        virtual_time_s=last.virtual_time_s if last else None,
+        wall_time_s=last.wall_time_s if last else None,
+        sent_bytes_per_island=last.sent_bytes_per_island if last else None,
+        utilisation=totals.utilisation(last.time_s) if last else None,
+        finished=totals.finished is not None,
+        run_dir=str(folder),
+    )
+
+
+def read_settings(folder: str | Path) -> dict[str, Any]:
+    """run.json of a run, as plain data."""
+    path = Path(folder) / "run.json"
+    try:
+        run = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is not the folder of a run: {path.name} cannot be read ({error.strerror}). Give a folder that `atoll run` "
+            f"wrote."
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}). Restore it.") from error
+    if not isinstance(run, dict):
+        raise CheckpointError(f"{path} holds a {type(run).__name__}, not an object. Restore it.")
+    return run
