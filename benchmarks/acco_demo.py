@@ -14,7 +14,7 @@ from typing import Any
 
 import wording
 from async_demo import curves_figure
-from atoll.telemetry.figures import save_figure
+from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_percent
 from cells import Outcome, Row, carry_out
 from claims import Claim, higher, judged

@@ -27,7 +27,7 @@ from atoll.core.protocols import Algorithm
 from atoll.optim.adam import AdamW
 from atoll.runs.cluster import Cluster
 from atoll.runs.network import Link
-from atoll.telemetry.figures import COLOURS, new_figure, save_figure
+from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure
 from atoll.telemetry.units import human_bytes, human_percent
 from atoll.testing.simulated_runs import Regression, simulate
 from page import fill

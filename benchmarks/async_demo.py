@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import wording
-from atoll.telemetry.figures import COLOURS, new_figure, save_figure, time_unit
+from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure, time_unit
 from cells import Outcome, Row, carry_out
 from claims import Claim, judged
 from record import Record, default_path, markdown_table, script

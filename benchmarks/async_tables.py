@@ -8,7 +8,7 @@ from typing import Any
 
 import wording
 from async_rows import DDP, DELAYED, DILOCO, NAIVE, SAME_TOKENS, SYNC, Plan
-from atoll.telemetry.figures import COLOURS, new_figure, save_figure, time_unit
+from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure, time_unit
 from cells import Outcome
 from groups import Group
 

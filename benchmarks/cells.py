@@ -29,7 +29,7 @@ from atoll.core.events import Evaluated, Event, Progress, RoundFinished
 from atoll.engines import driver
 from atoll.engines.driver import Cache
 from atoll.runs.run import Run, candidates
-from atoll.telemetry.overlap import Overlap
+from atoll.telemetry.overlap import OverlapTotals
 from gpu_device import tidy
 from progress import Watch
 from record import Record
@@ -274,7 +274,7 @@ class _Times:
     """Keeps where each island's time went."""
 
     def __init__(self) -> None:
-        self._overlap = Overlap()
+        self._overlap = OverlapTotals()
 
     def emit(self, event: Event) -> None:
         self._overlap.take(event)

@@ -25,7 +25,7 @@ import wording
 from async_demo import curves_figure
 from atoll.core.errors import ConfigError
 from atoll.runs.run import Run
-from atoll.telemetry.figures import save_figure
+from atoll.telemetry.plot_style import save_figure
 from cells import Outcome, Row, carry_out, key_of
 from claims import Claim, claims_section
 from groups import DEFAULT, Group, brief_table, table

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from atoll.telemetry.figures import COLOURS, new_figure, save_figure
+from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure
 from cells import Outcome, Row
 from claims import Claim, higher
 from evidence import Evidence, OnGpu

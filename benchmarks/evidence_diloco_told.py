@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import workload
-from atoll.telemetry.figures import new_figure, save_figure
+from atoll.telemetry.plot_style import new_figure, save_figure
 from cells import Outcome
 from claims import Claim, Terms, alike, costs, lower, unlike
 from groups import mild

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.telemetry.figures import save_figure
+from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_bytes, human_count
 from gpu_device import free_bytes, is_cuda, product_flops_per_s, tidy
 from gpu_found import MATRIX, Found, Measured, bare_key, matrix_key

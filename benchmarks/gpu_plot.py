@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from atoll.telemetry.figures import COLOURS, new_figure
+from atoll.telemetry.plot_style import COLOURS, new_figure
 from gpu_found import BARE, Found, Measured
 from gpu_plan import WAYS, Way
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from types import TracebackType
 
-from rich.console import Console
-
-from atoll.telemetry.progress_display import Display, LiveBars, PlainLines
+from atoll.telemetry.console import new_display
 
 
 class Watch:
@@ -21,7 +18,7 @@ class Watch:
 
     def __init__(self, title: str, total: int, *, quiet: bool = False) -> None:
         self._total, self._done, self._name = total, 0, ""
-        self._display = None if quiet else _display(title)
+        self._display = None if quiet else new_display(title)
 
     def begin(self, name: str) -> None:
         """A cell begins."""
@@ -41,7 +38,7 @@ class Watch:
 
     def say(self, line: str) -> None:
         if self._display is not None:
-            self._display.say(line)
+            self._display.log(line)
 
     def __enter__(self) -> Watch:
         return self
@@ -51,9 +48,3 @@ class Watch:
             if kind is None:
                 self._display.finish("cells")
             self._display.close()
-
-
-def _display(title: str) -> Display:
-    console = Console(stderr=True)
-    live = console.is_terminal and not console.is_dumb_terminal
-    return LiveBars(console, title, time.monotonic) if live else PlainLines(console, title, time.monotonic)

@@ -22,7 +22,7 @@ from typing import Any
 from atoll.core.errors import AtollError
 from atoll.models.gpt import GPT
 from atoll.runs.network import Link, all_reduce
-from atoll.telemetry.figures import save_figure
+from atoll.telemetry.plot_style import save_figure
 from atoll.testing.namespaces import NetworkNamespace, linked_pair, unavailable_reason
 from page import fill
 from progress import Watch

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from atoll.telemetry.figures import COLOURS, new_figure
+from atoll.telemetry.plot_style import COLOURS, new_figure
 from atoll.telemetry.units import human_bytes, human_count, human_percent
 from atoll.testing.namespaces import HEADER_BYTES
 from record import markdown_table

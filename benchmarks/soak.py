@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from atoll.telemetry.figures import COLOURS, new_figure, save_figure
+from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure
 from page import fill
 from progress import Watch
 from record import Record, default_path, markdown_table, script

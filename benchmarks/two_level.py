@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import wording
 from async_demo import curves_figure
-from atoll.telemetry.figures import save_figure
+from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_bytes, human_count, human_percent
 from cells import Outcome, Row, carry_out
 from options import seeds_parser

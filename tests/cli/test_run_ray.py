@@ -214,7 +214,7 @@ def interrupted(tmp_path_factory):
         finally:
             chaos.close()
         until(lambda: '"Arrived"' in text_of(folder).partition('"HubRestarted"')[2], "more updates", process)
-        for news in ("the hub answers again", "another hub goes on"):  # which come by two ways, in any order
+        for news in ("the hub answers again", "a new hub continues"):  # which come by two ways, in any order
             until(lambda news=news: news in said.read_text(), f"whoever drives to hear that {news}", process)
         everybody = family(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -294,7 +294,7 @@ def test_what_died_is_in_the_log_and_was_said(interrupted, survived):
     folder, err = survived[0], interrupted.err
     restarted = events(folder, HubRestarted)[0]
     assert restarted.checkpoint is not None
-    assert err.count("another hub goes on") == 1
+    assert err.count("a new hub continues") == 1
     assert (
         len({event.island for event in events(folder, IslandLeft)} & {event.island for event in events(folder, IslandJoined)}) > 0
     )

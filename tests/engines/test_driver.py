@@ -25,7 +25,7 @@ from atoll.runs.folder import RunFolder
 from atoll.runs.generate import generate
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import read_events
-from atoll.telemetry.sinks import Remembered
+from atoll.telemetry.sinks import MemorySink
 from atoll.testing.simulated_runs import SMALL as TINY
 from atoll.testing.simulated_runs import Regression
 
@@ -217,7 +217,7 @@ def test_every_checkpoint_leads_to_the_same_end(straight, tmp_path):
 
 
 def test_resuming_a_finished_run_gives_its_summary_and_computes_nothing(straight):
-    before, sink = left_by(straight.folder), Remembered()
+    before, sink = left_by(straight.folder), MemorySink()
     again = driver.resume(straight.folder, sinks=[sink])
     assert again.summary == straight.summary
     assert sink.events == []
@@ -425,7 +425,7 @@ def test_an_evaluation_without_a_loss_is_refused_before_anything_is_trained(tmp_
         def evaluate(self, module):
             return {"accuracy": 1.0}
 
-    sink = Remembered()
+    sink = MemorySink()
     with pytest.raises(ConfigError, match=r"evaluate returned \['accuracy'\].*loss"):
         driver.run(
             small("optimizer=AdamW(lr=0.05)", "train.warm_start_steps=0"), out=tmp_path / "run", workload=Lossless(), sinks=[sink]

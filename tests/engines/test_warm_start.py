@@ -10,7 +10,7 @@ from atoll.core.protocols import Work
 from atoll.engines.build import plain_workload, replica_of
 from atoll.engines.warm_start import Cache, load_data, warm_start, warm_up
 from atoll.runs.run import candidates
-from atoll.telemetry.sinks import Remembered
+from atoll.telemetry.sinks import MemorySink
 from atoll.testing.simulated_runs import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=20", "algorithm.inner_steps=3"]
@@ -70,7 +70,7 @@ def test_a_warm_start_has_no_rounds_and_so_nothing_that_begins_with_each_of_them
 def test_runs_share_a_warm_start_exactly_if_nothing_that_it_depends_on_differs(setting, makes_it_anew, tmp_path):
     cache = Cache()
     first, second = (
-        warm_up(run, plain_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=Remembered())
+        warm_up(run, plain_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=MemorySink())
         for name, run in (("first", small("train.warm_start_steps=2")), ("second", small("train.warm_start_steps=2", setting)))
     )
     assert (first is not second) == makes_it_anew
@@ -83,7 +83,7 @@ def test_a_rate_of_its_own_is_a_matter_of_what_it_comes_to(given, is_shared, tmp
     usual = small("train.warm_start_steps=2", "optimizer.lr.lr=0.25", "train.warm_start_lr=none")
     other = small("train.warm_start_steps=2", "optimizer.lr.lr=0.5", f"train.warm_start_lr={given}")
     first, second = (
-        warm_up(run, plain_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=Remembered())
+        warm_up(run, plain_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=MemorySink())
         for name, run in (("first", usual), ("second", other))
     )
     assert (first is second) == is_shared
@@ -91,7 +91,7 @@ def test_a_rate_of_its_own_is_a_matter_of_what_it_comes_to(given, is_shared, tmp
 
 
 def test_a_warm_start_in_the_folder_is_read_and_not_made_again(tmp_path):
-    run, sink = small("train.warm_start_steps=2"), Remembered()
+    run, sink = small("train.warm_start_steps=2"), MemorySink()
     plain = plain_workload(run, run.data.load())
     made = warm_up(run, plain, file=tmp_path / "warm", cache=None, sink=sink)
     signs = len(sink.events)
@@ -106,7 +106,7 @@ def test_processes_that_share_a_folder_begin_with_the_bits_of_whoever_was_first(
     plain = plain_workload(run, run.data.load())
 
     def warm(name):
-        return warm_up(run, plain, file=tmp_path / name, cache=Cache(tmp_path / "common"), sink=Remembered())
+        return warm_up(run, plain, file=tmp_path / name, cache=Cache(tmp_path / "common"), sink=MemorySink())
 
     first = warm("one")
     assert warm("two").params.same_bits(first.params)
@@ -130,7 +130,7 @@ def test_a_warm_start_on_other_data_is_not_taken_from_the_common_folder(tmp_path
     run, other = small(), small("data.limit_bytes=30000")
     common = Cache(tmp_path / "common")
     plain = {each: plain_workload(each, each.data.load()) for each in (run, other)}
-    mine = warm_up(run, plain[run], file=tmp_path / "one", cache=common, sink=Remembered())
-    theirs = warm_up(run, plain[other], file=tmp_path / "two", cache=Cache(tmp_path / "common"), sink=Remembered())
+    mine = warm_up(run, plain[run], file=tmp_path / "one", cache=common, sink=MemorySink())
+    theirs = warm_up(run, plain[other], file=tmp_path / "two", cache=Cache(tmp_path / "common"), sink=MemorySink())
     assert not theirs.params.same_bits(mine.params), "the same settings, but the text has changed"
     assert len(list((tmp_path / "common").iterdir())) == 2

@@ -1,4 +1,4 @@
-"""The account of an asynchronous run: what it says follows from the events, and every second of a worker is in one place."""
+"""The figures of an asynchronous run follow from its events, and every second of a worker counts in one part."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from atoll.core.events import (
     WindowClosed,
 )
 from atoll.telemetry import read_asynchrony
-from atoll.telemetry.async_summary import Asynchrony, AsynchronySummary
+from atoll.telemetry.async_summary import AsynchronySummary, asynchrony_of
 from atoll.testing import simulated_runs
 
 
-def sent_off(island: int, number: int, at_s: float, *, version: int = 0, shard: int = 0) -> Dispatched:
+def dispatched(island: int, number: int, at_s: float, *, version: int = 0, shard: int = 0) -> Dispatched:
     """The weights take half a second to reach the worker."""
     return Dispatched(
         island=island,
@@ -61,11 +61,8 @@ def arrived(
     )
 
 
-def account(*events: Event) -> AsynchronySummary:
-    asynchrony = Asynchrony()
-    for event in events:
-        asynchrony.take(event)
-    summary = asynchrony.summary()
+def summarize(*events: Event) -> AsynchronySummary:
+    summary = asynchrony_of(events)
     assert summary is not None
     return summary
 
@@ -115,26 +112,28 @@ def test_staleness_and_windows_are_counted_from_the_arrivals(tmp_path, async_scr
 
 
 def test_steps_per_shard_are_those_that_arrived() -> None:
-    summary = account(
-        sent_off(0, 0, 0.0, shard=5), sent_off(1, 1, 0.0, shard=2), arrived(1, 1, 3.0, shard=2), sent_off(1, 2, 3.0, shard=2)
+    summary = summarize(
+        dispatched(0, 0, 0.0, shard=5), dispatched(1, 1, 0.0, shard=2), arrived(1, 1, 3.0, shard=2), dispatched(1, 2, 3.0, shard=2)
     )
     assert summary.steps_per_shard == {2: 4}
 
 
 def test_an_update_that_was_left_out_arrived_but_was_not_applied() -> None:
-    summary = account(sent_off(0, 0, 0.0), arrived(0, 0, 3.0, staleness=9, applied=False), sent_off(0, 1, 3.0), arrived(0, 1, 6.0))
+    summary = summarize(
+        dispatched(0, 0, 0.0), arrived(0, 0, 3.0, staleness=9, applied=False), dispatched(0, 1, 3.0), arrived(0, 1, 6.0)
+    )
     assert (summary.arrivals, summary.applied, summary.left_out) == (2, 1, 1)
     assert summary.staleness.counts == {0: 1, 9: 1}
 
 
 def test_a_worker_that_dies_in_mid_round_has_spent_its_time_on_nothing() -> None:
-    summary = account(
-        sent_off(0, 0, 0.0),
-        sent_off(1, 1, 0.0),
+    summary = summarize(
+        dispatched(0, 0, 0.0),
+        dispatched(1, 1, 0.0),
         IslandLeft(island=0, round=0, virtual_time_s=2.0),
         Returned(island=0, round=0, shard=0, steps=4, virtual_time_s=2.0),
         IslandJoined(island=0, round=1, virtual_time_s=10.0, donor=None, sent_bytes=0),
-        sent_off(0, 2, 10.5),
+        dispatched(0, 2, 10.5),
         computed(0, 2, 11.0, 12.0),
         arrived(0, 2, 12.25, window=1),
     )
@@ -148,19 +147,24 @@ def test_it_does_not_matter_whether_the_round_or_the_worker_is_reported_lost_fir
         IslandLeft(island=0, round=0, virtual_time_s=2.0),
         Returned(island=0, round=0, shard=0, steps=4, virtual_time_s=2.0),
     )
-    assert account(sent_off(0, 0, 0.0), left, returned) == account(sent_off(0, 0, 0.0), returned, left)
+    assert summarize(dispatched(0, 0, 0.0), left, returned) == summarize(dispatched(0, 0, 0.0), returned, left)
 
 
 def test_a_worker_that_leaves_while_it_waits_in_a_window_has_waited() -> None:
-    events = (sent_off(0, 0, 0.0), computed(0, 0, 0.5, 2.0), arrived(0, 0, 2.25), IslandLeft(island=0, round=1, virtual_time_s=4.0))
-    assert parts(account(*events)) == (1.5, 0.75, 1.75, 0.0, 4.0)
+    events = (
+        dispatched(0, 0, 0.0),
+        computed(0, 0, 0.5, 2.0),
+        arrived(0, 0, 2.25),
+        IslandLeft(island=0, round=1, virtual_time_s=4.0),
+    )
+    assert parts(summarize(*events)) == (1.5, 0.75, 1.75, 0.0, 4.0)
 
 
 def test_a_refused_round_is_lost_once_and_a_second_delivery_ends_nobodys_round() -> None:
-    first = (sent_off(0, 0, 0.0), computed(0, 0, 0.5, 2.0), Refused(island=0, round=0, virtual_time_s=2.25, reason="NaN"))
-    again = (sent_off(0, 1, 3.0), Refused(island=0, round=0, virtual_time_s=3.5, reason="delivered twice"))
+    first = (dispatched(0, 0, 0.0), computed(0, 0, 0.5, 2.0), Refused(island=0, round=0, virtual_time_s=2.25, reason="NaN"))
+    again = (dispatched(0, 1, 3.0), Refused(island=0, round=0, virtual_time_s=3.5, reason="delivered twice"))
     stranger = Refused(island=77, round=9, virtual_time_s=4.0, reason="unknown")
-    summary = account(*first, *again, stranger, computed(0, 1, 3.5, 5.0), arrived(0, 1, 5.25))
+    summary = summarize(*first, *again, stranger, computed(0, 1, 3.5, 5.0), arrived(0, 1, 5.25))
     assert summary.refused == 3
     assert [worker.island for worker in summary.workers] == [0]
     assert parts(summary) == (3.0, 0.75, 0.75, 0.75, 5.25)
@@ -181,7 +185,7 @@ def test_a_round_under_way_at_the_end_is_neither_computing_nor_idle() -> None:
         val_loss=1.0,
         digest="",
     )
-    assert parts(account(sent_off(0, 0, 0.0), end)) == (0.0, 0.0, 0.0, 8.0, 8.0)
+    assert parts(summarize(dispatched(0, 0, 0.0), end)) == (0.0, 0.0, 0.0, 8.0, 8.0)
 
 
 def test_a_synchronous_run_has_none(tmp_path, script) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import MEMORY_KINDS, MemoryCounted
-from atoll.telemetry import comparison, markdown, read_summary, sentence, table
+from atoll.telemetry import Comparison, OverlapSummary, Summary, comparison, markdown, read_summary, sentence, table
+from atoll.telemetry.compare import ComparedRun
 
 
 @pytest.fixture
@@ -127,14 +130,14 @@ def test_accuracy_has_a_column_of_its_own_as_soon_as_one_run_has_it(folders, tmp
 
 
 def test_json_tells_an_asynchronous_run_and_leaves_a_synchronous_one_as_it_was(folders, tmp_path, async_script) -> None:
-    read = json.loads(comparison([folders[0], async_script().write(tmp_path / "c")]).to_json())
+    read = json.loads(json.dumps(comparison([folders[0], async_script().write(tmp_path / "c")]).to_dict()))
     assert ["asynchrony" in run for run in read["runs"]] == [False, True]
     assert read["runs"][1]["asynchrony"]["arrivals"] == 12
 
 
 def test_json_holds_the_summaries_and_the_sentence(folders) -> None:
     both = comparison(folders)
-    read = json.loads(both.to_json())
+    read = json.loads(json.dumps(both.to_dict(), allow_nan=False))
     assert read["sentence"] == sentence(both)
     assert read["most_bytes"] == "demo-ddp"
     for folder, run in zip(folders, read["runs"], strict=True):
@@ -168,3 +171,189 @@ def test_an_unfinished_run_is_refused_with_the_way_to_resume_it(folders, tmp_pat
 def test_nothing_to_compare_is_refused() -> None:
     with pytest.raises(ConfigError, match="Give one folder or more"):
         comparison([])
+
+
+DDP = Summary(
+    recipe="ddp",
+    algorithm="DDP",
+    islands=4,
+    params=1000,
+    tokens=10_000,
+    warm_start_tokens=0,
+    local_updates=100,
+    outer_steps=100,
+    val_loss=2.35,
+    val_perplexity=10.5,
+    virtual_time_s=100.0,
+    wall_time_s=1.0,
+    sent_bytes_per_island=20_000.0,
+    control_bytes_per_island=0.0,
+    utilisation=0.5,
+    resumed_from_round=0,
+    run_dir="ddp",
+    seed=0,
+    rounds=100,
+    steps=100,
+    digest="00",
+)
+DILOCO = replace(DDP, recipe="diloco", val_loss=2.31, sent_bytes_per_island=1000.0, virtual_time_s=61.0)
+
+
+def sentence_about(*summaries: Summary) -> str:
+    return sentence(Comparison(rows=tuple(ComparedRun(label=summary.recipe, summary=summary) for summary in summaries)))
+
+
+def test_a_better_run_is_text_with_its_price() -> None:
+    assert sentence_about(DDP, DILOCO) == "diloco reaches 2.31 against ddp's 2.35 with 1/20 of the bytes in 0.61 of the time."
+
+
+def test_the_order_of_two_runs_does_not_matter() -> None:
+    assert sentence_about(DDP, DILOCO) == sentence_about(DILOCO, DDP)
+
+
+def test_a_worse_run_is_called_worse() -> None:
+    worse = replace(DILOCO, val_loss=2.40, virtual_time_s=140.0)
+    assert (
+        sentence_about(DDP, worse)
+        == "diloco ends 0.05 worse than ddp (2.40 against 2.35), with 1/20 of the bytes in 1.4 times the time."
+    )
+
+
+def test_the_difference_text_is_that_of_the_losses_text() -> None:
+    assert "ends 0.23 worse than ddp (3.12 against 2.89)" in sentence_about(
+        replace(DDP, val_loss=2.886), replace(DILOCO, val_loss=3.123)
+    )
+
+
+def test_losses_that_differ_in_the_fourth_digit_are_text_apart() -> None:
+    assert "2.352 against 2.350" in sentence_about(DDP, replace(DILOCO, val_loss=2.352))
+
+
+def test_losses_that_four_digits_do_not_tell_apart_match() -> None:
+    assert sentence_about(DDP, replace(DILOCO, val_loss=2.3501)).startswith("diloco matches ddp's 2.35 with")
+
+
+def test_equal_bytes_and_times_are_called_the_same() -> None:
+    same = replace(DILOCO, sent_bytes_per_island=19_999.0, virtual_time_s=100.1)
+    assert sentence_about(DDP, same).endswith("with the same bytes in the same time.")
+
+
+def test_an_unknown_time_is_left_out() -> None:
+    assert sentence_about(DDP, replace(DILOCO, virtual_time_s=None)).endswith("with 1/20 of the bytes.")
+
+
+def test_runs_that_send_nothing_are_text_without_a_ratio() -> None:
+    quiet = replace(DDP, sent_bytes_per_island=0.0)
+    assert "with nothing sent in 0.61 of the time" in sentence_about(quiet, replace(DILOCO, sent_bytes_per_island=0.0))
+
+
+def test_a_diverged_run_is_called_so_on_either_side() -> None:
+    assert sentence_about(DDP, replace(DILOCO, val_loss=math.nan)).startswith(
+        "diloco diverged (its loss is NaN) where ddp reaches 2.35, with"
+    )
+    assert sentence_about(replace(DDP, val_loss=math.inf), DILOCO).startswith("diloco reaches 2.31 where ddp diverged, with 1/20")
+
+
+@pytest.mark.parametrize("tokens", [9000, 11_000])
+def test_runs_on_different_numbers_of_tokens_are_not_compared(tokens: int) -> None:
+    text = sentence_about(DDP, replace(DILOCO, tokens=tokens))
+    assert text.startswith("These runs are not comparable, because they trained on different numbers of tokens: ddp saw 10.0 k")
+    assert "2.3" not in text
+
+
+def test_the_last_round_of_a_run_with_a_hub_may_go_past_the_end(tmp_path, async_script) -> None:
+    """Rounds of 5 steps with 100 tokens each: a run that was asked for 2500 tokens may have seen up to 3000."""
+    hub = read_summary(async_script(rounds=6).write(tmp_path / "run"))
+    assert hub.tokens == 3000
+    assert "not comparable" not in sentence_about(replace(DDP, tokens=2500, params=hub.params), hub)
+    assert "not comparable" in sentence_about(replace(DDP, tokens=2400, params=hub.params), hub)
+    assert "not comparable" in sentence_about(replace(DDP, tokens=3100, params=hub.params), hub), "it never stops short of it"
+    assert "not comparable" in sentence_about(replace(DDP, tokens=2500, params=hub.params), replace(hub, asynchrony=None))
+
+
+def test_the_last_commit_of_islands_that_accumulate_freely_may_go_past_the_end() -> None:
+    """Commits of 300 to 400 tokens: a run that was asked for 10,000 may have seen up to 400 more."""
+    rounds = OverlapSummary(islands=(), background=1, exchanges=1, skipped=0, failed=0, most_tokens=400, fewest_tokens=300)
+    free = replace(DILOCO, recipe="acco", tokens=10_390, overlap=rounds)
+    assert "not comparable" not in sentence_about(DDP, free)
+    assert "not comparable" in sentence_about(DDP, replace(free, tokens=10_600))
+    assert "not comparable" in sentence_about(DDP, replace(free, tokens=9_700)), "it never stops short of it"
+    assert "not comparable" in sentence_about(DDP, replace(free, overlap=None))
+    even = replace(rounds, fewest_tokens=400)
+    assert "not comparable" in sentence_about(DDP, replace(free, overlap=even)), (
+        "with a fixed batch the last commit is as long as asked for"
+    )
+
+
+def test_warm_start_tokens_count_as_work() -> None:
+    assert "not comparable" in sentence_about(DDP, replace(DILOCO, warm_start_tokens=5000))
+    assert "not comparable" not in sentence_about(DDP, replace(DILOCO, tokens=5000, warm_start_tokens=5000))
+
+
+def test_a_round_more_or_less_is_still_the_same_work() -> None:
+    assert "reaches" in sentence_about(DDP, replace(DILOCO, tokens=10_050))
+
+
+def test_models_of_different_size_are_not_compared() -> None:
+    assert "ddp has 1.00 k and diloco has 2.00 k" in sentence_about(DDP, replace(DILOCO, params=2000))
+
+
+def test_losses_on_different_text_are_not_compared() -> None:
+    rows = (
+        ComparedRun(label="ddp", summary=DDP, data={"corpus": "stdlib", "tokenizer": "bytes"}),
+        ComparedRun(label="diloco", summary=DILOCO, data={"corpus": "stdlib", "tokenizer": "bpe:512"}),
+    )
+    assert sentence(Comparison(rows=rows)) == (
+        "These runs are not comparable, because their data differ: ddp has tokenizer=bytes and diloco has tokenizer=bpe:512."
+    )
+    same = ComparedRun(label="diloco", summary=DILOCO, data=rows[0].data)
+    assert "reaches" in sentence(Comparison(rows=(rows[0], same)))
+
+
+def test_three_runs_are_text_in_one_sentence_against_the_one_that_sent_most() -> None:
+    acco = replace(DDP, recipe="acco", val_loss=2.36, virtual_time_s=40.0)
+    text = sentence_about(DDP, DILOCO, acco)
+    assert text == (
+        "diloco reaches 2.31 against ddp's 2.35 with 1/20 of the bytes in 0.61 of the time; "
+        "acco ends 0.01 worse than ddp (2.36 against 2.35), with the same bytes in 0.40 of the time."
+    )
+
+
+def test_many_runs_are_text_by_their_winners() -> None:
+    others = [
+        replace(DDP, recipe=f"run{n}", val_loss=2.4 + n / 10, sent_bytes_per_island=500.0 * n, virtual_time_s=70 - n)
+        for n in (1, 2)
+    ]
+    broken = replace(DDP, recipe="broken", val_loss=math.nan, sent_bytes_per_island=1.0)
+    assert sentence_about(DDP, DILOCO, *others, broken) == (
+        "Of 5 runs, diloco reaches the lowest loss (2.31), run1 sends least (500 B per island) "
+        "and diloco is fastest (0:01:01); 1 diverged."
+    )
+    assert sentence_about(*[replace(broken, recipe=str(n)) for n in range(5)]) == "All 5 runs diverged."
+
+
+def test_one_run_alone_is_text_as_it_is() -> None:
+    assert sentence_about(DDP) == "ddp reaches 2.35 after 10.0 k tokens, sending 20.0 kB per island in 0:01:40."
+    assert sentence_about(replace(DDP, val_loss=math.nan)).startswith("ddp diverged (its loss is NaN)")
+
+
+def test_every_verdict_is_one_sentence() -> None:
+    for text in (
+        sentence_about(DDP),
+        sentence_about(DDP, DILOCO),
+        sentence_about(DDP, DILOCO, replace(DILOCO, recipe="x")),
+        sentence_about(DDP, replace(DILOCO, tokens=1)),
+    ):
+        assert text.endswith(".")
+        assert ". " not in text
+        assert "\n" not in text
+
+
+def test_the_reference_among_equal_senders_is_the_slowest() -> None:
+    fast = replace(DDP, recipe="fast", virtual_time_s=1.0)
+    assert Comparison(rows=tuple(ComparedRun(label=s.recipe, summary=s) for s in (fast, DDP))).most.label == "ddp"
+
+
+def test_losses_are_shown_with_one_number_of_digits() -> None:
+    rows = tuple(ComparedRun(label=str(loss), summary=replace(DDP, val_loss=loss)) for loss in (2.351, 2.349, 2.6))
+    assert list(Comparison(rows=rows).losses.values()) == ["2.351", "2.349", "2.600"]

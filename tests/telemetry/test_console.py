@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from atoll.core.events import (
+    Attended,
     CaughtUp,
     Dispatched,
     Evaluated,
@@ -27,7 +28,7 @@ from atoll.core.events import (
     Saved,
     UpdateSkipped,
 )
-from atoll.telemetry.console import ConsoleSink
+from atoll.telemetry.console import ConsoleSink, event_text
 from atoll.telemetry.units import human_bytes, human_time
 
 
@@ -201,8 +202,8 @@ def test_updates_that_are_not_taken_are_told_with_their_reason() -> None:
     refused = Refused(island=2, round=7, virtual_time_s=61.0, reason="it holds NaN")
     returned = Returned(island=1, round=9, shard=4, steps=50, virtual_time_s=75.0)
     assert show([refused, returned]).splitlines() == [
-        "the update of island 2 from its round no. 7 was refused at 0:01:01 (it holds NaN)",
-        "island 1 brings nothing from its round no. 9: 50 steps of shard 4 are put back",
+        "round 7: the update of island 2 was refused at 0:01:01 (it holds NaN)",
+        "round 9: island 1 sent no update, 50 steps of shard 4 are assigned again",
     ]
 
 
@@ -215,8 +216,8 @@ def test_skipped_updates_and_void_rounds_are_told_with_their_islands() -> None:
         ]
     )
     assert "round 3: gradients of island 1 are not finite, so all islands skip the update" in out
-    assert "round 3: nobody has gradients, so all islands skip the update" in out
-    assert "round 4: void, since all_gather needs everybody and did not hear of: 0, 2" in out
+    assert "round 3: there are no gradients, so all islands skip the update" in out
+    assert "round 4: failed, all_gather was missed by island 0, 2" in out
 
 
 def test_what_is_recalled_is_not_shown_but_figures_go_on_from_it() -> None:
@@ -233,3 +234,12 @@ def test_what_is_recalled_is_not_shown_but_figures_go_on_from_it() -> None:
         assert file.getvalue() == ""
         sink.emit(later)
     assert file.getvalue().startswith("demo: training  50 %  loss 2.250  val 2.500")
+
+
+def test_a_commit_without_all_live_islands_has_a_line() -> None:
+    commit = Attended(
+        round=2, known=4, alive=3, participating=3, attempts=1, epoch=2, digest="0", virtual_time_s=None, wall_time_s=2.0
+    )
+    assert event_text(commit) is None
+    partial = replace(commit, participating=2, attempts=3)
+    assert event_text(partial) == "round 2: 2 of 3 live islands committed (4 known), at attempt 3"

@@ -16,9 +16,9 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.events import Computed, Exchanged, RoundFailed, RoundFinished, RunStarted, UpdateSkipped
 from atoll.runs.cluster import Cluster, Lost
 from atoll.runs.network import Link
-from atoll.telemetry import JsonlSink, Overlap, read_overlap, read_summary
-from atoll.telemetry.overlap import worth_telling
-from atoll.telemetry.overlap_text import overlap_headlines, overlap_section
+from atoll.telemetry import JsonlSink, read_overlap, read_summary
+from atoll.telemetry.overlap import OverlapTotals, reports_overlap
+from atoll.telemetry.report import OVERLAP, render, section_lines
 from atoll.testing.simulated_runs import SimulatedRun, simulate
 
 UNEQUAL = Cluster(islands=3, step_time_s=(1.0, 1.0, 3.0), link=Link(latency_s=0.05, bandwidth_mbit_per_s=math.inf))
@@ -29,8 +29,8 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def summed_up(done: SimulatedRun):
-    overlap = Overlap()
+def summary_of(done: SimulatedRun):
+    overlap = OverlapTotals()
     for event in done.events:
         overlap.take(event)
     return overlap.summary()
@@ -59,7 +59,7 @@ def met(start_s: float, end_s: float, *, background: bool) -> Exchanged:
 @pytest.mark.parametrize("algorithm", [DDP(), ZeRO1(), ACCO(), ACCO(batch="free", clock="samples")], ids=repr)
 def test_each_islands_time_adds_up_and_the_mean_share_is_the_runs_utilisation(algorithm) -> None:
     done = simulate(algorithm, steps=6, cluster=UNEQUAL)
-    islands = summed_up(done).islands
+    islands = summary_of(done).islands
     for island in islands:
         assert island.computed_s + island.talked_s + island.waited_s == pytest.approx(island.present_s)
         assert 0 <= island.hidden_s <= island.exchanged_s
@@ -67,7 +67,7 @@ def test_each_islands_time_adds_up_and_the_mean_share_is_the_runs_utilisation(al
 
 
 def test_what_is_hidden_is_the_part_of_an_exchange_that_was_computed_through() -> None:
-    overlap = Overlap()
+    overlap = OverlapTotals()
     for event in (met(1.0, 4.0, background=True), computed(0, 0.0, 2.0), computed(0, 3.0, 3.5), met(5.0, 6.0, background=False)):
         overlap.take(event)
     (island,) = overlap.summary().islands
@@ -78,13 +78,13 @@ def test_what_is_hidden_is_the_part_of_an_exchange_that_was_computed_through() -
 
 def test_data_parallel_training_hides_nothing_and_equal_islands_of_acco_hide_all_that_fits() -> None:
     equal = Cluster(islands=2, step_time_s=(1.0,), link=Link(latency_s=0.1, bandwidth_mbit_per_s=math.inf))
-    assert summed_up(simulate(DDP(), steps=4, cluster=equal)).hidden == 0.0
-    assert summed_up(simulate(ACCO(), steps=4, cluster=equal)).hidden == pytest.approx(1.0)
+    assert summary_of(simulate(DDP(), steps=4, cluster=equal)).hidden == 0.0
+    assert summary_of(simulate(ACCO(), steps=4, cluster=equal)).hidden == pytest.approx(1.0)
 
 
 def test_a_fast_island_that_goes_on_contributes_more_and_nobody_waits() -> None:
-    free = summed_up(simulate(ACCO(batch="free", clock="samples"), steps=12, cluster=UNEQUAL))
-    fixed = summed_up(simulate(ACCO(), steps=12, cluster=UNEQUAL))
+    free = summary_of(simulate(ACCO(batch="free", clock="samples"), steps=12, cluster=UNEQUAL))
+    fixed = summary_of(simulate(ACCO(), steps=12, cluster=UNEQUAL))
     assert free.islands[0].batches > 2 * free.islands[2].batches
     assert len({island.batches for island in fixed.islands}) == 1
     assert all(island.busy == pytest.approx(1.0) for island in free.islands)
@@ -93,23 +93,23 @@ def test_a_fast_island_that_goes_on_contributes_more_and_nobody_waits() -> None:
 
 def test_an_island_that_comes_late_is_present_from_then_on() -> None:
     done = simulate(ZeRO1(), steps=8, cluster=Cluster(islands=2, pool=(1, 2), step_time_s=(1.0,)))
-    early, late = summed_up(done).islands
+    early, late = summary_of(done).islands
     assert 0 < late.present_s < 0.6 * early.present_s
 
 
 def test_rounds_that_were_void_and_updates_that_were_skipped_are_counted_and_told() -> None:
-    summary = summed_up(simulate(ZeRO1(), steps=6, cluster=Cluster(islands=2, lost=(Lost(island=1, round=2),))))
+    summary = summary_of(simulate(ZeRO1(), steps=6, cluster=Cluster(islands=2, lost=(Lost(island=1, round=2),))))
     assert (summary.failed, summary.skipped) == (1, 0)
-    assert overlap_headlines(summary) == ["void       1 round, because somebody was not heard"]
-    overlap = Overlap()
+    assert section_lines(OVERLAP, summary) == ["failed     1 round, because an island missed the exchange"]
+    overlap = OverlapTotals()
     for number in (1, 2):
         overlap.take(UpdateSkipped(round=number, islands=[1], virtual_time_s=1.0))
-    assert "2 updates" in overlap_headlines(overlap.summary())[0]
+    assert "2 updates" in section_lines(OVERLAP, overlap.summary())[0]
 
 
 def test_a_folder_is_read_where_there_is_something_to_tell(tmp_path, script, async_script) -> None:
     plain = script().write(tmp_path / "plain")
-    assert not worth_telling(plain)
+    assert not reports_overlap(plain)
     assert read_summary(plain).overlap is None
     assert read_overlap(plain).hidden == 0.0
     assert read_overlap(async_script().write(tmp_path / "hub")) is None
@@ -118,26 +118,26 @@ def test_a_folder_is_read_where_there_is_something_to_tell(tmp_path, script, asy
     with JsonlSink(hidden / "events.jsonl") as sink:
         for event in simulate(ACCO(), steps=2).events:
             sink.emit(event)
-    assert worth_telling(hidden)
+    assert reports_overlap(hidden)
     found = json.loads(json.dumps(read_overlap(hidden).to_dict()))
     assert len(found["islands"]) == 4
     assert found["background"] == found["exchanges"]
 
 
-def test_a_void_round_is_worth_telling(tmp_path) -> None:
+def test_a_void_round_is_reports_overlap(tmp_path) -> None:
     with JsonlSink(tmp_path / "events.jsonl") as sink:
         sink.emit(RunStarted(recipe="r", algorithm="ZeRO1", islands=2, params=1, steps=2, seed=0))
-        assert not worth_telling(tmp_path)
+        assert not reports_overlap(tmp_path)
         sink.emit(RoundFailed(round=0, what="reduce_scatter", islands=[1], virtual_time_s=1.0))
-    assert worth_telling(tmp_path)
+    assert reports_overlap(tmp_path)
 
 
 def test_commits_of_different_size_are_known_by_their_tokens() -> None:
-    free = summed_up(simulate(ACCO(batch="free", clock="samples"), steps=12, cluster=UNEQUAL))
-    fixed = summed_up(simulate(ACCO(), steps=12, cluster=UNEQUAL))
+    free = summary_of(simulate(ACCO(batch="free", clock="samples"), steps=12, cluster=UNEQUAL))
+    fixed = summary_of(simulate(ACCO(), steps=12, cluster=UNEQUAL))
     assert free.most_tokens > free.fewest_tokens > 0
     assert fixed.most_tokens == fixed.fewest_tokens == 3 * 8
-    overlap = Overlap()
+    overlap = OverlapTotals()
     done = {"islands": 1, "steps": 1, "virtual_time_s": 1.0, "local_updates": 1, "loss": 1.0, "sent_bytes_per_island": 0.0}
     for number, tokens in enumerate((10, 10, 25), start=1):
         overlap.take(RoundFinished(round=number, tokens=tokens, **done))
@@ -147,12 +147,12 @@ def test_commits_of_different_size_are_known_by_their_tokens() -> None:
 
 def test_the_section_names_every_island_and_stays_short() -> None:
     console = Console(file=io.StringIO(), width=100)
-    console.print(overlap_section(summed_up(simulate(ACCO(), steps=2, cluster=UNEQUAL))))
+    console.print(render(OVERLAP, summary_of(simulate(ACCO(), steps=2, cluster=UNEQUAL))))
     text = console.file.getvalue()
-    assert "exchanges  8, 8 of them behind the computing, which hid" in text
+    assert "exchanges  8, 8 of them in the background of computing, which hid" in text
     assert [line.split()[0] for line in text.splitlines()[-5:] if line.strip()][-3:] == ["0", "1", "2"]
-    overlap = Overlap()
+    overlap = OverlapTotals()
     for island in range(20):
         overlap.take(computed(island, 0.0, 1.0))
-    console.print(overlap_section(overlap.summary()))
+    console.print(render(OVERLAP, overlap.summary()))
     assert "and 4 more islands" in console.file.getvalue()

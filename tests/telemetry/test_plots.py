@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from atoll.algorithms.acco import ACCO
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.events import Evaluated
-from atoll.telemetry import plot_comparison, plot_run
-from atoll.telemetry.plots import comparison_figure, run_figure
+from atoll.core.events import Arrived, Evaluated, RoundFinished
+from atoll.runs.cluster import Cluster
+from atoll.runs.network import Link
+from atoll.telemetry import JsonlSink, plot_comparison, plot_run, read_asynchrony, read_overlap
+from atoll.telemetry.plots import binned, comparison_figure, last_rounds, run_figure
+from atoll.testing.simulated_runs import simulate
 
 
 @pytest.fixture
@@ -132,3 +138,138 @@ def test_figures_without_matplotlib_name_their_extra(tmp_path, script, monkeypat
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # Python's own way to say that a module cannot be imported
     with pytest.raises(ConfigError, match=r'pip install "atoll\[plot\]"'):
         plot_run(script().write(tmp_path / "run"), tmp_path / "figure.png")
+
+
+# ------------------------------------------------------------------------------------------------------ asynchronous runs
+
+
+def test_the_panels_show_every_arrival_every_window_and_every_shard(tmp_path, async_script) -> None:
+    run = async_script(rounds=20)
+    folder = run.write(tmp_path / "run")
+    staleness, windows, shards, workers = run_figure(folder, "asynchrony").axes
+    arrivals = [event for event in run.events() if isinstance(event, Arrived)]
+    dots = staleness.get_lines()[0]
+    assert list(zip(dots.get_xdata(), dots.get_ydata(), strict=True)) == [(e.virtual_time_s, e.staleness) for e in arrivals]
+    summary = read_asynchrony(folder)
+    assert [bar.get_height() for bar in windows.patches] == list(summary.arrivals_per_window.counts.values())
+    assert [bar.get_height() for bar in shards.patches] == list(summary.steps_per_shard.values())
+    assert [text.get_text() for text in staleness.texts] == [f"mean {summary.staleness.mean:.3g}"]
+    stacked = {}
+    for bar in workers.patches:
+        at = round(bar.get_x() + bar.get_width() / 2)
+        stacked[at] = stacked.get(at, 0.0) + bar.get_height()
+    assert stacked == pytest.approx({worker.island: 100.0 for worker in summary.workers})
+
+
+def test_many_arrivals_are_drawn_as_a_band_around_their_mean(tmp_path, async_script) -> None:
+    staleness = run_figure(async_script(rounds=600).write(tmp_path / "run"), "asynchrony").axes[0]
+    assert len(staleness.get_lines()[0].get_xdata()) <= 100
+    assert len(staleness.collections) == 1
+
+
+def test_every_arrival_is_in_one_bin() -> None:
+    points = [(0.1 * number, number % 7) for number in range(1, 500)]
+    (one,) = binned(points, bins=1)
+    assert [one] == [(pytest.approx(24.95), pytest.approx(sum(value for _, value in points) / 499), 0, 6)]
+    assert binned([(0.0, 3), (0.0, 1)], bins=10) == [(0.0, 2.0, 1, 3)]
+
+
+def test_the_figure_is_written_also_while_the_run_goes_on(tmp_path, async_script) -> None:
+    folder = async_script(finished=False).write(tmp_path / "run")
+    assert plot_run(folder, tmp_path / "new" / "figure.png", "asynchrony").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_hub_or_without_an_arrival_is_named(tmp_path, script, async_script) -> None:
+    with pytest.raises(AtollError, match="has no arrivals"):
+        plot_run(script().write(tmp_path / "sync"), tmp_path / "figure.png", "asynchrony")
+    with JsonlSink(tmp_path / "events.jsonl") as sink:
+        for event in list(async_script().events())[:5]:
+            sink.emit(event)
+    with pytest.raises(AtollError, match="has no arrivals"):
+        plot_run(tmp_path, tmp_path / "figure.png", "asynchrony")
+    with pytest.raises(ConfigError, match="Rename it"):
+        plot_run(tmp_path, tmp_path / "figure.bmp", "asynchrony")
+
+
+@pytest.mark.parametrize(("step_s", "scale"), [(1.0, "linear"), (100.0, "log")])
+def test_synchronous_and_asynchronous_runs_stand_together_against_virtual_time(
+    tmp_path, script, async_script, step_s: float, scale: str
+) -> None:
+    """Each line ends where its run did, and is named with the loss that it ended at."""
+    sync, hub = script(rounds=10, step_s=step_s), async_script(rounds=30)
+    figure = comparison_figure([sync.write(tmp_path / "a"), hub.write(tmp_path / "b")])
+    time = figure.axes[1]
+    unit_s = 1.0 if step_s == 1.0 else 60.0
+    ends = [[e.virtual_time_s for e in run.events() if isinstance(e, Evaluated)][-1] / unit_s for run in (sync, hub)]
+    assert [line.get_xdata()[-1] for line in time.get_lines()] == pytest.approx(ends)
+    assert time.get_xscale() == scale
+    assert time.xaxis.get_major_formatter()(0.5) == "0.5", "a time reads as a number, not as a power of ten"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["demo-ddp (2.35)", "demo-async (2.00)"]
+
+
+def test_a_point_of_the_training_loss_stands_for_a_round_of_every_worker(tmp_path, async_script) -> None:
+    run = async_script(rounds=12)
+    rounds = [event for event in run.events() if isinstance(event, RoundFinished)]
+    training = run_figure(run.write(tmp_path / "run")).axes[0].get_lines()[0]
+    assert list(training.get_xdata()) == [event.steps for event in rounds[2::3]]
+    assert training.get_ydata()[0] == pytest.approx(sum(event.loss for event in rounds[:3]) / 3)
+
+
+# ------------------------------------------------------------------------------------------- exchanges in the background
+
+
+@pytest.fixture
+def acco(tmp_path):
+    """The events of a run of ACCO on unequal islands, and a folder with them."""
+    torch.set_num_threads(1)
+    link = Link(latency_s=0.05, bandwidth_mbit_per_s=math.inf)
+    done = simulate(ACCO(), steps=8, cluster=Cluster(islands=3, step_time_s=(1.0, 1.0, 3.0), link=link))
+    with JsonlSink(tmp_path / "events.jsonl") as sink:
+        for event in done.events:
+            sink.emit(event)
+    return done, tmp_path
+
+
+def test_the_panels_show_the_last_rounds_and_the_whole_run(acco) -> None:
+    _, folder = acco
+    timeline, times, batches = run_figure(folder, "overlap").axes
+    islands = read_overlap(folder).islands
+    assert [tick.get_text() for tick in timeline.get_yticklabels()] == ["0", "1", "2"]
+    stacked: dict[int, float] = {}
+    for bar in times.patches:
+        at = round(bar.get_x() + bar.get_width() / 2)
+        stacked[at] = stacked.get(at, 0.0) + bar.get_height()
+    assert stacked == pytest.approx({island.island: 100.0 for island in islands})
+    assert [bar.get_height() for bar in batches.patches] == [island.batches for island in islands]
+
+
+def test_the_last_rounds_are_those_and_no_others(acco) -> None:
+    done, _ = acco
+    boundary_s = done.of(RoundFinished)[-3].virtual_time_s
+    timelines = last_rounds(done.events, rounds=2)
+    assert set(timelines) == {0, 1, 2}
+    assert len(timelines[0].computing) == 4  # two halves in each of two rounds
+    assert timelines[0].background
+    assert not timelines[0].communicating
+    slowest = timelines[2].computing
+    assert min(start for start, _ in slowest) == pytest.approx(boundary_s)
+
+
+def test_a_run_that_has_just_begun_is_drawn_as_far_as_it_is(acco, tmp_path) -> None:
+    done, _ = acco
+    assert last_rounds(done.events[:6])
+    (tmp_path / "young").mkdir()
+    with JsonlSink(tmp_path / "young" / "events.jsonl") as sink:
+        for event in done.events[:12]:
+            sink.emit(event)
+    assert plot_run(tmp_path / "young", tmp_path / "new" / "figure.png", "overlap").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_with_a_hub_or_without_exchanges_is_named(tmp_path, async_script) -> None:
+    with pytest.raises(AtollError, match="has no exchanges"):
+        plot_run(async_script().write(tmp_path / "hub"), tmp_path / "figure.png", "overlap")
+    (tmp_path / "empty").mkdir()
+    with JsonlSink(tmp_path / "empty" / "events.jsonl"):
+        pass
+    with pytest.raises(AtollError, match="has no exchanges"):
+        plot_run(tmp_path / "empty", tmp_path / "figure.png", "overlap")

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from atoll.core.errors import AtollError, CheckpointError
-from atoll.core.events import RunFinished
-from atoll.telemetry import JsonlSink, read_asynchrony, read_progress, read_summary
+from atoll.core.events import Attended, Leased, MemoryCounted, Refused, RunFinished, SaveFailed
+from atoll.telemetry import JsonlSink, plot_run, read_asynchrony, read_memory, read_participation, read_progress, read_summary
+from atoll.telemetry.summary import memory_of
 
 KEYS = [
     "recipe",
@@ -84,7 +85,7 @@ def test_a_run_killed_before_its_first_round_says_so(tmp_path) -> None:
     with pytest.raises(AtollError, match=r"demo-ddp\) is not finished: no round is finished.*--resume"):
         read_summary(tmp_path)
     progress = read_progress(tmp_path)
-    assert (progress.recipe, progress.seed, progress.round, progress.steps, progress.finished) == ("demo-ddp", 3, None, 0, False)
+    assert (progress.recipe, progress.round, progress.steps, progress.finished) == ("demo-ddp", None, 0, False)
 
 
 def test_a_log_cut_in_its_last_line_is_an_unfinished_run(tmp_path, script) -> None:
@@ -99,7 +100,7 @@ def test_progress_tells_the_same_story_as_the_summary_once_finished(tmp_path, sc
     folder = script(islands=3).write(tmp_path / "run")
     progress, summary = read_progress(folder), read_summary(folder)
     assert progress.finished
-    for key in ("recipe", "algorithm", "islands", "params", "seed", "tokens", "steps", "virtual_time_s", "sent_bytes_per_island"):
+    for key in ("recipe", "tokens", "steps", "virtual_time_s"):
         assert getattr(progress, key) == getattr(summary, key), key
     assert progress.round == summary.rounds
     assert progress.steps_total == summary.steps
@@ -108,7 +109,7 @@ def test_progress_tells_the_same_story_as_the_summary_once_finished(tmp_path, sc
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match=r"is not a run's folder: run\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"is not the folder of a run: run\.json cannot be read"):
         read_summary(tmp_path)
 
 
@@ -155,3 +156,86 @@ def test_a_loss_beyond_all_bounds_still_gives_valid_json(tmp_path, script) -> No
 
 def test_a_loss_too_large_for_its_exponential_has_infinite_perplexity(tmp_path, script) -> None:
     assert read_summary(script(final_loss=1e4).write(tmp_path / "run")).val_perplexity == math.inf
+
+
+# ------------------------------------------------------------------------------------------------------------------------ memory
+
+
+def counted(island, round, gradients, **more):
+    return MemoryCounted(
+        **{
+            "island": island,
+            "round": round,
+            "params": 1000,
+            "parameters_bytes": 2000,
+            "gradients_bytes": gradients,
+            "communication_bytes": 0,
+            "optimizer_bytes": 6000,
+            "copies_bytes": 0,
+            "peak_bytes": 8000 + gradients,
+            "formula": "2+2+12/2",
+            "formula_bytes": 10000,
+            **more,
+        }
+    )
+
+
+def test_each_island_counts_with_its_largest_round():
+    summary = memory_of([counted(1, 0, 10), counted(0, 0, 1000), counted(0, 1, 2000), counted(0, 2, 500)])
+    assert [(island.island, island.peak_bytes) for island in summary.islands] == [(0, 10000), (1, 8010)]
+    assert summary.largest.island == 0
+    assert summary.to_dict()["islands"][0]["gradients_bytes"] == 2000
+
+
+def test_a_run_without_counts_has_no_memory_summary(tmp_path):
+    assert memory_of([]) is None
+    assert read_memory(tmp_path) is None
+    (tmp_path / "events.jsonl").write_text(counted(0, 1, 5).to_json() + "\n")
+    assert read_memory(tmp_path).largest.gradients_bytes == 5
+
+
+# ----------------------------------------------------------------------------------------------------------------- elastic runs
+
+
+def attended(round, participating, alive=3, attempts=1):
+    return Attended(
+        round=round,
+        known=4,
+        alive=alive,
+        participating=participating,
+        attempts=attempts,
+        epoch=round,
+        digest="0",
+        virtual_time_s=None,
+        wall_time_s=float(round),
+    )
+
+
+def leased(round, delivered, returned=()):
+    units = ([[i, i, round, 1] for i in islands] for islands in (delivered, returned))
+    return Leased(round=round, delivered=next(units), returned=next(units), virtual_time_s=None, wall_time_s=float(round))
+
+
+EVENTS = [
+    leased(1, [0, 1, 2]),
+    attended(1, 3),
+    leased(2, [0, 2], [1]),
+    attended(2, 2, attempts=3),
+    Refused(island=1, round=2, virtual_time_s=None, wall_time_s=2.0, reason="its delta is not finite"),
+    SaveFailed(round=2, reason="the disk is full"),
+]
+
+
+def test_participation_has_means_and_sums_over_commits_and_is_drawn_from_the_log(tmp_path):
+    (tmp_path / "events.jsonl").write_text("".join(event.to_json() + "\n" for event in EVENTS))
+    found = read_participation(tmp_path)
+    assert (found.commits, found.attempts, found.known, found.alive, found.participating) == (2, 4, 4, 3.0, 2.5)
+    assert (found.delivered, found.returned, found.refused, found.not_saved) == (5, 1, 1, 1)
+    assert plot_run(tmp_path, tmp_path / "participation.png", "participation").stat().st_size > 1000
+
+
+def test_a_run_without_commits_has_no_participation(tmp_path):
+    (tmp_path / "events.jsonl").write_text("")
+    assert read_participation(tmp_path) is None
+    with pytest.raises(AtollError, match="has no commits"):
+        plot_run(tmp_path, tmp_path / "participation.png", "participation")

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from atoll.algorithms.acco import ACCO
 from atoll.core.errors import AtollError
@@ -29,6 +31,7 @@ from atoll.core.events import (
 from atoll.runs.cluster import Cluster
 from atoll.runs.network import Link
 from atoll.telemetry import JsonlSink, write_trace
+from atoll.telemetry.trace import TraceSpan, without_overlaps
 from atoll.testing.simulated_runs import simulate
 
 
@@ -85,14 +88,14 @@ def test_spans_on_one_row_never_overlap(tmp_path, script) -> None:
             assert one["ts"] + one["dur"] <= two["ts"] + 1e-6
 
 
-def test_computing_waiting_and_talking_add_up_to_the_run(tmp_path, script) -> None:
+def test_computing_waiting_and_communicating_add_up_to_the_run(tmp_path, script) -> None:
     run = script(islands=3, step_s=0.7)
     found = rows(records(run.write(tmp_path / "run")))
     for island, computed_s in enumerate(run.computed_s):
         network = found[f"island {island}", "network"]
         assert total_s(found[f"island {island}", "computing"], "computing") == pytest.approx(computed_s)
-        assert total_s(network, "talking") == pytest.approx(run.rounds * run.meet_s)
-        waited_s, talked_s = total_s(network, "waiting"), total_s(network, "talking")
+        assert total_s(network, "communicating") == pytest.approx(run.rounds * run.meet_s)
+        waited_s, talked_s = total_s(network, "waiting"), total_s(network, "communicating")
         assert computed_s + waited_s + talked_s == pytest.approx(run.rounds * run.round_s)
 
 
@@ -120,9 +123,9 @@ def test_an_island_may_talk_while_it_computes(tmp_path) -> None:
     ]
 
 
-def test_an_island_that_comes_too_late_is_shown_as_not_heard(tmp_path) -> None:
+def test_an_island_that_comes_too_late_is_shown_as_missed(tmp_path) -> None:
     found = rows(records(log(tmp_path, met(2.0, 5.0, [2.0, 4.0, 9.0], [True, False, False]))))
-    assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 1", "network"]] == [("mean (not heard)", 4.0, 1.0)]
+    assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 1", "network"]] == [("mean (missed)", 4.0, 1.0)]
     assert ("island 2", "network") not in found
 
 
@@ -174,12 +177,51 @@ def test_no_row_of_a_run_that_hides_its_exchanges_overlaps_itself(tmp_path, algo
             assert one["ts"] + one["dur"] <= two["ts"] + 1e-3
 
 
-def test_what_went_wrong_and_what_was_cut_anew_are_on_the_timeline(tmp_path) -> None:
+def test_what_went_wrong_and_what_was_resharded_are_on_the_timeline(tmp_path) -> None:
     skipped = UpdateSkipped(round=3, islands=[0, 2], virtual_time_s=1.0)
     failed = RoundFailed(round=4, what="all_gather", islands=[1], virtual_time_s=2.0)
     trace = records(log(tmp_path, skipped, failed, Recut(round=5, islands=[0, 1], start_s=2.0, end_s=3.0, sent_bytes=[30, 40])))
     moments = [(r["name"], r["ts"] / 1e6, r["args"]) for r in trace if r["ph"] == "i"]
     assert moments[0] == ("update skipped", 1.0, {"round": 3, "not finite on": "0, 2"})
-    assert moments[1][:2] == ("round void", 2.0)
+    assert moments[1][:2] == ("round failed", 2.0)
     assert [s["args"]["bytes"] for island in (0, 1) for s in rows(trace)[f"island {island}", "network"]] == [30, 40]
     assert [r["args"]["bytes"] for r in trace if r["ph"] == "C"] == [70]
+
+
+def span(start_ns: int, end_ns: int, *, filler: bool = False) -> TraceSpan:
+    return TraceSpan(start_ns=start_ns, end_ns=end_ns, name="s", category="c", args={}, filler=filler)
+
+
+def bounds(spans: list[TraceSpan]) -> list[tuple[int, int, bool]]:
+    return [(one.start_ns, one.end_ns, one.filler) for one in spans]
+
+
+spans = st.builds(
+    lambda start_ns, length_ns, filler: span(start_ns, start_ns + length_ns, filler=filler),
+    st.integers(0, 60),
+    st.integers(0, 20),
+    st.booleans(),
+)
+
+
+@given(st.lists(spans, max_size=12))
+def test_no_two_spans_overlap_and_no_covered_time_is_lost(given_spans: list[TraceSpan]) -> None:
+    kept = without_overlaps(given_spans)
+    assert all(one.end_ns <= two.start_ns for one, two in pairwise(kept))
+    assert {ns for one in kept for ns in range(one.start_ns, one.end_ns)} == {
+        ns for one in given_spans for ns in range(one.start_ns, one.end_ns)
+    }
+
+
+def test_waiting_fills_only_what_nothing_else_takes() -> None:
+    kept = without_overlaps([span(0, 10, filler=True), span(2, 4), span(6, 7)])
+    assert bounds(kept) == [(0, 2, True), (2, 4, False), (4, 6, True), (6, 7, False), (7, 10, True)]
+
+
+def test_a_span_that_begins_early_begins_where_the_one_before_it_ends() -> None:
+    assert bounds(without_overlaps([span(3, 9), span(0, 5)])) == [(0, 5, False), (5, 9, False)]
+
+
+def test_spans_that_do_not_overlap_are_left_as_they_are() -> None:
+    apart = [span(0, 2), span(2, 2), span(2, 5, filler=True), span(5, 6)]
+    assert without_overlaps(apart) == apart

@@ -54,7 +54,7 @@ def total_s(spans: list[dict[str, Any]], category: str) -> float:
     return sum(span["dur"] for span in spans if span["cat"] == category) / 1e6
 
 
-def sent_off(number: int, at_s: float, island: int = 0) -> Dispatched:
+def dispatched(number: int, at_s: float, island: int = 0) -> Dispatched:
     numbers = {"island": island, "round": number, "version": 0, "shard": 3, "start": 0, "schedule": 0, "steps": 4}
     return Dispatched(virtual_time_s=at_s, begin_s=at_s + 1.0, sent_bytes=8, **numbers)
 
@@ -71,7 +71,9 @@ def test_the_rows_of_a_worker_say_what_its_account_says(tmp_path, async_script, 
         assert sum(span["cat"] == "computing" for span in rounds) == worker.rounds
         assert total_s(talk, "waiting") == pytest.approx(worker.waited_s)
         # The pull of a round that is still under way is drawn, and is no part of what arrived.
-        assert total_s(talk, "talking") + total_s(rounds, "unfinished") == pytest.approx(worker.talked_s + worker.unfinished_s)
+        assert total_s(talk, "communicating") + total_s(rounds, "unfinished") == pytest.approx(
+            worker.talked_s + worker.unfinished_s
+        )
 
 
 def test_a_round_shows_its_shard_its_steps_and_how_late_it_was(tmp_path, async_script) -> None:
@@ -90,7 +92,7 @@ def test_the_network_row_has_pull_push_and_wait(tmp_path) -> None:
     numbers = {"island": 0, "round": 7, "steps": 4}
     computed = Computed(start_s=1.0, end_s=5.0, batches=4, tokens=8, loss=2.0, **numbers)
     late = arrived(pushed_s=5.0, virtual_time_s=5.5, shard=3, version=9, staleness=2, sent_bytes=8, **numbers)
-    found = rows(records(log(tmp_path, sent_off(7, 0.0), computed, late, sent_off(8, 7.0))))
+    found = rows(records(log(tmp_path, dispatched(7, 0.0), computed, late, dispatched(8, 7.0))))
     assert told(found["island 0", "network"]) == [("pull", 0.0, 1.0), ("push", 5.0, 0.5), ("wait", 5.5, 1.5), ("pull", 7.0, 0.0)]
     assert told(found["island 0", "computing"]) == [("round 7", 1.0, 4.0)]
 
@@ -127,11 +129,11 @@ def test_a_worker_that_dies_in_mid_round_leaves_a_lost_round_and_moments(tmp_pat
     trace = records(
         log(
             tmp_path,
-            sent_off(0, 0.0),
+            dispatched(0, 0.0),
             IslandLeft(island=0, round=0, virtual_time_s=3.0),
             Returned(island=0, round=0, shard=3, steps=4, virtual_time_s=3.0),
             IslandJoined(island=0, round=0, virtual_time_s=8.0, donor=None, sent_bytes=0),
-            sent_off(1, 8.5),
+            dispatched(1, 8.5),
             Refused(island=0, round=0, virtual_time_s=9.0, reason="delivered twice"),
             Refused(island=0, round=1, virtual_time_s=12.0, reason="not finite"),
         )
@@ -144,6 +146,6 @@ def test_a_worker_that_dies_in_mid_round_leaves_a_lost_round_and_moments(tmp_pat
 
 
 def test_a_worker_that_leaves_before_it_has_the_weights_never_has_them(tmp_path) -> None:
-    found = rows(records(log(tmp_path, sent_off(0, 0.0), IslandLeft(island=0, round=0, virtual_time_s=0.25))))
+    found = rows(records(log(tmp_path, dispatched(0, 0.0), IslandLeft(island=0, round=0, virtual_time_s=0.25))))
     assert told(found["island 0", "network"]) == [("pull", 0.0, 0.25)]
     assert ("island 0", "computing") not in found

@@ -32,17 +32,11 @@ from atoll.models.mlp import MLP
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run import Run, candidates
 from atoll.telemetry import compare as comparing
-from atoll.telemetry.async_summary import read_asynchrony
-from atoll.telemetry.async_text import asynchrony_section
-from atoll.telemetry.attendance import plot_attendance, read_attendance
 from atoll.telemetry.console import ConsoleSink
-from atoll.telemetry.memory import memory_line, read_memory
-from atoll.telemetry.overlap import read_overlap, worth_telling
-from atoll.telemetry.overlap_text import overlap_section
-from atoll.telemetry.plots import plot_comparison, plot_run
-from atoll.telemetry.plots_async import plot_asynchrony
-from atoll.telemetry.plots_overlap import plot_overlap
-from atoll.telemetry.summary import read_progress, read_summary
+from atoll.telemetry.plots import plot_comparison, write_plots
+from atoll.telemetry.progress import read_progress
+from atoll.telemetry.report import report_sections
+from atoll.telemetry.summary import read_summary
 from atoll.telemetry.trace import write_trace
 
 
@@ -171,26 +165,10 @@ def report_run(folder: Path, *, as_json: bool) -> None:
         rich.print(comparing.table(comparing.comparison([folder])))
     else:
         print(f"not finished: step {progress.steps} of {progress.steps_total}. Go on: atoll run --resume {folder}")
-    asynchrony = read_asynchrony(folder)
-    arrived = asynchrony is not None and asynchrony.arrivals > 0
-    if asynchrony is not None:
-        rich.print(asynchrony_section(asynchrony) if arrived else "no update has arrived at the hub yet")
-    memory = read_memory(folder)
-    if memory is not None:
-        print(memory_line(memory))
-    attendance = read_attendance(folder)
-    if attendance is not None:
-        print("\n".join(attendance.lines))
-    overlap = read_overlap(folder) if worth_telling(folder) else None
-    if overlap is not None:
-        rich.print(overlap_section(overlap))
-    print(f"plot:  {plot_run(folder, folder / 'plot.png')}")
-    if overlap is not None and overlap.background:
-        print(f"       {plot_overlap(folder, folder / 'overlap.png')}")
-    if attendance is not None:
-        print(f"       {plot_attendance(folder, folder / 'attendance.png')}")
-    if arrived:
-        print(f"       {plot_asynchrony(folder, folder / 'asynchrony.png')}")
+    for section in report_sections(folder):
+        rich.print(section)
+    for number, path in enumerate(write_plots(folder)):
+        print(f"{'       ' if number else 'plot:  '}{path}")
     print(f"trace: {write_trace(folder, folder / 'trace.json')}")
 
 

@@ -7,7 +7,7 @@ the end or were lost. A worker mostly computes in those rounds, but only an arri
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,9 @@ from atoll.core import events as ev
 from atoll.telemetry.event_log import read_events
 from atoll.telemetry.units import JsonRecord
 
-_HUB_TIMES = ev.Dispatched | ev.Arrived | ev.WindowClosed | ev.Refused | ev.Returned | ev.IslandJoined | ev.IslandLeft | ev.RunFinished
+_HUB_EVENTS = (
+    ev.Dispatched | ev.Arrived | ev.WindowClosed | ev.Refused | ev.Returned | ev.IslandJoined | ev.IslandLeft | ev.RunFinished
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +146,7 @@ def worker_history(events: Iterable[ev.Event]) -> Iterator[ev.Event | WorkerRoun
                 yield from end_wait(event.island, event.time_s)
             case _:
                 pass
-        now_s = max(now_s, event.time_s) if isinstance(event, _HUB_TIMES) else now_s
+        now_s = max(now_s, event.time_s) if isinstance(event, _HUB_EVENTS) else now_s
     for island in list(waiting_since_s):
         yield from end_wait(island, now_s)
     for island in list(tasks):
@@ -159,7 +161,7 @@ def asynchrony_of(events: Iterable[ev.Event]) -> AsynchronySummary | None:
     for item in worker_history(events):
         if isinstance(item, ev.Dispatched | ev.Computed | ev.Returned | ev.IslandJoined | ev.IslandLeft | WorkerRound | WorkerWait):
             workers.setdefault(item.island, _WorkerTotals()).take(item)
-        if isinstance(item, _HUB_TIMES):
+        if isinstance(item, _HUB_EVENTS):
             now_s = max(now_s, item.time_s)
             counts[type(item).__name__] += 1
         if isinstance(item, ev.Arrived):
@@ -183,6 +185,44 @@ def asynchrony_of(events: Iterable[ev.Event]) -> AsynchronySummary | None:
     )
 
 
+class _WorkerTotals:
+    def __init__(self) -> None:
+        self._rounds = self._steps = 0
+        self._times_s: defaultdict[str, float] = defaultdict(float)
+        self._past_s = 0.0
+        self._since_s: float | None = None
+
+    def take(self, item: ev.Event | WorkerRound | WorkerWait) -> None:
+        match item:
+            case ev.IslandJoined():
+                self._since_s = item.time_s
+            case ev.Dispatched() if self._since_s is None:  # present from the start, so no event announced it
+                self._since_s = item.time_s
+            case ev.IslandLeft():
+                self._past_s += item.time_s - (item.time_s if self._since_s is None else self._since_s)
+                self._since_s = None
+            case ev.Computed():
+                self._times_s["computed"] += item.end_s - item.start_s
+            case WorkerWait():
+                self._times_s["waited"] += item.end_s - item.start_s
+            case WorkerRound(arrival=ev.Arrived() as arrival):
+                self._rounds += 1
+                self._steps += arrival.steps
+                self._times_s["talked"] += arrival.time_s - arrival.pushed_s
+                if item.task is not None:
+                    self._times_s["talked"] += item.task.begin_s - item.task.time_s
+            case WorkerRound(task=ev.Dispatched() as task):
+                computed_s = sum(event.end_s - event.start_s for event in item.computed)
+                self._times_s["unfinished"] += item.end_s - task.time_s - computed_s
+            case _:
+                pass
+
+    def times(self, island: int, now_s: float) -> WorkerTimes:
+        present_s = self._past_s + (0.0 if self._since_s is None else now_s - self._since_s)
+        times_s = {f"{name}_s": self._times_s[name] for name in ("computed", "waited", "talked", "unfinished")}
+        return WorkerTimes(island=island, rounds=self._rounds, steps=self._steps, present_s=present_s, **times_s)
+
+
 def read_asynchrony(folder: str | Path) -> AsynchronySummary | None:
     """The figures of the asynchronous run in a folder, finished or not; None for a synchronous one."""
     return asynchrony_of(read_events(Path(folder) / "events.jsonl")) if is_asynchronous(folder) else None
@@ -191,52 +231,3 @@ def read_asynchrony(folder: str | Path) -> AsynchronySummary | None:
 def is_asynchronous(folder: str | Path) -> bool:
     """Whether the run in a folder has a hub. Only the names of the events are read: a log may have a million lines."""
     return next(read_events(Path(folder) / "events.jsonl", kinds=(ev.Dispatched,)), None) is not None
-
-
-@dataclass
-class _WorkerTotals:
-    rounds: int = 0
-    steps: int = 0
-    computed_s: float = 0.0
-    waited_s: float = 0.0
-    talked_s: float = 0.0
-    unfinished_s: float = 0.0
-    past_s: float = 0.0
-    since_s: float | None = None
-
-    def take(self, item: ev.Event | WorkerRound | WorkerWait) -> None:
-        match item:
-            case ev.IslandJoined():
-                self.since_s = item.time_s
-            case ev.Dispatched() if self.since_s is None:  # present from the start, so no event announced it
-                self.since_s = item.time_s
-            case ev.IslandLeft():
-                self.past_s += item.time_s - (item.time_s if self.since_s is None else self.since_s)
-                self.since_s = None
-            case ev.Computed():
-                self.computed_s += item.end_s - item.start_s
-            case WorkerWait():
-                self.waited_s += item.end_s - item.start_s
-            case WorkerRound(arrival=ev.Arrived() as arrival):
-                self.rounds += 1
-                self.steps += arrival.steps
-                self.talked_s += arrival.time_s - arrival.pushed_s
-                if item.task is not None:
-                    self.talked_s += item.task.begin_s - item.task.time_s
-            case WorkerRound(task=ev.Dispatched() as task):
-                computed_s = sum(event.end_s - event.start_s for event in item.computed)
-                self.unfinished_s += item.end_s - task.time_s - computed_s
-            case _:
-                pass
-
-    def times(self, island: int, now_s: float) -> WorkerTimes:
-        return WorkerTimes(
-            island=island,
-            rounds=self.rounds,
-            steps=self.steps,
-            present_s=self.past_s + (0.0 if self.since_s is None else now_s - self.since_s),
-            computed_s=self.computed_s,
-            waited_s=self.waited_s,
-            talked_s=self.talked_s,
-            unfinished_s=self.unfinished_s,
-        )

@@ -163,7 +163,9 @@ def event_text(event: ev.Event, who: str | None = None) -> str | None:
             return f"a new hub continues at {human_time(event.time_s)} from {source}; {lost}"
         case ev.Attended() if event.participating != event.alive or event.attempts > 1:
             again = f", at attempt {event.attempts}" if event.attempts > 1 else ""
-            return f"round {event.round}: {event.participating} of {event.alive} live islands committed ({event.known} known){again}"
+            return (
+                f"round {event.round}: {event.participating} of {event.alive} live islands committed ({event.known} known){again}"
+            )
         case ev.Arranged():
             how = "together in one batched pass" if event.how == "stacked" else "one after the other"
             return f"islands compute {how}: {event.why}"
@@ -178,7 +180,9 @@ def event_text(event: ev.Event, who: str | None = None) -> str | None:
         case ev.Saved():
             return f"round {event.round}: saved {event.name}"
         case ev.RunFinished():
-            cost = f"{human_bytes(event.sent_bytes_per_island)} sent per island, {human_time(event.time_s)} of {clock_at(event)} time"
+            cost = (
+                f"{human_bytes(event.sent_bytes_per_island)} sent per island, {human_time(event.time_s)} of {clock_at(event)} time"
+            )
             busy = f", {human_percent(event.utilisation)} of it computing" if event.utilisation is not None else ""
             work = f"val loss {event.val_loss:.4g}, {event.rounds} rounds, {human_count(event.tokens)} tokens"
             return f"finished: {work}, {cost}{busy}"

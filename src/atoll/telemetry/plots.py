@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +14,17 @@ from atoll.telemetry.async_summary import AsynchronySummary, is_asynchronous, re
 from atoll.telemetry.compare import distinct_labels
 from atoll.telemetry.event_log import clock_name, clock_of, read_clock, read_events
 from atoll.telemetry.overlap import Interval, OverlapSummary, by_device, device_name, read_overlap
-from atoll.telemetry.plot_style import COLOURS, FONT_SIZE, GREY, add_legend, format_axis, new_figure, save_figure, set_log_x, time_unit
+from atoll.telemetry.plot_style import (
+    COLOURS,
+    FONT_SIZE,
+    GREY,
+    add_legend,
+    format_axis,
+    new_figure,
+    save_figure,
+    set_log_x,
+    time_unit,
+)
 from atoll.telemetry.summary import ParticipationSummary, read_participation
 from atoll.telemetry.units import human_bytes, human_count, human_loss
 
@@ -52,7 +61,7 @@ def write_plots(folder: str | Path) -> list[Path]:
     """Writes every figure that applies to the run in a folder into that folder, and returns their paths."""
     paths = [plot_run(folder, Path(folder) / "plot.png")]
     for kind, plot in _PLOTS.items():
-        if plot.applies(plot.read(folder)):
+        if getattr(plot.read(folder), plot.reported, 0):
             paths.append(plot_run(folder, Path(folder) / f"{kind}.png", kind))
     return paths
 
@@ -63,10 +72,11 @@ def run_figure(folder: str | Path, kind: str = "losses") -> Any:
         return _losses_figure(Path(folder))
     if kind not in _PLOTS:
         raise ConfigError(f"there is no plot {kind!r} of a run. Choose one of: losses, {', '.join(_PLOTS)}.")
-    summary = _PLOTS[kind].read(folder)
-    if not _PLOTS[kind].drawable(summary):
-        raise AtollError(f"the run in {folder} has nothing to draw for {kind}: {_PLOTS[kind].needs}. Draw it with kind='losses'.")
-    return _PLOTS[kind].draw(Path(folder), summary)
+    plot = _PLOTS[kind]
+    summary = plot.read(folder)
+    if not getattr(summary, plot.needed, 0):
+        raise AtollError(f"the run in {folder} has no {plot.needed}, so it has no {kind} to draw. Draw it with kind='losses'.")
+    return plot.draw(Path(folder), summary)
 
 
 def comparison_figure(folders: Sequence[str | Path]) -> Any:
@@ -370,36 +380,17 @@ def _draw_time_shares(panel: Any, islands: Sequence[Any], fields: Mapping[str, s
     panel.grid(visible=False, axis="x")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RunPlot:
+class _RunPlot(NamedTuple):
     read: Callable[[str | Path], Any]
     draw: Callable[[Path, Any], Any]
-    drawable: Callable[[Any], bool]
-    applies: Callable[[Any], bool]
-    """Whether a report includes the plot."""
-    needs: str
+    needed: str
+    """The count in the summary that must not be 0 for the plot."""
+    reported: str
+    """The count that must not be 0 for `write_plots`."""
 
 
 _PLOTS: Mapping[str, _RunPlot] = {
-    "overlap": _RunPlot(
-        read=read_overlap,
-        draw=_overlap_figure,
-        drawable=lambda summary: summary is not None and summary.exchanges > 0,
-        applies=lambda summary: summary is not None and summary.background > 0,
-        needs="it needs a synchronous run with an exchange",
-    ),
-    "participation": _RunPlot(
-        read=read_participation,
-        draw=_participation_figure,
-        drawable=lambda summary: summary is not None,
-        applies=lambda summary: summary is not None,
-        needs="it needs an elastic run with a commit",
-    ),
-    "asynchrony": _RunPlot(
-        read=read_asynchrony,
-        draw=_asynchrony_figure,
-        drawable=lambda summary: summary is not None and summary.arrivals > 0,
-        applies=lambda summary: summary is not None and summary.arrivals > 0,
-        needs="it needs an asynchronous run with an arrival",
-    ),
+    "overlap": _RunPlot(read_overlap, _overlap_figure, "exchanges", "background"),
+    "participation": _RunPlot(read_participation, _participation_figure, "commits", "commits"),
+    "asynchrony": _RunPlot(read_asynchrony, _asynchrony_figure, "arrivals", "arrivals"),
 }

@@ -130,24 +130,17 @@ class RunProgress:
     """How far a run is, finished or not. Unknown values are None."""
 
     recipe: str
-    algorithm: str | None
-    islands: int | None
-    params: int | None
-    seed: int | None
     round: int | None
     """The last round that all islands finished."""
     steps: int
     steps_total: int | None
     tokens: int
-    loss: float | None
     val_loss: float | None
     virtual_time_s: float | None
     wall_time_s: float | None
     """None under a virtual clock."""
-    sent_bytes_per_island: float | None
     utilisation: float | None
     finished: bool
-    run_dir: str
 
 
 def read_progress(folder: str | Path) -> RunProgress:
@@ -160,22 +153,15 @@ def read_progress(folder: str | Path) -> RunProgress:
     start, last, evaluation = totals.started, totals.round, totals.evaluation
     return RunProgress(
         recipe=start.recipe if start else str(run.get("recipe", folder.name)),
-        algorithm=start.algorithm if start else None,
-        islands=last.islands if last else start.islands if start else None,
-        params=start.params if start else None,
-        seed=start.seed if start else run.get("seed"),
         round=last.round if last else None,
         steps=last.steps if last else 0,
         steps_total=start.steps if start else None,
         tokens=last.tokens if last else 0,
-        loss=last.loss if last else None,
         val_loss=evaluation.metrics.get("loss") if evaluation else None,
         virtual_time_s=last.virtual_time_s if last else None,
         wall_time_s=last.wall_time_s if last else None,
-        sent_bytes_per_island=last.sent_bytes_per_island if last else None,
         utilisation=totals.utilisation(last.time_s) if last else None,
         finished=totals.finished is not None,
-        run_dir=str(folder),
     )
 
 

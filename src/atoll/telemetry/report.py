@@ -216,9 +216,7 @@ OVERLAP = ReportSection(
         "inside": lambda s: _level(s.inside, "device"),
         "between": lambda s: _level(s.between, "island"),
         "exchanges": _exchanges,
-        "skipped": lambda s: (
-            f"{plural(s.skipped, 'update')}, because gradients were missing or not finite" if s.skipped else None
-        ),
+        "skipped": lambda s: f"{plural(s.skipped, 'update')}, because gradients were missing or not finite" if s.skipped else None,
         "failed": lambda s: f"{plural(s.failed, 'round')}, because an island missed the exchange" if s.failed else None,
     },
     rows=_island_rows,

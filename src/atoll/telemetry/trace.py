@@ -88,19 +88,18 @@ class _Trace:
             yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
             yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
         for row, name in self._row_names.items():
-            where = {"ph": "M", "pid": row.process, "tid": row.row}
-            yield {**where, "name": "thread_name", "args": {"name": name}}
-            yield {**where, "name": "thread_sort_index", "args": {"sort_index": row.row}}
+            yield {"ph": "M", "pid": row.process, "tid": row.row, "name": "thread_name", "args": {"name": name}}
+            yield {"ph": "M", "pid": row.process, "tid": row.row, "name": "thread_sort_index", "args": {"sort_index": row.row}}
         for row, spans in self.spans.items():
             for span in without_overlaps(spans):
-                when = {"ts": _us(span.start_ns), "dur": _us(span.end_ns - span.start_ns)}
+                when = {"ts": span.start_ns / 1000, "dur": (span.end_ns - span.start_ns) / 1000}
                 what = {"name": span.name, "cat": span.category, "args": span.args}
                 yield {"ph": "X", "pid": row.process, "tid": row.row, **when, **what}
         yield from self.instants
         total = 0
         for at_ns, num_bytes in sorted(self._sent_bytes):
             total += num_bytes
-            yield {"ph": "C", "pid": _CLUSTER, "ts": _us(at_ns), "name": "bytes sent", "args": {"bytes": total}}
+            yield _counter(at_ns, "bytes sent", {"bytes": total})
         yield from self._counters
 
     def _draw(self, item: ev.Event | WorkerRound | WorkerWait) -> None:
@@ -110,9 +109,8 @@ class _Trace:
                 self._process_names[_CLUSTER] = f"{item.recipe} ({item.algorithm}){wall}"
                 self._devices = item.devices_per_island
             case ev.Computed() if self._synchronous:
-                args = {"steps": item.steps, "batches": item.batches, "tokens": item.tokens, "loss": item.loss}
-                row, times_s = self._row(item.island, "computing"), (item.start_s, item.end_s)
-                self._span(row, times_s, f"compute, round {item.round}", "computing", args)
+                row, args = self._row(item.island, "computing"), _args(item, "steps", "batches", "tokens", "loss")
+                self._span(row, (item.start_s, item.end_s), f"compute, round {item.round}", "computing", args)
             case ev.Exchanged():
                 self._draw_exchange(item)
             case ev.CaughtUp():
@@ -127,33 +125,30 @@ class _Trace:
                 self._sent(item.end_s, sum(item.sent_bytes))
             case ev.UpdateSkipped():
                 names = [device_name(number, self._devices if item.inside is not None else None) for number in item.islands]
-                args = {"round": item.round, "not finite on": ", ".join(names)}
-                self._instant(_ROUNDS, item.time_s, "update skipped", args, scope="g")
+                self._instant(_ROUNDS, item, "update skipped", "round", scope="g", **{"not finite on": ", ".join(names)})
             case ev.RoundFailed():
-                args = {"round": item.round, "what": item.what, "missed by": ", ".join(map(str, item.islands))}
-                self._instant(_ROUNDS, item.time_s, "round failed", args, scope="g")
+                missing = {"missed by": ", ".join(map(str, item.islands))}
+                self._instant(_ROUNDS, item, "round failed", "round", "what", scope="g", **missing)
             case ev.RoundFinished() if self._synchronous:
-                args = {"loss": item.loss, "tokens": item.tokens, "islands": item.islands}
+                args = _args(item, "loss", "tokens", "islands")
                 self._span(_ROUNDS, (self._boundary_s, item.time_s), f"round {item.round}", "round", args)
                 self._boundary_s = item.time_s
             case ev.Evaluated():
-                self._instant(_EVALUATIONS, item.time_s, "evaluation", {"round": item.round, **item.metrics}, scope="g")
+                self._instant(_EVALUATIONS, item, "evaluation", "round", scope="g", **item.metrics)
             case ev.IslandJoined():
-                self._instant(self._row(item.island), item.time_s, "joined", {"round": item.round})
+                self._instant(self._row(item.island), item, "joined", "round")
             case ev.IslandLeft():
-                self._instant(self._row(item.island), item.time_s, "left", {"round": item.round})
+                self._instant(self._row(item.island), item, "left", "round")
             case ev.Refused() if not self._synchronous:
-                self._instant(self._row(item.island), item.time_s, "refused", {"round": item.round, "reason": item.reason})
+                self._instant(self._row(item.island), item, "refused", "round", "reason")
             case ev.Returned():
-                args = {"round": item.round, "shard": item.shard, "steps": item.steps}
-                self._instant(self._row(item.island), item.time_s, "returned", args)
+                self._instant(self._row(item.island), item, "returned", "round", "shard", "steps")
             case ev.Dispatched():
                 self._sent(item.time_s, item.sent_bytes)
             case ev.Arrived():
                 self._sent(item.time_s, item.sent_bytes)
                 for name in ("version", "staleness"):
-                    where = {"ph": "C", "pid": _CLUSTER, "ts": _us(_ns(item.time_s))}
-                    self._counters.append({**where, "name": name, "args": {name: getattr(item, name)}})
+                    self._counters.append(_counter(_ns(item.time_s), name, _args(item, name)))
             case ev.WindowClosed():
                 args = {"islands": ", ".join(map(str, item.islands)), "arrivals": len(item.islands)}
                 self._span(_ROUNDS, (item.opened_s, item.time_s), f"window {item.window}", "window", args)
@@ -176,9 +171,7 @@ class _Trace:
             self._span(row, (max(arrived_s, event.start_s), event.end_s), name, "communicating", args)
         self._sent(event.end_s, sum(event.sent_bytes))
 
-    def _draw_transfer(
-        self, event: ev.CaughtUp | ev.IslandJoined, name: str, category: str, times_s: tuple[float, float]
-    ) -> None:
+    def _draw_transfer(self, event: ev.CaughtUp | ev.IslandJoined, name: str, category: str, times_s: tuple[float, float]) -> None:
         """An island receives the shared state. The donor sends it while it trains, so the rows of the donor do not show it."""
         donor = event.donor if self._devices is None or event.donor is None else device_name(event.donor, self._devices)
         args = {"round": event.round, "donor": donor, "bytes": event.sent_bytes}
@@ -192,15 +185,15 @@ class _Trace:
         if task is not None:
             # A worker that leaves during the pull never has the weights.
             times_s = (task.time_s, min(task.begin_s, item.end_s))
-            args = {"round": task.round, "version": task.version, "shard": task.shard, "bytes": task.sent_bytes}
+            args = {**_args(task, "round", "version", "shard"), "bytes": task.sent_bytes}
             self._span(self._row(item.island), times_s, "pull", "communicating", args)
             outcome = {"shard": task.shard, "outcome": item.outcome}
         if arrival is not None:
-            outcome = {"shard": arrival.shard, "staleness": arrival.staleness, "applied": arrival.applied}
-            args = {"round": arrival.round, "bytes": arrival.sent_bytes, "norm": arrival.norm, **outcome}
+            outcome = _args(arrival, "shard", "staleness", "applied")
+            args = {**_args(arrival, "round", "norm"), "bytes": arrival.sent_bytes, **outcome}
             self._span(self._row(item.island), (arrival.pushed_s, arrival.time_s), "push", "communicating", args)
         for event in item.computed:
-            args = {"steps": event.steps, "tokens": event.tokens, "loss": event.loss, **outcome}
+            args = {**_args(event, "steps", "tokens", "loss"), **outcome}
             self._span(computing, (event.start_s, event.end_s), f"round {event.round}", "computing", args)
         if task is not None and arrival is None and not item.computed and item.end_s > task.begin_s:
             name = f"round {task.round} ({item.outcome})"
@@ -221,10 +214,10 @@ class _Trace:
         span = TraceSpan(start_ns=start_ns, end_ns=end_ns, name=name, category=category, args=args, filler=filler)
         self.spans.setdefault(row, []).append(span)
 
-    def _instant(self, row: TraceRow, at_s: float, name: str, args: dict[str, Any], *, scope: str = "t") -> None:
-        """An event without duration, drawn on its own row (scope t) or across all rows (scope g)."""
-        where = {"pid": row.process, "tid": row.row, "ts": _us(_ns(at_s))}
-        self.instants.append({"ph": "i", **where, "name": name, "s": scope, "args": args})
+    def _instant(self, row: TraceRow, event: Any, name: str, *fields: str, scope: str = "t", **more: Any) -> None:
+        """An event without duration, with these fields of it, on its own row (scope t) or across all rows (scope g)."""
+        where = {"ph": "i", "pid": row.process, "tid": row.row, "ts": _ns(event.time_s) / 1000}
+        self.instants.append({**where, "name": name, "s": scope, "args": {**_args(event, *fields), **more}})
 
     def _sent(self, at_s: float, num_bytes: int) -> None:
         self._sent_bytes.append((_ns(at_s), num_bytes))
@@ -274,8 +267,12 @@ def _ns(time_s: float) -> int:
     return round(time_s * 1e9)
 
 
-def _us(time_ns: int) -> float:
-    return time_ns / 1000
+def _args(event: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(event, name) for name in names}
+
+
+def _counter(at_ns: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "C", "pid": _CLUSTER, "ts": at_ns / 1000, "name": name, "args": args}
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:

@@ -23,10 +23,9 @@ class JsonRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinity as strings."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
         optional = {field.name for field in fields(self) if field.default is None}
-        values = {name: value for name, value in values.items() if value is not None or name not in optional}
-        return _to_json(values | {name: getattr(self, name) for name in self.derived})
+        values = {name: getattr(self, name) for name in (*(field.name for field in fields(self)), *self.derived)}
+        return {name: _to_json(value) for name, value in values.items() if value is not None or name not in optional}
 
 
 def human_bytes(size_bytes: float) -> str:

@@ -11,7 +11,7 @@ from atoll.core.events import Evaluated, Saved
 from atoll.core.flat_tree import Tree
 from atoll.engines.ray.engine import RayEngine, WorkerPoolSpec
 from atoll.engines.ray.messages import EvaluationRequest, HubStatus, tree_bytes
-from atoll.telemetry.sinks import Remembered
+from atoll.telemetry.sinks import MemorySink
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})
 
@@ -128,7 +128,7 @@ class FakeRay:
 
 def engine_of(hub, evaluate=lambda params, buffers: {"loss": 1.5}):
     """An engine with two workers, and what it shows and logs."""
-    ray, sink, logged = FakeRay(hub), Remembered(), []
+    ray, sink, logged = FakeRay(hub), MemorySink(), []
     spec = SimpleNamespace(settings=SimpleNamespace(max_workers=2, updates=40), layout=WEIGHTS.layout, dtype="float32")
     workers = WorkerPoolSpec(
         workers=2,

@@ -15,10 +15,10 @@ from atoll.engines.ray.hub_state import HubState
 from atoll.engines.ray.messages import HubSettings
 from atoll.engines.wall_clock import WallClock
 from atoll.optim.sgd import SGD
-from atoll.telemetry.sinks import Remembered
+from atoll.telemetry.sinks import MemorySink
 
 
-class MemoryLog(Remembered):
+class MemoryLog(MemorySink):
     """Positions count events instead of bytes."""
 
     def position(self):

@@ -28,7 +28,7 @@ from atoll.engines.ray.messages import HubSettings, UpdateMessage
 from atoll.engines.round_record import ComputeRecord
 from atoll.optim.sgd import SGD
 from atoll.optim.staleness import Polynomial
-from atoll.telemetry.sinks import Remembered
+from atoll.telemetry.sinks import MemorySink
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})
 
@@ -68,7 +68,7 @@ def delta(value=0.1):
 def saved(state, sink, *, now_s, **settings):
     """Another hub that resumes from a checkpoint of this state, and its log."""
     parts, events = copy.deepcopy(state.to_parts(now_s)), list(sink.events)
-    again = Remembered()
+    again = MemorySink()
     again.events = events
     other = hub_state(again, **settings)
     assert other.from_parts(lambda part, like: parts[part]) == now_s
@@ -84,7 +84,7 @@ def spans(sink):
 
 
 def test_a_duplicate_update_counts_once():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
     first = update(state, 0)
@@ -98,7 +98,7 @@ def test_a_duplicate_update_counts_once():
 
 
 def test_a_dead_workers_data_is_dispatched_again_and_its_late_update_is_rejected():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
     late, task = update(state, 0), state.hub.scheduler.workers[0].out
@@ -114,7 +114,7 @@ def test_a_dead_workers_data_is_dispatched_again_and_its_late_update_is_rejected
 
 
 def test_a_hub_that_lost_a_round_rejects_it_and_resets_its_workers_optimizer():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
     two, again = saved(state, sink, now_s=0.5, epoch=2)
@@ -130,7 +130,7 @@ def test_a_hub_that_lost_a_round_rejects_it_and_resets_its_workers_optimizer():
 
 
 def test_a_round_that_was_open_at_the_checkpoint_is_accepted_by_the_next_hub_once():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
     mine = update(state, 1, incarnation=1)
@@ -142,7 +142,7 @@ def test_a_round_that_was_open_at_the_checkpoint_is_accepted_by_the_next_hub_onc
 
 
 def test_a_round_of_another_hub_with_the_same_number_is_rejected():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink, grace_s=5.0)
     state.join({0: 0, 1: 1}, 0.0)
     assert state.push(update(state, 0), delta(), 1.0) == "accepted"  # it waits in the window
@@ -159,14 +159,14 @@ def test_a_round_of_another_hub_with_the_same_number_is_rejected():
 
 
 def test_an_unknown_worker_is_asked_to_register():
-    state = hub_state(Remembered())
+    state = hub_state(MemorySink())
     state.join({0: 0}, 0.0)
     assert state.pull(1, 5, None, 0.0)[0] == "register"
     assert state.push(update(state, 0)._replace(incarnation=7), delta(), 1.0) == "register"
 
 
 def test_a_window_closes_at_its_deadline_and_at_once_if_no_worker_can_arrive_before():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink, grace_s=2.0, updates=400)
     state.join({0: 0, 1: 1}, 0.0)
     state.push(update(state, 0), delta(), 1.0)
@@ -183,7 +183,7 @@ def test_a_window_closes_at_its_deadline_and_at_once_if_no_worker_can_arrive_bef
 
 
 def test_the_last_weights_are_always_evaluated_and_the_figures_come_at_the_end():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink, updates=8, evaluate_every=1000)
     state.join({0: 0, 1: 1}, 0.0)
     state.push(update(state, 0), delta(), 1.0)
@@ -209,7 +209,7 @@ def test_the_last_weights_are_always_evaluated_and_the_figures_come_at_the_end()
 
 
 def test_every_dispatch_is_logged_once_and_before_its_arrival():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
     state.round_started(0, 0, round_id(state, 0), 0.25)
@@ -223,7 +223,7 @@ def test_every_dispatch_is_logged_once_and_before_its_arrival():
 
 
 def test_three_unusable_updates_in_a_row_end_the_run_and_change_no_weight():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
     for time_s in (1.0, 2.0, 3.0):
@@ -242,7 +242,7 @@ def test_three_unusable_updates_in_a_row_end_the_run_and_change_no_weight():
     ids=["loss", "delta", "length"],
 )
 def test_an_unusable_update_is_refused_and_its_data_dispatched_again(what, loss, says):
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
     task = state.hub.scheduler.workers[0].out
@@ -257,7 +257,7 @@ def test_an_unusable_update_is_refused_and_its_data_dispatched_again(what, loss,
 
 
 def test_a_duplicate_of_a_refused_update_is_refused_also_by_the_next_hub():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
     bad = update(state, 0)
@@ -267,7 +267,7 @@ def test_a_duplicate_of_a_refused_update_is_refused_also_by_the_next_hub():
 
 
 def test_only_refusals_in_a_row_count_and_a_restarted_hub_remembers_them():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
     for time_s, value in ((1.0, math.nan), (2.0, math.nan), (3.0, 0.1), (4.0, math.nan), (5.0, math.nan)):
@@ -279,7 +279,7 @@ def test_only_refusals_in_a_row_count_and_a_restarted_hub_remembers_them():
 
 
 def test_measured_speeds_give_a_slow_worker_fewer_steps():
-    state = hub_state(Remembered(), pace="measured", updates=400)
+    state = hub_state(MemorySink(), pace="measured", updates=400)
     state.join({0: 0, 1: 1}, 0.0)
     state.push(update(state, 0, pushed_s=1.0), delta(), 1.0)
     state.push(update(state, 1, incarnation=1, pushed_s=4.0), delta(), 4.0)
@@ -287,7 +287,7 @@ def test_measured_speeds_give_a_slow_worker_fewer_steps():
 
 
 def test_additional_workers_have_ledgers_and_steps_do_not_go_back():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink, updates=400)
     state.join({0: 0, 1: 1}, 0.0)
     for number in (0, 1):
@@ -300,7 +300,7 @@ def test_additional_workers_have_ledgers_and_steps_do_not_go_back():
 
 
 def test_accounting_has_presence_and_counted_tokens():
-    sink = Remembered()
+    sink = MemorySink()
     algorithm = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), correction=Polynomial(threshold=0))
     state = hub_state(sink, algorithm=algorithm)
     state.join({0: 0, 1: 1}, 0.0)
@@ -314,7 +314,7 @@ def test_accounting_has_presence_and_counted_tokens():
 
 
 def test_a_logged_dispatch_is_not_logged_again_by_the_next_hub_or_for_another_incarnation():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
     state.round_started(1, 0, round_id(state, 1), 0.5)  # of state that held the place before
@@ -326,7 +326,7 @@ def test_a_logged_dispatch_is_not_logged_again_by_the_next_hub_or_for_another_in
 
 
 def test_a_worker_is_overdue_after_ten_times_its_last_round_or_after_300_s_in_its_first():
-    state = hub_state(Remembered())
+    state = hub_state(MemorySink())
     state.join({0: 0, 1: 1}, 0.0)
     state.push(update(state, 0, pushed_s=4.0), delta(), 4.0)  # four steps in as many seconds
     assert state.overdue(44.0) == {}
@@ -337,7 +337,7 @@ def test_a_worker_is_overdue_after_ten_times_its_last_round_or_after_300_s_in_it
 
 
 def test_a_dispatch_has_the_number_of_devices():
-    sink = Remembered()
+    sink = MemorySink()
     state = hub_state(sink, devices=3)
     state.join({0: 0, 1: 1}, 0.0)
     state.push(update(state, 0), delta(), 1.0)

@@ -43,7 +43,7 @@ from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import device_of, dtype_of
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
-from atoll.telemetry.sinks import Silent
+from atoll.telemetry.sinks import NullSink
 
 _POLL_S, _QUERY_S = 0.2, 1.0
 _SILENT_S = 6.0
@@ -109,7 +109,7 @@ class IslandProcess:
                 f"which are in the run's folder. Use data.partition=random, or start all islands on the machine with the folder."
             )
         if folder is not None:
-            warm = warm_up(run, plain, file=folder.warm_start, cache=None, sink=Silent())
+            warm = warm_up(run, plain, file=folder.warm_start, cache=None, sink=NullSink())
         else:  # a joiner fetches the weights
             warm = WarmStart(initial_weights(plain, device_of(run), dtype_of(run)), 0, math.nan)
         workload = island_workload(run, data, warm.params)

@@ -44,7 +44,7 @@ from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
-from atoll.telemetry.sinks import Fanout, Silent
+from atoll.telemetry.sinks import Fanout, NullSink
 
 
 def take_part(
@@ -166,7 +166,7 @@ class Share:
     def carry_out(self) -> Result | None:
         checkpoint = self._checkpoints.newest()
         with ExitStack() as stack:
-            sink: Sink = Silent()
+            sink: Sink = NullSink()
             if self._world.is_rank_zero:
                 self._books.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
                 sink = stack.enter_context(Fanout(self._books.sinks(checkpoint)))

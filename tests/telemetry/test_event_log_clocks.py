@@ -1,4 +1,4 @@
-"""A run on real machines is told as one that was simulated is, on its own clock, and the two clocks are never mixed."""
+"""A run on real machines is reported like a simulated one, on its own clock, and the two clocks are never mixed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from atoll.telemetry import (
     TensorBoardSink,
     comparison,
     markdown,
-    plot_overlap,
+    plot_run,
     read_asynchrony,
     read_overlap,
     read_progress,
@@ -42,10 +42,8 @@ from atoll.telemetry import (
     table,
     write_trace,
 )
-from atoll.telemetry.clocks import read_clock
-from atoll.telemetry.plots import comparison_figure
-from atoll.telemetry.plots_async import asynchrony_figure
-from atoll.telemetry.plots_overlap import overlap_figure
+from atoll.telemetry.event_log import read_clock
+from atoll.telemetry.plots import comparison_figure, run_figure
 
 ROUNDS = 3
 
@@ -262,7 +260,7 @@ def test_one_real_run_alone_says_that_its_time_was_measured(real) -> None:
 def test_the_axis_of_times_names_its_clock(real, simulated) -> None:
     assert comparison_figure([real]).axes[1].get_xlabel() == "wall time (s)"
     assert comparison_figure([simulated]).axes[1].get_xlabel() == "virtual time (s)"
-    assert overlap_figure(real).axes[0].get_xlabel() == "wall time of the last rounds (s)"
+    assert run_figure(real, "overlap").axes[0].get_xlabel() == "wall time of the last rounds (s)"
     assert list(comparison_figure([real]).axes[1].get_lines()[0].get_xdata()) == pytest.approx([0.96, 1.96, 2.96])
 
 
@@ -275,8 +273,8 @@ def test_a_figure_of_runs_on_two_clocks_names_both_and_says_whose_is_whose(real,
 
 def test_the_figure_of_a_real_run_with_a_hub_names_its_clock(tmp_path, async_script) -> None:
     folder = write(tmp_path / "hub", on_real_machines(async_script().events()))
-    assert asynchrony_figure(folder).axes[0].get_xlabel() == "wall time (s)"
-    assert plot_overlap(write(tmp_path / "run", measured()), tmp_path / "overlap.png").exists()
+    assert run_figure(folder, "asynchrony").axes[0].get_xlabel() == "wall time (s)"
+    assert plot_run(write(tmp_path / "run", measured()), tmp_path / "overlap.png", "overlap").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------------- traces
@@ -334,5 +332,5 @@ def test_a_report_of_a_real_run_has_its_table_its_figures_and_its_trace(real, ca
     told = capsys.readouterr().out
     assert "wall" in told
     assert "virtual" not in told
-    assert "6 of them behind the computing" in told
+    assert "6 of them in the background of computing" in told
     assert {"plot.png", "overlap.png", "trace.json"} <= {path.name for path in real.iterdir()}

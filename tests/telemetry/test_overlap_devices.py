@@ -11,12 +11,11 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import CaughtUp, Computed, Exchanged, IslandJoined, RunFinished, RunStarted, UpdateSkipped
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Lost
-from atoll.telemetry.device_events import by_device
-from atoll.telemetry.event_text import notice
-from atoll.telemetry.overlap import Overlap, worth_telling
-from atoll.telemetry.overlap_text import overlap_headlines, overlap_section
-from atoll.telemetry.plots_overlap import overlap_figure
-from atoll.telemetry.running_totals import Tally
+from atoll.telemetry.console import event_text
+from atoll.telemetry.overlap import OverlapTotals, by_device, reports_overlap
+from atoll.telemetry.plots import run_figure
+from atoll.telemetry.progress import RunningTotals
+from atoll.telemetry.report import OVERLAP, render, section_lines
 from atoll.telemetry.trace import write_trace
 from atoll.telemetry.units import human_bytes, human_count
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
@@ -67,18 +66,18 @@ def test_a_run_without_devices_stays_as_it_is():
 
 def test_no_device_computes_longer_than_it_is_there_and_utilisation_is_the_runs():
     events, finished = two_levels()
-    summary, tally = summed_up(events), Tally()
+    summary, totals = summary_of(events), RunningTotals()
     for event in events:
-        tally.take(event)
+        totals.take(event)
     assert [times.island for times in summary.islands] == [0, 1, 2, 3]
     assert all(0 < times.computed_s <= times.present_s for times in summary.islands)
     assert any(times.hidden_s > 0 for times in summary.islands)
-    assert 0 < tally.utilisation(finished.virtual_time_s) <= 1
+    assert 0 < totals.utilisation(finished.virtual_time_s) <= 1
     assert summary.to_dict()["devices_per_island"] == 2
 
 
-def summed_up(events):
-    overlap = Overlap()
+def summary_of(events):
+    overlap = OverlapTotals()
     for event in by_device(events):
         overlap.take(event)
     return overlap.summary()
@@ -87,24 +86,24 @@ def summed_up(events):
 def section(summary):
     console = Console(width=120)
     with console.capture() as text:
-        console.print(overlap_section(summary))
+        console.print(render(OVERLAP, summary))
     return text.get()
 
 
 def test_the_report_names_islands_and_devices():
-    assert all(name in section(summed_up(two_levels()[0])) for name in ("device", "0.0", "0.1", "1.0", "1.1"))
+    assert all(name in section(summary_of(two_levels()[0])) for name in ("device", "0.0", "0.1", "1.0", "1.1"))
 
 
 def test_a_report_that_cannot_list_all_devices_says_devices():
     started = RunStarted(recipe="two", algorithm="DiLoCo over ACCO", islands=9, params=6, steps=1, seed=0, devices_per_island=2)
     work = {"round": 0, "start_s": 0.0, "end_s": 1.0, "steps": 1, "batches": 1, "tokens": 8, "loss": 1.0}
     some = [Computed(island=island, device=device, **work) for island in range(9) for device in range(2)]
-    assert "and 2 more devices; " in section(summed_up([started, *some]))
+    assert "and 2 more devices; " in section(summary_of([started, *some]))
 
 
 def test_each_level_is_told_by_itself_and_the_two_are_all():
     events, finished = two_levels()
-    summary = summed_up(events)
+    summary = summary_of(events)
     inside, between = summary.inside, summary.between
     assert (inside.exchanges + between.exchanges, inside.background + between.background) == (summary.exchanges, summary.background)
     assert inside.exchanged_s + between.exchanged_s == pytest.approx(sum(times.exchanged_s for times in summary.islands))
@@ -118,7 +117,7 @@ def test_each_level_is_told_by_itself_and_the_two_are_all():
 
 
 def test_the_report_has_a_line_for_each_level():
-    inside, between = overlap_headlines(summed_up(two_levels()[0]))
+    inside, between = section_lines(OVERLAP, summary_of(two_levels()[0]))
     found = re.fullmatch(r"inside     \d+ exchanges, (.+) per device, (.+) hidden, (.+) tokens dropped", inside)
     _, finished = two_levels()
     assert found[1] == human_bytes(finished.inside_bytes_per_device)
@@ -126,22 +125,24 @@ def test_the_report_has_a_line_for_each_level():
     assert re.fullmatch(rf"between    \d exchanges, {human_bytes(finished.sent_bytes_per_island)} per island, none hidden", between)
 
 
-def test_two_levels_are_worth_telling_also_where_nothing_is_hidden(tmp_path):
+def test_two_levels_are_reports_overlap_also_where_nothing_is_hidden(tmp_path):
     log = tmp_path / "events.jsonl"
     log.write_text(RunStarted(recipe="one", algorithm="DiLoCo", islands=2, params=6, steps=1, seed=0).to_json() + "\n")
-    assert not worth_telling(tmp_path)
+    assert not reports_overlap(tmp_path)
     log.write_text(two_levels()[0][0].to_json() + "\n")
-    assert worth_telling(tmp_path)
+    assert reports_overlap(tmp_path)
 
 
 def test_figures_name_devices_too(tmp_path):
     (tmp_path / "events.jsonl").write_text("\n".join(event.to_json() for event in two_levels()[0] if event.recorded) + "\n")
-    timeline, *others = overlap_figure(tmp_path).axes
+    figure = run_figure(tmp_path, "overlap")
+    timeline, *others = figure.axes
     assert [tick.get_text() for tick in timeline.get_yticklabels()] == ["0.0", "0.1", "1.0", "1.1"]
-    assert "of its exchanges inside hidden" in [text.get_text() for text in others[0].get_legend().get_texts()]
+    assert "hidden share of exchanges inside" in [text.get_text() for text in figure.legends[0].get_texts()]
     for panel in others:
         assert panel.get_xlabel() == "island.device"
         assert panel.xaxis.get_major_formatter()(3.0, None) == "1.1"
+        assert panel.xaxis.get_major_formatter()(2.0, None) == "1.0"
 
 
 def test_each_device_has_rows_of_its_own_in_a_trace(tmp_path):
@@ -163,7 +164,7 @@ def test_a_trace_names_the_devices_that_skipped_and_those_that_gave(tmp_path):
 
 def test_a_skipped_update_says_whose_devices():
     event = UpdateSkipped(round=3, islands=[1], virtual_time_s=1.0, inside=2)
-    assert notice(event) == "round 3: gradients of device 2.1 are not finite, so all devices of island 2 skip the update"
+    assert event_text(event) == "round 3: gradients of device 2.1 are not finite, so all devices of island 2 skip the update"
 
 
 def test_a_finished_run_of_two_levels_tells_its_inner_bytes():

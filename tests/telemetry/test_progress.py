@@ -1,11 +1,11 @@
-"""The running account agrees with what an engine reports at the end."""
+"""The running totals agree with what an engine reports at the end."""
 
 from __future__ import annotations
 
 import pytest
 
 from atoll.core.events import Arrived, Computed, Dispatched, IslandJoined, IslandLeft, Refused, Returned, RoundFinished, RunStarted
-from atoll.telemetry.running_totals import Tally
+from atoll.telemetry.progress import RunningTotals
 
 
 def started(islands: int) -> RunStarted:
@@ -17,14 +17,14 @@ def computed(island: int, start_s: float, end_s: float) -> Computed:
 
 
 def test_utilisation_equals_the_engines_at_the_end(script) -> None:
-    tally = Tally()
+    totals = RunningTotals()
     for event in script(islands=3).events():
-        tally.take(event)
-    assert tally.utilisation(tally.finished.virtual_time_s) == pytest.approx(tally.finished.utilisation)
+        totals.take(event)
+    assert totals.utilisation(totals.finished.virtual_time_s) == pytest.approx(totals.finished.utilisation)
 
 
 def test_an_island_counts_only_while_it_is_there() -> None:
-    tally = Tally()
+    totals = RunningTotals()
     for event in (
         started(2),
         computed(0, 0.0, 10.0),
@@ -33,27 +33,27 @@ def test_an_island_counts_only_while_it_is_there() -> None:
         IslandJoined(island=1, round=2, virtual_time_s=8.0, donor=0, sent_bytes=4),
         computed(1, 8.0, 9.0),
     ):
-        tally.take(event)
-    assert tally.utilisation(10.0) == pytest.approx((10 / 10 + 2 / 4) / 2)
+        totals.take(event)
+    assert totals.utilisation(10.0) == pytest.approx((10 / 10 + 2 / 4) / 2)
 
 
 def test_nothing_is_claimed_where_the_beginning_was_not_seen() -> None:
-    tally = Tally()
-    tally.take(computed(0, 50.0, 60.0))
-    assert tally.utilisation(60.0) is None
+    totals = RunningTotals()
+    totals.take(computed(0, 50.0, 60.0))
+    assert totals.utilisation(60.0) is None
 
 
 def test_nothing_is_claimed_where_no_island_reports_its_work() -> None:
-    tally = Tally()
-    tally.take(started(2))
-    assert tally.utilisation(60.0) is None
+    totals = RunningTotals()
+    totals.take(started(2))
+    assert totals.utilisation(60.0) is None
 
 
 def test_work_reported_ahead_of_time_does_not_exceed_the_whole() -> None:
-    tally = Tally()
-    tally.take(started(1))
-    tally.take(computed(0, 0.0, 10.0))
-    assert tally.utilisation(4.0) == 1.0
+    totals = RunningTotals()
+    totals.take(started(1))
+    totals.take(computed(0, 0.0, 10.0))
+    assert totals.utilisation(4.0) == 1.0
 
 
 def sent_off(island: int, begin_s: float, number: int = 1) -> Dispatched:
@@ -66,10 +66,10 @@ def four_steps(island: int, start_s: float, end_s: float) -> Computed:
 
 
 def utilisation(now_s: float, *events) -> float | None:
-    tally = Tally()
+    totals = RunningTotals()
     for event in events:
-        tally.take(event)
-    return tally.utilisation(now_s)
+        totals.take(event)
+    return totals.utilisation(now_s)
 
 
 def test_utilisation_of_a_run_with_a_hub_is_what_its_workers_really_computed(async_script) -> None:
@@ -124,10 +124,10 @@ def test_an_island_that_is_to_join_later_is_not_idle_before() -> None:
 
 
 def test_staleness_is_that_of_the_last_arrivals(async_script) -> None:
-    tally = Tally()
-    assert tally.staleness() is None
+    totals = RunningTotals()
+    assert totals.staleness() is None
     events = list(async_script(rounds=50).events())
     for event in events:
-        tally.take(event)
+        totals.take(event)
     last = [event.staleness for event in events if isinstance(event, Arrived)][-20:]
-    assert tally.staleness() == pytest.approx(sum(last) / 20)
+    assert totals.staleness() == pytest.approx(sum(last) / 20)
