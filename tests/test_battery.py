@@ -1,4 +1,4 @@
-"""Every rule and every algorithm through the same checks. A new one is one more row."""
+"""Every rule and every algorithm passes the same checks. A new one is one more row."""
 
 import pytest
 
@@ -72,17 +72,17 @@ ASYNC_ALGORITHMS = [
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_rule_keeps_its_promises(rule):
+def test_rule_conforms(rule):
     check_rule(rule)
 
 
 @pytest.mark.parametrize("check", ALGORITHM_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_algorithm_keeps_its_promises(algorithm, check):
+def test_algorithm_conforms(algorithm, check):
     check(algorithm)
 
 
 @pytest.mark.parametrize("check", ASYNC_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("algorithm", ASYNC_ALGORITHMS, ids=repr)
-def test_asynchronous_algorithm_keeps_its_promises(algorithm, check):
+def test_asynchronous_algorithm_conforms(algorithm, check):
     check(algorithm)

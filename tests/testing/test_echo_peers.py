@@ -1,4 +1,4 @@
-"""Echoes: everybody brings the same, in the buffers that a real engine would use."""
+"""Echo peers contribute the same, in the buffers that a real engine would use."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
-from atoll.testing.echo_peers import EchoPeers, EchoReplica, take_turns
+from atoll.testing.echo_peers import EchoPeers, EchoReplica, run_alternating
 from atoll.testing.simulated_runs import Regression, simulate
 
 
@@ -20,32 +20,32 @@ def ones(count=8, dtype=torch.float32):
 def test_a_slice_lies_in_the_buffer_that_was_given_and_so_does_the_whole():
     peers, tree = EchoPeers(4), ones()
     memory = tree.flat.data_ptr()
-    scattered = take_turns(peers.reduce_scatter(tree.give(), 1.0), peers)
-    whole = take_turns(peers.all_gather(scattered.value), peers)
+    scattered = run_alternating(peers.reduce_scatter(tree.give(), 1.0), peers)
+    whole = run_alternating(peers.all_gather(scattered.value), peers)
     assert scattered.value.flat.data_ptr() == whole.flat.data_ptr() == memory
     assert whole["w"].tolist() == [4.0] * 8
 
 
 def test_a_tree_that_was_not_given_stays_as_it_is():
     peers, tree = EchoPeers(2), ones()
-    take_turns(peers.reduce_scatter(tree), peers)
-    take_turns(peers.mean(tree), peers)
+    run_alternating(peers.reduce_scatter(tree), peers)
+    run_alternating(peers.mean(tree), peers)
     assert tree["w"].tolist() == [1.0] * 8
 
 
 def test_a_wide_sum_has_single_precision_and_a_buffer_of_its_own():
     peers = EchoPeers(3)
-    scattered = take_turns(peers.reduce_scatter(ones(9, torch.bfloat16).give(), wide=True), peers)
+    scattered = run_alternating(peers.reduce_scatter(ones(9, torch.bfloat16).give(), wide=True), peers)
     assert scattered.value.flat.dtype == torch.float32
     assert scattered.value["w"].tolist() == [3.0] * 3
 
 
-def test_a_gradient_that_is_not_finite_is_told():
+def test_a_gradient_that_is_not_finite_is_reported():
     peers = EchoPeers(2)
-    assert not take_turns(peers.reduce_scatter(ones() * float("nan")), peers).finite
+    assert not run_alternating(peers.reduce_scatter(ones() * float("nan")), peers).finite
 
 
-def test_one_flight_at_a_time():
+def test_one_background_exchange_at_a_time():
     peers = EchoPeers(2)
     peers.background(peers.total(1.0))
     with pytest.raises(ExchangeFailed, match="open already"):
@@ -59,5 +59,5 @@ def test_an_island_whose_only_peer_is_itself_computes_what_the_simulator_compute
     peers, replica = EchoPeers(1), LocalReplica(workload, optimizer=AdamW(lr=0.1))
     state = algorithm.init(replica.params(), peers)
     for _ in range(4):
-        state = take_turns(algorithm.round(state, EchoReplica(replica), peers), peers)
+        state = run_alternating(algorithm.round(state, EchoReplica(replica), peers), peers)
     assert state.params.equal(done.params)

@@ -1,1 +1,1 @@
-"""Shipped for those who write rules, algorithms and engines: fakes, small workloads, and the checks that each must pass."""
+"""Testing kit: fakes of the protocols, small workloads, simulated runs, and conformance checks for rules and algorithms."""

@@ -1,12 +1,12 @@
-"""One island alone in its process, whose peers are echoes of itself, and which holds its buffers as a real engine would have it.
+"""One island whose peers echo its own contributions, with the buffers that a real engine would use.
 
-For whoever wants to know what one island holds: the simulator has all of them in one process, and lets them share. Here a
-reduce-scatter of a tree that was given takes place in it, and the all-gather that follows writes into the same buffer. A flight
-takes turns with the main coroutine: whenever that computes or waits, the flight goes on to its next exchange.
+It shows what memory one island needs. (The simulator runs all islands in one process and lets them share buffers.) The sum of a
+reduce-scatter lies in the buffer of a donated tree, and the all-gather that follows writes into the same buffer. A background
+exchange alternates with the main coroutine: whenever that computes or waits, the exchange runs until it waits.
 
 >>> import torch
 >>> peers = EchoPeers(size=4)
->>> scattered = take_turns(peers.reduce_scatter(Tree.of({"w": torch.ones(8)}), 2.0), peers)
+>>> scattered = run_alternating(peers.reduce_scatter(Tree.of({"w": torch.ones(8)}), 2.0), peers)
 >>> scattered.value["w"], scattered.weight
 (tensor([4., 4.]), 8.0)
 """
@@ -29,15 +29,15 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Turn:
-    """Awaited where others may go on."""
+class Yield:
+    """Awaited where another coroutine may run."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield
 
 
-class EchoFlight(Generic[T]):
-    """A coroutine that goes on in turns with the main one. Its result can be had once, and is then nobody's but the asker's."""
+class EchoBackground(Generic[T]):
+    """A coroutine that alternates with the main one. Its result can be awaited once, so that no reference to it stays."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self._coroutine: Coroutine[Any, Any, T] | None = coroutine
@@ -47,7 +47,7 @@ class EchoFlight(Generic[T]):
         return self._coroutine is None
 
     def turn(self) -> None:
-        """Go on to the next exchange."""
+        """Run until the coroutine waits."""
         if self._coroutine is None:
             return
         try:
@@ -63,20 +63,17 @@ class EchoFlight(Generic[T]):
 
 
 class EchoPeers:
-    """The islands of a round, seen from the first of them; all the others bring what it brings.
+    """The peers of the first of `size` islands. Each contributes what this island contributes.
 
-    Of weights that are gathered they hold other slices than this island, which it cannot know: they echo its own, again and again.
-
-    Args:
-        size: how many islands there are.
+    In an all-gather the slices of the others are unknown here. They repeat this island's slice.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._steps = self._batches = 0
-        self._flight: EchoFlight[Any] | None = None
+        self._background: EchoBackground[Any] | None = None
         self._layout: Layout | None = None
-        """Of what was scattered last, and so of what is gathered next."""
+        """Of the last reduce-scatter, and so of the next all-gather."""
 
     @property
     def rank(self) -> int:
@@ -93,12 +90,12 @@ class EchoPeers:
         return work
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
-        await Turn()
+        await Yield()
         value = taken(tree) if tree.spare else tree.copy()
         return Mean(value, weight * self._size, heard=True)
 
     async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
-        await Turn()
+        await Yield()
         self._layout, finite = tree.layout, tree.is_finite()
         buffer = taken(tree) if tree.spare else tree.copy()
         mine = buffer.shard(self.rank, self._size)
@@ -108,10 +105,10 @@ class EchoPeers:
         return Scattered(mine, weight * self._size, finite)
 
     async def all_gather(self, shard: Tree) -> Tree:
-        await Turn()
-        assert self._layout is not None, "a reduce-scatter comes first"
+        await Yield()
+        assert self._layout is not None, "all_gather before reduce_scatter"
         numel, flat = self._layout.numel, shard.flat
-        if flat.untyped_storage().nbytes() == numel * flat.element_size():  # it is a window on the communication buffer
+        if flat.untyped_storage().nbytes() == numel * flat.element_size():  # a view of the communication buffer
             whole = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), 0, (numel,), (1,))
         else:
             whole = empty(numel, flat.dtype, flat.device)
@@ -122,28 +119,28 @@ class EchoPeers:
         return Tree(self._layout, whole)
 
     async def total(self, number: float) -> float:
-        await Turn()
+        await Yield()
         return number * self._size
 
     async def catch_up(self, state: S) -> S:
         return state
 
-    def background(self, coroutine: Coroutine[Any, Any, T], /) -> EchoFlight[T]:
-        if self._flight is not None and not self._flight.done():
+    def background(self, coroutine: Coroutine[Any, Any, T], /) -> EchoBackground[T]:
+        if self._background is not None and not self._background.done():
             coroutine.close()
-            raise ExchangeFailed("a flight is open already. Await it before the next.")
-        self._flight = flight = EchoFlight(coroutine)
-        flight.turn()
-        return flight
+            raise ExchangeFailed("a background exchange is open already. Await it before the next.")
+        self._background = exchange = EchoBackground(coroutine)
+        exchange.turn()
+        return exchange
 
     def turn(self) -> None:
-        """Whoever drives the main coroutine calls it whenever that waits."""
-        if self._flight is not None:
-            self._flight.turn()
+        """Called whenever the main coroutine waits."""
+        if self._background is not None:
+            self._background.turn()
 
 
 class EchoReplica:
-    """The island's model. Before and after each computing the flight has a turn, so that it is under way meanwhile."""
+    """The island's model. The background exchange runs before and after each computation, so that both are in progress at once."""
 
     def __init__(self, replica: LocalReplica) -> None:
         self.replica = replica
@@ -155,9 +152,9 @@ class EchoReplica:
         return self.replica.params()
 
     async def train(self, steps: int, work: Work) -> None:
-        await Turn()
+        await Yield()
         self.replica.train(steps, work)
-        await Turn()
+        await Yield()
 
     async def gradient(
         self,
@@ -168,14 +165,14 @@ class EchoReplica:
         weigh: Weigh = "batches",
         wide: bool = False,
     ) -> Gradient:
-        await Turn()
+        await Yield()
         gradient, _ = self.replica.gradient(work, at=at, onto=onto, weigh=weigh, wide=wide)
-        await Turn()
+        await Yield()
         return gradient
 
 
-def take_turns(coroutine: Coroutine[Any, Any, T], peers: EchoPeers, waits: Callable[[], None] | None = None) -> T:
-    """Runs a coroutine to its end; whenever it waits, its flight has a turn. `waits` is called whenever either has come to wait."""
+def run_alternating(coroutine: Coroutine[Any, Any, T], peers: EchoPeers, waits: Callable[[], None] | None = None) -> T:
+    """Run a coroutine to its end, alternating with its background exchange. `waits` is called whenever either waits."""
     while True:
         try:
             coroutine.send(None)

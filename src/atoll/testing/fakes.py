@@ -1,10 +1,10 @@
-"""Hand-written stand-ins for the protocols, so that one round can be driven by hand.
+"""Fakes of the protocols, to drive one round of an algorithm by hand.
 
 >>> import torch
 >>> from atoll.algorithms.diloco import DiLoCo
 >>> peers = ScriptedPeers()
 >>> state = one_round(DiLoCo(inner_steps=2), FakeReplica(moves_by=-0.5), peers, params=Tree.of({"w": torch.zeros(3)}))
->>> peers.sent[0]["w"]                                                   # it moved by 2 x -0.5; the delta is old minus new
+>>> peers.sent[0]["w"]                                                   # two steps of -0.5; the delta is old minus new
 tensor([1., 1., 1.])
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class FakeReplica:
-    """A model whose every step moves every weight by the same amount, and whose gradient is that amount, negated."""
+    """A model in which each step adds `moves_by` to every weight, and every gradient is -`moves_by`."""
 
     def __init__(self, moves_by: float = -1.0) -> None:
         self.moves_by = moves_by
@@ -58,7 +58,7 @@ class FakeReplica:
 
 
 class ScriptedPeers:
-    """Peers that say what they were told to: `others` is what each of them brings to every mean."""
+    """Peers with scripted contributions: each of `others` is what one peer contributes to every exchange."""
 
     def __init__(self, *others: Tree, heard: bool = True, weights: Sequence[float] | None = None, newest: Any = None) -> None:
         self.sent: list[Tree] = []
@@ -108,8 +108,8 @@ class ScriptedPeers:
         rest = [other.shard(rank, self.size) for rank, other in enumerate(self._others, 1)]
         return Tree.join([shard, *rest])
 
-    def background(self, coroutine: Coroutine[Any, Any, T], /) -> Landed[T]:
-        return Landed(drive(coroutine))
+    def background(self, coroutine: Coroutine[Any, Any, T], /) -> FinishedExchange[T]:
+        return FinishedExchange(drive(coroutine))
 
     async def catch_up(self, state: S) -> S:
         if self._newest is None or not self._heard:
@@ -117,8 +117,8 @@ class ScriptedPeers:
         return replace(state, **self._newest)  # type: ignore[type-var]
 
 
-class Landed(Generic[T]):
-    """A flight that is over as soon as it began."""
+class FinishedExchange(Generic[T]):
+    """A background exchange that has finished."""
 
     def __init__(self, result: T) -> None:
         self._result = result
@@ -132,7 +132,7 @@ class Landed(Generic[T]):
 
 
 class ScriptedHub:
-    """A hub that sends every worker off with the same task, and keeps what it is pushed."""
+    """A hub that gives every worker the same task, and stores what workers push."""
 
     def __init__(self, params: Tree, steps: int = 1) -> None:
         self.pushed: list[Tree] = []
@@ -146,16 +146,16 @@ class ScriptedHub:
 
 
 def drive(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine that never has to wait, as one over fakes does."""
+    """Run a coroutine over fakes, which never waits."""
     try:
         coroutine.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
-    raise AssertionError("the coroutine waits for something that fakes do not do")
+    raise AssertionError("the coroutine waits for something that the fakes do not provide")
 
 
 def one_round(algorithm: Algorithm[S], replica: FakeReplica, peers: ScriptedPeers, *, params: Tree, state: S | None = None) -> S:
-    """One round by hand, from `state` or from the beginning, with a replica that holds `params`."""
+    """Run one round from `state`, or from the initial State, with a replica that holds `params`."""
     replica.load(params)
     return drive(algorithm.round(algorithm.init(params, peers) if state is None else state, replica, peers))

@@ -47,7 +47,7 @@ from atoll.optim.adam import AdamW
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import InnerRule, LocalReplica
 from atoll.replica.master_weights import initial_weights
-from atoll.testing.echo_peers import EchoPeers, EchoReplica, take_turns
+from atoll.testing.echo_peers import EchoPeers, EchoReplica, run_alternating
 
 _PACKAGE = Path(atoll.__file__).parent
 _ALLOCATORS = {"flat_tree", "chunked_elementwise", "in_place", "echo_peers"}
@@ -301,7 +301,7 @@ def measure_peak_memory(
                 if before_bytes is not None:
                     torch.cuda.reset_peak_memory_stats()
             before = state if may_fail else given(state)
-            state = take_turns(algorithm.round(before, EchoReplica(replica), peers), peers, tracker.wait)
+            state = run_alternating(algorithm.round(before, EchoReplica(replica), peers), peers, tracker.wait)
     forget_spare_buffers()
     return PeakMemory(
         params=params,

@@ -1,7 +1,4 @@
-"""A pretrained model for tests and for a first try, made on the spot: a folder that the transformers library loads.
-
-It knows nothing yet, which is what makes it small: some twelve thousand parameters, and a tokenizer of bytes.
-"""
+"""A tiny model with random weights and a byte tokenizer, saved as a folder that the transformers library loads."""
 
 from __future__ import annotations
 
@@ -12,21 +9,14 @@ from pathlib import Path
 import torch
 
 from atoll.core.optional_imports import require
+from atoll.models.pretrained import silent_transformers
 
 SUMS = tuple({"prompt": f"{a}+{b}=", "completion": f"{a + b}" + "!" * (a % 4)} for a in range(8) for b in range(8))
-"""Examples of different lengths: additions of one digit, with some noise about them."""
+"""64 records of different lengths: sums of two digits, with 0 to 3 exclamation marks."""
 
 
 def save_tiny_model(folder: str | Path, *, tied: bool = True, dropout: float = 0.0, positions: int = 64, seed: int = 0) -> Path:
-    """Writes a GPT-Neo with two layers, and its tokenizer, into a folder. The global random numbers stay as they are.
-
-    Args:
-        folder: where to.
-        tied: whether the output projection is the embedding itself.
-        dropout: of the residual stream.
-        positions: the longest text it reads, in tokens.
-        seed: of its weights.
-    """
+    """Write a GPT-Neo with two layers, 12,000 parameters, and its tokenizer. The global RNG keeps its state."""
     transformers = require("transformers", extra="hf", purpose="pretrained models")
     folder = Path(folder)
     config = transformers.GPTNeoConfig(
@@ -45,17 +35,14 @@ def save_tiny_model(folder: str | Path, *, tied: bool = True, dropout: float = 0
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         module = transformers.GPTNeoForCausalLM(config)
-    bars = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    module.save_pretrained(folder)
-    if bars:
-        transformers.utils.logging.enable_progress_bar()
+    with silent_transformers():
+        module.save_pretrained(folder)
     save_byte_tokenizer(folder)
     return folder
 
 
 def save_byte_tokenizer(folder: str | Path) -> None:
-    """Writes a tokenizer with an id for each byte and one for the end of a text, `<|endoftext|>`."""
+    """Write a tokenizer with an id for each byte and one for the end of a text, `<|endoftext|>`."""
     tokenizers = require("tokenizers", extra="hf", purpose="BPE tokenizers")
     transformers = require("transformers", extra="hf", purpose="pretrained models")
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -67,7 +54,6 @@ def save_byte_tokenizer(folder: str | Path) -> None:
 
 
 def write_jsonl(path: str | Path, records: Sequence[Mapping[str, object]]) -> Path:
-    """Writes one JSON object on each line."""
     path = Path(path)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
