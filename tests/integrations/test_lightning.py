@@ -117,7 +117,7 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch):
 
 
 def test_an_algorithm_that_steps_by_itself_is_refused():
-    with pytest.raises(ConfigError, match=r"ACCO steps by itself, and Lightning has its own optimizer\. Use DiLoCo here"):
+    with pytest.raises(ConfigError, match=r"ACCO steps by itself, but Lightning has an optimizer\. Use DiLoCo"):
         IslandsCallback(ACCO(optimizer=AdamW()))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,24 +54,14 @@ class TrainerContext:
     Args:
         trainer: its name, for messages.
         algorithm: one that counts the steps of the trainer's optimizer.
+        arguments: of `atoll.islands`.
     """
 
-    def __init__(
-        self,
-        trainer: str,
-        algorithm: Algorithm[Any],
-        *,
-        limit_s: float | None,
-        finish: Literal["together", "alone"],
-        examples: int | None,
-    ) -> None:
+    def __init__(self, trainer: str, algorithm: Algorithm[Any], **arguments: Any) -> None:
         if hasattr(algorithm, "optimizer"):
             name = type(algorithm).__name__
-            raise ConfigError(
-                f"{name} steps by itself, and {trainer} has its own optimizer. Use DiLoCo here, or {name} in your own loop."
-            )
-        self._trainer, self._algorithm = trainer, algorithm
-        self._limit_s, self._finish, self._examples = limit_s, finish, examples
+            raise ConfigError(f"{name} steps by itself, but {trainer} has an optimizer. Use DiLoCo, or {name} in your own loop.")
+        self._trainer, self._algorithm, self._arguments = trainer, algorithm, arguments
         self._loaded: Mapping[str, Any] | None = None
         self.islands: Islands | None = None
         self._is_open = False
@@ -87,10 +77,7 @@ class TrainerContext:
                 f"process is then an island."
             )
         self.close(ConfigError("training was restarted before it had ended"))
-        optimizer = unwrap_optimizer(optimizer)
-        self.islands = islands(
-            model, optimizer, self._algorithm, limit_s=self._limit_s, finish=self._finish, examples=self._examples
-        )
+        self.islands = islands(model, unwrap_optimizer(optimizer), self._algorithm, **self._arguments)
         if self._loaded is not None:
             self.islands.load_state_dict(self._loaded)
             self._loaded = None

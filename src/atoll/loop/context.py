@@ -32,11 +32,7 @@ _LEAVE_MESSAGE_S = 1.0
 class LoopContext:
     """An open block. Runs the algorithm's rounds as far as the user's steps allow.
 
-    The user's thread computes; a communication thread exchanges.
-
-    Args:
-        optimizer: what the user steps, if the algorithm steps.
-        checkpoint: to resume from.
+    The user's thread computes; a communication thread exchanges. `optimizer` is what the user steps, if the algorithm steps.
     """
 
     def __init__(self, settings: LoopSettings, optimizer: IslandsOptimizer | None, checkpoint: LoopCheckpoint | None) -> None:
@@ -60,15 +56,8 @@ class LoopContext:
         self._logged_limit_s: float | None = None
         self._collectives = self.topology.inter_island
         self._guard = NonFiniteGuard(self.topology.position.island, settings.user_optimizer, intra_island)
-        self._peers = UnevenPeers(
-            self._collectives,
-            self._thread,
-            self._work,
-            self._weights.layout,
-            timeout=self._timeout,
-            replica=self._replica,
-            guard=self._guard,
-        )
+        layout, timeout = self._weights.layout, self._timeout
+        self._peers = UnevenPeers(self._collectives, self._thread, self._work, layout, timeout, self._replica, self._guard)
         self._algorithm = settings.algorithm if optimizer is None else optimizer.attach(settings.algorithm)
         self._round: Coroutine[Any, Any, Any] | None = None
         self._waits_for_user = False
@@ -184,23 +173,15 @@ class LoopContext:
             raise ConfigError("an exchange failed or training diverged before, so this island is out of step. Leave the block.")
 
     @property
-    def present(self) -> int:
-        return self._collectives.size
-
-    @property
     def sent_bytes(self) -> int:
         return self._collectives.sent_bytes - self._sent_before
 
     def checkpoint(self, steps: int) -> LoopCheckpoint:
         in_round = self._replica.steps_done
         digest = self._module.read().digest() if in_round and self._settings.stepped_by == "user" else ""
+        position, packed = self.topology.position, pack(self.state)
         return LoopCheckpoint(
-            rounds=self.rounds,
-            steps=steps,
-            steps_in_round=in_round,
-            position=self.topology.position,
-            module_digest=digest,
-            packed=pack(self.state),
+            rounds=self.rounds, steps=steps, steps_in_round=in_round, position=position, module_digest=digest, packed=packed
         )
 
     # ---------------------------------------------------------------------------------------------------------------- leaving
@@ -208,23 +189,20 @@ class LoopContext:
     def finish(self) -> None:
         """Complete the rounds together with the other islands, and leave the agreed weights in the module."""
         try:
-            self._finish()
+            self._check_usable()
+            self._replica.exhausted = True
+            self._advance()
+            params: Tree = self.state.params
+            if self._settings.sharded:
+                params = self._thread.run(self._peers.all_gather(params.cast(self._weights.layout.dtype)))
+            self._replica.begin_round()
+            self._replica.load(params)
+            self._thread.close()
+            self.topology.close()
+            forget_spare_buffers()
         except BaseException:
             self.abandon()
             raise
-
-    def _finish(self) -> None:
-        self._check_usable()
-        self._replica.exhausted = True
-        self._advance()
-        params: Tree = self.state.params
-        if self._settings.sharded:
-            params = self._thread.run(self._peers.all_gather(params.cast(self._weights.layout.dtype)))
-        self._replica.begin_round()
-        self._replica.load(params)
-        self._thread.close()
-        self.topology.close()
-        forget_spare_buffers()
 
     def abandon(self) -> None:
         """Leave at once after an exception. The peers learn of it at their next exchange; this process does not wait for them."""
@@ -242,11 +220,7 @@ class LoopContext:
     async def _post_leave_message(self, posted: Event) -> None:
         try:
             handle = await Request(self._collectives.post_leave_message)
-            # Keeps the message alive until this process ends. Peers that read later find the record in the store.
-            atexit.register(_release, handle)
+            # Holds the message until this process ends. Peers that read later find the record in the store.
+            atexit.register(lambda held: None, handle)
         finally:
             posted.set()
-
-
-def _release(handle: object) -> None:
-    """Holds a reference until the process ends."""

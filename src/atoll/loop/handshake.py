@@ -29,13 +29,12 @@ def handshake(
 ) -> None:
     """Compares settings, model and checkpoint. Without a checkpoint every island then loads island 0's weights, if any differ.
 
-    Args:
-        weights: the part of the module's weights that this process exchanges.
-        thread: runs the exchanges.
+    `weights` is the part of the module's weights that this process exchanges.
     """
     params, inter_island, fresh = weights.read(), topology.inter_island, checkpoint is None
+    trained = [(piece.name, piece.shape, piece.dtype) for piece in params.layout.pieces]
     fixed = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in module.others()] if fresh else ""
-    mine = [_fingerprint(settings.comparable), _fingerprint(f"{_described(params.layout)} {fixed}")]
+    mine = [_fingerprint(settings.comparable), _fingerprint(f"{trained} {fixed}")]
     mine += [not fresh, checkpoint.rounds if checkpoint else 0, _values_fingerprint(params, module) if fresh else 0]
     rows = thread.call(lambda: inter_island.all_gather_on_entry(*mine))
     _check_rounds([row[2:4] for row in rows])
@@ -86,10 +85,6 @@ def _check_rounds(rows: Sequence[Sequence[float]]) -> None:
     if any(row != rows[0] for row in rows):
         rounds = [f"round {number:g}" if saved else "no checkpoint" for saved, number in rows]
         raise CheckpointError(f"islands would resume from {', '.join(rounds)}. Load checkpoints of the same round on all of them.")
-
-
-def _described(layout: Layout) -> str:
-    return f"{[(piece.name, piece.shape, piece.dtype) for piece in layout.pieces]}"
 
 
 def _summary(layout: Layout) -> str:

@@ -1,11 +1,5 @@
 """`atoll.islands`: a `with` block around a plain PyTorch loop.
 
-    with atoll.islands(model, optimizer, atoll.DiLoCo(inner_steps=500)) as islands:
-        for batch in loader:
-            model(batch).loss.backward()
-            optimizer.step()  # every 500 steps the islands average
-            optimizer.zero_grad()
-
 Under torchrun every process is an island. Without torchrun there is one island and no network:
 
 >>> import atoll, torch
@@ -14,7 +8,7 @@ Under torchrun every process is an island. Without torchrun there is one island 
 >>> with atoll.islands(model, optimizer, atoll.DiLoCo(inner_steps=2)) as islands:
 ...     for _ in range(5):
 ...         model(torch.ones(1, 2)).square().sum().backward()
-...         optimizer.step()
+...         optimizer.step()  # every 2 steps the islands average
 ...         optimizer.zero_grad()
 >>> islands.steps, islands.rounds
 (5, 3)
@@ -141,9 +135,7 @@ class Islands:
         what = "no island took a step in this block: nothing was trained."
         if changed:
             what = f"island {self.rank} took no step in this block, though its weights or gradients changed. The changes are lost."
-        logging.getLogger("atoll").warning("atoll: %s %s", what, self._settings.how_to_step)
-
-    # --------------------------------------------------------------------------------------------------------------- training
+        logging.getLogger("atoll").warning(f"atoll: {what} {self._settings.how_to_step}")
 
     def _on_user_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_open and not was_skipped(optimizer):
@@ -179,8 +171,6 @@ class Islands:
         assert optimizer is not None
         return optimizer
 
-    # ------------------------------------------------------------------------------------------------------------------ figures
-
     @property
     def rank(self) -> int:
         """This island's number, from 0. It does not change when others leave. Shard your data by it."""
@@ -196,7 +186,7 @@ class Islands:
     @property
     def present(self) -> int:
         """The number of islands now."""
-        return self._entered().present
+        return self._entered().topology.inter_island.size
 
     @property
     def is_first(self) -> bool:
@@ -221,8 +211,6 @@ class Islands:
             raise ConfigError("every process holds a slice of the agreed weights. Read the model; after the block it holds them.")
         tensors: dict[str, Tensor] = context.state.params.tensors()
         return tensors
-
-    # ------------------------------------------------------------------------------------------------------------------- saving
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed loop needs besides your model and optimizer. Every process saves its own.

@@ -27,39 +27,28 @@ _LAST_GOOD = "islands.state_dict() still holds the last agreed weights."
 
 
 class NonFiniteGuard:
-    """Checks what one island sends, and what its rounds return.
-
-    Args:
-        island: its number.
-        optimizer: the user's; None if the algorithm steps.
-        intra_island: collectives of the island's devices; None if it has one.
-    """
+    """Checks what one island sends, and what its rounds return. Without a user's optimizer, the algorithm steps."""
 
     def __init__(self, island: int, optimizer: torch.optim.Optimizer | None, intra_island: GroupCollectives | None) -> None:
         self._island, self._optimizer, self._intra_island = island, optimizer, intra_island
         self._skipped, self._culprits, self._is_first = False, "", False
         """Of the round's last update: whether it was skipped, which islands sent non-finite numbers, and whether this one logs."""
-        self._bad_rounds = self._skipped_updates = 0
-        """In a row."""
+        self._bad_rounds_in_a_row = self._skipped_in_a_row = 0
 
     def record(self, exchange: ExchangeRecord, culprits: str, *, is_first: bool) -> None:
         if exchange.makes_update:
             self._skipped, self._culprits, self._is_first = exchange.unusable, culprits, is_first
 
     async def accepts(self, delta: Tree) -> bool:
-        """Whether this island's delta is finite on all of its devices.
-
-        Raises:
-            TrainingDiverged: the island cannot recover.
-        """
+        """Whether this island's delta is finite on all of its devices. Raises TrainingDiverged if the island cannot recover."""
         finite = delta.is_finite()
         lost = not finite and _has_nonfinite_state(self._optimizer)
         if self._intra_island is not None:
             intra_island = self._intra_island
             rows = await Request(lambda: intra_island.all_gather_numbers(finite, lost))
             finite, lost = all(row[0] for row in rows), any(row[1] for row in rows)
-        self._bad_rounds = 0 if finite else self._bad_rounds + 1
-        if lost or self._bad_rounds == MAX_SKIPPED:
+        self._bad_rounds_in_a_row = 0 if finite else self._bad_rounds_in_a_row + 1
+        if lost or self._bad_rounds_in_a_row == MAX_SKIPPED:
             what = "and its optimizer's moments are not finite" if lost else f"were not finite in {MAX_SKIPPED} rounds in a row"
             raise TrainingDiverged(
                 f"the weights of island {self._island} {what}. It leaves before it sends them. {_LAST_GOOD} Look at its data, "
@@ -67,29 +56,24 @@ class NonFiniteGuard:
             )
         if not finite:
             _LOGGER.warning(
-                "atoll: the weights of island %d are not finite. It takes part in this exchange with weight 0, and continues from "
-                "the weights of the others.",
-                self._island,
+                f"atoll: the weights of island {self._island} are not finite. It takes part in this exchange with weight 0, and "
+                f"continues from the weights of the others."
             )
         return finite
 
     def check_state(self, state: Any) -> None:
-        """Checks the State that a round returned.
-
-        Raises:
-            TrainingDiverged: it must not replace the present State.
-        """
+        """Raises TrainingDiverged if the State that a round returned must not replace the present one."""
         skipped, culprits = self._skipped, self._culprits
         self._skipped, self._culprits = False, ""
-        self._skipped_updates = self._skipped_updates + 1 if skipped else 0
-        if self._skipped_updates == MAX_SKIPPED:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row == MAX_SKIPPED:
             why = f"{culprits} sent non-finite gradients" if culprits else "no island had gradients to send"
             raise TrainingDiverged(
                 f"the islands skipped {MAX_SKIPPED} updates in a row; in the last one {why}. {_LAST_GOOD} Look at the data there, "
                 f"lower the learning rate, or use a GradScaler."
             )
-        if culprits and self._skipped_updates == 1 and self._is_first:
-            _LOGGER.warning("atoll: %s sent non-finite gradients. All islands skip this update.", culprits)
+        if culprits and self._skipped_in_a_row == 1 and self._is_first:
+            _LOGGER.warning(f"atoll: {culprits} sent non-finite gradients. All islands skip this update.")
         if not state.params.is_finite():
             raise TrainingDiverged(
                 f"the agreed weights would not be finite after this round, although all islands sent finite numbers. {_LAST_GOOD} "

@@ -26,10 +26,7 @@ class UserStep:
 
 
 class WeightSlice:
-    """This device's slice of a module that torch's DDP replicates on all devices of the island.
-
-    Writing gathers the slices of all devices inside the island.
-    """
+    """This device's slice of a module that torch's DDP replicates on the devices of the island, which gather it on write."""
 
     def __init__(self, module: ModuleWeights, intra_island: GroupCollectives, thread: CommunicationThread) -> None:
         self._module, self._intra_island, self._thread = module, intra_island, thread
@@ -51,13 +48,7 @@ class WeightSlice:
 
 
 class LoopReplica:
-    """The user's module. A protocols.Replica.
-
-    Args:
-        module: for gradients.
-        weights: the part of the module's weights that this process exchanges.
-        stepped_by: who steps.
-    """
+    """The user's module. A protocols.Replica. `weights` is the part of the module's weights that this process exchanges."""
 
     def __init__(self, module: ModuleWeights, weights: ModuleWeights | WeightSlice, stepped_by: SteppedBy) -> None:
         self._module, self._weights, self.stepped_by = module, weights, stepped_by
@@ -81,7 +72,8 @@ class LoopReplica:
         if not self._skip_load:
             self._weights.write(params)
         self._skip_load = False
-        self.loaded = params if _exceeds_module_precision(params) else None
+        is_rounded = any(piece.dtype.itemsize < params.flat.element_size() for piece in params.layout.pieces)
+        self.loaded = params if is_rounded else None
 
     def params(self) -> Tree:
         now = self._weights.read()
@@ -145,10 +137,7 @@ class LoopReplica:
         self._skip_load, self._resumed_steps = steps_done > 0, steps_done
 
     def take_share(self) -> float:
-        """The share of the requested steps that the user took since the last exchange. Resets the count.
-
-        With weigh="tokens" the weight itself contains it.
-        """
+        """The share of the requested steps that the user took since the last exchange. With tokens the weight contains it."""
         share = self.steps_done / self._steps_requested if self._steps_requested and self._weigh == "batches" else 1.0
         self.begin_round()
         return share
@@ -175,7 +164,3 @@ def _with_rounding_residual(now: Tree, loaded: Tree) -> Tree:
             part, was = full.flat[at : at + piece.count], loaded.flat[at : at + piece.count]
             part.add_(was - was.to(piece.dtype))
     return full
-
-
-def _exceeds_module_precision(params: Tree) -> bool:
-    return any(piece.dtype.itemsize < params.flat.element_size() for piece in params.layout.pieces)

@@ -92,14 +92,7 @@ class LoopSettings:
             )
 
     def check_parameters(self, module: ModuleWeights, own: torch.optim.Optimizer | None) -> None:
-        """Checks that the optimizer holds the module's parameters.
-
-        Args:
-            own: the optimizer that stands for the algorithm's rule, if the algorithm steps.
-
-        Raises:
-            ConfigError: the optimizer belongs to another model, or parameters were unfrozen since `atoll.islands` was called.
-        """
+        """Checks that the optimizer holds the module's parameters. `own` stands for the rule of an algorithm that steps."""
         optimizer = own or self.user_optimizer
         assert optimizer is not None
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -113,11 +106,8 @@ class LoopSettings:
             )
         if missing:
             logging.getLogger("atoll").warning(
-                "atoll: %d of the model's %d trainable parameters are not in the optimizer, for example %s. That is right if "
-                "another optimizer steps them. Otherwise add them to this one, or freeze them.",
-                len(missing),
-                len(module.parameters),
-                missing[0],
+                f"atoll: {len(missing)} of the model's {len(module.parameters)} trainable parameters are not in the optimizer, for "
+                f"example {missing[0]}. That is right if another optimizer steps them. Otherwise add or freeze them."
             )
 
     @property

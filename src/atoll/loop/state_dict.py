@@ -62,11 +62,7 @@ class LoopCheckpoint:
             )
 
     def unpack_state(self, like: Any, position: GridPosition) -> Any:
-        """The algorithm's State for this process.
-
-        Raises:
-            CheckpointError: it is another algorithm's, or another process's slice.
-        """
+        """The algorithm's State for this process; CheckpointError for another algorithm's, or another process's slice."""
         sliced = position.devices > 1 or bool(fields_owned(like, Owner.SHARDED))
         if (sliced and position != self.position) or position.devices != self.position.devices:
             raise CheckpointError(

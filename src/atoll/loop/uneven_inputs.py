@@ -121,7 +121,6 @@ class UnevenPeers(ProcessPeers):
         thread: CommunicationThread,
         assign: Callable[[int, int, int], Work],
         layout: Layout,
-        *,
         timeout: ExchangeTimeout,
         replica: LoopReplica,
         guard: NonFiniteGuard,
