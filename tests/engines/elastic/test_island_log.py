@@ -93,7 +93,7 @@ def test_an_island_that_was_away_over_the_end_leaves_the_finished_run_as_it_is(t
     live = threaded(toy(1), Elastic(processes=1))
     late = live.one_island("island-0001")  # frozen since before the beginning
     if wrote:
-        late._leader_log._lease = EventLogLease(RunFolder(live.folder).events, 0)
+        late._leader_log.lease = EventLogLease(RunFolder(live.folder).events, 0)
     if not awake:
         late.close(wait=False)
     threads = live.start("island-0000")
@@ -116,12 +116,12 @@ def test_a_desk_that_was_brought_up_to_date_writes_behind_what_others_have_writt
     live = threaded(toy(1), Elastic(processes=1))
     island = live.one_island()
     leader_log, log = island._leader_log, RunFolder(live.folder).events
-    leader_log._lease = EventLogLease(log, 0)
-    leader_log._lease.emit(Saved(round=1, name="mine"))
+    leader_log.lease = EventLogLease(log, 0)
+    leader_log.lease.emit(Saved(round=1, name="mine"))
     other = EventLogLease(log, log.stat().st_size)  # while this island was frozen
     other.emit(Saved(round=2, name="another's"))
     leader_log.release()
-    assert leader_log._lease is None, "it must look again where the log ends"
+    assert leader_log.lease is None, "it must look again where the log ends"
     assert [event.name for event in live.events(Saved)] == ["mine", "another's"]
     other.close()
     island.close(wait=False)

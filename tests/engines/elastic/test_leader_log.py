@@ -271,7 +271,7 @@ def test_one_that_is_ahead_of_what_counts_goes_too_and_one_of_the_same_round_is_
     one, other = island(), island()
     commits(one, *BEFORE, SAVED)
     one.engine.reach(24, 24)
-    one.leader_log._save(one.engine, one.leader_log._lease)
+    one.leader_log._save(one.engine, one.leader_log.lease)
     assert one.leader_log.checkpoints.rounds() == [10, 24]
     commits(other, *BEFORE, leader="one")
     commits(other, ANEW)

@@ -10,7 +10,7 @@ from typing import Any
 
 from atoll.core.events import Attended, Event, IslandJoined, IslandLeft, Leased, Refused
 from atoll.engines.accounting import Ledger, RunAccounting
-from atoll.engines.elastic.aggregation import Agreement, IslandReport
+from atoll.engines.elastic.aggregation import IslandReport
 from atoll.engines.elastic.commit import Commit
 from atoll.engines.elastic.data_leases import DataUnit, Settlement
 from atoll.engines.round_record import EventAggregator
@@ -40,7 +40,7 @@ class ElasticAccounting:
         """The run begins, or goes on, now."""
         self._aggregator.start(now_s)
 
-    def record_members(self, commit: Commit[Agreement], number: int) -> None:
+    def record_members(self, commit: Commit, number: int) -> None:
         """Record the islands that joined and left with this commit."""
         reports = dict(zip(commit.names, commit.result.reports, strict=True))
         for name in self.present:
@@ -56,7 +56,7 @@ class ElasticAccounting:
                 self._record_joiner(name, report, commit, number)
         self.present = commit.names
 
-    def _record_joiner(self, name: str, report: IslandReport, commit: Commit[Agreement], number: int) -> None:
+    def _record_joiner(self, name: str, report: IslandReport, commit: Commit, number: int) -> None:
         # Islands that begin together begin with the same weights: fetching those is not counted.
         donor = self.known.index(report.donor) if number and report.donor in self.known else None
         sent_bytes = report.received_bytes if donor is not None else 0
@@ -64,7 +64,7 @@ class ElasticAccounting:
             self.accounting.sent([donor], [sent_bytes], [0])
         self.emit(IslandJoined(island=self.known.index(name), round=number, donor=donor, sent_bytes=sent_bytes, **_time(commit)))
 
-    def record_round(self, commit: Commit[Agreement], settled: Settlement, steps: int, number: int) -> None:
+    def record_round(self, commit: Commit, settled: Settlement, steps: int, number: int) -> None:
         """Record a committed round, which brings the run to this many steps."""
         agreement, numbers = commit.result, [self.known.index(name) for name in commit.names]
         records = [report.record for report in agreement.reports]
@@ -86,7 +86,7 @@ class ElasticAccounting:
     def _numbered(self, units: Mapping[str, DataUnit]) -> list[list[int]]:
         return [[self.known.index(name), *unit] for name, unit in units.items()]
 
-    def record_attendance(self, commit: Commit[Agreement], settled: Settlement, number: int, *, alive: int, digest: str) -> None:
+    def record_attendance(self, commit: Commit, settled: Settlement, number: int, *, alive: int, digest: str) -> None:
         """The last event of a commit."""
         self.emit(
             Attended(
@@ -111,6 +111,6 @@ class ElasticAccounting:
         self.begin(now_s)
 
 
-def _time(commit: Commit[Agreement]) -> dict[str, Any]:
+def _time(commit: Commit) -> dict[str, Any]:
     """The time fields of a commit's events."""
     return {"virtual_time_s": None, "wall_time_s": commit.result.now_s}

@@ -29,10 +29,7 @@ NORM_SAMPLES = 3
 
 class Disagreement(Exception):
     """Members of a quorum came to different results: a message was damaged, or a member computes wrongly. They try again.
-
-    Args:
-        suspects: the islands to or from which messages were damaged, as far as this island knows.
-    """
+    `suspects` are the islands to or from which messages were damaged, as far as this island knows."""
 
     def __init__(self, why: str, suspects: Sequence[str] = ()) -> None:
         super().__init__(why)
@@ -48,11 +45,8 @@ class DeltaSummary(NamedTuple):
 
 
 class UpdateValidator:
-    """Rejects deltas that are not finite or far longer than recent ones.
-
-    Args:
-        limit: a delta is rejected if its norm exceeds so many times the median of recent rounds; in the first rounds, of the deltas
-            beside it. Infinity rejects only what is not finite.
+    """Rejects deltas that are not finite, or whose norm exceeds `limit` times the median of recent rounds; in the first rounds, of
+    the deltas beside it. A limit of infinity rejects only what is not finite.
 
     >>> validator = UpdateValidator(limit=10)
     >>> for _ in range(3):
@@ -65,15 +59,15 @@ class UpdateValidator:
         self._limit = limit
         self._norms: list[float] = []
 
-    def rejections(self, contributions: Sequence[DeltaSummary]) -> dict[int, str]:
+    def rejections(self, deltas: Sequence[DeltaSummary]) -> dict[int, str]:
         """The reasons to reject deltas, by rank."""
-        usual = self._usual([one.norm for one in contributions if one.weight and one.finite])
-        reasons = {rank: self._reason(one, usual) for rank, one in enumerate(contributions) if one.weight}
+        usual = self._usual([one.norm for one in deltas if one.weight and one.finite])
+        reasons = {rank: self._reason(one, usual) for rank, one in enumerate(deltas) if one.weight}
         return {rank: reason for rank, reason in reasons.items() if reason}
 
-    def record(self, contributions: Sequence[DeltaSummary], rejected: Collection[int]) -> None:
+    def record(self, deltas: Sequence[DeltaSummary], rejected: Collection[int]) -> None:
         """Remember the norms that a commit accepted."""
-        accepted = [one.norm for rank, one in enumerate(contributions) if one.weight and rank not in rejected]
+        accepted = [one.norm for rank, one in enumerate(deltas) if one.weight and rank not in rejected]
         if accepted:
             self._norms = [*self._norms, median(accepted)][-NORM_WINDOW:]
 
@@ -104,9 +98,8 @@ class IslandReport:
     """What an island reports of itself with its vote.
 
     Attributes:
-        donor: the island that it fetched its state from since its last commit.
-        received_bytes: from the donor.
-        written: the number of the last version that it has written into the run's log.
+        donor: the island that it fetched its state from since its last commit, and `received_bytes` of it.
+        written: the number of the last version that it has written into the event log.
         record: of its round.
         now_s: on its clock.
     """
@@ -134,12 +127,11 @@ class Proposal:
     """What this island brings to a commit.
 
     Attributes:
-        report: of this island; the exchange fills in the record and the time.
+        report: of this island, with the record of its round so far.
         tree: the delta; None before the first round, where islands only vote.
         weight: 0 if the island has no work in this round.
         compare: whether the deltas' inner products are recorded.
         arrived_s: when this island was ready to exchange.
-        record: of the round so far.
     """
 
     report: IslandReport
@@ -147,20 +139,12 @@ class Proposal:
     weight: float = 0.0
     compare: bool = False
     arrived_s: float = 0.0
-    record: RoundRecord = field(default_factory=RoundRecord)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One commit attempt, as far as the quorum has come.
-
-    Attributes:
-        collectives: between the participants.
-        names: of the participants, in rank order.
-        states: the state that each participant announced, as numbers.
-        wasted_bytes: payload sent in failed attempts of this commit.
-        wasted_control_bytes: sent beside the payload in failed attempts.
-    """
+    """The participants of one commit attempt, in rank order: their names, and the states that they announced, as numbers. The
+    wasted bytes were sent in failed attempts of this commit."""
 
     collectives: GroupCollectives
     names: tuple[str, ...]
@@ -171,20 +155,18 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What a quorum agreed on.
+    """What a quorum agreed on; deltas and reports in rank order.
 
     Attributes:
         value: the mean.
-        contributions: in rank order.
         rejected: the reasons, by rank.
         weight: of all accepted deltas.
-        reports: of each island, in rank order.
         now_s: of the clock that is furthest ahead: a joiner does not know how long its start took.
         rank: of this island.
     """
 
     value: Tree
-    contributions: Sequence[DeltaSummary]
+    deltas: Sequence[DeltaSummary]
     rejected: dict[int, str]
     weight: float
     reports: Sequence[IslandReport]
@@ -193,7 +175,7 @@ class Agreement:
 
     def delivered(self, names: Sequence[str]) -> list[str]:
         """The islands whose deltas are in the mean."""
-        return [name for rank, name in enumerate(names) if self.contributions[rank].weight and rank not in self.rejected]
+        return [name for rank, name in enumerate(names) if self.deltas[rank].weight and rank not in self.rejected]
 
 
 class ValidatedMean:
@@ -211,26 +193,24 @@ class ValidatedMean:
             return self._vote(exchange, proposal.report, nothing, [], {}, 0.0)
         wire, tree = exchange.collectives, proposal.tree
         rows = self._announce(wire, tree, proposal.weight)
-        contributions = [*map(_contribution, rows)]
-        rejected = self._validator.rejections(contributions)
-        weights = [0.0 if rank in rejected else one.weight for rank, one in enumerate(contributions)]
+        deltas = [*map(_summary, rows)]
+        rejected = self._validator.rejections(deltas)
+        weights = [0.0 if rank in rejected else one.weight for rank, one in enumerate(deltas)]
         total = float(sum(weights))
-        record = RoundRecord(list(proposal.record.computed))
+        record = RoundRecord(list(proposal.report.record.computed))
         record.tokens = sum(one.tokens for one in record.computed) if weights[wire.rank] else 0
         mean = tree.copy() if total else tree.zeros()
         if total:
             sums = [row[3 + wire.rank] for row in rows]
             record.similarities = self._average(exchange, mean, weights, sums, compare=proposal.compare)
-        end_s = self._clock.now_s()
+        times_s = proposal.arrived_s, self._clock.now_s()
         sent = wire.sent_bytes + exchange.wasted_bytes
         control = wire.control_bytes + exchange.wasted_control_bytes + self._vote_bytes
-        record.exchanges = [
-            ExchangeRecord("mean", proposal.arrived_s, end_s, sent, control, total, False, tuple(rejected), total == 0)
-        ]
+        record.exchanges = [ExchangeRecord("mean", *times_s, sent, control, total, False, tuple(rejected), total == 0)]
         return self._vote(exchange, replace(proposal.report, record=record), mean, rows, rejected, total)
 
     def _announce(self, wire: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
-        """All members' contributions, and the checksums of the slices that each sends, by receiving rank."""
+        """All members' summaries, and the checksums of the slices that each sends, by receiving rank."""
         finite = tree.is_finite() if weight else True
         norm = tree.norm() if weight and finite else 0.0
         return wire.all_gather_numbers(weight, finite, norm, *(_slice_sums(tree, wire.size) if weight else [0] * wire.size))
@@ -269,18 +249,16 @@ class ValidatedMean:
         except (ValueError, OverflowError, RuntimeError) as error:  # no text, or of no possible length
             raise Disagreement(f"an island's report was damaged on the way: {error}") from error
         parts = zip(_slice_sums(value, wire.size), exchange.states, rows or [()] * wire.size, texts, strict=True)
-        digests = wire.all_gather_numbers(
-            *(combine_checksums([total], f"{[*state]}{[*row]}{text}") for total, state, row, text in parts)
-        )
+        sums = [combine_checksums([total], f"{[*state]}{[*row]}{text}") for total, state, row, text in parts]
+        digests = wire.all_gather_numbers(*sums)
         if any(one != digests[0] for one in digests):
-            suspects = [
-                names[rank] for rank in range(wire.size) if _differs(digests, rank, wire.rank) or _differs(digests, wire.rank, rank)
-            ]
+            me = wire.rank
+            suspects = [name for rank, name in enumerate(names) if _differs(digests, rank, me) or _differs(digests, me, rank)]
             raise Disagreement(f"islands came to different means, or received different messages ({digests})", suspects)
         self._vote_bytes = wire.control_bytes - before_bytes
         reports = [*map(IslandReport.from_text, texts)]
         now_s = max(one.now_s for one in reports)
-        return Agreement(value, [*map(_contribution, rows)], rejected, weight, reports, now_s, wire.rank)
+        return Agreement(value, [*map(_summary, rows)], rejected, weight, reports, now_s, wire.rank)
 
 
 def _slice_sums(tree: Tree, size: int) -> list[int]:
@@ -288,7 +266,7 @@ def _slice_sums(tree: Tree, size: int) -> list[int]:
     return [checksum(tree.flat[slice(*shard_range(tree.numel, rank, size))]) for rank in range(size)]
 
 
-def _contribution(row: Sequence[float]) -> DeltaSummary:
+def _summary(row: Sequence[float]) -> DeltaSummary:
     return DeltaSummary(row[0], bool(row[1]), row[2])
 
 

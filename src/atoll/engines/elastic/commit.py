@@ -12,21 +12,17 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from atoll.core.errors import ExchangeFailed
-from atoll.engines.elastic.aggregation import Disagreement, Exchange
-from atoll.engines.elastic.membership import MembershipLost, Quorum, QuorumMonitor, choose_eviction, find_duplicate
+from atoll.engines.elastic.aggregation import Agreement, Disagreement, Exchange, Proposal, ValidatedMean
+from atoll.engines.elastic.membership import Member, MembershipLost, Quorum, QuorumMonitor, choose_eviction, find_duplicate
 from atoll.engines.elastic.snapshot_server import IslandStatus, query_islands
 from atoll.engines.elastic.state_version import VERSION_LIMIT, HeldState, StateVersion, attempt_epoch, select_state
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.transport import Group
 from atoll.engines.wall_clock import ExchangeTimeout
 
-P = TypeVar("P")
-P_contra = TypeVar("P_contra", contravariant=True)
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 _QUERY_S, _CONNECT_S, _SILENT_S, _LONGEST_S = 1.0, 2.0, 6.0, 60.0
 """Limits for a status query, for connecting, and for an answer during an exchange. Each doubles with every failed attempt, since a
 link may be slow, up to the last."""
@@ -47,8 +43,7 @@ DIVERGED = "its bits differ from the other islands': its kind of machine compute
 
 
 class UnconfirmedState(Exception):
-    """No member took part in the commit of the state that all hold: they fetched it from islands that are gone, and may have
-    committed further rounds."""
+    """All members fetched the state that they hold, from islands that are gone and may have committed further rounds."""
 
 
 class MemberMissing(Exception):
@@ -56,14 +51,13 @@ class MemberMissing(Exception):
 
 
 @dataclass(frozen=True)
-class Commit(Generic[T]):
+class Commit:
     """A committed proposal.
 
     Attributes:
         names: of the participants, in rank order.
         stale: members that were left out: their state was older, or fetched and of other bits.
         diverged: participants whose bits differ. Each must fetch the others' state afterwards.
-        attempts: how many it took.
     """
 
     names: tuple[str, ...]
@@ -71,7 +65,7 @@ class Commit(Generic[T]):
     diverged: tuple[str, ...]
     epoch: int
     attempts: int
-    result: T
+    result: Agreement
 
 
 class QuorumSource(Protocol):
@@ -84,52 +78,36 @@ class QuorumSource(Protocol):
     def abort(self) -> None: ...
 
 
-class Exchanger(Protocol[P_contra, T_co]):
-    """Exchanges a proposal within a quorum. It starts anew at each call, and returns when all members have voted for the same."""
-
-    def __call__(self, exchange: Exchange, proposal: P_contra, /) -> T_co: ...
-
-
-class CommitProtocol(Generic[P, T]):
-    """One island's side of all commits.
-
-    Args:
-        patience_s: how long a peer is waited for that is alive and does not ask for a quorum.
-    """
+class CommitProtocol:
+    """One island's side of all commits. A peer that is alive and does not ask for a quorum is waited for `patience_s`."""
 
     def __init__(
         self,
         membership: QuorumSource,
-        exchanger: Exchanger[P, T],
+        mean: ValidatedMean,
         status: IslandStatus,
         timeout: ExchangeTimeout,
         log: Callable[[str], object],
         *,
         patience_s: float = 600.0,
     ) -> None:
-        self._membership, self._exchanger, self._status, self._timeout = membership, exchanger, status, timeout
+        self._membership, self._mean, self._status, self._timeout = membership, mean, status, timeout
         self._log, self._patience_s = log, patience_s
         self.peers: Mapping[str, str] = {}
         """The participants of the last commit besides this island, and their addresses."""
-        self._wasted_bytes = self._wasted_control_bytes = 0
-        """Sent in failed attempts of this commit."""
+        self._wasted_bytes = self._wasted_control_bytes = self._failures = 0
+        """Of the failed attempts of this commit."""
         self._last_epoch = 0
         """Of the attempts that this island took part in."""
-        self._failures = 0
-        """Since the last commit."""
-        self._last_quorum: Quorum | None = None
+        self._last_members: tuple[Member, ...] = ()
         self._failures_in_a_row = 0
-        """Of the last quorum's members."""
+        """The members of the last quorum, and how often they have failed."""
 
-    def commit(self, version: StateVersion, digest: int, proposal: P, *, opening: bool = False) -> Commit[T]:
+    def commit(self, version: StateVersion, digest: int, proposal: Proposal, *, opening: bool = False) -> Commit:
         """Commit a proposal with all live islands that hold the same state.
 
-        After a commit `status.exchanging` stays set until the caller has published the new state.
-
-        Args:
-            version: that this island holds.
-            digest: of it. Where members hold other bits of this version, the majority decides.
-            opening: it is no round, but precedes the first one. Islands in a round go on without this one.
+        After a commit `status.exchanging` stays set until the caller has published the new state. An `opening` commit precedes the
+        first round; islands in a round go on without this one.
 
         Raises:
             StaleState: the quorum goes on without this island.
@@ -162,7 +140,7 @@ class CommitProtocol(Generic[P, T]):
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
 
-    def _attempt(self, held: _OwnState, proposal: P, began_s: float) -> Commit[T]:
+    def _attempt(self, held: _OwnState, proposal: Proposal, began_s: float) -> Commit:
         quorum = self._membership.form_quorum(held.version, self._failures)
         _check_names(quorum)
         self._check_missing_peers(held.version, quorum.names, began_s)
@@ -188,14 +166,15 @@ class CommitProtocol(Generic[P, T]):
         self._status.confirmed = True
         return commit
 
-    def _exchange(self, wire: GroupCollectives, monitor: QuorumMonitor, quorum: Quorum, held: _OwnState, proposal: P) -> Commit[T]:
+    def _exchange(
+        self, wire: GroupCollectives, monitor: QuorumMonitor, quorum: Quorum, held: _OwnState, proposal: Proposal
+    ) -> Commit:
         """Compare the members' states, and exchange the proposal among those that hold the valid one."""
         version = held.version
         self._last_epoch = max(self._last_epoch, version.epoch)
         confirmed, has_folder = self._status.confirmed, quorum.own.has_folder
-        rows = wire.all_gather_numbers(
-            version.round, version.epoch, not held.opening, self._last_epoch + 1, held.digest, confirmed, has_folder
-        )
+        state = *version, not held.opening, self._last_epoch + 1, held.digest, confirmed, has_folder
+        rows = wire.all_gather_numbers(*state)
         damaged = [name for name, row in zip(quorum.names, rows, strict=True) if not _is_possible(row)]
         if damaged:
             raise Disagreement(f"the state that {', '.join(damaged)} announced is impossible: it was damaged on the way", damaged)
@@ -215,19 +194,15 @@ class CommitProtocol(Generic[P, T]):
         names = tuple(name for rank, name in enumerate(quorum.names) if rank not in stale)
         epoch = self._last_epoch = attempt_epoch(names, first)
         announced = [row for rank, row in enumerate(rows) if rank not in stale]
-        exchange = Exchange(wire, names, announced, self._wasted_bytes, self._wasted_control_bytes)
-        result = self._exchanger(exchange, proposal)
+        result = self._mean(Exchange(wire, names, announced, self._wasted_bytes, self._wasted_control_bytes), proposal)
         left_out, differing = (tuple(quorum.names[rank] for rank in ranks) for ranks in (stale, diverged))
         return Commit(names, left_out, differing, epoch, self._failures + 1, result)
 
     # -------------------------------------------------------------------------------------------------------------- membership
 
     def _check_missing_peers(self, version: StateVersion, present: Sequence[str], began_s: float) -> None:
-        """Query the peers that are not in the quorum.
-
-        A lighthouse that was just restarted knows no island yet, and may form a quorum of one while another island is alive: both
-        would go on alone. If a peer is ahead, this island needs its state.
-        """
+        """Query the peers that are not in the quorum: a restarted lighthouse may form a quorum of one while another island lives,
+        and both would go on alone. If a peer is ahead, this island needs its state."""
         missing = {name: address for name, address in self.peers.items() if name not in present}
         for name, status in query_islands(missing, self._scaled(_QUERY_S)).items():
             if status["version"] > version.number:
@@ -238,8 +213,8 @@ class CommitProtocol(Generic[P, T]):
 
     def _check_members(self, quorum: Quorum) -> float:
         """Query the members before connecting, which needs all of them. Returns how long connecting may take."""
-        if self._last_quorum is None or quorum.members != self._last_quorum.members:
-            self._last_quorum, self._failures_in_a_row = quorum, 0
+        if quorum.members != self._last_members:
+            self._last_members, self._failures_in_a_row = quorum.members, 0
         began_s = time.monotonic()
         others = {member.name: member.address for member in quorum.others.values()}
         answers = query_islands(others, self._scaled(_QUERY_S))

@@ -16,12 +16,12 @@ from atoll.core.events import Event
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Batches, Work
 from atoll.core.pytree import recycle
-from atoll.engines.accounting import MAX_SKIPPED, RunAccounting
+from atoll.engines.accounting import MAX_SKIPPED
 from atoll.engines.elastic.accounting import ElasticAccounting
-from atoll.engines.elastic.aggregation import Agreement, IslandReport, UpdateValidator, ValidatedMean
+from atoll.engines.elastic.aggregation import IslandReport, UpdateValidator, ValidatedMean
 from atoll.engines.elastic.commit import DIVERGED, Commit, CommitProtocol, QuorumSource, StaleState, UnconfirmedState
 from atoll.engines.elastic.data_leases import DataLeases, DataUnit, Settlement
-from atoll.engines.elastic.peers import ElasticPeers, ObserverReplica, RoundContext
+from atoll.engines.elastic.peers import ElasticPeers, ObserverReplica
 from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion, refuse_unreplicated, state_digest
 from atoll.engines.processes.communication_thread import CommunicationThread
@@ -40,8 +40,7 @@ class TrainingPlan:
     """How an island trains.
 
     Attributes:
-        islands: that the run is planned for. They define the amount of work, however many islands do it.
-        steps: inner steps of each planned island.
+        islands: that the run is planned for. With the inner steps of each they define the work, however many islands do it.
         refused_above: a delta is rejected if its norm exceeds so many times what is usual.
         patience_s: how long the quorum waits for a peer that is alive and does not come.
         pause_s: how long this island sleeps for each batch besides computing it.
@@ -56,12 +55,8 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class RoundInputs:
-    """What the island process knows before a round.
-
-    Attributes:
-        alive: islands that the registry counts as alive.
-        written: the last version that this island has written into the run's log.
-    """
+    """What the island process knows before a round: how many islands the registry counts as alive, and the last version that this
+    island has written into the event log."""
 
     alive: int = 1
     written: StateVersion = NO_VERSION
@@ -69,15 +64,10 @@ class RoundInputs:
 
 @dataclass(frozen=True)
 class CommittedRound:
-    """A round was committed, and the engine holds the new state.
+    """A round was committed, and the engine holds the new state. `superseded` are the buffers of the state before. An `opening`
+    commit precedes the first round."""
 
-    Attributes:
-        events: of the commit.
-        superseded: the buffers of the state before, for `ElasticEngine.reclaim`.
-        opening: whether this commit preceded the first round.
-    """
-
-    commit: Commit[Agreement]
+    commit: Commit
     events: Sequence[Event]
     superseded: Sequence[Any] = ()
     opening: bool = False
@@ -114,7 +104,6 @@ class ElasticEngine:
     """One island's engine.
 
     Args:
-        membership: forms quorums.
         status: of this island. The engine keeps `exchanging`, `confirmed` and `suspects` up to date.
         params: the initial weights, the same on every island.
         make_replica: makes this island's replica, with a fresh optimizer.
@@ -131,11 +120,12 @@ class ElasticEngine:
         plan: TrainingPlan,
         log: Callable[[str], object],
     ) -> None:
-        self.algorithm, self._status, self._plan = algorithm, status, plan
+        self.name, self.algorithm, self._status, self._plan = status.name, algorithm, status, plan
         self._batches, self._make_replica = batches, make_replica
         self.clock = WallClock()
         self.version = StateVersion(0, 0)
         self._accounting = ElasticAccounting()
+        self.accounting = self._accounting.accounting
         self._validator = UpdateValidator(plan.refused_above)
         self._commits = CommitProtocol(
             membership, ValidatedMean(self._validator, self.clock), status, ExchangeTimeout(None), log, patience_s=plan.patience_s
@@ -148,17 +138,12 @@ class ElasticEngine:
         self.peers = ElasticPeers(self._commits, self._thread, self.clock)
         self.state = algorithm.init(params.copy(), self.peers)
         refuse_unreplicated(algorithm, self.state)
-        self._record = RoundRecord()
         self._rounds_without_delta = 0
         self._donor: str | None = None
         self._received_bytes = 0
         self._observes = False
         """Whether it has just fetched the state: a lease that it held before is old, and the quorum would wait for it."""
         self._digest = self._compute_digest()
-
-    @property
-    def name(self) -> str:
-        return self._status.name
 
     @property
     def over(self) -> bool:
@@ -168,10 +153,6 @@ class ElasticEngine:
     def steps_taken(self) -> int:
         """Position on the schedule, as if the planned islands had shared the work evenly."""
         return self.leases.settled * self.algorithm.steps_per_round // self._plan.islands
-
-    @property
-    def accounting(self) -> RunAccounting:
-        return self._accounting.accounting
 
     @property
     def params(self) -> Tree:
@@ -195,11 +176,8 @@ class ElasticEngine:
         self._thread.close(wait=wait)
 
     def resume_alone(self) -> None:
-        """Continue from the held state without any other island: leased units return.
-
-        Commits after this state that died with their islands must never be mistaken for later ones. So epochs continue far beyond
-        theirs.
-        """
+        """Continue from the held state without any other island: leased units return. Epochs skip those of commits that died with
+        their islands."""
         self._observes = False
         self.version = StateVersion(self.version.round, self.version.epoch + _EPOCH_GAP)
         self.leases.settle(())
@@ -222,8 +200,7 @@ class ElasticEngine:
         recycle(committed.superseded, [self.state])
 
     def _open(self, inputs: RoundInputs) -> CommittedRound:
-        self._begin_round(None, inputs)
-        commit = self.peers.open()
+        commit = self.peers.open(self._begin_round(None, inputs))
         self.version = StateVersion(self.version.round, commit.epoch)
         self.clock.set(commit.result.now_s)
         self._accounting.begin(commit.result.now_s)
@@ -234,8 +211,8 @@ class ElasticEngine:
 
     def _train(self, inputs: RoundInputs) -> CommittedRound | BehindQuorum:
         before, unit = self.state, None if self._observes else self.leases.active.get(self.name)
-        self._begin_round(unit, inputs)
-        after = self._thread.run(self.algorithm.round(before, self._round_replica(unit), self.peers))
+        report = self._begin_round(unit, inputs)
+        after = self._thread.run(self.algorithm.round(before, self._round_replica(unit, report.record), self.peers))
         commit = self.peers.commit
         if commit is None:
             raise ConfigError(f"{type(self.algorithm).__name__} ended a round without a mean, and so without a commit.")
@@ -246,30 +223,28 @@ class ElasticEngine:
         self._check_progress(settled)
         return CommittedRound(commit, self._accounting.drain(), [before, commit.result.value])
 
-    def _begin_round(self, unit: DataUnit | None, inputs: RoundInputs) -> None:
-        self._record = RoundRecord()
-        status = self._status
-        report = IslandReport(status.has_folder, status.address, self._donor, self._received_bytes, inputs.written.number)
-        self.peers.begin(RoundContext(self.version, self._digest, unit, self._work_of(unit), self._record, report))
+    def _begin_round(self, unit: DataUnit | None, inputs: RoundInputs) -> IslandReport:
+        status, written = self._status, inputs.written.number
+        report = IslandReport(status.has_folder, status.address, self._donor, self._received_bytes, written, RoundRecord())
+        shard, start, _ = unit or DataUnit(0, 0, self._batches_per_round)
+        work = Work(shard, start, self.steps_taken, self._batches.examples(shard))
+        self.peers.begin((self.version, self._digest), unit, work, report)
+        return report
 
-    def _work_of(self, unit: DataUnit | None) -> Work:
-        unit = unit or DataUnit(0, 0, self._batches_per_round)
-        return Work(unit.shard, unit.start, self.steps_taken, self._batches.examples(unit.shard))
-
-    def _round_replica(self, unit: DataUnit | None) -> Any:
+    def _round_replica(self, unit: DataUnit | None, record: RoundRecord) -> Any:
         if unit is None:
             return ObserverReplica(self.params)
-        on_computed = self._record.computed.append
+        on_computed = record.computed.append
         return ProcessReplica(
             self.replica, clock=self.clock, on_computed=on_computed, pause_s=self._plan.pause_s, allow_nonfinite=True
         )
 
-    def _advance(self, after: Any, commit: Commit[Agreement], alive: int) -> Settlement:
+    def _advance(self, after: Any, commit: Commit, alive: int) -> Settlement:
         """Move all of the replicated state to this commit."""
         agreement, number = commit.result, self.version.round + 1
         self.state = after
         self.version = StateVersion(number, commit.epoch)
-        self._validator.record(agreement.contributions, agreement.rejected)
+        self._validator.record(agreement.deltas, agreement.rejected)
         self._record_members(commit)
         rejected = [commit.names[rank] for rank in agreement.rejected]
         settled = self.leases.settle(agreement.delivered(commit.names), rejected)
@@ -282,7 +257,7 @@ class ElasticEngine:
             self.replica = self._make_replica()  # its optimizer moments are as unusable as its delta
         return settled
 
-    def _record_members(self, commit: Commit[Agreement]) -> None:
+    def _record_members(self, commit: Commit) -> None:
         """The participants are present, and this island is one of them."""
         self._accounting.record_members(commit, self.version.round)
         self.expect_peers({name: one.address for name, one in zip(commit.names, commit.result.reports, strict=True)})
@@ -326,11 +301,8 @@ class ElasticEngine:
     def restore(
         self, metadata: Mapping[str, Any], shared: Mapping[str, Any], donor: str | None = None, received_bytes: int = 0
     ) -> None:
-        """Continue from a committed state, of a checkpoint or of the island `donor`.
-
-        Raises:
-            ExchangeFailed: the state does not match its digest. The engine has not changed.
-        """
+        """Continue from a committed state, of a checkpoint or of the island `donor`. Raises ExchangeFailed, and changes nothing, if
+        the state does not match its digest."""
         shared = trees_to_device(dict(shared), self.replica.device)
         if (found := f"{state_digest(shared, metadata):08x}") != metadata["digest"]:
             raise ExchangeFailed(

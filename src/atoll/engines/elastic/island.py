@@ -26,14 +26,7 @@ from atoll.engines.elastic.leader_log import CommitLog, CommitRecord, LeaderLog,
 from atoll.engines.elastic.membership import Membership, log_while_waiting
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import Registry
-from atoll.engines.elastic.snapshot_server import (
-    IslandPhase,
-    IslandStatus,
-    Snapshot,
-    SnapshotServer,
-    query_islands,
-    query_status,
-)
+from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, query_islands
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.processes.spec import refuse_too_many_devices
@@ -121,17 +114,8 @@ class IslandProcess:
             evaluator = Evaluator(workload, device, dtype_of(run))
             self._leader_log = LeaderLog(run, folder, plain, warm, evaluator, origin, cache, self._commits, self._log)
         self._origin = {**origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
-        self._recovery = Recovery(
-            self._name,
-            self._registry,
-            self._membership,
-            folder,
-            self._leader_log,
-            self._commits,
-            self._origin,
-            self._log,
-            limit_s,
-        )
+        sources = self._registry, self._membership, folder, self._leader_log, self._commits
+        self._recovery = Recovery(self._name, *sources, self._origin, self._log, limit_s)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
         membership: QuorumSource = self._membership
         if self._interposer is not None:
@@ -212,16 +196,11 @@ class IslandProcess:
             engine.reclaim(committed)
 
     def _publish(self) -> None:
-        engine = self._engine
-        structure, tensors = pack(engine.shared())
-        header = {
-            "metadata": engine.metadata(),
-            "structure": structure,
-            "commits": self._commits.to_parts(),
-            "origin": self._origin,
-        }
+        structure, tensors = pack(self._engine.shared())
+        commits, origin = self._commits.to_parts(), self._origin
+        header = {"metadata": self._engine.metadata(), "structure": structure, "commits": commits, "origin": origin}
         self._server.publish(Snapshot(header, tensors))
-        self.status.version = engine.version
+        self.status.version = self._engine.version
         self.status.exchanging = False
 
     def _catch_up(self, behind: BehindQuorum) -> None:
@@ -277,7 +256,7 @@ class IslandProcess:
     def _wait_for_leader(self, leader_log: LeaderLog) -> None:
         """Wait until the leader has finished the run, or has died."""
         leader, addresses = leader_log.other_leader, self._engine.peer_addresses
-        if leader is None and not leader_log.has_lease:
+        if leader is None and leader_log.lease is None:
             self._give_leader_a_start(leader_log)
         if leader is None or leader not in addresses:
             return
@@ -285,8 +264,7 @@ class IslandProcess:
         answered_s = time.monotonic()
         with log_while_waiting(self._log, f"waiting for {leader} to finish the run"):
             while not leader_log.is_finished and time.monotonic() - answered_s < _SILENT_S:
-                status = query_status(addresses[leader], _SILENT_S)
-                if status is not None and status["name"] == leader:
+                if query_islands({leader: addresses[leader]}, _SILENT_S):
                     answered_s = time.monotonic()
                 time.sleep(_POLL_S)
 
@@ -332,13 +310,8 @@ def _island_number(name: str) -> int:
 
 
 class GpuClaims:
-    """Claims GPUs of this machine for one island until its process ends. If too few are free, the island shares some.
-
-    Args:
-        gpus: their unique ids.
-        number: of the island: the first claims the first GPUs, if they are free.
-        count: how many to claim.
-    """
+    """Claims `count` GPUs of this machine, given by their unique ids, for one island until its process ends. Island 0 claims the
+    first GPUs, if they are free. If too few are free, the island shares some."""
 
     def __init__(self, gpus: Sequence[str], number: int, count: int = 1) -> None:
         if count > len(gpus):

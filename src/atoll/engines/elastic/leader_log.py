@@ -102,25 +102,19 @@ class CommitLog:
         self._written = max(self._written, written)
         self._records.append(record)
 
-    def restart(self, version: StateVersion, lines: Sequence[str] = ()) -> None:
-        """Continue from a checkpoint of this version, whose commit has these lines. Commits after it are void."""
-        self._replace([CommitRecord(version, False, [*map(from_json, lines)])])
-
     def lines(self, version: StateVersion) -> list[str]:
         return [line for record in self._records if record.version == version for line in record.lines()]
-
-    def _replace(self, records: Sequence[CommitRecord]) -> None:
-        self._records.clear()
-        self._records.extend(records)
-        self._written = NO_VERSION
 
     def to_parts(self) -> list[Any]:
         """The last commit that the event log has, and all that it may not have, as JSON data for other islands."""
         return [[*one.version, one.opening, one.lines()] for one in self._records if one.version >= self._written]
 
     def from_parts(self, parts: Sequence[Any]) -> None:
-        """Take over another island's commits. Some that this island saw itself may be void."""
-        self._replace([CommitRecord(StateVersion(*v), opening, [*map(from_json, lines)]) for *v, opening, lines in parts])
+        """Take over the commits of another island, or of a checkpoint. Some that this island saw itself may be void."""
+        self._records.clear()
+        for number, epoch, opening, lines in parts:
+            self._records.append(CommitRecord(StateVersion(number, epoch), opening, [*map(from_json, lines)]))
+        self._written = NO_VERSION
 
 
 # ---------------------------------------------------------------------------------------------------- the event log, on disk
@@ -131,15 +125,11 @@ class LeaseLost(CheckpointError):
 
 
 class EventLogLease:
-    """The event log with the right to write it. A copy replaces the file, so an old leader that was frozen while it wrote, and
-    wakes, writes to a file that no process reads.
-
-    Args:
-        keep_bytes: of the existing log; the rest is void.
-        seen: `file_identity` of the log in which `keep_bytes` was found; None: any.
+    """The event log with the right to write it. A copy of its first `keep_bytes` replaces the file, so an old leader that wakes
+    from a freeze writes to a file that no process reads.
 
     Raises:
-        CheckpointError: the log cannot be written; LeaseLost: it has changed since it was seen. It is untouched.
+        CheckpointError: the log cannot be written; LeaseLost: its `file_identity` is not `seen` any more. It is untouched.
     """
 
     def __init__(self, path: Path, keep_bytes: int, seen: tuple[int, int] | None = None) -> None:
@@ -184,13 +174,9 @@ def file_identity(path: Path) -> tuple[int, int]:
 
 
 def committed_prefix(path: Path, epochs: Mapping[int, int]) -> tuple[int, StateVersion]:
-    """How many bytes of an event log belong to valid commits, and the last of these.
-
-    A leader that died at once may have written a commit that no other island has, or part of one.
-
-    Args:
-        epochs: of the valid commits, by round. Earlier rounds are valid; without any epoch nothing in the log is.
-    """
+    """How many bytes of an event log belong to valid commits, and the last of these: a leader that died may have written a commit
+    that no other island has, or part of one. `epochs` are those of the valid commits, by round. Earlier rounds are valid; without
+    any epoch nothing in the log is."""
     at, last, end, first = 0, NO_VERSION, 0, min(epochs, default=0)
     for line in path.read_bytes().splitlines(keepends=True) if epochs and path.exists() else ():
         end += len(line)
@@ -224,14 +210,7 @@ class _LostWhileSaving(Exception):
 
 
 class LeaderLog:
-    """What one island does with the run's folder when it is the leader.
-
-    Args:
-        warm: the run's initial weights.
-        origin: of the run; a checkpoint must have the same.
-        cache: keeps the data that are read.
-        commits: the recent commits of this island.
-    """
+    """What one island does with the run's folder when it is the leader. A checkpoint must have this `origin`."""
 
     def __init__(
         self,
@@ -249,7 +228,7 @@ class LeaderLog:
         self._origin, self._commits, self._log = dict(origin), commits, log
         self._execution = Execution(run, folder, None, (), cache)
         self.checkpoints = Checkpoints(folder.checkpoints, run.keep.checkpoints)
-        self._lease: EventLogLease | None = None
+        self.lease: EventLogLease | None = None
         self._written = NO_VERSION
         """The last commit in the event log, while this island holds the lease."""
         self._evaluated: StateVersion | None = None
@@ -266,11 +245,7 @@ class LeaderLog:
     # ------------------------------------------------------------------------------------------------------------- at commits
 
     def append(self, engine: ElasticEngine, committed: CommittedRound) -> None:
-        """Write a commit into the event log, evaluate and save, if this island is its leader.
-
-        Raises:
-            RunAlreadyFinished: nothing is left to do.
-        """
+        """Write a commit into the event log, evaluate and save, if this island is its leader. Raises RunAlreadyFinished."""
         leads = committed.leader == engine.name
         self.other_leader = None if leads else committed.leader
         if not leads:
@@ -300,11 +275,8 @@ class LeaderLog:
     def _is_due(self, before: int, done_at: int, every: int) -> bool:
         """Whether the run has just passed a multiple of `every` steps. If an earlier multiple was missed, because a disk was full
         or a leader died, it is due again with each tenth of `every`."""
-        missed = self._steps // every > done_at // every
-        return self._has_passed(before, every) or (missed and self._has_passed(before, max(every // 10, 1)))
-
-    def _has_passed(self, before: int, every: int) -> bool:
-        return self._steps // every > before // every
+        missed, tenth = self._steps // every > done_at // every, max(every // 10, 1)
+        return self._steps // every > before // every or (missed and self._steps // tenth > before // tenth)
 
     def _evaluate(self, engine: ElasticEngine, lease: EventLogLease) -> None:
         metrics = self._evaluator(engine.params, engine.replica.buffers())
@@ -319,12 +291,8 @@ class LeaderLog:
             if not lease.is_held:
                 raise _LostWhileSaving
 
-        metadata = {
-            **self._origin,
-            "engine": engine.metadata(),
-            "steps": engine.steps_taken,
-            "lines": self._commits.lines(engine.version),
-        }
+        lines = self._commits.lines(engine.version)
+        metadata = {**self._origin, "engine": engine.metadata(), "steps": engine.steps_taken, "lines": lines}
         try:
             lease.sync()  # recovery from the checkpoint looks for its commit in the log
             self.checkpoints.save(number, {"shared": engine.shared()}, metadata, before_it_counts=check_lease)
@@ -342,20 +310,20 @@ class LeaderLog:
 
     def _up_to_date(self, engine: ElasticEngine) -> EventLogLease:
         """The event log, with all commits so far."""
-        if (self._lease is None or not self._lease.is_held) and self.is_finished:
+        if (self.lease is None or not self.lease.is_held) and self.is_finished:
             raise RunAlreadyFinished
-        if self._lease is not None and not self._lease.is_held and last_commit(self._folder.events) < engine.version:
+        if self.lease is not None and not self.lease.is_held and last_commit(self._folder.events) < engine.version:
             self.release()  # the holder is behind. From a holder that is ahead this island, frozen meanwhile, takes nothing
-        taken_over = self._lease is None
-        self._lease = self._lease or self._take_over(engine)
+        taken_over = self.lease is None
+        self.lease = self.lease or self._take_over(engine)
         for record in self._commits:
             if record.version > self._written:
                 for event in record.events:
-                    self._lease.emit(event)
+                    self.lease.emit(event)
                 self._written = record.version
         if taken_over:
             self._void_checkpoints = self._find_void_checkpoints(engine.version)
-        return self._lease
+        return self.lease
 
     def _take_over(self, engine: ElasticEngine) -> EventLogLease:
         self._log(f"{engine.name} leads: it writes the event log from round {engine.version.round} on")
@@ -401,24 +369,19 @@ class LeaderLog:
     def _begin(self, lease: EventLogLease) -> None:
         self._execution.keep_what_is_read()
         lease.emit(self._execution.started(self._workload, engine="elastic"))
-        if self._run.train.warm_start_steps:
-            warm = self._warm
-            lease.emit(WarmStartFinished(steps=self._run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
-
-    @property
-    def has_lease(self) -> bool:
-        return self._lease is not None
+        if steps := self._run.train.warm_start_steps:
+            lease.emit(WarmStartFinished(steps=steps, tokens=self._warm.tokens, loss=self._warm.loss))
 
     @property
     def written(self) -> StateVersion:
         """The last commit in the event log; NO_VERSION if this island does not hold the lease, and so does not know."""
-        return self._written if self._lease is not None and self._lease.is_held else NO_VERSION
+        return self._written if self.lease is not None and self.lease.is_held else NO_VERSION
 
     def release(self) -> None:
         """Stop writing. Another island may write from now on."""
-        if self._lease is not None:
-            self._lease.close()
-        self._lease = None
+        if self.lease is not None:
+            self.lease.close()
+        self.lease = None
 
     # --------------------------------------------------------------------------------------------------------------- the end
 
@@ -428,15 +391,8 @@ class LeaderLog:
         return self._folder.final.exists() and is_finished(self._folder)
 
     def finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None, limit_s: float) -> None:
-        """Write the results of the run, unless another island has. Retry for `limit_s` if the disk is full.
-
-        Args:
-            engine: with the last state.
-            checkpoint: that this island continued from.
-
-        Raises:
-            CheckpointError: the results could not be written.
-        """
+        """Write the results of the run, unless another island has. Retry for `limit_s` if the disk is full. `checkpoint` is the one
+        that this island continued from."""
         deadline_s = time.monotonic() + limit_s
         while True:
             try:
@@ -461,7 +417,7 @@ class LeaderLog:
                 self.release()
 
     def _write_results(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
-        if self._lease is not None and not self._lease.is_held:
+        if self.lease is not None and not self.lease.is_held:
             self.release()  # the holder took it while this island was frozen, has not finished the run, and may have died
             self._evaluated = None
         lease = self._up_to_date(engine)
@@ -481,5 +437,5 @@ class LeaderLog:
         check_origin(checkpoint, self._origin, engine.name)
         shared: dict[str, Any] = self.checkpoints.load(checkpoint, "shared", engine.shared())
         engine.restore(checkpoint.metadata["engine"], shared)
-        self._commits.restart(engine.version, checkpoint.metadata.get("lines", ()))
+        self._commits.from_parts([[*engine.version, False, checkpoint.metadata.get("lines", ())]])
         engine.resume_alone()

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -88,14 +87,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Quorum:
-    """Islands that the lighthouse sends to one commit attempt.
-
-    Attributes:
-        members: in rank order.
-        rank: of this island.
-        store: the store prefix under which they connect.
-        connected: whether the process group of the last attempt is still theirs.
-    """
+    """Islands that the lighthouse sends to one commit attempt, in rank order. They connect under the prefix `store`, unless the
+    process group of the last attempt is still theirs: `connected`."""
 
     members: tuple[Member, ...]
     rank: int
@@ -119,9 +112,7 @@ class Membership:
     """One island's membership in the run.
 
     Args:
-        status: of the island: its name, its address, and whether it has the run's folder.
         host: the address by which other islands reach this machine.
-        lighthouse: its address.
         limit_s: how long the island waits for a lighthouse that does not answer.
     """
 
@@ -180,15 +171,8 @@ class Membership:
         gc.collect()
 
     def form_quorum(self, version: StateVersion, failures: int) -> Quorum:
-        """Wait until all live islands ask for a quorum, including those that still train.
-
-        Args:
-            version: that this island holds.
-            failures: failed attempts since the last commit. With any, the whole quorum connects under a new store prefix.
-
-        Raises:
-            MembershipLost: the lighthouse does not answer.
-        """
+        """Wait until all live islands ask for a quorum, including those that still train. After `failures` since the last commit
+        the whole quorum connects under a new store prefix. Raises MembershipLost if the lighthouse does not answer."""
         with log_while_waiting(self._log, "waiting for the other islands to finish this round"):
             found = self._retry(lambda: self._request_quorum(version, failures))
         # A restarted lighthouse counts quorums from the beginning: the members' version distinguishes its quorums from older ones.
@@ -209,11 +193,7 @@ class Membership:
         )
 
     def connect(self, quorum: Quorum, limit_s: float) -> dist.ProcessGroupGloo:
-        """The process group of this quorum.
-
-        Raises:
-            ExchangeFailed: a member could not be connected to within the limit. Form a new quorum.
-        """
+        """The process group of this quorum. Raises ExchangeFailed if a member cannot be reached within the limit."""
         if not quorum.connected:
             self.abort()
             self._group = _group_class()(self._host, timedelta(seconds=limit_s))
@@ -270,18 +250,12 @@ def _group_class() -> Any:
     return HostBoundGloo
 
 
-# -------------------------------------------------------------------------------------------------------------- failure monitor
-
-
 class QuorumMonitor:
-    """Probes the members of one exchange, once a second, while it is entered.
+    """The failure detector of one exchange: it probes the members once a second, and aborts the process group when one of them is
+    silent for `silent_s`.
 
     A stopped process, a machine without power and a cut link close no connection: a receiver would wait for as long as an exchange
     may take at all. A late answer counts as an answer, since a link that carries the exchange is slow.
-
-    Args:
-        members: to probe, by rank in the group.
-        group: of the exchange. The monitor aborts it when a member is silent for `silent_s`, so that its receivers go on.
     """
 
     def __init__(self, members: Mapping[int, Member], group: Any, silent_s: float) -> None:
@@ -296,7 +270,7 @@ class QuorumMonitor:
             threading.Thread(target=self._probe, args=(rank, member), name=f"probe {member.name}", daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._over.set()
 
@@ -330,9 +304,6 @@ def _abort_pending(group: Any, rank: int) -> None:
     """
     with suppress(RuntimeError):
         group.recv([torch.zeros(1)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-
-
-# ---------------------------------------------------------------------------------------------------------------------- eviction
 
 
 def choose_eviction(members: Sequence[Member], suspects: Mapping[str, Collection[str]]) -> Member:

@@ -3,92 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
-from atoll.engines.elastic.aggregation import Agreement, IslandReport, Proposal
+from atoll.engines.elastic.aggregation import IslandReport, Proposal
 from atoll.engines.elastic.commit import Commit, CommitProtocol
 from atoll.engines.elastic.data_leases import DataUnit
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.processes.communication_thread import BackgroundTask, CommunicationThread, Request
-from atoll.engines.round_record import RoundRecord
 from atoll.engines.wall_clock import WallClock
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class RoundContext:
-    """What the peers need to know of one round.
-
-    Attributes:
-        version: that this island holds.
-        digest: of it.
-        unit: that the island trains on; None if it has no work in this round.
-        work: the unit, as algorithms ask for it.
-        record: of the round.
-        report: of this island.
-    """
-
-    version: StateVersion
-    digest: int
-    unit: DataUnit | None
-    work: Work
-    record: RoundRecord
-    report: IslandReport
-
-
 class ElasticPeers:
     """Islands as equals, any of which may vanish at any moment. A protocols.Peers, for algorithms that take one mean per round and
     replicate all of their state."""
 
-    def __init__(self, commits: CommitProtocol[Proposal, Agreement], thread: CommunicationThread, clock: WallClock) -> None:
+    def __init__(self, commits: CommitProtocol, thread: CommunicationThread, clock: WallClock) -> None:
         self._commits, self._thread, self._clock = commits, thread, clock
-        self._context: RoundContext | None = None
-        self.commit: Commit[Agreement] | None = None
+        self._held = StateVersion(0, 0), 0
+        self._unit: DataUnit | None = None
+        self._work: Work | None = None
+        self._report: IslandReport | None = None
+        self.commit: Commit | None = None
         """Of this round."""
         self.rank, self.size = 0, 1
 
-    def begin(self, context: RoundContext) -> None:
-        """A round begins."""
-        self._context, self.commit = context, None
+    def begin(self, held: tuple[StateVersion, int], unit: DataUnit | None, work: Work, report: IslandReport) -> None:
+        """A round begins.
 
-    def open(self) -> Commit[Agreement]:
+        Args:
+            held: the version and the digest of this island's state.
+            unit: that the island trains on; None if it has no work in this round.
+            work: the unit, as the algorithm gets it.
+            report: of this island, with the record that the round fills in.
+        """
+        self._held, self._unit, self._work, self._report, self.commit = held, unit, work, report, None
+
+    def open(self, report: IslandReport) -> Commit:
         """Commit without a delta: the islands begin together."""
-        context = self._round
-        return self._thread.call(lambda: self._commit(context, Proposal(context.report), opening=True))
+        return self._thread.call(lambda: self._commit(Proposal(report), opening=True))
 
-    @property
-    def _round(self) -> RoundContext:
-        if self._context is None:
-            raise ConfigError("an algorithm asked for work or for a mean before its first round began. Ask for it in round().")
-        return self._context
-
-    def _commit(self, context: RoundContext, proposal: Proposal, *, opening: bool = False) -> Commit[Agreement]:
-        commit = self._commits.commit(context.version, context.digest, proposal, opening=opening)
+    def _commit(self, proposal: Proposal, *, opening: bool = False) -> Commit:
+        commit = self._commits.commit(*self._held, proposal, opening=opening)
         self.rank, self.size = commit.result.rank, len(commit.names)
         return commit
 
     def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
-        asked, unit = steps if batches is None else batches, self._round.unit
-        if unit is not None and (asked != unit.batches or pieces != 1):
+        if self._work is None:
+            raise ConfigError("an algorithm asked for work before its first round began. Ask for it in round().")
+        asked = steps if batches is None else batches
+        if self._unit is not None and (asked != self._unit.batches or pieces != 1):
             raise ConfigError(
-                f"a round asks for {asked} batches in {pieces} pieces, and a unit of data has {unit.batches} whole ones. "
+                f"a round asks for {asked} batches in {pieces} pieces, and a unit of data has {self._unit.batches} whole ones. "
                 f"With --elastic an algorithm asks for as many every round."
             )
-        return self._round.work
+        return self._work
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
-        if self.commit is not None:
+        if self._report is None or self.commit is not None:
             raise ConfigError("a second mean in one round: with --elastic a round is committed by its only exchange.")
-        context = self._round
-        own_weight = weight if context.unit is not None else 0.0
-        proposal = Proposal(context.report, tree, own_weight, compare, self._clock.now_s(), context.record)
-        self.commit = await Request(lambda: self._commit(context, proposal))
+        own_weight = weight if self._unit is not None else 0.0
+        proposal = Proposal(self._report, tree, own_weight, compare, self._clock.now_s())
+        self.commit = await Request(lambda: self._commit(proposal))
         return Mean(self.commit.result.value, self.commit.result.weight, True, True)
 
     async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:

@@ -48,7 +48,6 @@ class Recovery:
     """Brings one island's engine up to date.
 
     Args:
-        folder: of the run, where this machine has it.
         commits: takes over the donor's recent commits.
         origin: of this island's run, data and software, which the donor's must equal.
         limit_s: how long this island waits while neither the registry nor an island with the state answers.
@@ -74,15 +73,8 @@ class Recovery:
         """The last one that was restored."""
 
     def initialize(self, engine: ElasticEngine, stateless_since_s: float = math.inf) -> str:
-        """Give a new process its state. Returns what that is, in words.
-
-        Args:
-            stateless_since_s: since when no island in the registry reports a state; by default this is observed from now on.
-
-        Raises:
-            MembershipLost: no island is left that could have the state.
-            NoState: there is none, or none that can be read.
-        """
+        """Give a new process its state. Returns what that is, in words. Raises NoState if no state can be read, and MembershipLost
+        if no island is left that could have one. By default it observes from now on whether an island reports a state."""
         with log_while_waiting(self._log, "looking for an island that has the run's state, or fetching it"):
             try:
                 # Checkpoints are only counted here: a damaged one is harmless while another island has the state.
@@ -94,13 +86,8 @@ class Recovery:
                 raise NoState(str(error)) from error
 
     def catch_up(self, engine: ElasticEngine, target: StateVersion) -> None:
-        """Bring an engine to the version that the quorum holds, or a newer one.
-
-        The island leaves the quorum when a fetch fails or no island with the state answers, so that the quorum need not wait.
-
-        Raises:
-            MembershipLost: no island is left that could have the state.
-        """
+        """Bring an engine to the version that the quorum holds, or a newer one. The island leaves the quorum when a fetch fails or
+        no island with the state answers, so that the quorum need not wait."""
         found = self._find_newer(engine, max(target, engine.version), leaves=True)
         if found:
             self._log(f"{self._name} goes on with {found}")
@@ -154,14 +141,8 @@ class Recovery:
             self._wait(exists)
 
     def _wait(self, exists: bool) -> None:
-        """Wait for a moment.
-
-        Args:
-            exists: whether an island is known to have the state.
-
-        Raises:
-            MembershipLost: none was for too long, and all that time the registry could not be read.
-        """
+        """Wait for a moment. Raises MembershipLost if no island has been known to have the state, and the registry has not been
+        readable, for too long."""
         now_s = time.monotonic()
         if exists or self._registry.reachable_since_s <= now_s:
             self._answered_s = now_s

@@ -70,10 +70,9 @@ def open_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
 
 
 class Rendezvous:
-    """A lighthouse and a registry store, in this process.
+    """A lighthouse and a registry store, in this process. The registry's address is the run's.
 
     Args:
-        port: of the registry, which is the run's address.
         join_info: what the registry tells joiners about the run.
         join_limit_s: how long the lighthouse waits for an island that is alive and does not ask for a quorum.
         silent_s: an island without a heartbeat for so long is left out of the next quorum.
@@ -154,13 +153,7 @@ def _key(name: str) -> str:
 
 
 class Registry:
-    """Registers one island with a heartbeat, in a thread of its own, and knows which other islands are alive.
-
-    Args:
-        address: of the registry.
-        name: of the island.
-        entry: returns what the island registers with each heartbeat.
-    """
+    """Registers one island's entry with each heartbeat, in a thread of its own, and knows which other islands are alive."""
 
     def __init__(self, address: str, name: str, entry: Callable[[], Mapping[str, Any]]) -> None:
         self._client, self._name, self._entry = RegistryClient(address), name, entry

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -96,13 +96,7 @@ class Snapshot:
 
 
 class SnapshotServer:
-    """Serves one island's status and its newest snapshot.
-
-    Args:
-        host: the address to listen on.
-        status: returns the answer to a status query.
-        limit_s: how long the server waits for a client that stops reading.
-    """
+    """Serves one island's status and its newest snapshot. A client that stops reading is dropped after `limit_s`."""
 
     def __init__(self, host: str, status: Callable[[], Mapping[str, Any]] = dict, limit_s: float = 120.0) -> None:
         self._snapshot: Snapshot | None = None
@@ -124,10 +118,7 @@ class SnapshotServer:
 
         self._server = _TcpServer((host, 0), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
-        serve = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="snapshot server", daemon=True
-        )
-        serve.start()
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="snapshot server", daemon=True).start()
 
     def publish(self, snapshot: Snapshot) -> None:
         """Send this snapshot to clients from now on."""
@@ -172,18 +163,21 @@ class _TcpServer(socketserver.ThreadingTCPServer):
     request_queue_size = 64
 
 
-# ------------------------------------------------------------------------------------------------------------------------ clients
+@contextmanager
+def _request(address: str, query: bytes, limit_s: float) -> Iterator[Any]:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=limit_s) as connection:
+        connection.sendall(query)
+        with connection.makefile("rb") as file:
+            yield file
 
 
 def query_status(address: str, limit_s: float) -> dict[str, Any] | None:
     """The status of the island at this address; None if it does not answer within the limit."""
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=limit_s) as connection:
-            connection.sendall(b"status\n")
-            with connection.makefile("rb") as file:
-                status: dict[str, Any] = json.loads(file.readline(_HEADER_LIMIT_BYTES))
-                return status
+        with _request(address, b"status\n", limit_s) as file:
+            status: dict[str, Any] = json.loads(file.readline(_HEADER_LIMIT_BYTES))
+            return status
     except (OSError, ValueError):
         return None
 
@@ -199,17 +193,11 @@ def query_islands(addresses: Mapping[str, str], limit_s: float) -> dict[str, dic
 
 
 def fetch_snapshot(address: str, limit_s: float) -> Snapshot | None:
-    """The snapshot that the island at this address serves; None if it serves none.
-
-    Raises:
-        ExchangeFailed: the island does not answer, or the snapshot is damaged.
-    """
-    host, _, port = address.rpartition(":")
+    """The snapshot that the island at this address serves; None if it serves none. Raises ExchangeFailed if the island does not
+    answer, or the snapshot is damaged."""
     try:
-        with socket.create_connection((host, int(port)), timeout=limit_s) as connection:
-            connection.sendall(b"snapshot\n")
-            with connection.makefile("rb") as file:
-                return _receive(file)
+        with _request(address, b"snapshot\n", limit_s) as file:
+            return _receive(file)
     except (OSError, EOFError, ValueError) as error:
         raise ExchangeFailed(f"no snapshot could be fetched from {address}: {error}. Another island may have it.") from error
 
