@@ -213,4 +213,6 @@ def chosen_by(together: BatchedCompute) -> Way:
 
 def replica_of(subject: Subject) -> LocalReplica:
     """An island of the subject."""
-    return LocalReplica(subject, optimizer=RULE, clip_norm=CLIP_NORM, device=subject.device, autocast=True, loss=subject.compiled)
+    return LocalReplica(
+        subject, optimizer=RULE, clip_norm=CLIP_NORM, devices=(subject.device,), autocast=True, loss=subject.compiled
+    )

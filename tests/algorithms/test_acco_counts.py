@@ -165,7 +165,7 @@ def test_one_islands_nan_makes_all_skip_that_update_and_say_once_whose_it_was(ha
     assert done.finished.tokens == clear.finished.tokens
     assert done.finished.outer_steps == 1
     held = Tree.join([algorithm.held(state) for state in states_of(done.engine)])
-    assert all(island.replica.weights.holds(held) for island in done.engine.islands.values())
+    assert all(island.replica.weights.equals(held) for island in done.engine.islands.values())
 
 
 @pytest.mark.parametrize("half", [0, 1, 2, 3, 7])

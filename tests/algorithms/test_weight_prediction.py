@@ -51,7 +51,7 @@ def test_gradients_are_taken_one_more_step_ahead_whose_state_is_thrown_away(rule
     states = [island.state for island in done.engine.islands.values()]
     assert {state.optimizer.step for state in states} == {8}
     assert float((Tree.join([state.ahead for state in states]).flat - ahead.flat).abs().max()) < 2e-5
-    assert all(island.replica.weights.holds(Tree.join([s.ahead for s in states])) for island in done.engine.islands.values())
+    assert all(island.replica.weights.equals(Tree.join([s.ahead for s in states])) for island in done.engine.islands.values())
 
 
 def test_a_constant_gradient_is_followed_by_two_steps_of_which_one_counts():

@@ -139,7 +139,9 @@ def test_names_do_not_depend_on_torch_compile():
     part.frozen = torch.compile(part.frozen, backend="eager")
     for model in (whole, part):
         assert ModuleWeights(model).layout == ModuleWeights(plain).layout
-        assert [name for name, _ in ModuleWeights(model).others()] == [name for name, _ in ModuleWeights(plain).others()]
+        assert [name for name, _ in ModuleWeights(model).untrained_tensors()] == [
+            name for name, _ in ModuleWeights(plain).untrained_tensors()
+        ]
 
 
 def test_a_module_with_nothing_to_train_is_refused():

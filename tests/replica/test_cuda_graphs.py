@@ -36,7 +36,7 @@ def replicas(count, *, bf16):
     work = DecoderWorkload(MODEL, Positions(torch.zeros(16, 9, dtype=torch.int64)), 31)
     compiled = torch.compile(work.loss, dynamic=False)
     made = [
-        LocalReplica(work, optimizer=AdamW(lr=0.001), clip_norm=1.0, device=DEVICE, autocast=bf16, loss=compiled)
+        LocalReplica(work, optimizer=AdamW(lr=0.001), clip_norm=1.0, devices=(DEVICE,), autocast=bf16, loss=compiled)
         for _ in range(count)
     ]
     for number, replica in enumerate(made):

@@ -16,7 +16,7 @@ WORK = Work(shard=0, start=0, schedule=0, examples=1)
 
 def trained(workload, devices, *, steps=12, **settings):
     settings.setdefault("optimizer", AdamW(lr=0.01))
-    replica = LocalReplica(workload, more_devices=["cpu"] * (devices - 1), clip_norm=0.5, **settings)
+    replica = LocalReplica(workload, devices=["cpu"] * devices, clip_norm=0.5, **settings)
     return replica, replica.train(steps, WORK)
 
 
@@ -104,7 +104,7 @@ class Drifting(Regression):
 
 def test_all_devices_compute_with_the_first_ones_buffers_and_mixed_precisions_add_up():
     many, losses = trained(Drifting(hidden=6), 2)
-    assert [float(copy.module.drift) for copy in many._helpers.copies] == [float(many.weights.module.drift)]
+    assert [float(copy.module.drift) for copy in many._data_parallel._copies] == [float(many.weights.module.drift)]
     assert float(many.weights.module.drift) == pytest.approx(1.2)
     one, expected = trained(Drifting(hidden=6), 1)
     assert losses.losses == pytest.approx(expected.losses, abs=1e-5)
@@ -114,7 +114,7 @@ def test_all_devices_compute_with_the_first_ones_buffers_and_mixed_precisions_ad
 def test_a_state_that_one_device_left_is_gone_on_with_by_several_and_they_hold_copies():
     workload = Regression(hidden=6)
     one, _ = trained(workload, 1)
-    many = LocalReplica(workload, optimizer=AdamW(lr=0.01), clip_norm=0.5, more_devices=["cpu"])
+    many = LocalReplica(workload, optimizer=AdamW(lr=0.01), clip_norm=0.5, devices=["cpu", "cpu"])
     many.load(one.params())
     many.restore(one.state())
     for replica in (one, many):

@@ -12,7 +12,7 @@ from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import WSD, Constant, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.replica.evaluator import Evaluator
-from atoll.replica.local_replica import LocalReplica
+from atoll.replica.local_replica import LocalReplica, RoundStart
 from atoll.replica.micro_batches import batch_length, two_examples
 from atoll.testing.simulated_runs import Regression
 
@@ -213,7 +213,7 @@ def test_a_workload_that_returns_one_module_twice_is_found_out():
 
 @pytest.mark.parametrize("rule", [AdamW(lr=0.01), Adam(lr=0.01), Momentum(lr=0.05, momentum=0.9)], ids=lambda r: type(r).__name__)
 def test_a_fresh_optimizer_makes_every_round_that_of_a_new_replica(rule):
-    old = LocalReplica(WORKLOAD, optimizer=rule, fresh_optimizer=True)
+    old = LocalReplica(WORKLOAD, optimizer=rule, round_start=RoundStart(fresh_optimizer=True))
     keeping = LocalReplica(WORKLOAD, optimizer=rule)
     for round in range(3):
         new = LocalReplica(WORKLOAD, optimizer=rule)
@@ -225,7 +225,9 @@ def test_a_fresh_optimizer_makes_every_round_that_of_a_new_replica(rule):
 
 
 def test_a_fresh_optimizer_has_no_moments_worth_saving_and_goes_on_to_the_bit():
-    straight, first, second = (LocalReplica(WORKLOAD, optimizer=AdamW(lr=0.01), fresh_optimizer=True) for _ in range(3))
+    straight, first, second = (
+        LocalReplica(WORKLOAD, optimizer=AdamW(lr=0.01), round_start=RoundStart(fresh_optimizer=True)) for _ in range(3)
+    )
     straight.train(5, work())
     straight.train(5, work(5))
     first.train(5, work())
@@ -241,7 +243,7 @@ def test_with_peak_first_a_round_begins_at_the_highest_rate_and_goes_on_along_th
     schedule = Cosine(lr=0.1, steps=30, floor=0.01)
     rates = [0.1 if step % 10 == 0 else schedule(step) for step in range(30)]
     assert rates[10] > schedule(10)
-    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=schedule), peak_first=True)
+    replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=schedule), round_start=RoundStart(peak_first=True))
     for start in (0, 10, 20):
         replica.train(10, work(start))
     assert replica.params().equal(torch_loop(lambda p: torch.optim.SGD(p, 1.0), 30, lr=lambda step: rates[step]))
@@ -249,7 +251,7 @@ def test_with_peak_first_a_round_begins_at_the_highest_rate_and_goes_on_along_th
 
 def test_the_peak_is_the_schedules_highest_rate_also_while_it_warms_up_and_a_constant_rate_is_its_own():
     for schedule in (Cosine(lr=0.1, steps=20, warmup=10), WSD(lr=0.1, steps=20, warmup=5, decay=5), Constant(lr=0.1), 0.1):
-        one = LocalReplica(WORKLOAD, optimizer=SGD(lr=schedule), peak_first=True)
+        one = LocalReplica(WORKLOAD, optimizer=SGD(lr=schedule), round_start=RoundStart(peak_first=True))
         one.train(1, work())
         assert one.params().equal(torch_loop(lambda p: torch.optim.SGD(p, 0.1), 1))
 

@@ -12,7 +12,7 @@ from atoll.engines.simulator.engine import SimEngine
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.replica.evaluator import Evaluator
-from atoll.replica.local_replica import LocalReplica, torch_threads
+from atoll.replica.local_replica import LocalReplica, RoundStart, torch_threads
 from atoll.replica.master_weights import cast_parameters, initial_weights
 from atoll.runs.cluster import Cluster
 from atoll.testing.simulated_runs import Recorder, Regression, simulate
@@ -70,12 +70,12 @@ def test_updates_too_small_for_half_precision_add_up(rule):
     one = replica(rule)
     before = one.params()
     one.train(1, work())
-    assert one.weights.holds(before), "one step alone is lost in the module"
+    assert one.weights.equals(before), "one step alone is lost in the module"
     step = (one.params() - before).norm()
     one.train(400, work(1))
-    assert not one.weights.holds(before)
+    assert not one.weights.equals(before)
     assert (one.params() - before).norm() > 50 * step
-    assert one.weights.holds(one.params()), "the module holds the masters, rounded"
+    assert one.weights.equals(one.params()), "the module holds the masters, rounded"
 
 
 def test_masters_begin_with_all_digits_of_what_was_loaded():
@@ -110,10 +110,10 @@ def test_clipping_shortens_what_the_masters_are_given():
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_replica_that_was_saved_goes_on_to_the_bit(fresh):
-    straight, saved = (replica(AdamW(lr=0.01), fresh_optimizer=fresh) for _ in range(2))
+    straight, saved = (replica(AdamW(lr=0.01), round_start=RoundStart(fresh_optimizer=fresh)) for _ in range(2))
     for one in (straight, saved):
         one.train(3, work())
-    resumed = replica(AdamW(lr=0.01), fresh_optimizer=fresh)
+    resumed = replica(AdamW(lr=0.01), round_start=RoundStart(fresh_optimizer=fresh))
     resumed.restore(saved.state())
     resumed.load(saved.params())
     straight.load(straight.params())

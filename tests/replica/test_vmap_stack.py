@@ -11,7 +11,7 @@ from atoll.models.gpt import GPT
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Nesterov
-from atoll.replica.local_replica import GradientJob, LocalReplica, TrainJob
+from atoll.replica.local_replica import GradientJob, LocalReplica, RoundStart, TrainJob
 from atoll.replica.vmap_stack import RaggedBatches, VmapStack, why_not_stackable
 from atoll.testing.island_memory import DecoderWorkload, RepeatedBatch
 
@@ -100,7 +100,10 @@ def test_moments_go_on_whether_an_island_is_stacked_or_steps_by_itself():
 
 
 def test_fresh_moments_are_fresh_in_a_stack_too():
-    alone, together = replicas(2, fresh_optimizer=True), replicas(2, fresh_optimizer=True)
+    alone, together = (
+        replicas(2, round_start=RoundStart(fresh_optimizer=True)),
+        replicas(2, round_start=RoundStart(fresh_optimizer=True)),
+    )
     rows = stack(together[0], 2)
     for start in (0, 3):
         for replica in alone:
@@ -138,7 +141,10 @@ class Shorter(Positions):
 def test_where_batches_differ_in_shape_islands_have_taken_the_steps_before(shard):
     """Whether the batches of two islands differ, or those of two steps."""
     alone, together = (
-        [LocalReplica(workload(Shorter), optimizer=RULES[0], fresh_optimizer=True, peak_first=True) for _ in range(2)]
+        [
+            LocalReplica(workload(Shorter), optimizer=RULES[0], round_start=RoundStart(fresh_optimizer=True, peak_first=True))
+            for _ in range(2)
+        ]
         for _ in range(2)
     )
     asked = [(replica, work(number * shard)) for number, replica in enumerate(together)]
@@ -171,8 +177,8 @@ class Dropping(DecoderWorkload):
 
 def test_what_cannot_be_stacked_is_told():
     assert why_not_stackable(LocalReplica(workload(), optimizer=RULES[0])) == ""
-    assert "pieces" in why_not_stackable(LocalReplica(workload(), optimizer=RULES[0], micro_batches=2))
-    assert "masters" in why_not_stackable(LocalReplica(workload(), optimizer=RULES[0], dtype=torch.bfloat16))
+    assert "micro-batches" in why_not_stackable(LocalReplica(workload(), optimizer=RULES[0], micro_batches=2))
+    assert "master weights" in why_not_stackable(LocalReplica(workload(), optimizer=RULES[0], dtype=torch.bfloat16))
     drops = Dropping(MODEL, Positions(torch.zeros(2, 9, dtype=torch.int64)), 31)
     assert "random" in why_not_stackable(LocalReplica(drops, optimizer=RULES[0]))
 
@@ -214,7 +220,7 @@ def test_buffers_that_stay_are_stacked_and_buffers_that_change_are_not(persisten
     batches = Positions(torch.zeros(2, 9, dtype=torch.int64))
     assert why_not_stackable(LocalReplica(Stays(MODEL, batches, 31), optimizer=RULES[0])) == ""
     counting = LocalReplica(Counts(MODEL, batches, 31), optimizer=RULES[0])
-    assert "buffers that change" in why_not_stackable(counting)
+    assert "changes its buffers" in why_not_stackable(counting)
     assert float(counting.weights.module.seen) == 0, "finding out leaves no trace"
 
 

@@ -16,7 +16,7 @@ from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.engine import SimEngine
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
-from atoll.replica.local_replica import LocalReplica
+from atoll.replica.local_replica import LocalReplica, RoundStart
 from atoll.runs.run import Run
 from atoll.runs.run import device_of as device_of
 from atoll.runs.run import dtype_of as dtype_of
@@ -40,14 +40,12 @@ def replica_of(
         optimizer=run.optimizer,
         clip_norm=run.train.clip_norm,
         micro_batches=run.train.micro_batches,
-        device=device or device_of(run),
-        more_devices=more_devices,
+        devices=(device or device_of(run), *more_devices),
         autocast=run.train.precision == "bf16",
         dtype=dtype_of(run),
         loss=loss,
         seed=seed_of(run, island),
-        fresh_optimizer=run.train.fresh_optimizer,
-        peak_first=run.train.peak_first,
+        round_start=RoundStart(run.train.fresh_optimizer, run.train.peak_first),
     )
 
 

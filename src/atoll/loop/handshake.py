@@ -33,7 +33,7 @@ def handshake(
     """
     params, inter_island, fresh = weights.read(), topology.inter_island, checkpoint is None
     trained = [(piece.name, piece.shape, piece.dtype) for piece in params.layout.pieces]
-    fixed = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in module.others()] if fresh else ""
+    fixed = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in module.untrained_tensors()] if fresh else ""
     mine = [_fingerprint(settings.comparable), _fingerprint(f"{trained} {fixed}")]
     mine += [not fresh, checkpoint.rounds if checkpoint else 0, _values_fingerprint(params, module) if fresh else 0]
     rows = thread.call(lambda: inter_island.all_gather_on_entry(*mine))
@@ -59,7 +59,7 @@ def check_same_round(checkpoint: LoopCheckpoint, topology: Topology, thread: Com
 def _load_others(module: ModuleWeights, inter_island: GroupCollectives, thread: CommunicationThread) -> None:
     """Loads island 0's frozen weights and buffers."""
     with torch.no_grad():
-        for _, tensor in module.others():
+        for _, tensor in module.untrained_tensors():
             received = tensor.clone(memory_format=torch.contiguous_format)
             data = received.view(-1).view(torch.uint8)
             thread.call(lambda data=data: inter_island.broadcast(data))  # type: ignore[misc]
@@ -75,7 +75,7 @@ def _check_equal(fingerprints: Sequence[float], what: str, here: str) -> None:
 
 def _values_fingerprint(params: Tree, module: ModuleWeights) -> float:
     digest = hashlib.blake2b(params.digest().encode())
-    for _, tensor in module.others():
+    for _, tensor in module.untrained_tensors():
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return _fingerprint(digest.hexdigest())
 

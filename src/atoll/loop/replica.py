@@ -112,7 +112,7 @@ class LoopReplica:
         if self.exhausted:
             # Queued behind the running exchange: an algorithm that asks for gradients until that ends would otherwise never yield.
             await Request(lambda: None)
-            return _plain(onto) if onto is not None else Gradient(self._module.no_gradients(wide=wide), 0.0, 0)
+            return _plain(onto) if onto is not None else Gradient(self._module.zero_gradients(wide=wide), 0.0, 0)
         tokens = self._tokens or 0
         weight = float(tokens) if weigh == "tokens" else 1.0
         total = self._module.take_gradients(None if onto is None else onto.sum, weight, wide=wide)

@@ -1,7 +1,6 @@
-"""A pass that was recorded once and is replayed: the host launches all of its kernels at one go.
+"""CUDA graphs of a forward-backward pass: the host launches all of its kernels at once.
 
-A small model has hundreds of kernels of a few microseconds each, and a host that launches them one by one is slower than the GPU
-that computes them.
+A small model has hundreds of kernels of a few microseconds each. A host that launches them one by one is slower than the GPU.
 """
 
 from __future__ import annotations
@@ -16,28 +15,28 @@ from atoll.replica.micro_batches import batch_tensors, map_tensors
 
 _WARMUP_PASSES = 2
 _MAX_GRAPHS = 4
-"""Shapes of batches that are recorded: each holds memory of its own."""
+"""Batch shapes that get a graph. Each graph holds memory of its own."""
 
 
 class CudaGraphCache:
-    """A function of a batch, on a GPU, whose other inputs and whose results stay where they are.
+    """Captures a function of a batch once per batch shape, and replays the graph from then on.
 
     Args:
-        compute: the function. It must not wait for the device, and launches the same kernels for every batch of one shape.
+        compute: does not wait for the device, launches the same kernels for every batch of one shape, and keeps its other inputs
+            and its results in the same buffers.
     """
 
     def __init__(self, compute: Callable[[Any], Tensor]) -> None:
         self._compute = compute
-        self._recorded: dict[tuple[Any, ...], _CapturedGraph] = {}
+        self._graphs: dict[tuple[Any, ...], _CapturedGraph] = {}
 
     def __call__(self, batch: Any) -> Tensor:
-        """What the function returns."""
         shapes = tuple((part.shape, part.dtype) for part in batch_tensors(batch))
-        if shapes not in self._recorded:
-            if len(self._recorded) >= _MAX_GRAPHS:
+        if shapes not in self._graphs:
+            if len(self._graphs) >= _MAX_GRAPHS:
                 return self._compute(batch)
-            self._recorded[shapes] = _CapturedGraph(self._compute, batch)
-        return self._recorded[shapes].replay(batch)
+            self._graphs[shapes] = _CapturedGraph(self._compute, batch)
+        return self._graphs[shapes].replay(batch)
 
 
 class _CapturedGraph:
@@ -46,7 +45,7 @@ class _CapturedGraph:
         before, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(before)
         with torch.cuda.stream(aside):
-            for _ in range(_WARMUP_PASSES):  # compiles, and leaves nothing to be made while it is recorded
+            for _ in range(_WARMUP_PASSES):  # these compile, so that the capture allocates nothing
                 compute(self._batch)
         before.wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
@@ -54,6 +53,6 @@ class _CapturedGraph:
             self._result = compute(self._batch)
 
     def replay(self, batch: Any) -> Tensor:
-        map_tensors(lambda mine, theirs: mine.copy_(theirs, non_blocking=True), self._batch, batch)
+        map_tensors(lambda captured, new: captured.copy_(new, non_blocking=True), self._batch, batch)
         self._graph.replay()
         return self._result.clone()

@@ -1,9 +1,9 @@
-"""Further devices of one replica: each has a copy of the module, and takes a share of every batch.
+"""Data parallelism within one replica and one process: each further device has a copy of the module and computes a share of every
+batch.
 
-The gradient is that of the whole batch, added up on the replica's own device, which alone has an optimizer; before each pass the
-others take its weights and buffers. So a replica with several devices takes the steps that it would take with one, faster. What a
-module notes in buffers while it trains (running means) is noted of the first device's share. This is one process: devices are
-driven by threads, and what computes on them does not wait for Python.
+The gradient is that of the whole batch, summed on the replica's first device, which alone has an optimizer. Before each pass the
+other devices copy its weights and buffers. So several devices take the same steps as one, faster. Buffers that a module changes in
+training (running means) follow the first device's share. One thread drives each device.
 """
 
 from __future__ import annotations
@@ -21,69 +21,62 @@ from atoll.replica.flat_parameters import FlatModule, TrainableWeights, copy_buf
 from atoll.replica.master_weights import cast_parameters
 
 Part = TypeVar("Part")
-Pass = Callable[[nn.Module, str, Part], Tensor | None]
-"""Adds the gradient of a part of a batch to that of the module on this device; the part's share of the loss, if it has any."""
+Backward = Callable[[nn.Module, str, Part], Tensor | None]
+"""Adds the gradient of a part of a batch to that of the module on this device. Returns the part's share of the loss, if any."""
 
 
 class DataParallelDevices:
-    """The further devices.
-
-    Args:
-        workload: makes the module.
-        devices: where the copies are.
-        dtype: of the module's parameters; none leaves them as the workload makes them.
-    """
+    """The further devices of a replica."""
 
     def __init__(self, workload: Workload, devices: Sequence[str], dtype: torch.dtype | None) -> None:
         self.devices = tuple(devices)
-        self.copies: list[TrainableWeights] = [
-            trainable_weights(cast_parameters(workload.module().to(device), dtype)) for device in devices
-        ]
+        modules = [cast_parameters(workload.module().to(device), dtype) for device in devices]
+        self._copies: list[TrainableWeights] = [trainable_weights(module) for module in modules]
         self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="device")
 
     def backward(
-        self, own: TrainableWeights, device: str, parts: Sequence[Part], compute: Pass[Part], *, in_turn: bool
+        self, own: TrainableWeights, device: str, parts: Sequence[Part], compute: Backward[Part], *, in_turn: bool
     ) -> Tensor | None:
-        """Adds the gradient of all parts to the module's own.
+        """Adds the gradient of all parts, one per device, to that of the replica's own weights.
 
         Args:
-            own: the replica's weights, with the gradients that are to be added to.
+            own: the replica's weights.
             device: where they are.
-            parts: of a batch, one for each device.
-            compute: computes one of them.
-            in_turn: one after the other, because modules draw from one source of random numbers.
+            parts: of a batch; the first is for `device`.
+            compute: computes one part.
+            in_turn: compute the parts one after the other, because modules draw from one random generator.
         """
         weights, threads = own.lent(), torch.get_num_threads()
-        for copy in self.copies:  # before anybody computes: a pass may change them
+        for copy in self._copies:  # before the first pass, which may change the buffers
             copy_buffers(copy.module, dict(own.module.named_buffers()))
 
-        def help_with(copy: TrainableWeights, there: str, part: Part) -> Tensor | None:
+        def compute_part(copy: TrainableWeights, there: str, part: Part) -> Tensor | None:
             torch.set_num_threads(threads)
             with torch.cuda.device(there) if there.startswith("cuda") else nullcontext():
                 copy.load(weights)
                 copy.zero_gradient()
                 return compute(copy.module, there, part)
 
-        jobs = [self._pool.submit(help_with, *job) for job in zip(self.copies, self.devices, parts[1:], strict=True) if not in_turn]
+        jobs = list(zip(self._copies, self.devices, parts[1:], strict=True))
+        futures = [] if in_turn else [self._pool.submit(compute_part, *job) for job in jobs]
         total = compute(own.module, device, parts[0])
-        for number, copy in enumerate(self.copies):
-            loss = jobs[number].result() if jobs else help_with(copy, self.devices[number], parts[number + 1])
-            _add(own, copy)
+        for number, job in enumerate(jobs):
+            loss = futures[number].result() if futures else compute_part(*job)
+            _add_gradients(own, job[0])
             if loss is not None:
                 total = loss.to(device) if total is None else total + loss.to(device)
         return total
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """All that they hold, by what it is for."""
-        modules = [copy.module for copy in self.copies]
+        """All tensors of the copies, by kind."""
+        modules = [copy.module for copy in self._copies]
         return {
             "parameters": [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())],
-            "gradients": [gradient for copy in self.copies for gradient in copy.gradients()],
+            "gradients": [gradient for copy in self._copies for gradient in copy.gradients()],
         }
 
 
-def _add(own: TrainableWeights, copy: TrainableWeights) -> None:
-    """The gradients of a copy, to the replica's own."""
+def _add_gradients(own: TrainableWeights, copy: TrainableWeights) -> None:
     if isinstance(own, FlatModule):
         own.gather_gradient()
         copy.gather_gradient()

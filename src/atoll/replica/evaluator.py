@@ -1,4 +1,4 @@
-"""Judging weights, beside those who train them."""
+"""Evaluates weights on held-out data."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from atoll.replica.master_weights import cast_parameters
 
 
 class Evaluator:
-    """Judges weights on held-out data with a module of its own, so that no replica is disturbed."""
+    """Evaluates with a module of its own, so that it changes no replica."""
 
     def __init__(self, workload: Workload, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
         self._workload = workload
         self._weights = trainable_weights(cast_parameters(workload.module().to(device), dtype))
 
     def load(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Take these weights, and buffers if the module has some, judging nothing."""
+        """Loads weights and buffers without evaluating them."""
         self._weights.load(params)
-        copy_buffers(self._weights.module, buffers or {})
+        copy_buffers(self.module, buffers or {})
 
     def __call__(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> dict[str, float]:
-        """The measures of these weights."""
+        """The metrics of these weights."""
         self.load(params, buffers)
-        module = self._weights.module
-        module.eval()
+        self.module.eval()
         with torch.no_grad():
-            return dict(self._workload.evaluate(module))
+            return dict(self._workload.evaluate(self.module))
 
     @property
     def module(self) -> nn.Module:
-        """The module with the weights that were judged last."""
+        """The module with the weights that were loaded last."""
         return self._weights.module

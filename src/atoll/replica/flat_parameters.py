@@ -1,9 +1,9 @@
-"""Modules as Trees: reading and writing all weights of a module in one go.
+"""A module's trainable weights and gradients, read and written as Trees.
 
-`FlatModule` moves a module's parameters into one contiguous buffer, of which they become views, and its gradients into another.
-Loading and reading weights is then one copy, and an optimizer can step the whole buffer at once. Only modules that atoll builds are
-treated so: rebinding parameters would break what a user's own code may hold on to. `BorrowedModule` reads and writes such a module
-by `copy_`.
+`FlatModule` moves the parameters of a module that atoll built into one contiguous buffer, of which they become views. Loading and
+reading weights is then one copy, and an optimizer steps the whole buffer at once. `ModuleWeights` leaves a module as it is, because
+user code may hold references to its parameters: it copies values in and out, parameter by parameter. `UnflattenedModule` gives such
+a module the interface of a flat one, for modules that atoll built with parameters of several dtypes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from atoll.core.layout import Layout, Piece
 
 
 class TrainableWeights(Protocol):
-    """A module's weights and gradients, read and written as Trees."""
+    """The weights and gradients of a module that a replica trains."""
 
     module: nn.Module
     layout: Layout
@@ -38,37 +38,43 @@ class TrainableWeights(Protocol):
     def lent(self) -> Tree:
         """The module's weights, which change with it."""
 
-    def holds(self, params: Tree) -> bool:
-        """Whether these are the module's weights, to the bit, once they are in its precision."""
+    def equals(self, params: Tree) -> bool:
+        """Whether the module has these weights, bit for bit after rounding to its precision."""
 
     def zero_gradient(self) -> None:
-        """Before backward passes whose gradients an optimizer will read."""
+        """Called before backward passes whose gradients an optimizer reads."""
 
     def gather_gradient(self) -> None:
-        """After them, and before the optimizer."""
+        """Called after these passes and before the optimizer's step."""
 
-    def collect(self, onto: Tree | None, *, wide: bool = False) -> None:
-        """From now on backward passes add to these gradients, in their buffer if they were given; to none: from zero on. `wide`
-        adds up in single precision what passes bring in half."""
+    def begin_accumulation(self, onto: Tree | None, *, wide: bool = False) -> None:
+        """Backward passes add to the gradients `onto`, in their buffer if they were given, else to zeros. `wide` adds gradients of
+        half precision up in single precision."""
 
-    def collected(self) -> Tree:
-        """What was added up. To add more, collect onto it."""
+    def end_accumulation(self) -> Tree:
+        """The accumulated gradients."""
 
-    def groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
-        """What an optimizer steps: parameters that decay (matrices), and the rest."""
+    def decay_groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
+        """The parameters for an optimizer: those with weight decay (matrices), and the others."""
 
     def gradients(self) -> Sequence[Tensor]:
-        """All gradients, to be scaled in place."""
+        """All gradients, which the caller may scale in place."""
+
+
+def trainable_weights(module: nn.Module) -> TrainableWeights:
+    """The module made flat, or left as it is if its parameters have several dtypes."""
+    dtypes = {parameter.dtype for parameter in trainable(module).values()}
+    return FlatModule(module) if len(dtypes) == 1 else UnflattenedModule(module)
 
 
 class FlatModule:
-    """A module whose trainable parameters are views of one flat buffer. Its gradients are gathered in another, for an optimizer; or
-    backward passes add to one that is given, for whoever collects."""
+    """A module whose trainable parameters are views of one flat buffer. An optimizer reads its gradients from a second buffer;
+    accumulation has backward passes add to a buffer of the caller."""
 
     def __init__(self, module: nn.Module) -> None:
         parameters = trainable(module)
         dtypes = {parameter.dtype for parameter in parameters.values()}
-        assert len(dtypes) == 1, f"a flat buffer needs one dtype, this module has {sorted(map(str, dtypes))}: use BorrowedModule"
+        assert len(dtypes) == 1, f"a flat buffer needs one dtype, this module has {sorted(map(str, dtypes))}: use UnflattenedModule"
         if _shares_a_buffer(parameters):
             raise ConfigError(
                 "this module lies in a flat buffer already: Workload.module() must return a new module at every call."
@@ -83,40 +89,22 @@ class FlatModule:
             weights[name].copy_(parameter.detach())
             parameter.data = weights[name]
         self._grads: Tensor | None = None
-        """The module's own gradients, made when an optimizer asks for them. Whoever collects brings another buffer."""
-        self._into: Mapping[str, Tensor] = {}
-        """Its views."""
+        """The optimizer's gradient buffer, allocated at its first use."""
+        self._grad_views: Mapping[str, Tensor] = {}
         self._bound: Tensor | None = None
-        """The buffer that gradients lie in now."""
+        """The buffer that holds the gradients now."""
         self._adds = False
         """Whether backward passes add to it."""
-        self._sum: Tensor | None = None
-        """In single precision, if they are added up in it."""
+        self._wide_sum: Tensor | None = None
         self._matrices = sum(piece.count for piece in self.layout.pieces if len(piece.shape) >= 2)
-        self._parts = [self._part(0, self._matrices), self._part(self._matrices, self.layout.numel)]
+        self._groups = [self._group(0, self._matrices), self._group(self._matrices, self.layout.numel)]
 
-    def _part(self, start: int, stop: int) -> list[nn.Parameter]:
+    def _group(self, start: int, stop: int) -> list[nn.Parameter]:
         return [nn.Parameter(self._params[start:stop])] if start < stop else []
-
-    def _bind(self, flat: Tensor) -> None:
-        """Have backward passes add to this buffer."""
-        for name, gradient in self.layout.views(flat).items():
-            self._parameters[name].grad = gradient
-        self._bound, self._adds = flat, True
-
-    def _own(self) -> Tensor:
-        """The module's own buffer, from which an optimizer reads."""
-        if self._grads is None:
-            self._grads = torch.empty_like(self._params)
-            self._into = self.layout.views(self._grads)
-            for part, start in zip(self._parts, (0, self._matrices), strict=True):
-                for parameter in part:
-                    parameter.grad = self._grads[start : start + parameter.numel()]
-        return self._grads
 
     def load(self, params: Tree) -> None:
         self._check()
-        assert params.layout == self.layout, "these weights are another model's"
+        assert params.layout == self.layout, "these weights have another model's layout"
         self._params.copy_(params.flat)
 
     def lent(self) -> Tree:
@@ -127,7 +115,7 @@ class FlatModule:
         self._check()
         return Tree(self.layout, empty(self.layout.numel, self._params.dtype, self._params.device).copy_(self._params))
 
-    def holds(self, params: Tree) -> bool:
+    def equals(self, params: Tree) -> bool:
         self._check()
         return params.layout == self.layout and torch.equal(self._params, params.flat.to(self._params.dtype))
 
@@ -135,19 +123,19 @@ class FlatModule:
         self._unbind()
 
     def gather_gradient(self) -> None:
-        """What passes have made is copied into the buffer. To add it to zeros there would move twice as many bytes."""
+        """Copies the gradients that passes made into the buffer. Adding to zeros there would move twice as many bytes."""
         if self._bound is not None:
             return
-        own = self._own()
+        own = self._optimizer_gradients()
         made = {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
-        for name in self._into.keys() - made.keys():  # the loss does not use these parameters
-            self._into[name].zero_()
+        for name in self._grad_views.keys() - made.keys():  # the loss does not use these parameters
+            self._grad_views[name].zero_()
         if made:
-            torch._foreach_copy_([self._into[name] for name in made], list(made.values()))
+            torch._foreach_copy_([self._grad_views[name] for name in made], list(made.values()))
         self._unbind()
         self._bound = own
 
-    def collect(self, onto: Tree | None, *, wide: bool = False) -> None:
+    def begin_accumulation(self, onto: Tree | None, *, wide: bool = False) -> None:
         wide = wide and self._params.dtype.itemsize < torch.float32.itemsize
         dtype = torch.float32 if wide else self._params.dtype
         if onto is None:
@@ -156,38 +144,51 @@ class FlatModule:
             assert onto.flat.dtype == dtype, "gradients are added up in one precision"
             flat = (onto if onto.spare else onto.copy()).give().flat
         if wide:
-            self._sum = flat
-            self._bind(self._own().zero_())
+            self._wide_sum = flat
+            self._bind(self._optimizer_gradients().zero_())
         else:
-            self._sum = None
+            self._wide_sum = None
             self._bind(flat)
 
-    def collected(self) -> Tree:
+    def end_accumulation(self) -> Tree:
         self._check()
-        assert self._bound is not None, "collect() comes first"
-        if self._sum is None:
-            # It will travel, and must not stay alive here when it is of no more use.
+        assert self._bound is not None, "begin_accumulation() comes first"
+        if self._wide_sum is None:
             flat = self._bound
-            self._unbind()
+            self._unbind()  # a reference here would keep the buffer alive after its exchange
             return Tree(self.layout, flat)
-        total, self._sum = self._sum.add_(self._bound), None
+        total, self._wide_sum = self._wide_sum.add_(self._bound), None
         return Tree(self.layout, total)
 
-    def _unbind(self) -> None:
-        """Gradients lie nowhere now."""
-        self._bound, self._adds = None, False
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
-        return self._parts[0], self._parts[1]
+    def decay_groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
+        return self._groups[0], self._groups[1]
 
     def gradients(self) -> Sequence[Tensor]:
         return [] if self._bound is None else [self._bound]
 
+    def _optimizer_gradients(self) -> Tensor:
+        if self._grads is None:
+            self._grads = torch.empty_like(self._params)
+            self._grad_views = self.layout.views(self._grads)
+            for group, start in zip(self._groups, (0, self._matrices), strict=True):
+                for parameter in group:
+                    parameter.grad = self._grads[start : start + parameter.numel()]
+        return self._grads
+
+    def _bind(self, flat: Tensor) -> None:
+        """Has backward passes add to this buffer."""
+        for name, gradient in self.layout.views(flat).items():
+            self._parameters[name].grad = gradient
+        self._bound, self._adds = flat, True
+
+    def _unbind(self) -> None:
+        self._bound, self._adds = None, False
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
     def _check(self) -> None:
         """`.to()`, `zero_grad()` to None and `load_state_dict(assign=True)` silently take a module out of its buffer."""
-        first = self.module.get_parameter(next(iter(self._parameters)))  # not as it was: it may have been replaced
+        first = self.module.get_parameter(next(iter(self._parameters)))  # by name, since it may have been replaced
         bound = self._bound if self._adds else None
         astray = bound is not None and (first.grad is None or first.grad.data_ptr() != bound.data_ptr())
         if first.data_ptr() != self._params.data_ptr() or astray:
@@ -197,82 +198,19 @@ class FlatModule:
             )
 
 
-class UnflattenedModule:
-    """A module that stays as it is: weights are copied in and out, parameter by parameter. Its dtypes may be mixed."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._parameters: Mapping[str, nn.Parameter] = trainable(module)
-        self.layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
-        self._onto: Tree | None = None
-
-    def load(self, params: Tree) -> None:
-        assert params.layout == self.layout, "these weights are another model's"
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(params[name])
-
-    def read(self) -> Tree:
-        return Tree.of({name: parameter.detach() for name, parameter in self._parameters.items()})
-
-    def lent(self) -> Tree:
-        return self.read()  # they do not lie together
-
-    def holds(self, params: Tree) -> bool:
-        return params.layout == self.layout and all(
-            torch.equal(parameter.detach(), params[name].to(parameter.dtype)) for name, parameter in self._parameters.items()
-        )
-
-    def zero_gradient(self) -> None:
-        for parameter in self._parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-
-    def gather_gradient(self) -> None:
-        pass  # an optimizer reads them where they are
-
-    def collect(self, onto: Tree | None, *, wide: bool = False) -> None:
-        self._onto = onto  # a Tree of mixed dtypes is as wide as the widest of them
-        self.zero_gradient()
-
-    def collected(self) -> Tree:
-        mine = Tree.of({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self._parameters.items()})
-        onto, self._onto = self._onto, None
-        return mine if onto is None else onto + mine.give()
-
-    def groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
-        parameters = list(self._parameters.values())
-        return [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
-
-    def gradients(self) -> Sequence[Tensor]:
-        return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-
-
 def _shares_a_buffer(parameters: Mapping[str, nn.Parameter]) -> bool:
-    """Whether two parameters lie in one storage, as only a flat buffer has it: tied ones are listed once."""
+    """Whether two parameters have one storage, as in a flat buffer: `trainable` lists tied parameters once."""
     storages = [parameter.untyped_storage().data_ptr() for parameter in parameters.values() if parameter.numel()]
     return len(set(storages)) < len(storages)
 
 
-def trainable_weights(module: nn.Module) -> TrainableWeights:
-    """The module made flat, or borrowed as it is where its dtypes are mixed."""
-    dtypes = {parameter.dtype for parameter in trainable(module).values()}
-    return FlatModule(module) if len(dtypes) == 1 else UnflattenedModule(module)
-
-
-def copy_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Write what a module keeps besides its parameters."""
-    for name, buffer in module.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
-
-
 class ModuleWeights:
-    """All of a module, or this process's shard of each parameter."""
+    """The weights of a module that stays as it is. With FSDP2, they are this process's rows of each parameter. Names are those of
+    the plain module, also if it is compiled or wrapped in DDP."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._sharders = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self.module = module
+        self._fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._reshard()
         self._entered = trainable(module)
         self.parameters = {_plain_name(module, name): parameter for name, parameter in self._entered.items()}
@@ -290,7 +228,7 @@ class ModuleWeights:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 has cut the module."""
+        """Whether FSDP2 has sharded the module."""
         return any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
 
     def read(self) -> Tree:
@@ -302,21 +240,21 @@ class ModuleWeights:
 
     def write(self, params: Tree) -> None:
         self._check()
-        assert params.layout == self.layout, "these weights are another model's"
+        assert params.layout == self.layout, "these weights have another model's layout"
         with torch.no_grad():
             for part, parameter in self._parts(params.flat):
                 mine = local(parameter)
                 mine.copy_(part.view(mine.shape))
 
     def check_gradients(self) -> None:
-        """That there are some to take."""
+        """Raises ConfigError if the module has no gradients to take."""
         self._check()
         if all(parameter.grad is None for parameter in self.parameters.values()):
             raise ConfigError("there are no gradients to take: call loss.backward() before each step.")
 
     def take_gradients(self, onto: Tree | None, weight: float, *, wide: bool) -> Tree:
-        """The module's gradients times `weight`, added to those in `onto`, in its buffer if it was given. They are then spent."""
-        flat = self._room(wide).zero_() if onto is None else (onto if onto.spare else onto.copy()).give().flat
+        """Moves the module's gradients times `weight` onto those in `onto`, in its buffer if it was given."""
+        flat = self._empty(wide).zero_() if onto is None else (onto if onto.spare else onto.copy()).give().flat
         for part, parameter in self._parts(flat):
             if parameter.grad is not None:
                 gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
@@ -324,18 +262,18 @@ class ModuleWeights:
                 parameter.grad = None
         return Tree(self.layout, flat)
 
-    def no_gradients(self, *, wide: bool) -> Tree:
+    def zero_gradients(self, *, wide: bool) -> Tree:
         """Gradients that are all zero."""
-        return Tree(self.layout, self._room(wide).zero_())
+        return Tree(self.layout, self._empty(wide).zero_())
 
-    def others(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters that are not trained, and buffers, to be overwritten where they lie."""
-        frozen = ((name, parameter) for name, parameter in self._module.named_parameters() if not parameter.requires_grad)
-        for name, tensor in (*frozen, *self._module.named_buffers()):
+    def untrained_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Frozen parameters and buffers, which the caller may overwrite in place."""
+        frozen = ((name, parameter) for name, parameter in self.module.named_parameters() if not parameter.requires_grad)
+        for name, tensor in (*frozen, *self.module.named_buffers()):
             if tensor.layout == torch.strided:
-                yield _plain_name(self._module, name), local(tensor)
+                yield _plain_name(self.module, name), local(tensor)
 
-    def _room(self, wide: bool) -> Tensor:
+    def _empty(self, wide: bool) -> Tensor:
         dtype = self.layout.dtype
         return empty(self.layout.numel, torch.promote_types(dtype, torch.float32) if wide else dtype, self.device)
 
@@ -345,13 +283,13 @@ class ModuleWeights:
             yield flat[at : at + piece.count], self.parameters[piece.name]
 
     def _reshard(self) -> None:
-        """After an evaluation the parameters of FSDP2 are whole for a while, and what is written to them then is lost."""
-        for part in self._sharders:
+        """After an evaluation FSDP2's parameters stay gathered for a while, and what is written to them then is lost."""
+        for part in self._fsdp_modules:
             part.reshard()
 
     def _check(self) -> None:
         self._reshard()
-        now = trainable(self._module)
+        now = trainable(self.module)
         if now.keys() != self._entered.keys() or any(now[name] is not mine for name, mine in self._entered.items()):
             raise ConfigError(
                 "the module's trainable parameters are not those that it entered the block with: some were frozen, unfrozen or "
@@ -365,20 +303,67 @@ class ModuleWeights:
                 )
 
 
+class UnflattenedModule(ModuleWeights):
+    """A module with parameters of several dtypes. A TrainableWeights."""
+
+    _onto: Tree | None = None
+
+    def load(self, params: Tree) -> None:
+        self.write(params)
+
+    def lent(self) -> Tree:
+        return self.read()  # the parameters are not contiguous
+
+    def equals(self, params: Tree) -> bool:
+        return params.layout == self.layout and all(
+            torch.equal(parameter.detach(), params[name].to(parameter.dtype)) for name, parameter in self.parameters.items()
+        )
+
+    def zero_gradient(self) -> None:
+        for gradient in self.gradients():
+            gradient.zero_()
+
+    def gather_gradient(self) -> None:
+        pass  # an optimizer reads each parameter's own gradient
+
+    def begin_accumulation(self, onto: Tree | None, *, wide: bool = False) -> None:
+        self._onto = onto  # a Tree of several dtypes is as wide as the widest of them
+        self.zero_gradient()
+
+    def end_accumulation(self) -> Tree:
+        mine = Tree.of({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()})
+        onto, self._onto = self._onto, None
+        return mine if onto is None else onto + mine.give()
+
+    def decay_groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
+        parameters = list(self.parameters.values())
+        return [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+
+    def gradients(self) -> Sequence[Tensor]:
+        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+
+
+def copy_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Writes the module's buffers of these names."""
+    for name, buffer in module.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+
+
 def local(parameter: Tensor) -> Tensor:
-    """What this process holds of a parameter."""
+    """This process's part of a parameter."""
     detached = parameter.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def _plain_name(module: nn.Module, name: str) -> str:
-    """A name without what torch.compile puts into it, and DDP before it.
+    """A parameter's name without the parts that torch.compile and DDP add.
 
     >>> _plain_name(nn.Linear(1, 1), "layers.0._orig_mod.weight")
     'layers.0.weight'
     """
     name = ".".join(part for part in name.split(".") if part != "_orig_mod")
-    wrapped = getattr(module, "_orig_mod", module)  # DDP may be compiled, and what it wraps too
+    wrapped = getattr(module, "_orig_mod", module)  # a compiled module may be a DDP one
     return name.removeprefix("module.") if isinstance(wrapped, DataParallel | DistributedDataParallel) else name
 
 
@@ -390,8 +375,8 @@ def _piece(name: str, parameter: Tensor) -> Piece:
         return Piece(name, shape, parameter.dtype, 0, parameter.numel())
     if parameter.device_mesh.ndim != 1 or parameter.placements != (Shard(0),):
         raise ConfigError(
-            f"{name} is placed as {parameter.placements}: atoll knows FSDP2's own way, which cuts the first dimension over one "
-            f'dimension of a mesh. Use fully_shard(model, mesh=mesh["device"]).'
+            f"{name} is placed as {parameter.placements}: atoll supports FSDP2's own placement, which shards the first dimension "
+            f'over one dimension of a mesh. Use fully_shard(model, mesh=mesh["device"]).'
         )
     rank, size = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
     rows = math.ceil(shape[0] / size)

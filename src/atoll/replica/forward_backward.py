@@ -1,5 +1,5 @@
-"""Forwards and backwards over a batch: in pieces, on one device or several, in half precision or not. The gradient is that of the
-mean loss over the whole batch, however it is cut."""
+"""Forward and backward passes over a batch: in micro-batches, on one device or several, with autocast or without. The gradient is
+that of the mean loss over the whole batch, however it is split."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardBackward:
-    """What a replica computes gradients with.
+    """Computes the gradients of one replica.
 
     Attributes:
-        weights: of its module, to whose gradients passes add.
-        batches: know how many tokens a piece has.
-        loss: which may be compiled.
-        plain_loss: the same as the workload has it.
+        weights: of the module, to whose gradients passes add.
+        batches: count the tokens of a micro-batch.
+        loss: may be compiled.
+        plain_loss: the same loss, not compiled.
         device: of the module.
-        helpers: further devices, each of which computes a share of every batch.
+        data_parallel: further devices, each of which computes a share of every batch.
         autocast: run forward passes in bfloat16 (CUDA only).
     """
 
@@ -40,46 +40,44 @@ class ForwardBackward:
     loss: Loss
     plain_loss: Loss
     device: str
-    helpers: DataParallelDevices | None
+    data_parallel: DataParallelDevices | None
     autocast: bool
 
     def backward(self, batch: Any, weight: float, *, micro_batches: int, in_turn: bool) -> Tensor:
-        """Adds the gradient of the mean loss over the batch, times `weight`, to the module's; returns that loss, on the device.
-
-        A piece counts for as many tokens as it has: examples may be padded.
+        """Adds the gradient of the mean loss over the batch, times `weight`, to the module's. Returns that loss, on the device.
 
         Args:
-            batch: all of it.
+            batch: all of it. Each micro-batch weighs as many tokens as it has, because examples may be padded.
             weight: of its gradient.
-            micro_batches: into how many pieces each device's share is cut.
-            in_turn: one device after the other, because modules draw from one source of random numbers.
+            micro_batches: per device.
+            in_turn: one device after the other, because modules draw from one random generator.
         """
-        pieces = self._pieces(batch, micro_batches)
-        compute = partial(self._pass, weight=weight, loss=self.loss)
-        if self.helpers is None:
+        pieces = self._split(batch, micro_batches)
+        compute = partial(self._backward, weight=weight, loss=self.loss)
+        if self.data_parallel is None:
             total = compute(self.weights.module, self.device, pieces)
         else:
             parts = [pieces[at : at + micro_batches] for at in range(0, len(pieces), micro_batches)]
-            total = self.helpers.backward(self.weights, self.device, parts, compute, in_turn=in_turn)
+            total = self.data_parallel.backward(self.weights, self.device, parts, compute, in_turn=in_turn)
         assert total is not None
         return total
 
-    def try_a_few(self) -> None:
-        """A pass, on this device alone, of which nothing comes. With the plain loss: what a compiler makes of it draws as often. Of
-        a few examples: a plain pass over a whole batch may need more memory than all that is computed later."""
-        self.weights.collect(None)
-        few = [(two_examples(self.batches.batch(0, 0)), 1.0)]
-        self._pass(self.weights.module, self.device, few, weight=1.0, loss=self.plain_loss)
-        self.weights.collected()
+    def dry_run(self) -> None:
+        """A pass over two examples on this device alone, whose gradient is discarded. It uses the plain loss, which draws as many
+        random numbers as the compiled one. A plain pass over a whole batch may need more memory than the compiled passes."""
+        self.weights.begin_accumulation(None)
+        pieces = [(two_examples(self.batches.batch(0, 0)), 1.0)]
+        self._backward(self.weights.module, self.device, pieces, weight=1.0, loss=self.plain_loss)
+        self.weights.end_accumulation()
 
     def precision(self) -> AbstractContextManager[Any]:
-        """In which forward passes run."""
+        """The autocast context of forward passes."""
         on_cuda = self.device.startswith("cuda")
         return torch.autocast("cuda", torch.bfloat16) if self.autocast and on_cuda else nullcontext()
 
-    def _pieces(self, batch: Any, micro_batches: int) -> list[tuple[Any, float | None]]:
-        """The batch in pieces for all devices, and each one's share of its mean loss; none for what cannot be learnt from."""
-        devices = 1 if self.helpers is None else 1 + len(self.helpers.devices)
+    def _split(self, batch: Any, micro_batches: int) -> list[tuple[Any, float | None]]:
+        """The micro-batches for all devices, each with its share of the mean loss; None for one without tokens."""
+        devices = 1 if self.data_parallel is None else 1 + len(self.data_parallel.devices)
         pieces = list(split_batch(batch, micro_batches * devices))
         size = sum(batch_length(piece) for piece in pieces)
         if size < len(pieces):
@@ -88,13 +86,13 @@ class ForwardBackward:
                 f"Use larger batches, or fewer pieces (train.micro_batches, algorithm.pieces_per_half, --devices)."
             )
         tokens = [self.batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
-        some = sum(tokens)
-        return [(piece, None if some and not own else own / (some or 1)) for piece, own in zip(pieces, tokens, strict=True)]
+        total = sum(tokens)
+        return [(piece, None if total and not own else own / (total or 1)) for piece, own in zip(pieces, tokens, strict=True)]
 
-    def _pass(
+    def _backward(
         self, module: nn.Module, device: str, pieces: Sequence[tuple[Any, float | None]], *, weight: float, loss: Loss
     ) -> Tensor | None:
-        """Backwards over pieces of a batch; their share of the loss, if they have any."""
+        """Backward passes over micro-batches. Returns their share of the loss, if any."""
         total: Tensor | None = None
         for piece, share in pieces:
             if share is None:
@@ -107,21 +105,25 @@ class ForwardBackward:
 
 
 class ModuleTraits(NamedTuple):
-    """What a step does besides: draw from torch's global generators, as dropout does; change something in the module that is no
-    parameter, as BatchNorm does."""
+    """What a pass does besides computing gradients.
+
+    Attributes:
+        draws_randomness: it draws from torch's global generators, as dropout does.
+        changes_buffers: it changes buffers of the module, as BatchNorm does.
+    """
 
     draws_randomness: bool
     changes_buffers: bool
 
 
-def probe_module(module: nn.Module, device: str, step: Callable[[], object]) -> ModuleTraits:
-    """Takes a step of this module on this device, and leaves no trace of it."""
+def probe_module(module: nn.Module, device: str, run: Callable[[], object]) -> ModuleTraits:
+    """Runs one pass of the module and undoes its effects."""
     on_cuda = device.startswith("cuda")
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
-        before = _generators(on_cuda)
-        step()
-        draws = not all(torch.equal(one, two) for one, two in zip(before, _generators(on_cuda), strict=True))
+        before = _generator_states(on_cuda)
+        run()
+        draws = not all(torch.equal(one, two) for one, two in zip(before, _generator_states(on_cuda), strict=True))
     changes = False
     for name, buffer in module.named_buffers():
         changes = changes or not torch.equal(buffer, buffers[name])
@@ -129,6 +131,5 @@ def probe_module(module: nn.Module, device: str, step: Callable[[], object]) -> 
     return ModuleTraits(draws, changes)
 
 
-def _generators(on_cuda: bool) -> list[Tensor]:
-    """The states of those that everybody draws from."""
+def _generator_states(on_cuda: bool) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]

@@ -1,10 +1,9 @@
-"""A module in half precision, and the weights in single precision that it is stepped by.
+"""Master weights in single precision for a module in half precision.
 
-Updates are mostly smaller than what half precision can tell from nothing: added to weights in bfloat16 they would be lost. So
-whoever steps such a module keeps the weights in single precision as well, its *masters*, with the optimizer's moments: it adds to
-the masters, and the module is given them rounded.
+Most updates are too small for half precision: added to weights in bfloat16 they would be rounded away. So the optimizer of such a
+module steps master weights in single precision, and the module gets them rounded.
 
->>> module = in_precision(nn.Linear(2, 1), torch.bfloat16)
+>>> module = cast_parameters(nn.Linear(2, 1), torch.bfloat16)
 >>> module.weight.dtype
 torch.bfloat16
 """
@@ -32,8 +31,8 @@ InnerRule = AdamW | Adam | SGD | Momentum | Nesterov
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The module with its parameters in this dtype, frozen ones too; none leaves them. Buffers stay as they are: tables of
-    positions and running means are not what takes the memory, and they need their digits."""
+    """Casts all parameters, frozen ones too; None leaves them. Buffers keep their dtype: position tables and running means are
+    small and need their precision."""
     for parameter in module.parameters():
         if dtype is not None:
             parameter.data = parameter.data.to(dtype)
@@ -41,7 +40,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def initial_weights(workload: Workload, device: str, dtype: torch.dtype | None = None) -> Tree:
-    """The weights that a workload's module begins with, in all their digits, for a module in this dtype."""
+    """The workload's initial weights in full precision, with the layout of a module in this dtype."""
     tree = Tree.of(workload.module().to(device))
     if dtype is None:
         return tree
@@ -49,18 +48,13 @@ def initial_weights(workload: Workload, device: str, dtype: torch.dtype | None =
 
 
 def needs_master_weights(weights: TrainableWeights) -> bool:
-    """Whether all that is trained has half precision. Where a module's dtypes are mixed, that is its owner's choice."""
+    """Whether all trainable parameters have half precision. A module of several dtypes is trained as it is."""
     return isinstance(weights, FlatModule) and weights.layout.dtype.itemsize < torch.float32.itemsize
 
 
 class MasterWeights:
-    """The weights of a module in single precision, and an optimizer for them.
-
-    Args:
-        weights: of the module.
-        rule: the optimizer, elementwise.
-        params: what they begin with, in any precision.
-    """
+    """Weights of a module in single precision, their optimizer (elementwise), and its moments. `params` are the first weights, in
+    any precision."""
 
     def __init__(self, weights: TrainableWeights, rule: InnerRule, params: Tree) -> None:
         self._weights, self._rule = weights, rule
@@ -69,23 +63,22 @@ class MasterWeights:
         self._state: Any = rule.init(self._params)
 
     def load(self, params: Tree) -> None:
-        """Take these weights; moments stay."""
+        """Replaces the weights and keeps the moments."""
         self._params.flat.copy_(params.flat)
 
     def read(self) -> Tree:
         """A copy of the weights, in single precision."""
         return self._params.copy()
 
-    def forget(self) -> None:
-        """Begin with fresh moments."""
+    def reset_moments(self) -> None:
         self._state = self._rule.init(self._params)
 
     def step(self, lr: float, clip_norm: float | None) -> None:
-        """One step with the module's gradients, which are then spent: in the masters' own buffers, and through to the module."""
+        """One step with the module's gradients, in place, and loads the result into the module."""
         (flat,) = self._weights.gradients()
         times = 1.0
         if clip_norm is not None:
-            # Not in the gradients' own buffer, as in single precision: they would be rounded once more.
+            # Scaling the gradients in their own buffer would round them once more.
             times = min(1.0, clip_norm / (float(torch.linalg.vector_norm(flat, dtype=torch.float32)) + 1e-6))
         layout = self._weights.layout
         state = with_trees(self._state, (tree.give() for tree in trees_in(self._state)))
@@ -95,17 +88,15 @@ class MasterWeights:
         self._weights.load(new.sent)
 
     def tensors(self) -> list[Tensor]:
-        """All that is kept: weights and moments."""
+        """Weights and moments."""
         return [tree.flat for tree in trees_in((self._params, self._state))]
 
-    # ------------------------------------------------------------------------------------------------------------- saving
-
     def moments(self) -> list[Tensor | float]:
-        """The optimizer's state, as a flat list. The weights are whoever's that loads them."""
+        """The optimizer's state as a flat list, without the weights."""
         return [leaf.flat if isinstance(leaf, Tree) else leaf for leaf in _leaves(self._state)]
 
     def restore(self, moments: Sequence[Tensor | float]) -> None:
-        """Go on from what `moments` returned."""
+        """Restores what `moments` returned."""
         self._state = _filled(self._state, iter(moments))
 
 
@@ -129,10 +120,10 @@ def _filled(state: Any, leaves: Iterator[Any]) -> Any:
 
 
 def check_exchange_dtype(algorithm: Any, layout: Layout) -> None:
-    """Refuses slices of several precisions, where each travels in its own: islands would send each other what nobody expects."""
+    """Rejects a model of several dtypes if its slices are exchanged in their own dtype: ranks would disagree on message sizes."""
     dtypes = {piece.dtype for piece in layout.pieces}
     if isinstance(algorithm, HoldsWeights) and len(dtypes) > 1 and getattr(algorithm, "wire", "") == "own":
         raise ConfigError(
-            f"the model has parameters in {sorted(map(str, dtypes))}, and slices of it travel in the precision of the model, which "
-            f'differs from slice to slice. Give the algorithm wire="fp32".'
+            f"the model has parameters in {sorted(map(str, dtypes))}, and its slices travel in their own precision, which differs "
+            f'from slice to slice. Give the algorithm wire="fp32".'
         )

@@ -1,12 +1,12 @@
-"""What an island holds in memory, by what it is for; and what the papers say that it should.
+"""An island's memory by kind, counted and by the formulas of the papers.
 
-Counted are live tensors, each storage once, however many views there are of it:
+Live tensors count, each storage once, however many views it has:
 
-    parameters      the module's weights, and what buffers it has
-    gradients       those of the module, and those that wait in a State or are being added up
-    communication   what travels, and what an exchange brought
+    parameters      the module's weights and buffers
+    gradients       of the module, pending in a State, or being accumulated
+    communication   buffers to send, and results of exchanges
     optimizer       master weights and moments, in the State (sharded or not) or in the replica
-    copies          what an algorithm whose replicas train keeps besides: global weights, outer momentum
+    copies          what an algorithm keeps besides if its replicas train: global weights, outer momentum
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from atoll.core.protocols import Gradient
 from atoll.replica.local_replica import LocalReplica
 
 STATE = "state"
-"""Of what lies in a State, until it is known whether the replica trains: the optimizer's, or copies."""
+"""Kind of a State's tensors, until it is known whether the replica trains (copies) or not (optimizer)."""
 
 Storages = dict[int, tuple[str, int]]
-"""What is held: for each storage its kind and its bytes."""
+"""Kind and bytes of each storage, by its address."""
 
 
-def add_storages(holding: Storages, value: Any, kind: str, named: frozenset[str] = frozenset()) -> None:
-    """Add the storages in a nested value. What is known already stays what it is.
+def add_storages(storages: Storages, value: Any, kind: str, named: frozenset[str] = frozenset()) -> None:
+    """Adds the storages in a nested value. A storage keeps the kind it was first added with.
 
     Args:
-        holding: what is added to.
-        value: Trees, tensors, and tuples, lists, mappings and dataclasses of them; anything else holds nothing.
-        kind: of what is found, but that gradients are known by their type.
-        named: names of a State's fields; what goes by one of these, in any record, is a State's.
+        storages: are added to.
+        value: Trees, tensors, and tuples, lists, mappings and dataclasses of them; anything else has no storage.
+        kind: of what is found, except for gradients, which have a type of their own.
+        named: names of a State's fields; values of these names, in any record, count as the State's.
     """
     for found, tensor in _tensors(value, kind, named):
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            holding.setdefault(storage.data_ptr(), (found, storage.nbytes()))
+            storages.setdefault(storage.data_ptr(), (found, storage.nbytes()))
 
 
 def _tensors(value: Any, kind: str, named: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tree):
-        with suppress(TreeGivenAway):  # asked for at once: a replica that computes beside may take it at any moment
+        with suppress(TreeGivenAway):  # a replica that computes in another thread may take the buffer at any moment
             yield kind, value.flat
     elif isinstance(value, Tensor):
         yield kind, value
@@ -76,38 +76,38 @@ def _records(items: Iterable[tuple[Any, Any]], kind: str, named: frozenset[str])
         yield from _tensors(item, STATE if name in named else kind, named)
 
 
-def add_replica(holding: Storages, replica: LocalReplica) -> None:
-    """Add what a replica holds. Not while it computes."""
+def add_replica(storages: Storages, replica: LocalReplica) -> None:
+    """Adds the storages of a replica that is not computing."""
     for kind, tensors in replica.tensors().items():
-        add_storages(holding, tensors, kind)
-    if replica.row is not None:  # a part of a storage, which is all islands' together
-        address, num_bytes = replica.row
-        holding.setdefault(address, ("gradients", num_bytes))
+        add_storages(storages, tensors, kind)
+    if replica.stack_row is not None:  # a row of the storage that all islands share
+        address, num_bytes = replica.stack_row
+        storages.setdefault(address, ("gradients", num_bytes))
 
 
-def total_bytes(holding: Storages) -> int:
-    return sum(num_bytes for _, num_bytes in holding.values())
+def total_bytes(storages: Storages) -> int:
+    return sum(num_bytes for _, num_bytes in storages.values())
 
 
-def by_kind(holding: Storages, *, trains: bool) -> dict[str, int]:
+def by_kind(storages: Storages, *, trains: bool) -> dict[str, int]:
     """Bytes of each kind."""
     sums = dict.fromkeys(MEMORY_KINDS, 0)
-    for kind, num_bytes in holding.values():
+    for kind, num_bytes in storages.values():
         sums[kind if kind != STATE else "copies" if trains else "optimizer"] += num_bytes
     return sums
 
 
-# ------------------------------------------------------------------------------------------------------- what papers say
+# ------------------------------------------------------------------------------------------------------- the papers' formulas
 
 
 @dataclass(frozen=True)
 class MemoryFormula:
-    """What an algorithm takes by ACCO's paper (arXiv 2406.02613, Table 1), in bytes a parameter.
+    """An algorithm's memory by ACCO's paper (arXiv 2406.02613, Table 1), in bytes per parameter.
 
     Attributes:
-        text: the sum, such as 2+2+2+12/4: weights, gradients, communication buffer, and the optimizer's share; where replicas
+        text: the terms, such as 2+2+2+12/4: weights, gradients, communication buffer, and the optimizer's share; where replicas
             train, two copies of the weights last.
-        per_param: what it comes to.
+        per_param: their sum.
     """
 
     text: str
@@ -115,11 +115,11 @@ class MemoryFormula:
 
 
 def paper_formula(algorithm: Any, replica: LocalReplica, islands: int) -> MemoryFormula | None:
-    """The paper's formula with this run's own widths; none of an algorithm that the paper does not have.
+    """The paper's formula with this run's dtypes; None for an algorithm that the paper does not have.
 
-    The paper has weights of 2 bytes and an optimizer of 12: masters in single precision and Adam's two moments. Here weights have
-    the module's width, and an optimizer has 4 bytes for masters and 4 for each of its moments. A module in single precision that
-    is trained is its own master.
+    The paper has weights of 2 bytes and an optimizer of 12: master weights and Adam's two moments, in single precision. Here
+    weights have the module's dtype, and an optimizer has 4 bytes for master weights and 4 for each moment. A module in single
+    precision that is trained needs no master weights.
     """
     width = replica.weights.layout.dtype.itemsize
     if isinstance(algorithm, DiLoCo):
@@ -130,13 +130,15 @@ def paper_formula(algorithm: Any, replica: LocalReplica, islands: int) -> Memory
     optimizer = 4 + 4 * _moments(algorithm.rule)
     if isinstance(algorithm, DDP):
         return MemoryFormula(f"{width}+{width}+{optimizer}", 2 * width + optimizer)
-    gradients = width + 4 if algorithm.sums == "fp32" and width < 4 else width  # added up beside the module's own
+    gradients = width + 4 if algorithm.sums == "fp32" and width < 4 else width  # accumulated in a second buffer
     travelling = {"own": width, "bf16": 2, "fp32": 4}[algorithm.wire]
-    buffer = [] if isinstance(algorithm, ZeRO1) and travelling == width else [travelling]  # ZeRO-1's gradients travel as they lie
+    buffer = (
+        [] if isinstance(algorithm, ZeRO1) and travelling == width else [travelling]
+    )  # ZeRO-1 sends the gradients from their own buffer
     whole = [width, gradients, *buffer]
     return MemoryFormula("+".join(map(str, whole)) + f"+{optimizer}/{islands}", sum(whole) + optimizer / islands)
 
 
 def _moments(rule: Any) -> int:
-    """How many numbers an optimizer remembers of each weight."""
+    """Moments per weight."""
     return sum(1 for _ in trees_in(rule.init(Tree.of({}))))

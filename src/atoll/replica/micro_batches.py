@@ -1,4 +1,4 @@
-"""Batches in pieces: a batch may be a tensor, or tuples, lists and dicts of tensors."""
+"""Batches and micro-batches. A batch is a tensor, or nested tuples, lists and dicts of tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def split_batch(batch: Any, pieces: int) -> Iterator[Any]:
-    """The batch in pieces along its first dimension."""
+    """Splits the batch along its first dimension."""
     if pieces == 1:
         yield batch
     elif isinstance(batch, Tensor):
@@ -24,10 +24,10 @@ def split_batch(batch: Any, pieces: int) -> Iterator[Any]:
 
 
 def two_examples(batch: Any) -> Any:
-    """Two of its examples: one would be too few for BatchNorm. All of it where tensors differ in their first dimension, which then
-    need not count examples.
+    """The first two examples: BatchNorm needs more than one. The whole batch if its tensors differ in their first dimension, which
+    then need not count examples.
 
-    >>> a_few({"tokens": torch.zeros(16, 3)})["tokens"].shape
+    >>> two_examples({"tokens": torch.zeros(16, 3)})["tokens"].shape
     torch.Size([2, 3])
     """
     lengths = {part.shape[0] if part.dim() else 0 for part in batch_tensors(batch)}
@@ -35,9 +35,8 @@ def two_examples(batch: Any) -> Any:
 
 
 def batch_length(batch: Any) -> int:
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
-    return batch.shape[0]
+    """The first dimension of the first tensor."""
+    return next(batch_tensors(batch)).shape[0]
 
 
 def to_device(batch: Any, device: str) -> Any:
@@ -45,7 +44,7 @@ def to_device(batch: Any, device: str) -> Any:
 
 
 def batch_tensors(batch: Any) -> Iterator[Tensor]:
-    """All that a batch holds, in order."""
+    """All tensors of a batch, in order."""
     if isinstance(batch, Tensor):
         yield batch
     else:
@@ -54,7 +53,7 @@ def batch_tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[..., Tensor], *batches: Any) -> Any:
-    """A batch of what the function makes of each tensor, or of the tensors at the same place in several batches."""
+    """Applies the function to each tensor of a batch, or to the corresponding tensors of several batches."""
     first = batches[0]
     if isinstance(first, Tensor):
         return function(*batches)

@@ -1,11 +1,11 @@
-"""Islands side by side on one device: their weights, gradients and batches stacked along a leading dimension, and one pass for all.
+"""Batched training of several islands on one device: vmap over stacked weights, gradients and batches.
 
-A small batch does not fill a GPU: it waits for the host to launch one small kernel after the other. k islands that train at the
-same time are then as fast as one, if each of their kernels is launched once for all of them. `vmap` does that to any module whose
-operations it knows. The islands' moments stay where they are, and one optimizer steps all that take the same rate. The sums are
-those of one island at a time, within rounding.
+A small batch does not fill a GPU, which then waits for the host to launch one small kernel after the other. With `vmap`, one launch
+computes a kernel for all islands, so k islands take about as long as one. Each island keeps its own optimizer moments, and one
+optimizer steps all islands that have the same learning rate. Results equal those of one island at a time, within rounding.
 
-A stack has a fixed number of rows, so that it is compiled once. Rows without an island compute on another's batch, in vain.
+A stack has a fixed number of rows, so that torch compiles it once. Rows without an island compute on another island's batch, and
+their results are discarded.
 """
 
 from __future__ import annotations
@@ -31,31 +31,28 @@ from atoll.replica.micro_batches import batch_tensors, map_tensors, to_device
 
 
 def why_not_stackable(replica: LocalReplica) -> str:
-    """Why such replicas cannot be stacked; nothing if they can."""
+    """Why replicas like this one cannot be stacked; empty if they can."""
     if not isinstance(replica.weights, FlatModule):
         return "the parameters have several precisions"
     if replica.weights.layout.dtype.itemsize < torch.float32.itemsize:
-        return "the module is in half precision, and each island has masters of its own"
+        return "the module is in half precision, and each island has its own master weights"
     if replica.micro_batches > 1:
-        return "batches are cut into pieces, so that they fill the device"
+        return "each batch is cut into micro-batches, because one fills the device"
     if replica.draws_randomness:
-        return "the module draws random numbers, and each island has its own"
+        return "the module draws random numbers, and each island has its own generator"
     if replica.traits.changes_buffers:
-        return "the module has buffers that change, and each island has its own"
+        return "the module changes its buffers, and each island has its own"
     return ""
 
 
 def uses_cuda_graphs(replica: LocalReplica, compiled: bool) -> bool:
-    """Whether a pass of one row is worth while too: it is recorded."""
+    """Whether passes are captured as CUDA graphs, which makes a stack of one row worthwhile."""
     return compiled and replica.device.startswith("cuda")
 
 
 class RaggedBatches(Exception):
-    """Batches have different shapes, and cannot be stacked.
-
-    Attributes:
-        taken: what each of the islands had trained before that was seen. Their weights and moments are those after it.
-    """
+    """Batches of different shapes cannot be stacked. `taken` are the steps that each island took before; their weights and moments
+    are those after these steps."""
 
     def __init__(self, why: str, taken: Sequence[ComputeResult] = ()) -> None:
         super().__init__(why)
@@ -63,13 +60,13 @@ class RaggedBatches(Exception):
 
 
 class VmapStack:
-    """Rows for islands.
+    """Stacked weights and gradients of up to `rows` islands.
 
     Args:
-        like: one of the replicas; all are of its kind.
-        rows: how many can compute at a time.
+        like: one of the replicas; all have the same workload and settings.
+        rows: islands that can compute at a time.
         loss: of one module and one batch, not compiled.
-        compiled: whether to compile it; on a GPU a pass is then also recorded, and replayed.
+        compiled: compile the loss, and on a GPU capture passes as CUDA graphs.
     """
 
     def __init__(self, like: LocalReplica, rows: int, loss: Loss, *, compiled: bool) -> None:
@@ -79,18 +76,18 @@ class VmapStack:
         self._grads = torch.zeros_like(self._params)
         self._leaves = {f"module.{name}": view.detach().requires_grad_() for name, view in self._views(self._params).items()}
         self._into = list(self._views(self._grads).values())
-        matrices = sum(part.numel() for part in like.weights.groups()[0])
+        matrices = sum(part.numel() for part in like.weights.decay_groups()[0])
         self._rows = [_StackRow(params, grads, matrices) for params, grads in zip(self._params, self._grads, strict=True)]
         self._weights = torch.ones(rows, device=like.device)
-        one = _LossModule(like.weights.module, loss)
+        loss_module = _LossModule(like.weights.module, loss)
 
         def losses(leaves: dict[str, Tensor], batches: Any) -> Tensor:
-            each: Tensor = torch.vmap(lambda leaf, batch: functional_call(one, leaf, (batch,)))(leaves, batches)
+            each: Tensor = torch.vmap(lambda leaf, batch: functional_call(loss_module, leaf, (batch,)))(leaves, batches)
             return each
 
-        if compiled:  # torch counts how often it compiles one text anew; what earlier stacks have recorded needs it no more
+        if compiled:  # torch limits recompilations per function, and graphs of earlier stacks no longer need theirs
             torch._dynamo.eval_frame.reset_code(losses.__code__)  # type: ignore[attr-defined]
-        # Not with sizes that may change: vmap cannot be traced so.
+        # dynamic=False: torch cannot trace vmap with symbolic sizes.
         self._losses: Callable[[dict[str, Tensor], Any], Tensor] = torch.compile(losses, dynamic=False) if compiled else losses
         self._pass: Callable[[Any], Tensor] = CudaGraphCache(self._once) if uses_cuda_graphs(like, compiled) else self._once
 
@@ -103,27 +100,25 @@ class VmapStack:
     def __len__(self) -> int:
         return len(self._rows)
 
-    # -------------------------------------------------------------------------------------------------------------- what it does
-
     def close(self) -> None:
-        """Gives back what passes were recorded in; nothing is computed any more."""
+        """Frees the memory of CUDA graphs. The stack computes nothing afterwards."""
         self._pass = _closed
 
     def train(self, trainings: Sequence[TrainJob]) -> list[ComputeResult]:
-        """What each replica would do by itself. Those that have fewer steps to take are through earlier.
+        """Trains each replica. Replicas may take different numbers of steps.
 
         Raises:
-            Ragged: batches differ in shape.
+            RaggedBatches: batches differ in shape.
         """
         rows = self._rows[: len(trainings)]
         for row, training in zip(rows, trainings, strict=True):
             row.enter(training.replica)
-        readers = [training.replica.read(training.steps, training.work) for training in trainings]
+        readers = [training.replica.read_batches(training.steps, training.work) for training in trainings]
         tokens, losses = [0] * len(trainings), list[Tensor]()
-        stepping, shapes = _RowOptimizers(self._like.rule), None
+        optimizers, shapes = _RowOptimizers(self._like.rule), None
         for step in range(max(training.steps for training in trainings)):
-            if any(training.replica.stopped() for training in trainings):
-                raise CancelledError("nobody waits for these steps any more")
+            if any(training.replica.cancelled() for training in trainings):
+                raise CancelledError("the engine no longer needs these steps")
             active = [number for number, training in enumerate(trainings) if step < training.steps]
             batches = {number: next(readers[number]) for number in active}
             found = {_shapes(batch) for batch in batches.values()}
@@ -135,8 +130,8 @@ class VmapStack:
                 )
             losses.append(self._backward(batches))
             self._clip()
-            rates = {number: trainings[number].replica.rate(step, trainings[number].work) for number in active}
-            stepping.step({number: rows[number] for number in active}, rates)
+            rates = {number: trainings[number].replica.learning_rate(step, trainings[number].work) for number in active}
+            optimizers.step({number: rows[number] for number in active}, rates)
             for number in active:
                 trainings[number].replica.steps_taken += 1
                 tokens[number] += self._like.batches.tokens(batches[number])
@@ -148,12 +143,12 @@ class VmapStack:
             row.leave(training.replica)
 
     def gradients(self, asked: Sequence[GradientJob]) -> list[tuple[Gradient, ComputeResult]]:
-        """What each replica would do by itself.
+        """The gradient of each replica.
 
         Raises:
-            Ragged: batches differ in shape.
+            RaggedBatches: batches differ in shape.
         """
-        read = [ask.replica.read_piece(ask.work, ask.weigh, ask.at) for ask in asked]
+        read = [ask.replica.prepare_gradient(ask.work, ask.weigh, ask.at) for ask in asked]
         rows = self._rows[: len(asked)]
         for row, ask in zip(rows, asked, strict=True):
             row.load(ask.replica)
@@ -163,31 +158,25 @@ class VmapStack:
         losses = self._backward(batches, [weight for _, _, weight in read]).tolist()
         answers = []
         for row, ask, (_, tokens, weight), loss in zip(rows, asked, read, losses, strict=False):
-            if not weight:  # nothing to learn from: its mean loss need not be a number
+            if not weight:  # the mean loss of a batch without tokens need not be a number
                 row.grads.zero_()
                 loss = 0.0
             mine = Tree(self._layout, row.grads)
             total = mine.copy() if ask.onto is None else ask.onto.sum + mine
-            gradient = ask.replica.counted(ask.work, total, weight, tokens, ask.onto)
+            gradient = ask.replica.finish_gradient(ask.work, total, weight, tokens, ask.onto)
             answers.append((gradient, ComputeResult([float(loss)], tokens, moved=False)))
         return answers
 
-    def pass_over(self, batches: Sequence[Any]) -> None:
-        """Forwards and backwards, and nothing comes of it."""
+    def dry_run(self, batches: Sequence[Any]) -> None:
+        """A forward and backward pass whose gradients are discarded."""
         self._backward(dict(enumerate(batches)))
 
-    def make_room(self) -> None:
-        """Takes as much memory as the islands' moments will, which come with their first step, and gives it back.
-
-        Raises:
-            torch.OutOfMemoryError: there is not as much.
-        """
+    def reserve_moments(self) -> None:
+        """Raises torch.OutOfMemoryError if the device has no memory for the islands' moments, which their first step allocates."""
         torch.empty(2, *self._params.shape, dtype=self._params.dtype, device=self._params.device)
 
-    # ------------------------------------------------------------------------------------------------------------- a pass
-
     def _backward(self, batches: dict[int, Any], weights: Sequence[float] | None = None) -> Tensor:
-        """The gradient of each row's mean loss, times its weight, replaces the last one. Returns the losses of all rows."""
+        """Computes the gradient of each row's mean loss, times its weight. Returns the losses of all rows."""
         if weights is None:
             self._weights.fill_(1.0)
         else:
@@ -195,10 +184,10 @@ class VmapStack:
         return self._pass(to_device(self._stacked(batches), self._like.device))
 
     def _once(self, batches: Any) -> Tensor:
-        with self._like.precision(), _attention_that_stacks(self._like.device):
+        with self._like.precision(), _stackable_attention(self._like.device):
             losses = self._losses(self._leaves, batches)
         total = (losses * self._weights).sum()
-        # Of a parameter that the loss does not use it is zero, as it is for an island by itself.
+        # A parameter that the loss does not use has a zero gradient, as in `FlatModule`.
         gradients = torch.autograd.grad(total, list(self._leaves.values()), materialize_grads=True)
         torch._foreach_copy_(self._into, gradients)
         return losses.detach()
@@ -219,7 +208,7 @@ def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _taken(trainings: Sequence[TrainJob], losses: Sequence[Tensor], tokens: Sequence[int]) -> list[ComputeResult]:
-    """What came of the steps that were taken; the device is waited for once."""
+    """The results of the steps taken so far. The host waits for the device once."""
     table: list[list[float]] = torch.stack(list(losses)).tolist() if losses else []
     return [
         ComputeResult([row[number] for row in table[: training.steps]], tokens[number]) for number, training in enumerate(trainings)
@@ -231,7 +220,7 @@ def _closed(batches: Any) -> Tensor:
 
 
 class _LossModule(nn.Module):
-    """A module whose output is its loss: what can be called with other parameters."""
+    """A module whose output is its loss, so that `functional_call` can give it other parameters."""
 
     def __init__(self, module: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -243,7 +232,7 @@ class _LossModule(nn.Module):
 
 
 class _StackRow:
-    """One row of the stack: the weights of the island that computes in it. Its moments are the island's own."""
+    """One row of the stack: the weights of the island that computes in it. The moments are those of its replica."""
 
     def __init__(self, params: Tensor, grads: Tensor, matrices: int) -> None:
         self._params, self.grads = params, grads
@@ -253,12 +242,12 @@ class _StackRow:
         self.moments: list[dict[str, Any]] = []
 
     def enter(self, replica: LocalReplica) -> None:
-        """From now on this island trains here."""
+        """Begins a round of this replica in the row."""
         replica.begin_round()
-        replica.row = (self.grads.data_ptr(), self.grads.nbytes)
+        replica.stack_row = (self.grads.data_ptr(), self.grads.nbytes)
         self.load(replica)
-        # The very same dicts: what an optimizer puts into them is found there when the island is stepped by itself.
-        self.moments = [replica.optimizer.state[group[0]] if group else {} for group in replica.weights.groups()]
+        # The same dict objects, so that the replica's own optimizer sees what this one stores.
+        self.moments = [replica.optimizer.state[group[0]] if group else {} for group in replica.weights.decay_groups()]
 
     def load(self, replica: LocalReplica) -> None:
         self._params.copy_(replica.weights.lent().flat)
@@ -268,20 +257,20 @@ class _StackRow:
 
 
 class _RowOptimizers:
-    """Steps rows, for the length of one stretch: those that take the same rate by one optimizer."""
+    """Steps the rows of one call of `train`. One optimizer steps all rows of one learning rate."""
 
     def __init__(self, rule: InnerRule) -> None:
         self._rule = rule
-        self._made: dict[tuple[int, ...], torch.optim.Optimizer] = {}
+        self._optimizers: dict[tuple[int, ...], torch.optim.Optimizer] = {}
 
     def step(self, rows: Mapping[int, _StackRow], rates: Mapping[int, float]) -> None:
         for rate in dict.fromkeys(rates.values()):
             numbers = tuple(number for number in rows if rates[number] == rate)
-            if numbers not in self._made:
-                self._made[numbers] = self._optimizer([rows[number] for number in numbers])
-            for group in self._made[numbers].param_groups:
+            if numbers not in self._optimizers:
+                self._optimizers[numbers] = self._optimizer([rows[number] for number in numbers])
+            for group in self._optimizers[numbers].param_groups:
                 group["lr"] = rate
-            self._made[numbers].step()
+            self._optimizers[numbers].step()
 
     def _optimizer(self, rows: Sequence[_StackRow]) -> torch.optim.Optimizer:
         matrices, rest = ([row.parts[kind] for row in rows if row.parts[kind].numel()] for kind in (0, 1))
@@ -292,11 +281,11 @@ class _RowOptimizers:
         return optimizer
 
 
-_STACKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+_STACKABLE_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-def _attention_that_stacks(device: str) -> AbstractContextManager[None]:
-    """cuDNN's attention cannot be traced under vmap, the memory-efficient one has a rule for it whose backward pass refuses its own
-    sums ("LSE is not correctly aligned"), and a CPU's has no rule. What is left in single precision is plain products."""
-    kernels: AbstractContextManager[None] = sdpa_kernel(_STACKS if device.startswith("cuda") else SDPBackend.MATH)
+def _stackable_attention(device: str) -> AbstractContextManager[None]:
+    """The attention kernels that work under vmap. cuDNN's cannot be traced, the backward pass of the memory-efficient one fails
+    ("LSE is not correctly aligned"), and the CPU's has no vmap rule. In single precision the math kernel remains."""
+    kernels: AbstractContextManager[None] = sdpa_kernel(_STACKABLE_KERNELS if device.startswith("cuda") else SDPBackend.MATH)
     return kernels

@@ -292,7 +292,7 @@ def measure_peak_memory(
     tracker.exclude(workload.batches.tokens_of_a_batch)
     with tracker:
         loss = _excluded_loss(workload, tracker)
-        replica = LocalReplica(workload, optimizer=inner or AdamW(), dtype=dtype, device=device, loss=loss)
+        replica = LocalReplica(workload, optimizer=inner or AdamW(), dtype=dtype, devices=(device,), loss=loss)
         peers, params = EchoPeers(size), replica.weights.layout.numel
         state = _initial_state(algorithm, workload, replica, peers, dtype)
         for number in range(rounds):

@@ -17,7 +17,7 @@ from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.engine import SimEngine
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
-from atoll.replica.local_replica import InnerRule, LocalReplica
+from atoll.replica.local_replica import InnerRule, LocalReplica, RoundStart
 from atoll.runs.cluster import Cluster
 
 SMALL = (
@@ -159,7 +159,11 @@ def simulator(
         "params": params or Tree.of(what.module()),
         "batches": what.batches,
         "make_replica": lambda island: LocalReplica(
-            what, optimizer=inner or SGD(lr=0.05), clip_norm=clip_norm, fresh_optimizer=fresh_optimizer, seed=1000 * seed + island
+            what,
+            optimizer=inner or SGD(lr=0.05),
+            clip_norm=clip_norm,
+            round_start=RoundStart(fresh_optimizer),
+            seed=1000 * seed + island,
         ),
         "evaluate": Evaluator(what),
         "sink": sink,

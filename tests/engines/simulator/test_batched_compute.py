@@ -198,8 +198,8 @@ def test_what_cannot_be_stacked_computes_apart_and_says_why():
     together = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
     together(trainings(made))
     together.report()
-    assert told == [("apart", "batches are cut into pieces, so that they fill the device")]
-    with pytest.raises(ConfigError, match=r"train\.together=stacked: batches are cut"):
+    assert told == [("apart", "each batch is cut into micro-batches, because one fills the device")]
+    with pytest.raises(ConfigError, match=r"train\.together=stacked: each batch is cut"):
         BatchedCompute("stacked", 2, workload.loss, compiled=False, tell=print)(trainings(made))
 
 
@@ -281,7 +281,7 @@ def test_a_stack_that_there_is_no_room_for_is_gone_at_once(monkeypatch):
     made = []
 
     class TooLarge(VmapStack):
-        def make_room(self):
+        def reserve_moments(self):
             made.append(weakref.ref(self))
             raise torch.OutOfMemoryError("no room")
 

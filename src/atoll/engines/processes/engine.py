@@ -151,7 +151,7 @@ class ProcessEngine:
         if self._inside is not None:
             check_sliceable(self.algorithm)
         common: dict[str, Any] = {"assign": self._assign_batches, "recorder": self._recorder, "clock": self.clock}
-        model.stopped = self._report_progress
+        model.cancelled = self._report_progress
         if isinstance(model, ShardedModel):
             return FsdpDevice(model, self.context, setup.params, pause_s=setup.pause_s, **common)
         replica = ProcessReplica(

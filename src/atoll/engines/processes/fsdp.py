@@ -60,7 +60,7 @@ class ShardedModel:
         seed: int = 0,
     ) -> None:
         _check(algorithm)
-        self.stopped: Callable[[], bool] = lambda: False
+        self.cancelled: Callable[[], bool] = lambda: False
         """Called before each step, as that of a LocalReplica."""
         self._random = torch.Generator().manual_seed(seed).get_state()
         self.module = workload.module().to(device)
@@ -85,7 +85,7 @@ class ShardedModel:
 
     def step(self, assign: Callable[[], Work], schedule: int) -> tuple[float, int]:
         """One optimizer step, on the batches of an accumulation. Returns their mean loss, and their tokens."""
-        self.stopped()
+        self.cancelled()
         with torch.random.fork_rng(devices=[self.device] if self.device.startswith("cuda") else []), _lost_device(self.mesh):
             torch.set_rng_state(self._random)
             if self.device.startswith("cuda"):  # seeded from the saved state, so that one state serves both generators

@@ -105,7 +105,7 @@ class SimWorkers:
     def replica(self, island: int) -> LocalReplica:
         """A new one. It is made aside from others that train: making a module may draw from the generators that they draw from."""
         replica = self._computing.aside(lambda: self._make_replica(island))
-        replica.stopped = self._computing.closing
+        replica.cancelled = self._computing.closing
         if self._habits is None:  # all are of one kind: find out once
             self._habits = replica.traits
         replica.traits = self._habits

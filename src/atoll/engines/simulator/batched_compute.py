@@ -141,8 +141,8 @@ class BatchedCompute:
 
     def _measure(self, jobs: Sequence[ComputeJob]) -> None:
         replica, batch = jobs[0].replica, jobs[0].first_batch()
-        apart_s = _timed(lambda: replica.pass_over(batch), replica.device)
-        if _fills(lambda: replica.pass_over(batch), replica.device, apart_s):
+        apart_s = _timed(lambda: replica.dry_run(batch), replica.device)
+        if _fills(lambda: replica.dry_run(batch), replica.device, apart_s):
             self._why = "one island's batch fills the device"
             return
         self._why = "one island computes at a time"
@@ -161,8 +161,8 @@ class BatchedCompute:
             stack = self._stack(replica, rows)
             if stack is None:
                 return None, otherwise_s
-            stack_s = _timed(lambda: stack.pass_over([batch] * rows), replica.device)
-            stack.make_room()
+            stack_s = _timed(lambda: stack.dry_run([batch] * rows), replica.device)
+            stack.reserve_moments()
         except Exception as error:  # whatever a module does that cannot be stacked, or no room for it
             self._why = f"stacked it fails: {type(error).__name__} {str(error).partition(chr(10))[0]}"
             if stack is not None:

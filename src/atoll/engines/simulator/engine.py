@@ -351,7 +351,7 @@ class SimEngine:
 
     def _new_replica(self, number: int) -> LocalReplica:
         replica = self._make_replica(number)
-        replica.stopped = self._computing.closing
+        replica.cancelled = self._computing.closing
         if self.islands:  # all are of one kind: find out once
             replica.traits = next(iter(self.islands.values())).replica.traits
         return replica

@@ -73,7 +73,7 @@ def _who_differs(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
     flat = all(isinstance(replica.weights, FlatModule) for replica in replicas)  # others would lend a copy
     lent = [replica.weights.lent() for replica in replicas if flat and whole.flat.device.type != "cpu"]
     if not lent or any(weights.layout != whole.layout for weights in lent):
-        return [not replica.weights.holds(whole) for replica in replicas]
+        return [not replica.weights.equals(whole) for replica in replicas]
     found: list[bool] = torch.stack([(one.flat != whole.flat.to(one.flat.dtype)).any() for one in lent]).tolist()
     return found
 

@@ -104,7 +104,7 @@ class MemoryCounter:
         """What was counted, island by island."""
         for island in self._islands.values():
             peak = {at: island.known[at] if island.known.get(at) == (STATE, held[1]) else held for at, held in island.peak.items()}
-            kinds = by_kind(peak, trains=island.replica.trains)
+            kinds = by_kind(peak, trains=island.replica.has_trained)
             paper = paper_formula(algorithm, island.replica, len(self._islands))
             params = island.replica.weights.layout.numel
             yield MemoryCounted(
