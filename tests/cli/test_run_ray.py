@@ -56,9 +56,7 @@ SETS = [part for setting in SETTINGS for part in ("--set", setting)]
 STEPS, WORKERS = 120, 2
 FAULTS = FaultScript(
     faults=(
-        TimedFault(
-            at_s=0.0, fault=Freeze(victim="worker-0", for_s=1000.0)
-        ),  # so that there is something left to do when all are back
+        TimedFault(at_s=0.0, fault=Freeze(victim="worker-0", for_s=1000.0)),  # leaves work to do when all are back
         TimedFault(at_s=0.0, fault=Kill(victim="worker-1")),
         TimedFault(at_s=1.0, fault=Kill(victim=HUB)),
     )
@@ -210,11 +208,11 @@ def interrupted(tmp_path_factory):
             chaos.step(0.0, there)
             until(lambda: '"IslandLeft", "island": 1' in text_of(folder), "the hub to hear of it", process)
             chaos.step(1.0, ray_processes(folder))
-            until(lambda: len(logged(folder, "hub", "worker 1, life")) > 1, "another hub and another worker", process)
+            until(lambda: len(logged(folder, "hub", "worker 1, incarnation")) > 1, "another hub and another worker", process)
         finally:
             chaos.close()
         until(lambda: '"Arrived"' in text_of(folder).partition('"HubRestarted"')[2], "more updates", process)
-        for news in ("the hub answers again", "a new hub continues"):  # which come by two ways, in any order
+        for news in ("the hub replies again", "a new hub continues"):  # which come by two ways, in any order
             until(lambda news=news: news in said.read_text(), f"whoever drives to hear that {news}", process)
         everybody = family(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -298,9 +296,9 @@ def test_what_died_is_in_the_log_and_was_said(interrupted, survived):
     assert (
         len({event.island for event in events(folder, IslandLeft)} & {event.island for event in events(folder, IslandJoined)}) > 0
     )
-    assert "worker 1 is gone" in err
-    assert "the hub answers again" in err
-    assert logged(folder, "hub", r"goes on from checkpoint \d{8}")
+    assert "worker 1 has died" in err
+    assert "the hub replies again" in err
+    assert logged(folder, "hub", r"restarted from checkpoint \d{8}")
 
 
 def test_the_log_has_one_clock_and_all_that_a_run_reports(survived):
@@ -375,10 +373,10 @@ def test_sigterm_ends_a_run_as_ctrl_c_does():
         (["run", "toy-async", "--engine", "ray", "--backend", "gloo"], "Leave them out"),
         (
             ["run", "toy-async", "--engine", "ray", "--chaos", STRANGE],
-            "and the run starts hub, worker-0, worker-1, worker-2, worker-3.",
+            "the run starts hub, worker-0, worker-1, worker-2, worker-3.",
         ),
         (["run", "toy-async", "--workers-most", 5, "--chaos", STRANGE], "worker-3, worker-4. Name one of these"),
-        (["run", "toy-async", "--engine", "ray", "--chaos", "nowhere"], "the script nowhere cannot be read"),
+        (["run", "toy-async", "--engine", "ray", "--chaos", "nowhere"], "the fault script nowhere cannot be read"),
         (["run", "toy-async", *SETS, "--set", "data.shards=1000", "--engine", "ray"], "shards=1000"),
     ],
 )

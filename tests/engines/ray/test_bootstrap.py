@@ -27,13 +27,13 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:no", "nobody.invalid:1", ":"])
 def test_an_address_that_is_none_is_refused_with_advice(address):
-    with pytest.raises(ConfigError, match=r"nothing answers there .*leave it out to start one"):
-        bootstrap.reachable(address)
+    with pytest.raises(ConfigError, match=r"nothing listens there .*leave it out to start one"):
+        bootstrap.check_reachable(address)
 
 
 def test_somebody_who_listens_is_found():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert bootstrap.reachable(f"127.0.0.1:{server.getsockname()[1]}") == "127.0.0.1"
+        assert bootstrap.check_reachable(f"127.0.0.1:{server.getsockname()[1]}") == "127.0.0.1"
 
 
 def test_a_token_is_new_for_every_ray_and_its_owners_alone(tmp_path):
@@ -47,9 +47,9 @@ def test_a_token_is_new_for_every_ray_and_its_owners_alone(tmp_path):
 
 def test_the_object_store_has_room_for_what_is_wanted_and_leaves_memory_for_the_rest():
     all_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert bootstrap.store_room(0) == 128 * 2**20
-    assert bootstrap.store_room(129 * 2**20) == 129 * 2**20
-    assert bootstrap.store_room(10 * all_bytes) == int(0.3 * all_bytes)
+    assert bootstrap.store_capacity(0) == 128 * 2**20
+    assert bootstrap.store_capacity(129 * 2**20) == 129 * 2**20
+    assert bootstrap.store_capacity(10 * all_bytes) == int(0.3 * all_bytes)
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_a_process_that_is_connected_elsewhere_is_not_taken_to_be_where_it_was_t
     ray, calls = fake_ray(monkeypatch, connected_to="10.0.0.1:6379")
     with bootstrap.cluster("10.0.0.1:6379") as found:
         assert found is ray
-    with pytest.raises(ConfigError, match=r"--ray-address 10.0.0.2:1: .* connected to Ray at 10.0.0.1:6379 already"):
+    with pytest.raises(ConfigError, match=r"--ray-address 10.0.0.2:1: .* already connected to Ray at 10.0.0.1:6379"):
         bootstrap.cluster("10.0.0.2:1").__enter__()
     assert calls == [], "what was connected before stays so"
 
@@ -136,7 +136,7 @@ def test_each_ray_of_our_own_is_met_with_its_own_token(tmp_path):
         for name in ("first", "second"):
             pathlib.Path(name).write_text(name * 8)
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(pathlib.Path(name).absolute())
-            bootstrap._take_token()
+            bootstrap._reload_token()
             import ray._raylet as inside
             print(inside.AuthenticationTokenLoader.instance().get_token_for_http_header())
     """

@@ -221,7 +221,7 @@ def test_lost_weights_of_a_request_are_reported_to_the_hub():
     hub = FakeHub([status(evaluations=[lost]), over()])
     engine_of(hub)[0].run()
     assert hub.of("weights_lost") == [[lost.weights]]
-    assert hub.of("evaluation_lost") == [[1, 1]], "of this hub, under this number"
+    assert hub.of("evaluated") == [[1, 1, None]], "of this hub, under this number"
 
 
 @pytest.mark.parametrize(

@@ -399,8 +399,8 @@ def test_lost_weights_are_published_again_for_evaluation_if_they_are_the_present
     _, second = status.evaluations
     for one in status.evaluations:
         process.weights_lost(one.weights)
-        process.evaluation_lost(status.epoch, one.number)
-    process.evaluation_lost(status.epoch - 1, 3)  # of another hub
+        process.evaluated(status.epoch, one.number, None)
+    process.evaluated(status.epoch - 1, 3, None)  # of another hub
     (again,) = process.status(-1, 0, 0, 0.0).evaluations
     assert (again.due, again.number) == (second.due, 3), "under a number that was not handed out before"
     assert again.weights != second.weights

@@ -95,7 +95,7 @@ def worker(tmp_path, statuses, replies=(), refusal="", algorithm=None):
         timeout_s=1.0,
         log=tmp_path / "worker.log",
     )
-    return WorkerProcess(spec, ray, SimpleNamespace(**methods)), hub, factory
+    return WorkerProcess(spec, SimpleNamespace(**methods), ray), hub, factory
 
 
 class Diverging(Regression):

@@ -14,15 +14,7 @@ _LEAST_WAIT_S = 0.01  # for the reply of a live hub, whatever the timeout
 
 
 class HubClient:
-    """A client of the hub.
-
-    Args:
-        ray: the library.
-        hub: the actor's handle.
-        timeout_s: how long the client waits for a hub that does not reply.
-        log: takes a line when the client waits.
-        sleep: for tests.
-    """
+    """A client of the hub, which waits `timeout_s` seconds for a reply and logs that it waits. `hub` is the actor's handle."""
 
     def __init__(
         self,

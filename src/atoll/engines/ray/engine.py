@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -62,14 +62,7 @@ class PooledWorker:
 
 
 class WorkerPool:
-    """Starts the workers of a run, and replaces dead ones.
-
-    Args:
-        ray: the library.
-        client: of the hub.
-        spec: of the workers.
-        log: takes a line for each dead, missing or slow worker.
-    """
+    """Starts the workers of a run, replaces dead ones, and logs dead, missing and slow ones."""
 
     def __init__(self, ray: Any, client: HubClient, spec: WorkerPoolSpec, log: Callable[[str], object]) -> None:
         self._ray, self._client, self._spec, self._log = ray, client, spec, log
@@ -165,25 +158,15 @@ class WorkerPool:
             self._ray.kill(worker.actor)
 
 
-class _RunningEvaluation(NamedTuple):
-    """The evaluation of a request of the hub with this epoch."""
-
-    epoch: int
-    number: int
-    metrics: Future[Mapping[str, float]]
-
-
 class RayEngine:
     """Runs one asynchronous algorithm on Ray.
 
     Args:
         ray: the library, connected.
-        hub: spec of the hub.
-        workers: spec of the workers.
         evaluate: computes metrics of weights and buffers.
         sink: takes events; the hub writes the event log.
         steps: inner steps per island, for the progress.
-        timeout_s: how long a hub that does not reply is waited for.
+        timeout_s: how long to wait for a hub that does not reply.
         log: takes a line for each process that died or does not reply.
     """
 
@@ -208,7 +191,8 @@ class RayEngine:
         self._restarts, self._saved_updates = 0, 0
         """Of the hub since its last newer checkpoint, and the local updates in that."""
         self._requests: deque[EvaluationRequest] = deque()
-        self._evaluation: _RunningEvaluation | None = None
+        self._evaluation: tuple[int, int, Future[Mapping[str, float]]] | None = None
+        """Epoch and number of the request that is being evaluated, and its metrics."""
 
     def run(self) -> tuple[RunFinished, Tree, dict[str, Tensor]]:
         """Runs to the end. Returns the final figures, the hub's weights, and buffers."""
@@ -237,7 +221,7 @@ class RayEngine:
         if not status.done:
             pool.supervise(status)
         elif self._evaluation is not None:
-            wait([self._evaluation.metrics], timeout=_STATUS_WAIT_S)
+            wait([self._evaluation[2]], timeout=_STATUS_WAIT_S)
         return status.done and status.evaluated
 
     def _status(self, wait_s: float) -> HubStatus:
@@ -270,7 +254,7 @@ class RayEngine:
 
     def _run_evaluations(self) -> None:
         """Sends finished metrics to the hub, and starts the next evaluation. Only this thread calls Ray."""
-        if self._evaluation is not None and self._evaluation.metrics.done():
+        if self._evaluation is not None and self._evaluation[2].done():
             epoch, number, metrics = self._evaluation
             self._evaluation = None
             self._client.call("evaluated", epoch, number, dict(metrics.result()))
@@ -278,11 +262,10 @@ class RayEngine:
             request = self._requests.popleft()
             array = self._client.fetch(request.weights)
             if array is None:
-                self._client.call("evaluation_lost", self._epoch, request.number)
+                self._client.call("evaluated", self._epoch, request.number, None)
             else:
                 params = tree_copy(array, self._spec.layout, self._spec.dtype, "cpu")
-                metrics = _in_thread(lambda: self._metrics(request, params))
-                self._evaluation = _RunningEvaluation(self._epoch, request.number, metrics)
+                self._evaluation = self._epoch, request.number, _in_thread(lambda: self._metrics(request, params))
 
     def _metrics(self, request: EvaluationRequest, params: Tree) -> Mapping[str, float]:
         if not params.is_finite():

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -74,16 +74,7 @@ class WeightPublisher:
 
 
 class LoadMeter:
-    """Measures how busy the hub is, from when a push has arrived to when it is applied. Pushes that wait overlap.
-
-    >>> seconds = iter([0.0, 1.0, 1.0, 3.0, 4.0])
-    >>> meter = LoadMeter(now=lambda: next(seconds))
-    >>> arrived_s = meter.arrived()
-    >>> meter.applied(arrived_s, lock_s=meter.now())
-    >>> load = meter.report(4.0)
-    >>> load.pushes, load.busy, load.apply_s, load.waited_s
-    (1, 0.5, 2.0, 0.0)
-    """
+    """Measures how busy the hub is, and how long pushes wait for its lock."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
@@ -130,22 +121,14 @@ class LoadMeter:
         return event
 
 
-class _EvaluationClaim(NamedTuple):
-    """Weights that are to be published for an evaluation. No buffer of the trees in `held` is reused before that."""
-
-    due: Evaluated
-    params: Tree
-    buffers: Mapping[str, Any]
-    held: Sequence[Tree]
-
-
 class EvaluationQueue:
     """Weights that are to be evaluated: claimed under the hub's lock, published without it, and then offered to the driving process
     as requests. A caller of any method but `publish` holds the lock."""
 
     def __init__(self, state: HubState, publisher: WeightPublisher, changed: threading.Condition) -> None:
         self._state, self._publisher, self._changed = state, publisher, changed
-        self._claims: deque[_EvaluationClaim] = deque()
+        self._claims: deque[tuple[Evaluated, Tree, Mapping[str, Any], Sequence[Tree]]] = deque()
+        """Weights to publish, with their buffers, and trees whose memory is not reused before that."""
         self._requests: dict[int, EvaluationRequest] = {}
         self._publishing = threading.Lock()
         self.newest = 0
@@ -159,49 +142,46 @@ class EvaluationQueue:
         """Claims the present weights if an evaluation is due, unless 4 are outstanding. The last weights are always claimed."""
         due, self._state.evaluation_due = self._state.evaluation_due, None
         if due is not None and (self._state.done or self.outstanding < _MAX_EVALUATIONS):
-            self._claims.append(_EvaluationClaim(due, self._state.params, arrays_of(self._state.buffers), self._state.hub.hold()))
+            self._claims.append((due, self._state.params, arrays_of(self._state.buffers), self._state.hub.hold()))
 
     def publish(self) -> None:
         """Publishes the claimed weights in order, while the hub applies the next update."""
         with self._publishing:
             while self._claims:
-                claim = self._claims[0]  # it stays in the queue until the request is there, so it counts as outstanding
-                reference = self._publisher.publish(claim.params)
+                due, params, buffers, held = self._claims[0]  # it stays there, and so outstanding, until the request exists
+                reference = self._publisher.publish(params)
                 with self._changed:
                     self.newest += 1
-                    self._requests[self.newest] = EvaluationRequest(self.newest, claim.due, (reference,), claim.buffers)
+                    self._requests[self.newest] = EvaluationRequest(self.newest, due, (reference,), buffers)
                     self._claims.popleft()
-                    self._state.hub.let_go(claim.held)
+                    self._state.hub.let_go(held)
                     self._changed.notify_all()
 
     def after(self, seen: int) -> list[EvaluationRequest]:
         """The open requests with numbers above `seen`."""
         return [request for number, request in self._requests.items() if number > seen]
 
-    def evaluated(self, number: int, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, number: int, metrics: Mapping[str, float] | None) -> None:
+        """Closes a request. Without metrics its weights were lost: present weights are claimed again, older ones left out."""
         request = self._requests.pop(number, None)
-        if request is not None:
+        if request is not None and metrics is not None:
             self._state.record_metrics(request.due, metrics)
-
-    def lost(self, number: int) -> None:
-        """The object store has lost the weights of a request. The present weights are claimed again, older ones are left out."""
-        request = self._requests.pop(number, None)
-        if request is not None and request.due.round == self._state.accounting.totals.round:
+        elif request is not None and request.due.round == self._state.accounting.totals.round:
             self._state.evaluation_due = request.due
             self.claim()
 
 
 class HubProcess:
-    """The hub process. `put` stores an array in the object store and returns a reference."""
+    """The hub process. `put` stores an array and returns a reference, by default in Ray's object store."""
 
-    def __init__(self, spec: HubProcessSpec, put: Callable[[ByteArray], Any]) -> None:
+    def __init__(self, spec: HubProcessSpec, put: Callable[[ByteArray], Any] | None = None) -> None:
         torch.set_num_threads(spec.threads)
         ignore_read_only_warning()
         self._spec = spec
         spec.storage.lock()
         spec.storage.log(f"hub on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         self._epoch = secrets.randbits(48)
-        self._load, self._publisher = LoadMeter(), WeightPublisher(put)
+        self._load, self._publisher = LoadMeter(), WeightPublisher(put or bootstrap.library().put)
         self._changed = threading.Condition()
         self._error: AtollError | None = None
         self._finished: RunFinished | None = None
@@ -222,17 +202,13 @@ class HubProcess:
         except Exception as error:
             with self._changed:
                 self._checkpoints.stop()  # the state may be inconsistent
-                self._error = self._error or self._sendable(error)
+                if not isinstance(error, AtollError):  # a foreign exception may not survive pickling
+                    self._spec.storage.log(traceback.format_exc())
+                    what = f"{type(error).__name__}: {error}. logs/hub.log has more"
+                    error = ExchangeFailed(f"the hub failed: {what}. Saved checkpoints are valid. Resume the run.")
+                self._error = self._error or error
                 self._changed.notify_all()
             return None
-
-    def _sendable(self, error: Exception) -> AtollError:
-        """A foreign exception may not survive pickling."""
-        if isinstance(error, AtollError):
-            return error
-        self._spec.storage.log(traceback.format_exc())
-        what = f"{type(error).__name__}: {error}"
-        return ExchangeFailed(f"the hub failed: {what}. logs/hub.log has more. Saved checkpoints are valid. Resume the run.")
 
     # --------------------------------------------------------------------------------------------------------------- workers
 
@@ -364,17 +340,11 @@ class HubProcess:
                 error=self._error,
             )
 
-    def evaluated(self, epoch: int, number: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of a request of the hub with this epoch: each hub numbers its own requests."""
+    def evaluated(self, epoch: int, number: int, metrics: Mapping[str, float] | None) -> None:
+        """Takes the metrics of a request of the hub with this epoch; None if the object store has lost its weights."""
         with self._changed:
-            if epoch == self._epoch:
+            if epoch == self._epoch:  # each hub numbers its own requests
                 self._guard(lambda: self._evaluations.evaluated(number, metrics))
-
-    def evaluation_lost(self, epoch: int, number: int) -> None:
-        """The driving process cannot fetch the weights of a request."""
-        with self._changed:
-            if epoch == self._epoch:
-                self._guard(lambda: self._evaluations.lost(number))
         self._guard(self._evaluations.publish)
 
     def weights_lost(self, weights: tuple[Any, ...]) -> None:
@@ -447,17 +417,10 @@ class HubProcess:
                 return
 
 
-class HubActor(HubProcess):
-    """The hub process with Ray's object store."""
-
-    def __init__(self, spec: HubProcessSpec) -> None:
-        super().__init__(spec, bootstrap.library().put)
-
-
 def start_hub(ray: Any, spec: HubProcessSpec) -> Any:
     """Starts the hub on this machine, which has the run's folder. Ray restarts it whenever it dies."""
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(HubActor).options(
+    actor = ray.remote(HubProcess).options(
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=0,  # the client knows which calls it may repeat

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 from atoll.core.errors import CheckpointError
 from atoll.core.events import Event, HubRestarted, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Sink
 from atoll.engines.ray.hub_state import HubState
-from atoll.engines.ray.messages import HubEventLog, HubProcessSpec, LostRounds, SavedCheckpoint
+from atoll.engines.ray.messages import HubProcessSpec, LostRounds
 from atoll.engines.wall_clock import WallClock
+from atoll.telemetry.event_log import JsonlSink
 
 
 class EventOutbox:
     """Writes events to the run's log, and keeps them until the driving process has seen them. A protocols.Sink."""
 
-    def __init__(self, log: HubEventLog) -> None:
+    def __init__(self, log: JsonlSink) -> None:
         self.log = log
         self._events: list[Event] = []
         self._removed = 0
@@ -67,30 +67,24 @@ def recover(spec: HubProcessSpec, epoch: int) -> RecoveredHub:
         # Within a session the run's clock includes the time without a hub; between sessions it rests.
         clock.set(max(now_s, time.monotonic() - float(saved.metadata["zero_s"])) if same_session else now_s)
     if lost.rounds or same_session:
-        _report_restart(spec, saved, lost, state, outbox, clock.now_s())
+        outbox.emit(
+            HubRestarted(
+                checkpoint=None if saved is None else saved.name,
+                round=state.accounting.totals.round,
+                lost_rounds=lost.rounds,
+                lost_local_updates=lost.local_updates,
+                virtual_time_s=None,
+                wall_time_s=clock.now_s(),
+            )
+        )
+        source = "the run's initial weights, since there is no checkpoint" if saved is None else f"checkpoint {saved.name}"
+        storage.log(f"the hub restarted from {source}; {lost.rounds} rounds accepted after that are lost")
     if not same_session:  # the workers of another session are gone
         for worker in list(state.slots):
             state.leave(worker, clock.now_s())
     if state.done or not state.accounting.totals.metrics:
         state.request_evaluation(0.0 if saved is None else clock.now_s())
     return RecoveredHub(state, outbox, clock, saved is not None)
-
-
-def _report_restart(
-    spec: HubProcessSpec, saved: SavedCheckpoint | None, lost: LostRounds, state: HubState, sink: Sink, now_s: float
-) -> None:
-    sink.emit(
-        HubRestarted(
-            checkpoint=None if saved is None else saved.name,
-            round=state.accounting.totals.round,
-            lost_rounds=lost.rounds,
-            lost_local_updates=lost.local_updates,
-            virtual_time_s=None,
-            wall_time_s=now_s,
-        )
-    )
-    source = "the run's initial weights, since there is no checkpoint" if saved is None else f"checkpoint {saved.name}"
-    spec.storage.log(f"the hub restarted from {source}; {lost.rounds} rounds accepted after that are lost")
 
 
 class _HubSnapshot(NamedTuple):
@@ -103,13 +97,7 @@ class _HubSnapshot(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writes checkpoints of a hub.
-
-    Args:
-        spec: its storage and session are used.
-        hub: whose state is saved.
-        changed: the hub's lock.
-    """
+    """Writes checkpoints of a hub, whose lock is `changed`."""
 
     def __init__(self, spec: HubProcessSpec, hub: RecoveredHub, changed: Condition) -> None:
         self._storage, self._session, self._hub, self._changed = spec.storage, spec.session, hub, changed
@@ -153,11 +141,8 @@ class CheckpointWriter:
         """Weights are immutable, and shared. All else is copied, since the outer rule updates it in place."""
         began_s, state, now_s = time.monotonic(), self._hub.state, self._hub.clock.now_s()
         self._saved_progress = self._progress()
-        metadata = {
-            "events_bytes": self._hub.outbox.log.position(),
-            "session": self._session,
-            "zero_s": time.monotonic() - now_s,
-        }
+        position, zero_s = self._hub.outbox.log.position(), time.monotonic() - now_s
+        metadata = {"events_bytes": position, "session": self._session, "zero_s": zero_s}
         held = state.hub.hold()
         parts = copy.deepcopy(state.to_parts(now_s), {id(tree): tree for tree in held})
         self._snapshot_s += time.monotonic() - began_s

@@ -45,8 +45,7 @@ class WorkerSlot:
 
     Attributes:
         counted_s: its presence is in the ledger up to this time.
-        last: its last round that was accepted or refused.
-        verdict: of that round.
+        last, verdict: its last round that was accepted or refused.
         refusals: in a row.
         step_s: seconds per step from dispatch to arrival, in its last round; None before its first. Not saved.
         compute_step_s: seconds of computing per step, likewise.
@@ -59,14 +58,6 @@ class WorkerSlot:
     refusals: int = 0
     step_s: float | None = None
     compute_step_s: float | None = None
-
-    def to_plain(self) -> list[Any]:
-        return [self.incarnation, self.counted_s, self.last, self.verdict, self.refusals]
-
-    @staticmethod
-    def from_plain(plain: list[Any]) -> WorkerSlot:
-        incarnation, counted_s, last, verdict, refusals = plain
-        return WorkerSlot(incarnation, counted_s, None if last is None else (last[0], last[1]), verdict, refusals)
 
 
 class StartBarrier:
@@ -98,14 +89,7 @@ class StartBarrier:
 
 
 class HubState:
-    """The state machine of one run on real machines.
-
-    Args:
-        settings: of the run.
-        params: the initial weights, which it takes over.
-        epoch: identifies this hub among all hubs of the run.
-        sink: takes events.
-    """
+    """The state machine of one run. It takes over `params`, the initial weights; `epoch` identifies this hub process."""
 
     def __init__(self, settings: HubSettings, params: Tree, *, epoch: int, sink: Sink) -> None:
         self._settings, self._epoch, self._emit = settings, epoch, sink.emit
@@ -374,7 +358,7 @@ class HubState:
                 **self.accounting.to_parts(),
                 "hub": hub["plain"],
                 "now_s": now_s,
-                "slots": [[worker, slot.to_plain()] for worker, slot in self.slots.items()],
+                "slots": [[n, s.incarnation, s.counted_s, s.last, s.verdict, s.refusals] for n, s in self.slots.items()],
                 "logged_rounds": sorted(self._logged),
                 "round_epochs": [list(item) for item in self._round_epochs.items()],
                 "versions": list(hub["versions"]),
@@ -393,6 +377,8 @@ class HubState:
         state = load("hub", {"state": self.hub.state})["state"]
         self.hub.from_parts(state, versions, engine["hub"])
         self.buffers = load("buffers", None)["buffers"]
-        self.slots = {worker: WorkerSlot.from_plain(slot) for worker, slot in engine["slots"]}
+        for worker, incarnation, counted_s, last, verdict, refusals in engine["slots"]:
+            round_id = None if last is None else (last[0], last[1])
+            self.slots[worker] = WorkerSlot(incarnation, counted_s, round_id, verdict, refusals)
         self._logged, self._round_epochs = set(engine["logged_rounds"]), dict(engine["round_epochs"])
         return float(engine["now_s"])

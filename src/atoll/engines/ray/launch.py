@@ -112,7 +112,7 @@ def create_ray_folder(
     """A new folder for this run. What is impossible is refused before it is there."""
     bootstrap.check_installed()
     if place.address is not None:
-        bootstrap.reachable(place.address)
+        bootstrap.check_reachable(place.address)
     mine = on_workers(run, place.processes or run.cluster.devices)
     refuse_strangers(chaos, place, mine)
     _refuse_devices(mine, place, workload)

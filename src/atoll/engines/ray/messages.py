@@ -25,6 +25,7 @@ from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.protocols import AsyncAlgorithm, Plan, Work
 from atoll.engines.round_record import ComputeRecord
+from atoll.telemetry.event_log import JsonlSink
 
 ByteArray = NDArray[np.uint8]
 
@@ -131,10 +132,8 @@ class HubSettings:
         examples: number of examples of each shard.
         updates: local updates of the run.
         islands: the planned number; steps of the run are local updates over it.
-        max_workers: number of worker slots.
         evaluate_every: local updates between evaluations. The last weights are always evaluated.
-        speeds: of the slots in steps per second, if given.
-        devices: of each worker.
+        speeds: of the worker slots in steps per second, if given.
     """
 
     algorithm: AsyncAlgorithm[Any]
@@ -147,17 +146,6 @@ class HubSettings:
     evaluate_every: int
     speeds: tuple[float, ...] = ()
     devices: int = 1
-
-
-class HubEventLog(Protocol):
-    """The run's event log."""
-
-    def emit(self, event: Event) -> None: ...
-
-    def position(self) -> int:
-        """Its length in bytes, all of them on disk."""
-
-    def close(self) -> None: ...
 
 
 class SavedCheckpoint(NamedTuple):
@@ -193,7 +181,7 @@ class RunStorage(Protocol):
     def lost_rounds(self, after: int) -> LostRounds:
         """Rounds that the event log has after this many bytes."""
 
-    def open_event_log(self, after: int) -> HubEventLog:
+    def open_event_log(self, after: int) -> JsonlSink:
         """Truncates the event log to this many bytes, and opens it for appending."""
 
     def log(self, text: str) -> None:
@@ -212,8 +200,6 @@ class HubProcessSpec:
         lost: rounds that the event log had after the last checkpoint when this session began.
         session: identifies the driving process. A new session resumes from the saved time, with new workers.
         fingerprint: of the data.
-        threads: of torch.
-        warm_start_tokens: for the final figures.
     """
 
     settings: HubSettings

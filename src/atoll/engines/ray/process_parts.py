@@ -19,7 +19,7 @@ from atoll.core.tensor_file import load_tree
 from atoll.engines.build import loss_of, replica_of
 from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.ray import bootstrap
-from atoll.engines.ray.messages import HubEventLog, LostRounds, SavedCheckpoint, dtype_name, tree_view
+from atoll.engines.ray.messages import LostRounds, SavedCheckpoint, dtype_name, tree_view
 from atoll.engines.ray.spec import devices_beside
 from atoll.engines.warm_start import Cache, load_data
 from atoll.replica.local_replica import LocalReplica
@@ -117,7 +117,7 @@ class FolderStorage:
     def lost_rounds(self, after: int) -> LostRounds:
         return lost_after(RunFolder(self.folder).events, after)
 
-    def open_event_log(self, after: int) -> HubEventLog:
+    def open_event_log(self, after: int) -> JsonlSink:
         return JsonlSink(RunFolder(self.folder).events, append_at=after)
 
     def log(self, text: str) -> None:

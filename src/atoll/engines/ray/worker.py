@@ -62,10 +62,8 @@ class WorkerProcessSpec:
         worker: its slot.
         incarnation: higher than that of each worker that had the slot before.
         load: loads the data.
-        threads: of torch.
         pause_s: extra sleep per batch, to play a slower machine.
         timeout_s: how long it waits for a hub that does not reply.
-        log: path of its text log.
     """
 
     worker: int
@@ -79,19 +77,13 @@ class WorkerProcessSpec:
 
 
 class WorkerProcess:
-    """The worker process.
+    """The worker process. `hub` is the handle of the hub's actor, `ray` the library if it is not the installed one."""
 
-    Args:
-        spec: of this worker.
-        ray: the library.
-        hub: handle of the hub's actor.
-    """
-
-    def __init__(self, spec: WorkerProcessSpec, ray: Any, hub: Any) -> None:
+    def __init__(self, spec: WorkerProcessSpec, hub: Any, ray: Any = None) -> None:
         torch.set_num_threads(spec.threads)
         ignore_read_only_warning()
-        self._spec, self._ray = spec, ray
-        self._client = HubClient(ray, hub, timeout_s=spec.timeout_s, log=self._log)
+        self._spec, self._ray = spec, ray or bootstrap.library()
+        self._client = HubClient(self._ray, hub, timeout_s=spec.timeout_s, log=self._log)
         self._about = f"process {os.getpid()} on {platform.node()}, {spec.threads} thread(s)"
         self._log(f"incarnation {spec.incarnation}: {self._about}")
         self._clock = WallClock()
@@ -180,15 +172,8 @@ class WorkerProcess:
     def _push(self, round_id: RoundId, begin_s: float, computed: Sequence[ComputeRecord], delta: Tree) -> None:
         assert self._replica is not None
         assert self._factory is not None
-        update = UpdateMessage(
-            self._spec.worker,
-            self._spec.incarnation,
-            round_id,
-            begin_s,
-            self._clock.now_s(),
-            tuple(computed),
-            arrays_of(self._replica.buffers()),
-        )
+        spec, pushed_s, buffers = self._spec, self._clock.now_s(), arrays_of(self._replica.buffers())
+        update = UpdateMessage(spec.worker, spec.incarnation, round_id, begin_s, pushed_s, tuple(computed), buffers)
         reference = self._ray.put(tree_bytes(delta))  # once, also for a repeated push
         if delta.spare:
             delta.release()
@@ -200,15 +185,8 @@ class WorkerProcess:
             self._log(f"round {round_id[0]}: {status}")
 
 
-class WorkerActor(WorkerProcess):
-    """The worker process with Ray."""
-
-    def __init__(self, spec: WorkerProcessSpec, hub: Any) -> None:
-        super().__init__(spec, bootstrap.library(), hub)
-
-
 def start_worker(ray: Any, spec: WorkerProcessSpec, hub: Any, *, cpus: float, gpus: float) -> tuple[Any, Any]:
     """Starts a worker on a machine with room. Returns its handle and a reference to the result of its work."""
-    actor = ray.remote(WorkerActor).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
+    actor = ray.remote(WorkerProcess).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
     worker = actor.remote(spec, hub)
     return worker, worker.work.remote()
