@@ -79,7 +79,7 @@ def test_more_runs_than_colours_still_look_different(tmp_path, script) -> None:
 
 def test_one_run_shows_losses_cosines_and_norms(folders, tmp_path) -> None:
     assert png_size(plot_run(folders[0], tmp_path / "run.png")) == (1800, 600)
-    assert [panel.get_ylabel() for panel in run_figure(folders[0]).axes] == ["loss", "cosine between deltas (mean ± std)", "norm"]
+    assert [panel.get_ylabel() for panel in run_figure(folders[0]).axes] == ["loss", "cosine of deltas (± std)", "norm"]
 
 
 def test_the_panels_of_one_run_span_the_same_steps(folders) -> None:

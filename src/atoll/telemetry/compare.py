@@ -5,7 +5,6 @@ The run that sent the most bytes is the reference of the others. Times are compa
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,10 +76,6 @@ class Comparison:
             {"label": run.label, "share_of_most_bytes": _bytes_ratio(run, self.most), **run.summary.to_dict()} for run in self.rows
         ]
         return {"sentence": sentence(self), "most_bytes": self.most.label, "runs": runs}
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(self.to_dict(), allow_nan=False)
 
 
 def comparison(folders: Sequence[str | Path]) -> Comparison:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Literal
@@ -116,15 +116,6 @@ def read_clock(folder: str | Path) -> Clock:
     """The clock of the run in a folder; virtual if its log has no RunStarted."""
     first = next(read_events(Path(folder) / "events.jsonl", kinds=(RunStarted,)), None)
     return clock_of(first.engine) if isinstance(first, RunStarted) else "virtual"
-
-
-def clock_name(clocks: Iterable[Clock]) -> str:
-    """The name of an axis with the times of several runs.
-
-    >>> clock_name(["wall", "wall"]), clock_name(["virtual", "wall"])
-    ('wall time', 'virtual or wall time')
-    """
-    return f"{' or '.join(sorted(set(clocks)))} time"
 
 
 def _parse(path: Path, number: int, line: bytes) -> Event | None:

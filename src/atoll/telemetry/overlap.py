@@ -11,6 +11,7 @@ of island i has the number i * devices + j.
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -125,10 +126,9 @@ class OverlapTotals:
     """
 
     def __init__(self) -> None:
-        self._islands: dict[int, _IslandTotals] = {}
-        self._background = self._exchanges = self._skipped = self._failed = 0
+        self._islands: defaultdict[int, _IslandTotals] = defaultdict(_IslandTotals)
+        self._counts: Counter[str] = Counter()
         self._devices: int | None = None
-        self._inside = self._inside_background = self._inside_bytes = 0
         self._between_bytes = 0.0
         self._dropped_tokens: int | None = None
         self._tokens = 0
@@ -139,22 +139,20 @@ class OverlapTotals:
             case ev.RunStarted():
                 self._devices = event.devices_per_island
             case ev.Computed():
-                self._island(event.island).take(event)
+                self._islands[event.island].take(event)
             case ev.Exchanged():
                 self._exchanged(event)
-            case ev.CaughtUp():
-                self._island(event.island).extend(event.end_s)
-            case ev.Recut():
-                for number in event.islands:
-                    self._island(number).extend(event.end_s)
+            case ev.CaughtUp() | ev.Recut():
+                for number in event.islands if isinstance(event, ev.Recut) else [event.island]:
+                    self._islands[number].extend(event.end_s)
             case ev.IslandJoined():
-                self._island(event.island).since_s = self._island(event.island).until_s = event.time_s
+                self._islands[event.island].since_s = self._islands[event.island].until_s = event.time_s
             case ev.IslandLeft():
-                self._island(event.island).leave()
+                self._islands[event.island].leave()
             case ev.UpdateSkipped():
-                self._skipped += 1
+                self._counts["skipped"] += 1
             case ev.RoundFailed():
-                self._failed += 1
+                self._counts["failed"] += 1
             case ev.RoundFinished():
                 self._round_finished(event)
             case ev.RunFinished():
@@ -171,10 +169,10 @@ class OverlapTotals:
         inside, between = self._levels(list(islands.values())) if self._devices is not None else (None, None)
         return OverlapSummary(
             islands=tuple(totals.times(number, two_levels=self._devices is not None) for number, totals in islands.items()),
-            background=self._background,
-            exchanges=self._exchanges,
-            skipped=self._skipped,
-            failed=self._failed,
+            background=self._counts["background"],
+            exchanges=self._counts["exchanges"],
+            skipped=self._counts["skipped"],
+            failed=self._counts["failed"],
             most_tokens=most,
             fewest_tokens=fewest,
             devices_per_island=self._devices,
@@ -183,35 +181,32 @@ class OverlapTotals:
         )
 
     def _levels(self, devices: Sequence[_IslandTotals]) -> tuple[ExchangeLevel, ExchangeLevel]:
-        exchanged_s = sum(device.inside_exchanged_s for device in devices)
-        hidden_s = sum(device.inside_hidden_s for device in devices)
+        counts = self._counts
         inside = ExchangeLevel(
-            exchanges=self._inside,
-            background=self._inside_background,
-            sent_bytes=self._inside_bytes / max(1, len(devices)),
-            exchanged_s=exchanged_s,
-            hidden_s=hidden_s,
+            exchanges=counts["inside exchanges"],
+            background=counts["inside background"],
+            sent_bytes=counts["inside bytes"] / max(1, len(devices)),
+            exchanged_s=sum(device.inside_exchanged_s for device in devices),
+            hidden_s=sum(device.inside_hidden_s for device in devices),
             dropped_tokens=self._dropped_tokens,
         )
         between = ExchangeLevel(
-            exchanges=self._exchanges - self._inside,
-            background=self._background - self._inside_background,
+            exchanges=counts["exchanges"] - inside.exchanges,
+            background=counts["background"] - inside.background,
             sent_bytes=self._between_bytes,
-            exchanged_s=sum(device.exchanged_s for device in devices) - exchanged_s,
-            hidden_s=sum(device.hidden_s for device in devices) - hidden_s,
+            exchanged_s=sum(device.exchanged_s for device in devices) - inside.exchanged_s,
+            hidden_s=sum(device.hidden_s for device in devices) - inside.hidden_s,
             dropped_tokens=None,
         )
         return inside, between
 
     def _exchanged(self, event: ev.Exchanged) -> None:
-        self._exchanges += 1
-        self._background += event.background
+        self._counts.update(exchanges=1, background=event.background)
         if event.inside is not None:
-            self._inside += 1
-            self._inside_background += event.background
-            self._inside_bytes += sum(event.sent_bytes)
+            sent_bytes = sum(event.sent_bytes)
+            self._counts.update({"inside exchanges": 1, "inside background": event.background, "inside bytes": sent_bytes})
         for number, arrived_s in zip(event.islands, event.arrived_s, strict=True):
-            island, start_s = self._island(number), max(arrived_s, event.start_s)
+            island, start_s = self._islands[number], max(arrived_s, event.start_s)
             if start_s < event.end_s:  # else the island arrived after the end of the exchange
                 (island.between if event.inside is None else island.inside).append((start_s, event.end_s))
 
@@ -223,9 +218,6 @@ class OverlapTotals:
         if tokens > 0:  # a failed or skipped round commits none
             fewest, most = self._round_tokens or (tokens, tokens)
             self._round_tokens = min(fewest, tokens), max(most, tokens)
-
-    def _island(self, number: int) -> _IslandTotals:
-        return self._islands.setdefault(number, _IslandTotals())
 
 
 def read_overlap(folder: str | Path) -> OverlapSummary | None:
@@ -342,17 +334,10 @@ class _IslandTotals:
         self.since_s = self.until_s
 
     def times(self, island: int, *, two_levels: bool) -> IslandTimes:
-        return IslandTimes(
-            island=island,
-            batches=self.batches,
-            tokens=self.tokens,
-            present_s=self.past_s + self.until_s - self.since_s,
-            computed_s=self.computed_s,
-            exchanged_s=self.exchanged_s,
-            hidden_s=self.hidden_s,
-            inside_exchanged_s=self.inside_exchanged_s if two_levels else None,
-            inside_hidden_s=self.inside_hidden_s if two_levels else None,
-        )
+        names = ["batches", "tokens", "computed_s", "exchanged_s", "hidden_s"]
+        names += ["inside_exchanged_s", "inside_hidden_s"] if two_levels else []
+        present_s = self.past_s + self.until_s - self.since_s
+        return IslandTimes(island=island, present_s=present_s, **{name: getattr(self, name) for name in names})
 
 
 def disjoint(intervals: Iterable[Interval]) -> list[Interval]:

@@ -50,19 +50,21 @@ def new_figure(panels: int, *, share_x: bool = False, share_y: bool = False) -> 
     return figure, axes
 
 
-def add_legend(figure: Any, columns: int = 4) -> None:
-    """One legend above all panels; a label that several panels share appears once."""
+def add_legend(figure: Any) -> None:
+    """One legend above all panels, in one row if it fits; a label that several panels share appears once."""
     handles = {label: handle for panel in figure.axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    columns = min(columns, len(handles))
+    widths = [0.55 * FONT_SIZE * len(label) + 45 for label in handles]  # in points, with the handle and the space between
+    width = 72 * figure.get_figwidth()
+    columns = len(widths) if sum(widths) <= width else max(1, int(width / max(widths)))
     figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=FONT_SIZE)
 
 
 def format_axis(axis: Any, text: Callable[[float], str] | None = None, *, whole: bool = False) -> None:
-    """Few ticks with this text; `whole`: on whole numbers only, which the text names."""
+    """Few ticks with this text; `whole`: on whole numbers only."""
     ticker = require("matplotlib.ticker", extra="plot", purpose="figures")
-    axis.set_major_locator(ticker.MaxNLocator(nbins=6 if whole else 4, integer=whole))
+    axis.set_major_locator(ticker.MaxNLocator(nbins=5 if whole else 4, integer=whole))
     if text is not None:
-        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: text(value) if whole else _without_zeros(text(value))))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _without_zeros(text(value))))
 
 
 def set_log_x(panel: Any, text: Callable[[float], str]) -> None:
@@ -86,9 +88,8 @@ def time_unit(longest_s: float) -> tuple[str, float]:
 
 def _without_zeros(text: str) -> str:
     """
-    >>> _without_zeros("1.00 MB"), _without_zeros("2.50 MB"), _without_zeros("100 B")
-    ('1 MB', '2.5 MB', '100 B')
+    >>> _without_zeros("1.00 MB"), _without_zeros("2.50 MB"), _without_zeros("100 B"), _without_zeros("1.0")
+    ('1 MB', '2.5 MB', '100 B', '1.0')
     """
     number, _, unit = text.partition(" ")
-    number = number.rstrip("0").rstrip(".") if "." in number else number
-    return f"{number} {unit}".strip()
+    return f"{number.rstrip('0').rstrip('.')} {unit}" if unit and "." in number else text

@@ -12,7 +12,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import Arrived, Attended, Compared, Computed, Evaluated, Event, Exchanged, Leased, RoundFinished, RunStarted
 from atoll.telemetry.async_summary import AsynchronySummary, is_asynchronous, read_asynchrony
 from atoll.telemetry.compare import distinct_labels
-from atoll.telemetry.event_log import clock_name, clock_of, read_clock, read_events
+from atoll.telemetry.event_log import clock_of, read_clock, read_events
 from atoll.telemetry.overlap import Interval, OverlapSummary, by_device, device_name, read_overlap
 from atoll.telemetry.plot_style import (
     COLOURS,
@@ -36,6 +36,7 @@ _BINS = 100
 _MAX_TICKS = 16  # bars that all have a name
 _TIMELINE_ROUNDS = 4
 _TIMELINE_ISLANDS = 16
+_MAX_EDGES = 40
 _PART_COLOURS = {"computing": COLOURS[0], "communicating": COLOURS[1], "waiting": GREY, "no result": COLOURS[3]}
 _HIDDEN = COLOURS[2]
 
@@ -99,7 +100,7 @@ def comparison_figure(folders: Sequence[str | Path]) -> Any:
     unit, unit_s = time_unit(max(points[-1].time_s for points in curves))
     axes: tuple[tuple[str, Callable[[Evaluated], float], Callable[[float], str]], ...] = (
         ("tokens", lambda e: e.tokens, human_count),
-        (f"{clock_name(clocks)} ({unit})", lambda e: e.time_s / unit_s, "{:g}".format),
+        (f"{' or '.join(sorted(set(clocks)))} time ({unit})", lambda e: e.time_s / unit_s, "{:g}".format),
         ("bytes sent per island", lambda e: e.sent_bytes_per_island, human_bytes),
     )
     figure, panels = new_figure(3, share_y=True)
@@ -150,7 +151,7 @@ def _losses_figure(folder: Path) -> Any:
         means, stds = [e.cosine_mean or 0.0 for _, e in cosines], [e.cosine_std or 0.0 for _, e in cosines]
         low, high = ([m + sign * s for m, s in zip(means, stds, strict=True)] for sign in (-1, 1))
         _draw_band(panels[1], [steps for steps, _ in cosines], low, means, high, COLOURS[2], None)
-        panels[1].set_ylabel("cosine between deltas (mean ± std)")
+        panels[1].set_ylabel("cosine of deltas (± std)")
     if compared:
         norms = [event.norms for _, event in compared]
         means, low, high = [sum(n) / len(n) for n in norms], [min(n) for n in norms], [max(n) for n in norms]
@@ -163,7 +164,7 @@ def _losses_figure(folder: Path) -> Any:
     for panel in panels:
         panel.set_xlabel("inner steps")
         format_axis(panel.xaxis, human_count)
-    add_legend(figure, columns=2 if len(panels) < 3 else 4)
+    add_legend(figure)
     return figure
 
 
@@ -273,7 +274,7 @@ def _overlap_figure(folder: Path, summary: OverlapSummary) -> Any:
         format_axis(panel.xaxis, lambda value: device_name(round(value), devices), whole=True)
         panel.set_xlabel("island" if devices is None else "island.device")
     timeline.set_ylabel("island" if devices is None else "island.device")
-    add_legend(figure, columns=3)
+    add_legend(figure)
     return figure
 
 
@@ -325,7 +326,8 @@ def _draw_timelines(panel: Any, timelines: Mapping[str, IslandTimeline]) -> None
             panel.plot([], [], color=colour, linewidth=6, label=label)
         for place, timeline in enumerate(drawn.values()):
             spans = [((start - begin_s) / unit_s, (end - start) / unit_s) for start, end in getattr(timeline, part)]
-            panel.broken_barh(spans, (place + below, height), facecolors=colour, edgecolors="white", linewidth=0.4)
+            edge = "white" if len(spans) <= _MAX_EDGES else colour  # white edges of many short bars would hide them
+            panel.broken_barh(spans, (place + below, height), facecolors=colour, edgecolors=edge, linewidth=0.4)
     panel.set_yticks(range(len(drawn)), list(drawn))
     panel.set_ylim(len(drawn) - 0.5, -0.5)  # the first island on top
     panel.set_xlabel(f"time of the last rounds ({unit})")
@@ -349,7 +351,7 @@ def _participation_figure(folder: Path, _: ParticipationSummary) -> Any:
     for panel, name in ((islands, "islands"), (leases, "leases of data")):
         panel.set_ylabel(name)
         panel.set_xlabel(f"wall time ({unit})")
-    add_legend(figure, columns=3)
+    add_legend(figure)
     return figure
 
 
@@ -360,7 +362,9 @@ def _draw_bars(panel: Any, heights: Mapping[int, float], name: str, height_name:
         panel.set_xticks(range(min(heights), max(heights) + 1))
     else:
         format_axis(panel.xaxis, whole=True)
-    format_axis(panel.yaxis, human_count)
+    format_axis(panel.yaxis, human_count, whole=True)
+    margin = 0.6 if len(heights) > 1 else 1.0
+    panel.set_xlim(min(heights) - margin, max(heights) + margin)
     panel.set_xlabel(name)
     panel.set_ylabel(height_name)
     panel.grid(visible=False, axis="x")
