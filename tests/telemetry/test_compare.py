@@ -12,8 +12,9 @@ from rich.console import Console
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import MEMORY_KINDS, MemoryCounted
-from atoll.telemetry import Comparison, OverlapSummary, Summary, comparison, markdown, read_summary, sentence, table
-from atoll.telemetry.compare import ComparedRun
+from atoll.telemetry import Summary, comparison, markdown, read_summary, sentence, table
+from atoll.telemetry.compare import ComparedRun, Comparison
+from atoll.telemetry.overlap import OverlapSummary
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_each_islands_time_adds_up_and_the_mean_share_is_the_runs_utilisation(al
     for island in islands:
         assert island.computed_s + island.talked_s + island.waited_s == pytest.approx(island.present_s)
         assert 0 <= island.hidden_s <= island.exchanged_s
-    assert sum(island.busy for island in islands) / 3 == pytest.approx(done.finished.utilisation)
+    assert sum(island.computed_s / island.present_s for island in islands) / 3 == pytest.approx(done.finished.utilisation)
 
 
 def test_what_is_hidden_is_the_part_of_an_exchange_that_was_computed_through() -> None:
@@ -87,8 +87,8 @@ def test_a_fast_island_that_goes_on_contributes_more_and_nobody_waits() -> None:
     fixed = summary_of(simulate(ACCO(), steps=12, cluster=UNEQUAL))
     assert free.islands[0].batches > 2 * free.islands[2].batches
     assert len({island.batches for island in fixed.islands}) == 1
-    assert all(island.busy == pytest.approx(1.0) for island in free.islands)
-    assert fixed.islands[0].busy < 0.5
+    assert all(island.computed_s == pytest.approx(island.present_s) for island in free.islands)
+    assert fixed.islands[0].computed_s < 0.5 * fixed.islands[0].present_s
 
 
 def test_an_island_that_comes_late_is_present_from_then_on() -> None:

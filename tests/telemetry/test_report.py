@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from atoll.telemetry import MemorySummary, ParticipationSummary, read_asynchrony
+from atoll.telemetry import read_asynchrony
 from atoll.telemetry.async_summary import AsynchronySummary, CountDistribution
 from atoll.telemetry.report import ASYNCHRONY, MEMORY, PARTICIPATION, histogram, render, section_lines
-from atoll.telemetry.summary import IslandMemory
+from atoll.telemetry.summary import IslandMemory, MemorySummary, ParticipationSummary
 
 
 def printed(summary: AsynchronySummary) -> list[str]:

@@ -11,7 +11,6 @@ import pytest
 from atoll.core.errors import AtollError, CheckpointError
 from atoll.core.events import Attended, Leased, MemoryCounted, Refused, RunFinished, SaveFailed
 from atoll.telemetry import JsonlSink, plot_run, read_asynchrony, read_memory, read_participation, read_progress, read_summary
-from atoll.telemetry.summary import memory_of
 
 KEYS = [
     "recipe",
@@ -180,18 +179,14 @@ def counted(island, round, gradients, **more):
     )
 
 
-def test_each_island_counts_with_its_largest_round():
-    summary = memory_of([counted(1, 0, 10), counted(0, 0, 1000), counted(0, 1, 2000), counted(0, 2, 500)])
+def test_each_island_counts_with_its_largest_round(tmp_path):
+    assert read_memory(tmp_path) is None
+    counts = [counted(1, 0, 10), counted(0, 0, 1000), counted(0, 1, 2000), counted(0, 2, 500)]
+    (tmp_path / "events.jsonl").write_text("".join(count.to_json() + "\n" for count in counts))
+    summary = read_memory(tmp_path)
     assert [(island.island, island.peak_bytes) for island in summary.islands] == [(0, 10000), (1, 8010)]
     assert summary.largest.island == 0
     assert summary.to_dict()["islands"][0]["gradients_bytes"] == 2000
-
-
-def test_a_run_without_counts_has_no_memory_summary(tmp_path):
-    assert memory_of([]) is None
-    assert read_memory(tmp_path) is None
-    (tmp_path / "events.jsonl").write_text(counted(0, 1, 5).to_json() + "\n")
-    assert read_memory(tmp_path).largest.gradients_bytes == 5
 
 
 # ----------------------------------------------------------------------------------------------------------------- elastic runs

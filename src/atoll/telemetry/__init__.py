@@ -4,36 +4,27 @@ Sinks: `JsonlSink`, `ConsoleSink`, `TensorBoardSink`, `MemorySink`, and `Fanout`
 objects. torch, matplotlib and rich are imported only when they are needed.
 """
 
-from atoll.telemetry.async_summary import AsynchronySummary, read_asynchrony
-from atoll.telemetry.compare import Comparison, comparison, markdown, sentence, table
+from atoll.telemetry.async_summary import read_asynchrony
+from atoll.telemetry.compare import comparison, markdown, sentence, table
 from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.event_log import JsonlSink, read_events
-from atoll.telemetry.overlap import OverlapSummary, read_overlap
+from atoll.telemetry.overlap import read_overlap
 from atoll.telemetry.plots import plot_comparison, plot_run, write_plots
 from atoll.telemetry.progress import RunProgress, read_progress
 from atoll.telemetry.report import report_sections
 from atoll.telemetry.sinks import Fanout, MemorySink, TensorBoardSink
-from atoll.telemetry.summary import MemorySummary, ParticipationSummary, Summary, read_memory, read_participation, read_summary
+from atoll.telemetry.summary import Summary, read_memory, read_participation, read_summary
 from atoll.telemetry.trace import write_trace
-from atoll.telemetry.units import human_bytes, human_count, human_time
 
 __all__ = [
-    "AsynchronySummary",
-    "Comparison",
     "ConsoleSink",
     "Fanout",
     "JsonlSink",
     "MemorySink",
-    "MemorySummary",
-    "OverlapSummary",
-    "ParticipationSummary",
     "RunProgress",
     "Summary",
     "TensorBoardSink",
     "comparison",
-    "human_bytes",
-    "human_count",
-    "human_time",
     "markdown",
     "plot_comparison",
     "plot_run",

@@ -46,17 +46,13 @@ class WorkerTimes(JsonRecord):
 
     derived = ("idle_s",)
     island: int
-    rounds: int
-    """That arrived at the hub."""
+    rounds: int  # that arrived at the hub
     steps: int
     present_s: float
     computed_s: float
-    waited_s: float
-    """For a dispatch."""
-    talked_s: float
-    """Pulling weights and pushing updates."""
-    unfinished_s: float
-    """In rounds without a result: under way at the end, refused, or lost when the worker left."""
+    waited_s: float  # for a dispatch
+    talked_s: float  # pulling weights and pushing updates
+    unfinished_s: float  # in rounds without a result: under way at the end, refused, or lost when the worker left
 
     @property
     def idle_s(self) -> float:
@@ -66,21 +62,16 @@ class WorkerTimes(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class AsynchronySummary(JsonRecord):
-    arrivals: int
-    """Updates that reached the hub and were not refused."""
+    arrivals: int  # updates that reached the hub and were not refused
     applied: int
-    left_out: int
-    """Arrivals that the hub did not apply because they were too stale."""
+    left_out: int  # arrivals that the hub did not apply because they were too stale
     refused: int
-    returned: int
-    """Rounds that ended without an update, so that the hub put the position of their shard back."""
-    windows: int
-    """Grace windows with an arrival; the last may still be open."""
+    returned: int  # rounds that ended without an update, so that the hub put the position of their shard back
+    windows: int  # grace windows with an arrival; the last may still be open
     staleness: CountDistribution
     arrivals_per_window: CountDistribution
     workers: tuple[WorkerTimes, ...]
-    steps_per_shard: Mapping[int, int]
-    """Inner steps that arrived."""
+    steps_per_shard: Mapping[int, int]  # inner steps that arrived
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +79,11 @@ class WorkerRound:
     """One round of a worker that is over."""
 
     island: int
-    task: ev.Dispatched | None
-    """None where the log lacks the dispatch."""
+    task: ev.Dispatched | None  # None where the log lacks the dispatch
     computed: tuple[ev.Computed, ...]
     end_s: float
     arrival: ev.Arrived | None
-    outcome: str
-    """arrived, lost, or under way when the log ends."""
+    outcome: str  # arrived, lost, or under way when the log ends
 
 
 @dataclass(frozen=True, kw_only=True)

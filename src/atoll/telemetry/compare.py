@@ -39,11 +39,9 @@ _MAX_CLAUSES = 4  # a sentence about more runs names only the best
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    label: str
-    """Different from those of the other runs."""
+    label: str  # different from those of the other runs
     summary: Summary
-    data: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the data, without those that divide it between islands."""
+    data: Mapping[str, Any] = field(default_factory=dict)  # settings of the data, without those that divide it between islands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,23 +153,19 @@ def _columns(comparison: Comparison, most: str) -> dict[str, list[str]]:
         ("run", True, lambda run, _: run.label),
         ("algorithm", True, lambda _, s: s.algorithm),
         ("val loss", True, lambda run, _: losses[run.label]),
-        (
-            "accuracy",
-            any(summary.val_accuracy is not None for summary in summaries),
-            lambda _, s: "-" if s.val_accuracy is None else human_accuracy(s.val_accuracy),
-        ),
+        ("accuracy", any(s.val_accuracy is not None for s in summaries), lambda _, s: human_accuracy(s.val_accuracy)),
         ("tokens", True, lambda _, s: human_count(s.tokens)),
         ("sent per island", True, lambda _, s: human_bytes(s.sent_bytes_per_island)),
         (f"against {most}", several, lambda run, _: _times_less(run, comparison.most)),
-        (
-            f"{clock}time",
-            True,
-            lambda _, s: "-" if s.time_s is None else human_time(s.time_s) + ("" if clock else f" ({s.clock})"),
-        ),
+        (f"{clock}time", True, lambda _, s: _time_cell(s, name_clock=not clock)),
         ("busy", True, lambda _, s: human_share(s.utilisation, 1.0)),
         ("peak memory", compare_memory, lambda _, s: "-" if s.memory is None else human_bytes(s.memory.largest.peak_bytes)),
     )
     return {heading: [cell(run, run.summary) for run in comparison.rows] for heading, shown, cell in columns if shown}
+
+
+def _time_cell(summary: Summary, *, name_clock: bool) -> str:
+    return "-" if summary.time_s is None else human_time(summary.time_s) + (f" ({summary.clock})" if name_clock else "")
 
 
 def _in_two_lines(heading: str) -> str:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from atoll.core import events as ev
-from atoll.telemetry.event_log import clock_at
+from atoll.telemetry.event_log import ClosingSink, clock_at
 from atoll.telemetry.progress import RunningTotals
 from atoll.telemetry.units import human_bytes, human_count, human_percent, human_time, perplexity, plural
 
@@ -28,7 +27,7 @@ TRAINING = "training"
 _PHASES = {"train": TRAINING, "round": TRAINING, "resum": TRAINING, "warm": WARM_START}
 
 
-class ConsoleSink:
+class ConsoleSink(ClosingSink):
     """Shows a run. Close it, or use it in a `with`, so that the terminal gets its cursor back.
 
     Args:
@@ -95,12 +94,6 @@ class ConsoleSink:
         if self._display is not None:
             self._display.close()
 
-    def __enter__(self) -> ConsoleSink:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     def _advance(self, display: ProgressDisplay, event: ev.Progress) -> None:
         phase = next((phase for prefix, phase in _PHASES.items() if event.phase.lower().startswith(prefix)), event.phase)
         fraction = min(1.0, event.done / event.total) if event.total > 0 else None
@@ -138,9 +131,10 @@ def event_text(event: ev.Event, who: str | None = None) -> str | None:
     """
     match event:
         case ev.RunStarted():
+            devices = "" if event.devices_per_island is None else f" of {plural(event.devices_per_island, 'device')}"
             engine = "" if event.engine == "sim" else f" (engine {event.engine})"
             model = f"{human_count(event.params)} parameters, {event.steps} steps each, seed {event.seed}"
-            return f"{event.recipe}: {event.algorithm} on {who or _islands_text(event)}{engine}, {model}"
+            return f"{event.recipe}: {event.algorithm} on {who or plural(event.islands, 'island') + devices}{engine}, {model}"
         case ev.LimitSet():
             return f"an exchange may take {human_time(event.limit_s)} ({event.why})"
         case ev.WarmStartFinished():
@@ -208,11 +202,6 @@ def round_text(event: ev.RoundFinished, totals: RunningTotals) -> str:
     return "  ".join(parts)
 
 
-def _islands_text(event: ev.RunStarted) -> str:
-    islands, devices = plural(event.islands, "island"), event.devices_per_island
-    return islands if devices is None else f"{islands} of {plural(devices, 'device')}"
-
-
 def _transfer_text(event: ev.CaughtUp | ev.IslandJoined) -> str:
     return f", {human_bytes(event.sent_bytes)} from island {event.donor}" if event.donor is not None else ""
 
@@ -235,8 +224,11 @@ def _metrics_text(metrics: dict[str, float]) -> str:
 # --------------------------------------------------------------------------------------------------------------------- displays
 
 
-class ProgressDisplay(Protocol):
+class ProgressDisplay:
     """Shows how far each phase is, and lines in between."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console, self._title = console, title
 
     def advance(self, phase: str, fraction: float | None, text: str) -> None:
         """`fraction` is None where the length of the phase is unknown."""
@@ -244,9 +236,11 @@ class ProgressDisplay(Protocol):
     def finish(self, phase: str) -> None:
         """The phase is complete. A phase that was never shown is ignored."""
 
-    def log(self, line: str) -> None: ...
+    def log(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        pass
 
 
 def new_display(title: str, console: Console | None = None, clock: WallClock = time.monotonic) -> ProgressDisplay:
@@ -283,12 +277,11 @@ class RateLimiter:
         return True
 
 
-class PlainLines:
+class PlainLines(ProgressDisplay):
     """For files and pipes: a line every tenth of a phase, and in between when the rate limit allows."""
 
     def __init__(self, console: Console, title: str, clock: WallClock) -> None:
-        self._console = console
-        self._title = title
+        super().__init__(console, title)
         self._limiter = RateLimiter(clock, burst=1, interval_s=5.0)
         self._tenths: dict[str, int] = {}
 
@@ -297,27 +290,18 @@ class PlainLines:
         passed = tenth > self._tenths.get(phase, 0)
         self._tenths[phase] = tenth
         if self._limiter.allow() or passed:  # in this order: the line of a tenth counts for the limit
-            share = f"{human_percent(fraction)}" if fraction is not None else "..."
+            share = human_percent(fraction) if fraction is not None else "..."
             self.log("  ".join(part for part in (f"{self._title}: {phase}", share, text) if part))
 
-    def finish(self, phase: str) -> None:
-        pass
 
-    def log(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        pass
-
-
-class LiveBars:
+class LiveBars(ProgressDisplay):
     """For terminals: one bar per phase, redrawn in place, with the latest figures below and lines above."""
 
     def __init__(self, console: Console, title: str, clock: WallClock) -> None:
         from rich.live import Live
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-        self._title = title
+        super().__init__(console, title)
         self._text = ""
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
@@ -343,9 +327,6 @@ class LiveBars:
         if phase in self._tasks:
             self._bars.update(self._tasks[phase], total=1.0, completed=1.0)
             self._text = ""
-
-    def log(self, line: str) -> None:
-        self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()

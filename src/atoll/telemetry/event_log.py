@@ -11,17 +11,30 @@ import errno
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, Self, TypeVar
 
 from atoll.core.errors import CheckpointError
 from atoll.core.events import Arrived, Evaluated, Event, RoundFinished, RunFinished, RunStarted, from_json
 
+E = TypeVar("E", bound=Event)
 Clock = Literal["virtual", "wall"]
 """Of a simulated cluster, or of real machines. The two are not comparable, so every figure of a time names its clock."""
 
 
-class JsonlSink:
+class ClosingSink:
+    """A sink that a `with` statement closes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class JsonlSink(ClosingSink):
     """Writes recorded events to a file, one line each.
 
     Args:
@@ -67,12 +80,6 @@ class JsonlSink:
         except OSError as error:
             raise _failed("write", self.path, error) from error
 
-    def __enter__(self) -> JsonlSink:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
 
 def read_events(path: str | Path, kinds: Collection[type[Event]] = (), *, after: int = 0) -> Iterator[Event]:
     """The events of a log, in order. A truncated last line is skipped; any other malformed line raises a CheckpointError.
@@ -98,6 +105,11 @@ def read_events(path: str | Path, kinds: Collection[type[Event]] = (), *, after:
         raise _failed("read", path, error) from error
 
 
+def read_kind(folder: str | Path, kind: type[E]) -> list[E]:
+    """The events of one class from the log of the run in a folder."""
+    return [event for event in read_events(Path(folder) / "events.jsonl", kinds=(kind,)) if isinstance(event, kind)]
+
+
 def clock_of(engine: str) -> Clock:
     """The clock that an engine's times are on.
 
@@ -108,14 +120,13 @@ def clock_of(engine: str) -> Clock:
 
 
 def clock_at(event: Arrived | Evaluated | RoundFinished | RunFinished) -> Clock:
-    """The clock that an event's time is on."""
     return "wall" if event.virtual_time_s is None else "virtual"
 
 
 def read_clock(folder: str | Path) -> Clock:
     """The clock of the run in a folder; virtual if its log has no RunStarted."""
-    first = next(read_events(Path(folder) / "events.jsonl", kinds=(RunStarted,)), None)
-    return clock_of(first.engine) if isinstance(first, RunStarted) else "virtual"
+    starts = read_kind(folder, RunStarted)
+    return clock_of(starts[0].engine) if starts else "virtual"
 
 
 def _parse(path: Path, number: int, line: bytes) -> Event | None:

@@ -33,15 +33,12 @@ class IslandTimes(JsonRecord):
 
     derived = ("talked_s", "waited_s")
     island: int
-    batches: float
-    """A part of a batch counts by its size."""
+    batches: float  # A part of a batch counts by its size
     tokens: int
     present_s: float
     computed_s: float
-    exchanged_s: float
-    """In exchanges, hidden or not."""
-    hidden_s: float
-    """The part of the exchanges during which the island computed."""
+    exchanged_s: float  # in exchanges, hidden or not
+    hidden_s: float  # the part of the exchanges during which the island computed
     inside_exchanged_s: float | None = None
     """Of a device: the part of `exchanged_s` with devices of the same island. None in a run of one level."""
     inside_hidden_s: float | None = None
@@ -58,11 +55,6 @@ class IslandTimes(JsonRecord):
         return idle_s if idle_s > _ROUNDING * self.present_s else 0.0
 
     @property
-    def busy(self) -> float | None:
-        """Computing time over time present."""
-        return self.computed_s / self.present_s if self.present_s else None
-
-    @property
     def hidden(self) -> float | None:
         """The hidden share of the exchanges; of a device, of those inside its island."""
         if self.inside_exchanged_s is None or self.inside_hidden_s is None:
@@ -76,10 +68,8 @@ class ExchangeLevel(JsonRecord):
 
     derived = ("hidden",)
     exchanges: int
-    background: int
-    """Exchanges that ran in the background of computing."""
-    sent_bytes: float
-    """Payload: mean over devices inside islands, mean over islands between them."""
+    background: int  # exchanges that ran in the background of computing
+    sent_bytes: float  # payload: mean over devices inside islands, mean over islands between them
     exchanged_s: float
     hidden_s: float
     dropped_tokens: int | None
@@ -93,17 +83,12 @@ class ExchangeLevel(JsonRecord):
 @dataclass(frozen=True, kw_only=True)
 class OverlapSummary(JsonRecord):
     derived = ("hidden",)
-    islands: tuple[IslandTimes, ...]
-    """In a run of two levels, one entry per device."""
-    background: int
-    """Exchanges that ran in the background of computing."""
+    islands: tuple[IslandTimes, ...]  # in a run of two levels, one entry per device
+    background: int  # exchanges that ran in the background of computing
     exchanges: int
-    skipped: int
-    """Updates that all islands left out, because gradients were missing or not finite."""
-    failed: int
-    """Rounds without a result, because an island missed the exchange."""
-    most_tokens: int
-    """Of the largest round; `fewest_tokens` of the smallest that committed any."""
+    skipped: int  # updates that all islands left out, because gradients were missing or not finite
+    failed: int  # rounds without a result, because an island missed the exchange
+    most_tokens: int  # of the largest round; `fewest_tokens` of the smallest that committed any
     fewest_tokens: int
     devices_per_island: int | None = None
     inside: ExchangeLevel | None = None

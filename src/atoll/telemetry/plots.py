@@ -12,7 +12,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import Arrived, Attended, Compared, Computed, Evaluated, Event, Exchanged, Leased, RoundFinished, RunStarted
 from atoll.telemetry.async_summary import AsynchronySummary, is_asynchronous, read_asynchrony
 from atoll.telemetry.compare import distinct_labels
-from atoll.telemetry.event_log import clock_of, read_clock, read_events
+from atoll.telemetry.event_log import clock_of, read_clock, read_events, read_kind
 from atoll.telemetry.overlap import Interval, OverlapSummary, by_device, device_name, read_overlap
 from atoll.telemetry.plot_style import (
     COLOURS,
@@ -86,12 +86,11 @@ def comparison_figure(folders: Sequence[str | Path]) -> Any:
         raise ConfigError("no run folders were given, so there is nothing to draw. Give one folder or more.")
     starts, curves = [], []
     for folder in folders:
-        events = list(read_events(Path(folder) / "events.jsonl", kinds=(RunStarted, Evaluated)))
-        started = next((event for event in events if isinstance(event, RunStarted)), None)
-        points = [event for event in events if isinstance(event, Evaluated) and "loss" in event.metrics]
-        if started is None or not points:
+        started = read_kind(folder, RunStarted)
+        points = [event for event in read_kind(folder, Evaluated) if "loss" in event.metrics]
+        if not started or not points:
             raise AtollError(f"the run in {folder} has not been evaluated yet, so it has no curve. Leave it out, or let it run on.")
-        starts.append(started)
+        starts.append(started[0])
         curves.append(points)
     clocks = [clock_of(started.engine) for started in starts]
     labels = distinct_labels(starts, [str(folder) for folder in folders])
@@ -171,18 +170,16 @@ def _losses_figure(folder: Path) -> Any:
 def _read_rounds(folder: Path) -> tuple[list[RoundFinished], list[Evaluated], list[tuple[int, Compared]]]:
     """Rounds, evaluations, and comparisons of deltas with the step at which their round ended."""
     rounds: list[RoundFinished] = []
-    evaluations: list[Evaluated] = []
     compared: list[tuple[int, Compared]] = []
     open_round: list[Compared] = []
-    for event in read_events(folder / "events.jsonl", kinds=(RoundFinished, Evaluated, Compared)):
+    for event in read_events(folder / "events.jsonl", kinds=(RoundFinished, Compared)):
         if isinstance(event, RoundFinished):
             rounds.append(event)
             compared += [(event.steps, earlier) for earlier in open_round]
             open_round = []
-        elif isinstance(event, Evaluated) and "loss" in event.metrics:
-            evaluations.append(event)
         elif isinstance(event, Compared) and event.norms:
             open_round.append(event)
+    evaluations = [event for event in read_kind(folder, Evaluated) if "loss" in event.metrics]
     if not rounds:
         raise AtollError(f"the run in {folder} has not finished a round yet, so there is nothing to draw. Let it run on.")
     return rounds, evaluations, compared
@@ -210,8 +207,7 @@ def _draw_band(panel: Any, x: Any, low: Any, middle: Any, high: Any, colour: str
 
 def _asynchrony_figure(folder: Path, summary: AsynchronySummary) -> Any:
     """Staleness over time, arrivals per window, steps per shard, and how each worker spent its time."""
-    arrivals = read_events(folder / "events.jsonl", kinds=(Arrived,))
-    points = [(event.time_s, event.staleness) for event in arrivals if isinstance(event, Arrived)]
+    points = [(event.time_s, event.staleness) for event in read_kind(folder, Arrived)]
     figure, (staleness, windows, shards, workers) = new_figure(4)
     unit, unit_s = time_unit(points[-1][0])
     if len(points) <= _MAX_DOTS:
@@ -225,8 +221,7 @@ def _asynchrony_figure(folder: Path, summary: AsynchronySummary) -> Any:
     staleness.axhline(mean, color=COLOURS[1], linewidth=1.2, linestyle="--")
     place = {"xycoords": staleness.get_yaxis_transform(), "ha": "right", "va": "bottom", "fontsize": FONT_SIZE}
     staleness.annotate(f"mean {mean:.3g}", (1.0, mean), color=COLOURS[1], **place)
-    staleness.set_xlabel(f"{read_clock(folder)} time ({unit})")
-    staleness.set_ylabel("staleness (updates)")
+    staleness.set(xlabel=f"{read_clock(folder)} time ({unit})", ylabel="staleness (updates)")
     staleness.set_ylim(bottom=min(0.0, staleness.get_ylim()[0]))
     format_axis(staleness.yaxis, whole=True)
     _draw_bars(windows, summary.arrivals_per_window.counts, "arrivals in a window", "windows")
@@ -282,10 +277,8 @@ class IslandTimeline(NamedTuple):
     """What one island did in the last rounds."""
 
     computing: list[Interval]
-    background: list[Interval]
-    """Exchanges in the background of computing."""
-    communicating: list[Interval]
-    """Other exchanges."""
+    background: list[Interval]  # exchanges in the background of computing
+    communicating: list[Interval]  # other exchanges
 
 
 def last_rounds(events: Iterable[Event], rounds: int = _TIMELINE_ROUNDS) -> dict[int, IslandTimeline]:
@@ -336,9 +329,7 @@ def _draw_timelines(panel: Any, timelines: Mapping[str, IslandTimeline]) -> None
 
 def _participation_figure(folder: Path, _: ParticipationSummary) -> Any:
     """Islands known, alive and participating over time, and the leases of data."""
-    events = list(read_events(folder / "events.jsonl", kinds=(Attended, Leased)))
-    attended = [event for event in events if isinstance(event, Attended)]
-    leased = [event for event in events if isinstance(event, Leased)]
+    attended, leased = read_kind(folder, Attended), read_kind(folder, Leased)
     figure, (islands, leases) = new_figure(2, share_x=True)
     unit, unit_s = time_unit(attended[-1].time_s)
     times = [event.time_s / unit_s for event in attended]
@@ -349,8 +340,7 @@ def _participation_figure(folder: Path, _: ParticipationSummary) -> Any:
         totals = list(accumulate(len(getattr(event, name)) for event in leased))
         leases.step(times, totals, where="post", label=label, color=colour)
     for panel, name in ((islands, "islands"), (leases, "leases of data")):
-        panel.set_ylabel(name)
-        panel.set_xlabel(f"wall time ({unit})")
+        panel.set(xlabel=f"wall time ({unit})", ylabel=name)
     add_legend(figure)
     return figure
 
@@ -365,8 +355,7 @@ def _draw_bars(panel: Any, heights: Mapping[int, float], name: str, height_name:
     format_axis(panel.yaxis, human_count, whole=True)
     margin = 0.6 if len(heights) > 1 else 1.0
     panel.set_xlim(min(heights) - margin, max(heights) + margin)
-    panel.set_xlabel(name)
-    panel.set_ylabel(height_name)
+    panel.set(xlabel=name, ylabel=height_name)
     panel.grid(visible=False, axis="x")
 
 
@@ -387,10 +376,8 @@ def _draw_time_shares(panel: Any, islands: Sequence[Any], fields: Mapping[str, s
 class _RunPlot(NamedTuple):
     read: Callable[[str | Path], Any]
     draw: Callable[[Path, Any], Any]
-    needed: str
-    """The count in the summary that must not be 0 for the plot."""
-    reported: str
-    """The count that must not be 0 for `write_plots`."""
+    needed: str  # the count in the summary that must not be 0 for the plot
+    reported: str  # the count that must not be 0 for `write_plots`
 
 
 _PLOTS: Mapping[str, _RunPlot] = {

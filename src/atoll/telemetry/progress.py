@@ -130,15 +130,13 @@ class RunProgress:
     """How far a run is, finished or not. Unknown values are None."""
 
     recipe: str
-    round: int | None
-    """The last round that all islands finished."""
+    round: int | None  # the last round that all islands finished
     steps: int
     steps_total: int | None
     tokens: int
     val_loss: float | None
     virtual_time_s: float | None
-    wall_time_s: float | None
-    """None under a virtual clock."""
+    wall_time_s: float | None  # None under a virtual clock
     utilisation: float | None
     finished: bool
 

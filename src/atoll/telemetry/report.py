@@ -26,12 +26,10 @@ _MAX_ROWS = 16  # workers, islands or shards that are listed
 class ReportSection:
     """One kind of figures. A line whose text is None is left out; `lines`, `histograms` and `rows` take what `read` returns."""
 
-    read: Callable[[Path], Any]
-    """The summary in a run's folder; None where the run has no such figures."""
+    read: Callable[[Path], Any]  # the summary in a run's folder; None where the run has no such figures
     lines: Mapping[str, Callable[[Any], str | None]]
     histograms: Callable[[Any], list[str]] = lambda _: []
-    rows: Callable[[Any], list[dict[str, str]]] = lambda _: []
-    """The table: each row has the cells by their headings."""
+    rows: Callable[[Any], list[dict[str, str]]] = lambda _: []  # the table: each row has the cells by their headings
 
 
 def report_sections(folder: str | Path) -> Iterator[RenderableType]:

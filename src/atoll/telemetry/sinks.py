@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from atoll.core.events import Arrived, Compared, Evaluated, Event, RoundFinished, WindowClosed
 from atoll.core.optional_imports import require
-from atoll.telemetry.event_log import clock_at
+from atoll.telemetry.event_log import ClosingSink, E, clock_at
 from atoll.telemetry.progress import RunningTotals
 
 if TYPE_CHECKING:
     from atoll.core.protocols import Sink
-
-E = TypeVar("E", bound=Event)
 
 
 @runtime_checkable
@@ -31,7 +28,7 @@ class ResumableSink(Protocol):
     def recall(self, events: Iterable[Event]) -> None: ...
 
 
-class Fanout:
+class Fanout(ClosingSink):
     """Hands every event to each sink, in the order given.
 
     An exception in a sink reaches the caller at once. Put the log first, so that later sinks show only recorded events.
@@ -50,12 +47,6 @@ class Fanout:
             for sink in self.sinks:
                 if isinstance(sink, ClosableSink):
                     stack.callback(sink.close)
-
-    def __enter__(self) -> Fanout:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 class MemorySink:
@@ -87,7 +78,7 @@ class NullSink:
         pass
 
 
-class TensorBoardSink:
+class TensorBoardSink(ClosingSink):
     """Writes scalars for TensorBoard. Needs the extra `tensorboard`.
 
     TensorBoard's horizontal axis takes whole numbers only, so the sink writes each measure once per quantity, under its own tag:
@@ -148,15 +139,7 @@ class TensorBoardSink:
         """Writes buffered scalars. A second call does nothing."""
         self._writer.close()
 
-    def __enter__(self) -> TensorBoardSink:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     def _write_against(self, tag: str, value: float, event: RoundFinished | Evaluated) -> None:
-        write = self._writer.add_scalar
-        write(f"{tag}/by_steps", value, event.steps)
-        write(f"{tag}/by_tokens", value, event.tokens)
-        write(f"{tag}/by_sent_bytes", value, round(event.sent_bytes_per_island))
-        write(f"{tag}/by_{clock_at(event)}_ms", value, round(1000 * event.time_s))
+        positions = {"steps": event.steps, "tokens": event.tokens, "sent_bytes": round(event.sent_bytes_per_island)}
+        for name, position in {**positions, f"{clock_at(event)}_ms": round(1000 * event.time_s)}.items():
+            self._writer.add_scalar(f"{tag}/by_{name}", value, position)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +22,7 @@ from atoll.core.events import (
     SaveFailed,
 )
 from atoll.telemetry.async_summary import AsynchronySummary, read_asynchrony
-from atoll.telemetry.event_log import Clock, clock_of, read_events
+from atoll.telemetry.event_log import Clock, clock_of, read_events, read_kind
 from atoll.telemetry.overlap import OverlapSummary, read_overlap, reports_overlap
 from atoll.telemetry.progress import read_progress
 from atoll.telemetry.units import JsonRecord, perplexity
@@ -65,22 +64,14 @@ class ParticipationSummary(JsonRecord):
     """Commits of an elastic run, whose islands join and leave."""
 
     commits: int
-    attempts: int
-    """Of all commits together."""
-    known: int
-    """Islands that ever took part."""
-    alive: float
-    """Mean over commits."""
-    participating: float
-    """Mean over commits."""
-    delivered: int
-    """Leases of data whose work is in a commit."""
-    returned: int
-    """Leases that the leader assigned again."""
-    refused: int
-    """Deltas that failed validation."""
-    not_saved: int
-    """Checkpoints that could not be written."""
+    attempts: int  # of all commits together
+    known: int  # islands that ever took part
+    alive: float  # mean over commits
+    participating: float  # mean over commits
+    delivered: int  # leases of data whose work is in a commit
+    returned: int  # leases that the leader assigned again
+    refused: int  # deltas that failed validation
+    not_saved: int  # checkpoints that could not be written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,44 +81,33 @@ class Summary(JsonRecord):
     recipe: str
     algorithm: str
     islands: int
-    params: int
-    """Trainable parameters of the model."""
-    tokens: int
-    """Of all islands, without `warm_start_tokens`."""
+    params: int  # trainable parameters of the model
+    tokens: int  # of all islands, without `warm_start_tokens`
     warm_start_tokens: int
     local_updates: int
-    outer_steps: int
-    """Exchanges that changed the global weights."""
-    val_loss: float
-    """Of the final global weights, in nats."""
+    outer_steps: int  # exchanges that changed the global weights
+    val_loss: float  # of the final global weights, in nats
     val_perplexity: float
-    virtual_time_s: float | None
-    """On the clock of the simulated cluster; None for real machines."""
+    virtual_time_s: float | None  # on the clock of the simulated cluster; None for real machines
     wall_time_s: float | None
     """On real machines, of the whole run. Of a simulated run, of the process that finished it, and None if unknown."""
-    sent_bytes_per_island: float
-    """Payload without control bytes, mean over islands."""
+    sent_bytes_per_island: float  # payload without control bytes, mean over islands
     control_bytes_per_island: float
-    utilisation: float | None
-    """Computing time over time present, mean over islands."""
-    resumed_from_round: int
-    """Where the process that finished the run began; 0 if the run was never resumed."""
+    utilisation: float | None  # computing time over time present, mean over islands
+    resumed_from_round: int  # where the process that finished the run began; 0 if the run was never resumed
     run_dir: str
     seed: int
     rounds: int
     steps: int
-    digest: str
-    """Of the final global weights."""
+    digest: str  # of the final global weights
     engine: str = "sim"
-    val_accuracy: float | None = None
-    """Of the final global weights, in [0, 1]."""
+    val_accuracy: float | None = None  # of the final global weights, in [0, 1]
     inside_bytes_per_device: float | None = None
     """Payload over the links inside islands, mean over devices; None in a run of one level."""
     inside_dropped_tokens: int | None = None
     """Tokens whose gradients an island discarded when it received new weights; None in a run of one level."""
     asynchrony: AsynchronySummary | None = None
-    overlap: OverlapSummary | None = None
-    """None where `reports_overlap` is false."""
+    overlap: OverlapSummary | None = None  # None where `reports_overlap` is false
     memory: MemorySummary | None = None
 
     @property
@@ -179,31 +159,22 @@ def read_summary(folder: str | Path) -> Summary:
 
 
 def read_memory(folder: str | Path) -> MemorySummary | None:
-    """The memory of the run in a folder, finished or not; None where no engine counted it."""
-    log = Path(folder) / "events.jsonl"
-    return memory_of(read_events(log, kinds=(MemoryCounted,))) if log.exists() else None
-
-
-def memory_of(events: Iterable[Event]) -> MemorySummary | None:
-    """The largest count of each island, and the formula of the last count."""
-    largest: dict[int, MemoryCounted] = {}
-    last: MemoryCounted | None = None
-    for event in events:
-        if isinstance(event, MemoryCounted):
-            before, last = largest.get(event.island), event
-            largest[event.island] = event if before is None or event.peak_bytes > before.peak_bytes else before
-    if last is None:
+    """The largest count of each island, and the formula of the last count; None where no engine counted memory."""
+    counts = read_kind(folder, MemoryCounted) if (Path(folder) / "events.jsonl").exists() else []
+    if not counts:
         return None
+    largest: dict[int, MemoryCounted] = {}
+    for count in counts:
+        if count.peak_bytes > getattr(largest.get(count.island), "peak_bytes", -1):
+            largest[count.island] = count
     names = ("island", *(f"{kind}_bytes" for kind in MEMORY_KINDS), "peak_bytes")
     islands = tuple(IslandMemory(**{name: getattr(largest[island], name) for name in names}) for island in sorted(largest))
-    return MemorySummary(islands=islands, formula=last.formula, formula_bytes=last.formula_bytes)
+    return MemorySummary(islands=islands, formula=counts[-1].formula, formula_bytes=counts[-1].formula_bytes)
 
 
 def read_participation(folder: str | Path) -> ParticipationSummary | None:
     """The commits of the elastic run in a folder; None for other runs and before the first commit."""
-    events = list(read_events(Path(folder) / "events.jsonl", kinds=(Attended, Leased, Refused, SaveFailed)))
-    attended = [event for event in events if isinstance(event, Attended)]
-    leased = [event for event in events if isinstance(event, Leased)]
+    attended, leased = read_kind(folder, Attended), read_kind(folder, Leased)
     if not attended:
         return None
     return ParticipationSummary(
@@ -214,8 +185,8 @@ def read_participation(folder: str | Path) -> ParticipationSummary | None:
         participating=fmean(event.participating for event in attended),
         delivered=sum(len(event.delivered) for event in leased),
         returned=sum(len(event.returned) for event in leased),
-        refused=sum(isinstance(event, Refused) for event in events),
-        not_saved=sum(isinstance(event, SaveFailed) for event in events),
+        refused=len(read_kind(folder, Refused)),
+        not_saved=len(read_kind(folder, SaveFailed)),
     )
 
 

@@ -117,12 +117,14 @@ def human_loss(loss: float, digits: int = 3) -> str:
     return f"{loss:#.{digits}g}".removesuffix(".") if math.isfinite(loss) else _not_finite(loss)
 
 
-def human_accuracy(fraction: float) -> str:
-    """An accuracy in [0, 1] as a percentage with one decimal: compared runs often differ by less than 1 %.
+def human_accuracy(fraction: float | None) -> str:
+    """An accuracy in [0, 1] as a percentage with one decimal, because compared runs often differ by less than 1 %.
 
-    >>> human_accuracy(0.9128), human_accuracy(1.0)
-    ('91.3 %', '100.0 %')
+    >>> human_accuracy(0.9128), human_accuracy(None)
+    ('91.3 %', '-')
     """
+    if fraction is None:
+        return "-"
     return f"{100 * fraction:.1f} %" if math.isfinite(fraction) else _not_finite(fraction)
 
 
