@@ -16,8 +16,8 @@ from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 
 NAMES, NOW = ("a", "b"), StateVersion(3, 7)
-STATE, BROUGHT, LENGTH, TEXT, VOTE = range(5)
-"""What an island tells in one round, in order."""
+STATE, DELTA_SUMMARY, LENGTH, TEXT, VOTE = range(5)
+"""An island's control messages of one round, in order."""
 DELTA = torch.tensor([1.0, 5.0, 2.0, 4.0])
 MEAN = (64 * DELTA + 128 * 2 * DELTA) / 192
 
@@ -34,10 +34,10 @@ class Link:
 
 
 class Group:
-    """One end of a line. Of what it tells, one message is damaged."""
+    """One end of a link. One of its control messages is damaged."""
 
-    def __init__(self, line, rank, damage=None, message=None):
-        self._line, self._rank, self._damage, self._message, self._told = line, rank, damage, message, 0
+    def __init__(self, link, rank, damage=None, message=None):
+        self._link, self._rank, self._damage, self._message, self._told = link, rank, damage, message, 0
 
     def rank(self):
         return self._rank
@@ -51,11 +51,11 @@ class Group:
             if self._told == self._message:
                 self._damage(sent)
             self._told += 1
-        self._line.queues[self._rank, rank].put(sent)
+        self._link.queues[self._rank, rank].put(sent)
         return Sent()
 
     def recv(self, tensors, rank, tag):
-        return Received(self._line.queues[rank, self._rank], tensors[0])
+        return Received(self._link.queues[rank, self._rank], tensors[0])
 
 
 class Sent:
@@ -64,7 +64,7 @@ class Sent:
 
 
 class Received:
-    """A message that is to come into this tensor."""
+    """A pending receive into this tensor."""
 
     def __init__(self, messages, into):
         self._messages, self._into = messages, into
@@ -77,14 +77,14 @@ class Received:
 
 
 class Once(Exception):
-    """It has failed, and is not tried again."""
+    """The attempt has failed, and is not repeated."""
 
 
 class Finder:
-    """Finds the two of them, once."""
+    """Forms the quorum of the two islands, once."""
 
-    def __init__(self, line, group):
-        self._line, self._group, self.found = line, group, False
+    def __init__(self, link, group):
+        self._link, self._group, self.found = link, group, False
 
     def form_quorum(self, version, failures):
         if self.found:
@@ -97,7 +97,7 @@ class Finder:
         return self._group
 
     def abort(self):
-        self._line.close()
+        self._link.close()
 
 
 def protocol_of(rank, finder):
@@ -106,9 +106,9 @@ def protocol_of(rank, finder):
     return CommitProtocol(finder, mean, status, ExchangeTimeout(20.0), lambda text: None), status
 
 
-def round_of(rank, line, group):
+def round_of(rank, link, group):
     """One island's round: its commit, or how it failed; and its suspects."""
-    protocol, status = protocol_of(rank, Finder(line, group))
+    protocol, status = protocol_of(rank, Finder(link, group))
     report = IslandReport(True, status.address)
     try:
         return protocol.commit(NOW, 1, Proposal(report, Tree.of({"w": DELTA * (rank + 1)}), 64.0 * (rank + 1))), status.suspects
@@ -116,11 +116,11 @@ def round_of(rank, line, group):
         return error, status.suspects
 
 
-def both(damage=None, message=None):
-    line = Link()
-    groups = [Group(line, 0, damage, message), Group(line, 1)]
+def exchange_of_two(damage=None, message=None):
+    link = Link()
+    groups = [Group(link, 0, damage, message), Group(link, 1)]
     with ThreadPoolExecutor(2) as pool:
-        return [*pool.map(round_of, (0, 1), (line, line), groups)]
+        return [*pool.map(round_of, (0, 1), (link, link), groups)]
 
 
 def flips(bit):
@@ -131,14 +131,14 @@ def flips(bit):
 
 
 def test_two_islands_agree_on_the_mean_by_weight():
-    for met, blames in both():
-        assert torch.equal(met.result.value.flat, MEAN)
-        assert [report.address for report in met.result.reports] == ["address-0", "address-1"]
-        assert not blames
+    for commit, suspects in exchange_of_two():
+        assert torch.equal(commit.result.value.flat, MEAN)
+        assert [report.address for report in commit.result.reports] == ["address-0", "address-1"]
+        assert not suspects
 
 
 class Counting(Group):
-    """Counts what it tells, which is all but weights."""
+    """Counts the bytes of control messages."""
 
     told_bytes = 0
 
@@ -147,9 +147,9 @@ class Counting(Group):
         return super().send(tensors, rank, tag)
 
 
-def two_rounds(rank, line, group):
+def two_rounds(rank, link, group):
     """Control bytes that one island reports of each of two rounds, and those that it sent in the first."""
-    finder = Finder(line, group)
+    finder = Finder(link, group)
     protocol, status = protocol_of(rank, finder)
     reported, sent = [], []
     for _ in range(2):
@@ -160,59 +160,59 @@ def two_rounds(rank, line, group):
     return reported, sent[0]
 
 
-def test_what_a_vote_took_is_reported_with_the_next_round():
-    line = Link()
+def test_the_bytes_of_a_vote_are_reported_with_the_next_round():
+    link = Link()
     with ThreadPoolExecutor(2) as pool:
-        for (first, second), sent in pool.map(two_rounds, (0, 1), (line, line), [Counting(line, 0), Counting(line, 1)]):
-            assert first < second == sent  # both rounds tell as much before they vote
+        for (first, second), sent in pool.map(two_rounds, (0, 1), (link, link), [Counting(link, 0), Counting(link, 1)]):
+            assert first < second == sent  # both rounds send as much before their votes
 
 
 @pytest.mark.parametrize(
     ("message", "number", "bit"),
     [
         (STATE, 0, 0),
-        (STATE, 3, 51),  # the epoch that it would take
-        (STATE, 3, 57),  # the same, and no number of it has so many bits
+        (STATE, 3, 51),  # the epoch that the attempt would take
+        (STATE, 3, 57),  # the same, beyond the bits of an epoch
         (STATE, 5, 62),  # 1 becomes infinity
-        (BROUGHT, 0, 51),  # its weight
-        (BROUGHT, 0, 62),
-        (BROUGHT, 2, 60),  # its norm: who hears that refuses it
-        (BROUGHT, 4, 0),  # the checksum of what it sends
+        (DELTA_SUMMARY, 0, 51),  # its weight
+        (DELTA_SUMMARY, 0, 62),
+        (DELTA_SUMMARY, 2, 60),  # its norm: the receiver rejects the delta
+        (DELTA_SUMMARY, 4, 0),  # the checksum of its slice
         (LENGTH, 0, 62),
         (TEXT, 0, 3),
         (TEXT, 1, 7),  # no text
         (TEXT, 2, 40),
     ],
 )
-def test_whatever_bit_of_what_is_told_is_damaged_nobody_commits(message, number, bit):
-    for failed, _ in both(flips(64 * number + bit), message):
+def test_no_island_commits_when_a_bit_of_a_control_message_is_damaged(message, number, bit):
+    for failed, _ in exchange_of_two(flips(64 * number + bit), message):
         assert isinstance(failed, Once)
 
 
 @pytest.mark.parametrize(("number", "bit"), [(1, 57), (3, 57), (3, 60), (3, 40), (0, 63)])
-def test_a_round_or_an_epoch_that_cannot_be_is_not_remembered_for_the_next_attempt(number, bit):
-    assert [blames for _, blames in both(flips(64 * number + bit), STATE)][1] == {"a"}
+def test_an_impossible_round_or_epoch_is_not_kept_for_the_next_attempt(number, bit):
+    assert [suspects for _, suspects in exchange_of_two(flips(64 * number + bit), STATE)][1] == {"a"}
 
 
-@pytest.mark.parametrize("message", [STATE, BROUGHT, TEXT])
-def test_both_ends_of_a_line_that_damages_what_is_told_name_it(message):
-    assert [blames for _, blames in both(flips(0), message)] == [{"b"}, {"a"}]
+@pytest.mark.parametrize("message", [STATE, DELTA_SUMMARY, TEXT])
+def test_both_ends_of_a_damaging_link_suspect_each_other(message):
+    assert [suspects for _, suspects in exchange_of_two(flips(0), message)] == [{"b"}, {"a"}]
 
 
-def test_whoever_hears_a_damaged_vote_does_not_commit_and_the_other_has_the_right_mean():
-    (met, _), (failed, _) = both(flips(20), VOTE)
-    assert torch.equal(met.result.value.flat, MEAN)
+def test_the_receiver_of_a_damaged_vote_does_not_commit_and_its_sender_has_the_right_mean():
+    (commit, _), (failed, _) = exchange_of_two(flips(20), VOTE)
+    assert torch.equal(commit.result.value.flat, MEAN)
     assert isinstance(failed, Once)
 
 
 SOUND = DeltaSummary(1.0, True, 2.0)
 
 
-def test_what_is_not_finite_is_rejected_from_the_first_round_on():
+def test_a_delta_that_is_not_finite_is_rejected_from_the_first_round_on():
     assert UpdateValidator(10).rejections([SOUND, DeltaSummary(1.0, False, 0.0)]) == {1: "its delta is not finite"}
 
 
-def test_nobody_is_absurd_before_anything_is_usual():
+def test_no_norm_is_too_large_before_three_are_known():
     validator = UpdateValidator(10)
     for _ in range(2):
         assert validator.rejections([SOUND, DeltaSummary(1.0, True, 1e9)]) == {}
@@ -222,21 +222,21 @@ def test_nobody_is_absurd_before_anything_is_usual():
     assert validator.rejections([SOUND, DeltaSummary(1.0, True, 19.9)]) == {}
 
 
-def test_in_the_first_rounds_three_islands_tell_which_of_them_is_absurd():
+def test_in_the_first_rounds_three_islands_find_the_one_whose_norm_is_too_large():
     assert list(UpdateValidator(10).rejections([SOUND, DeltaSummary(1.0, True, 1e9), SOUND])) == [1]
     assert UpdateValidator(10).rejections([SOUND, DeltaSummary(1.0, True, 1e9), DeltaSummary(0.0, True, 0.0)]) == {}, (
         "two cannot tell"
     )
 
 
-def test_deltas_of_nothing_make_nothing_absurd():
+def test_zero_deltas_make_no_other_delta_too_large():
     validator = UpdateValidator(10)
     for _ in range(3):
         validator.record([DeltaSummary(1.0, True, 0.0)], rejected={})
     assert validator.rejections([SOUND]) == {}
 
 
-def test_what_was_rejected_does_not_make_the_next_one_usual():
+def test_rejected_norms_are_not_remembered():
     validator, absurd = UpdateValidator(10), DeltaSummary(1.0, True, 1e6)
     for _ in range(3):
         validator.record([SOUND], rejected={})
@@ -255,14 +255,14 @@ def test_an_island_without_work_is_neither_rejected_nor_remembered():
     assert validator.to_parts() == {"norms": [2.0] * 5}
 
 
-def test_infinity_refuses_only_what_is_not_finite():
+def test_a_limit_of_infinity_rejects_only_what_is_not_finite():
     validator = UpdateValidator(math.inf)
     for _ in range(5):
         validator.record([SOUND], rejected={})
     assert validator.rejections([DeltaSummary(1.0, True, 1e300)]) == {}
 
 
-def test_a_validator_goes_on_from_its_parts():
+def test_a_validator_is_restored_from_its_parts():
     validator, other = UpdateValidator(10), UpdateValidator(10)
     for norm in (1.0, 2.0, 3.0):
         validator.record([DeltaSummary(1.0, True, norm)], rejected={})

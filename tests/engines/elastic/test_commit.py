@@ -25,7 +25,7 @@ NOW = StateVersion(3, 7)
 
 @pytest.fixture(scope="module", autouse=True)
 def _light():
-    """An island that leaves collects what it holds: what was here before the tests is not looked through each time."""
+    """An island that leaves collects garbage: objects from before the tests are not looked through each time."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -83,12 +83,12 @@ class Islands:
 
 
 class Died(Exception):
-    """An island is gone."""
+    """An island died."""
 
 
 @pytest.fixture
 def islands():
-    """Makes islands, all of one lighthouse: the test's own, since those of the test before would be waited for there."""
+    """Makes islands of one lighthouse. Each test has its own, which does not wait for the islands of the test before."""
     port, made, rendezvous = free_port(HOST), [], []
 
     def make(*names):
@@ -107,56 +107,56 @@ def names_of(wire, names):
     return names
 
 
-def test_all_who_are_there_meet_in_the_order_of_their_names(islands):
-    met = islands("c", "a", "b").commit(dict.fromkeys("abc", names_of))
-    assert {name: m.result for name, m in met.items()} == dict.fromkeys("abc", ("a", "b", "c"))
-    assert {(m.names, m.stale, m.attempts) for m in met.values()} == {(("a", "b", "c"), (), 1)}
-    assert {m.epoch for m in met.values()} == {attempt_epoch("abc", NOW.epoch + 1)}
+def test_live_islands_commit_in_the_order_of_their_names(islands):
+    commits = islands("c", "a", "b").commit(dict.fromkeys("abc", names_of))
+    assert {name: m.result for name, m in commits.items()} == dict.fromkeys("abc", ("a", "b", "c"))
+    assert {(m.names, m.stale, m.attempts) for m in commits.values()} == {(("a", "b", "c"), (), 1)}
+    assert {m.epoch for m in commits.values()} == {attempt_epoch("abc", NOW.epoch + 1)}
 
 
-def test_whoever_holds_an_older_state_is_left_behind_and_told_so(islands):
-    met = islands("a", "b", "c").commit(dict.fromkeys("abc", names_of), {"a": StateVersion(2, 6), "b": StateVersion(3, 6)})
-    assert met["c"].result == ("c",)
-    assert met["c"].stale == ("a", "b")
-    assert [type(met[name]) for name in "ab"] == [StaleState, StaleState]
-    assert met["a"].version == NOW
+def test_an_island_with_an_older_state_is_left_out_and_raises_stale_state(islands):
+    commits = islands("a", "b", "c").commit(dict.fromkeys("abc", names_of), {"a": StateVersion(2, 6), "b": StateVersion(3, 6)})
+    assert commits["c"].result == ("c",)
+    assert commits["c"].stale == ("a", "b")
+    assert [type(commits[name]) for name in "ab"] == [StaleState, StaleState]
+    assert commits["a"].version == NOW
 
 
-def test_of_those_who_differ_the_fewer_take_part_and_are_told_so(islands):
-    met = islands("a", "b", "c").commit(dict.fromkeys("abc", names_of), digests={"a": 5})
-    assert {(one.names, one.diverged, one.epoch) for one in met.values()} == {
+def test_a_minority_of_other_bits_takes_part_and_is_named_as_diverged(islands):
+    commits = islands("a", "b", "c").commit(dict.fromkeys("abc", names_of), digests={"a": 5})
+    assert {(one.names, one.diverged, one.epoch) for one in commits.values()} == {
         (("a", "b", "c"), ("a",), attempt_epoch("abc", NOW.epoch + 1))
     }
 
 
-def test_whoever_was_given_its_state_never_outvotes_one_that_has_committed_it(islands):
+def test_islands_that_fetched_their_state_never_outvote_one_that_confirmed_it(islands):
     group = islands("a", "b", "c")
     group.statuses["a"].confirmed = group.statuses["b"].confirmed = False
-    met = group.commit(dict.fromkeys("abc", names_of), digests={"a": 5, "b": 5})
-    assert met["c"].names == ("c",)
-    assert met["c"].stale == ("a", "b")
-    assert "its bits differ from the other islands'" in str(met["a"])
+    commits = group.commit(dict.fromkeys("abc", names_of), digests={"a": 5, "b": 5})
+    assert commits["c"].names == ("c",)
+    assert commits["c"].stale == ("a", "b")
+    assert "its bits differ from the other islands'" in str(commits["a"])
 
 
-def test_where_nobody_has_committed_the_state_nobody_goes_on_from_it(islands):
+def test_no_island_continues_from_a_state_that_none_has_confirmed(islands):
     group = islands("a", "b")
     for status in group.statuses.values():
         status.confirmed = False
-    assert {type(met) for met in group.commit(dict.fromkeys("ab", names_of)).values()} == {UnconfirmedState}
+    assert {type(commits) for commits in group.commit(dict.fromkeys("ab", names_of)).values()} == {UnconfirmedState}
 
 
 def test_of_two_islands_of_one_name_the_later_ends(islands):
     group, later = islands("a", "b"), islands("a")
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(later.commit, {"a": names_of})
-        met = group.commit(dict.fromkeys("ab", names_of))
+        commits = group.commit(dict.fromkeys("ab", names_of))
     assert isinstance(other.result()["a"], MembershipLost)
     assert "another island is called a too" in str(other.result()["a"])
-    assert met["a"].names == met["b"].names == ("a", "b")
-    assert met["a"].attempts == 1
+    assert commits["a"].names == commits["b"].names == ("a", "b")
+    assert commits["a"].attempts == 1
 
 
-def test_when_one_dies_in_the_middle_the_others_meet_again_and_begin_anew(islands):
+def test_when_a_member_dies_in_an_exchange_the_survivors_repeat_it_in_a_later_epoch(islands):
     group, begun = islands("a", "b", "c"), []
 
     def dies(wire, names):
@@ -172,16 +172,16 @@ def test_when_one_dies_in_the_middle_the_others_meet_again_and_begin_anew(island
         wire.all_gather_numbers(1.0)
         return float(flat[-1])
 
-    met = group.commit({"a": goes_on, "b": dies, "c": goes_on})
-    assert met["a"].names == met["c"].names == ("a", "c")
-    assert met["a"].result == met["c"].result == 2.0
-    assert met["a"].attempts >= 2
-    assert met["a"].epoch == met["c"].epoch > attempt_epoch("abc", NOW.epoch + 1), "a later attempt has a later epoch"
+    commits = group.commit({"a": goes_on, "b": dies, "c": goes_on})
+    assert commits["a"].names == commits["c"].names == ("a", "c")
+    assert commits["a"].result == commits["c"].result == 2.0
+    assert commits["a"].attempts >= 2
+    assert commits["a"].epoch == commits["c"].epoch > attempt_epoch("abc", NOW.epoch + 1), "a later attempt has a later epoch"
     assert ("a", "b", "c") in begun
     assert any("has failed, and the survivors try again" in text for text in group.logged)
 
 
-def test_what_they_disagree_on_is_done_again(islands):
+def test_an_exchange_without_agreement_is_repeated(islands):
     tries = []
 
     def act(wire, names):
@@ -191,11 +191,11 @@ def test_what_they_disagree_on_is_done_again(islands):
             raise Disagreement("a bit has flipped")
         return len(tries)
 
-    met = islands("a", "b").commit({"a": act, "b": act})
-    assert {m.attempts for m in met.values()} == {2}
+    commits = islands("a", "b").commit({"a": act, "b": act})
+    assert {m.attempts for m in commits.values()} == {2}
 
 
-def test_what_was_sent_in_vain_is_known_when_it_succeeds(islands):
+def test_bytes_of_failed_attempts_are_counted(islands):
     def act(wire, names):
         wire.all_gather_numbers(1.0)
         if len(tried.setdefault(wire.rank, [])) < 2:
@@ -204,27 +204,27 @@ def test_what_was_sent_in_vain_is_known_when_it_succeeds(islands):
         return [protocol._wasted_control_bytes for protocol in group.protocols.values()]
 
     tried, group = {}, islands("a", "b")
-    met = group.commit({"a": act, "b": act})
-    assert met["a"].attempts == 3
-    assert met["a"].result == met["b"].result == [sum(tried[0]), sum(tried[1])]
+    commits = group.commit({"a": act, "b": act})
+    assert commits["a"].attempts == 3
+    assert commits["a"].result == commits["b"].result == [sum(tried[0]), sum(tried[1])]
 
 
-def test_one_that_dies_after_it_was_found_is_missed_before_anybody_connects_to_it(islands):
+def test_a_member_that_dies_before_connecting_is_found_by_a_query(islands):
     group = islands("a", "b", "c")
 
     def dies(name):
-        group.servers[name].close()  # before anybody could ask
+        group.servers[name].close()  # before a query
         group.members[name].form_quorum(NOW, 0)
         group.members[name].leave()
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(dies, "c")
-        met = group.commit(dict.fromkeys("ab", names_of))
-    assert met["a"].names == met["b"].names == ("a", "b")
-    assert all("c joined this quorum and does not answer" in text for text in group.logged), "nobody has waited for a connection"
+        commits = group.commit(dict.fromkeys("ab", names_of))
+    assert commits["a"].names == commits["b"].names == ("a", "b")
+    assert all("c joined this quorum and does not answer" in text for text in group.logged), "no member has waited for a connection"
 
 
-def test_one_that_stops_in_the_middle_is_given_up_though_its_connections_stand(islands, monkeypatch):
+def test_a_stopped_member_is_given_up_though_its_connections_stand(islands, monkeypatch):
     monkeypatch.setattr(commit_module, "_SILENT_S", 1.0)
     monkeypatch.setattr(membership_module, "PROBE_S", 0.05)
     group, goes_on, stopped = islands("a", "b", "c"), threading.Event(), threading.Event()
@@ -238,31 +238,31 @@ def test_one_that_stops_in_the_middle_is_given_up_though_its_connections_stand(i
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(group.commit, {"c": stops})
-        met = group.commit(dict.fromkeys("ab", names_of))
+        commits = group.commit(dict.fromkeys("ab", names_of))
         goes_on.set()
-    assert met["a"].names == met["b"].names == ("a", "b")
+    assert commits["a"].names == commits["b"].names == ("a", "b")
     assert any("c has not answered for 1 s" in text for text in group.logged)
 
 
 @pytest.fixture
-def hasty(monkeypatch):
-    """Islands wait for each other for a moment only."""
+def short_limits(monkeypatch):
+    """Islands wait for each other for 0.2 s."""
     for name in ("_QUERY_S", "_CONNECT_S"):
         monkeypatch.setattr(commit_module, name, 0.2)
 
 
-def test_one_that_the_others_cannot_reach_leaves_and_they_go_on(islands, hasty):
+def test_an_unreachable_member_is_evicted_and_the_others_commit(islands, short_limits):
     group = islands("a", "b", "c")
     group.servers["c"].close()
-    met = group.commit(dict.fromkeys("abc", names_of))
-    assert met["a"].names == met["b"].names == ("a", "b")
-    assert isinstance(met["c"], MembershipLost)
-    assert "Check that all of them reach each other" in str(met["c"])
+    commits = group.commit(dict.fromkeys("abc", names_of))
+    assert commits["a"].names == commits["b"].names == ("a", "b")
+    assert isinstance(commits["c"], MembershipLost)
+    assert "Check that all of them reach each other" in str(commits["c"])
     assert any(text.startswith("c is evicted") for text in group.logged)
 
 
 @pytest.mark.parametrize(("folders", "leaves"), [({"a": True, "b": False}, "b"), ({"a": False, "b": True}, "a")])
-def test_of_two_whose_line_changes_bits_the_one_that_has_the_folder_goes_on(islands, hasty, folders, leaves):
+def test_of_two_islands_with_a_damaging_link_the_one_with_the_folder_stays(islands, short_limits, folders, leaves):
     group = islands()
     for name, has_folder in folders.items():
         group.add(name, has_folder).join()
@@ -273,14 +273,14 @@ def test_of_two_whose_line_changes_bits_the_one_that_has_the_folder_goes_on(isla
             raise Disagreement("a bit has flipped", [names[1 - wire.rank]])
         return names
 
-    met = group.commit({"a": act, "b": act})
-    assert isinstance(met[leaves], MembershipLost)
+    commits = group.commit({"a": act, "b": act})
+    assert isinstance(commits[leaves], MembershipLost)
     (stays,) = {"a", "b"} - {leaves}
-    assert met[stays].result == (stays,)
+    assert commits[stays].result == (stays,)
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
-def test_a_fellow_that_is_alive_is_waited_for_though_the_lighthouse_does_not_know_it(islands, names):
+def test_the_quorum_waits_for_a_live_peer_that_the_lighthouse_does_not_know(islands, names):
     group, asked = islands(*names), threading.Event()
     group.add("c")
 
@@ -295,18 +295,18 @@ def test_a_fellow_that_is_alive_is_waited_for_though_the_lighthouse_does_not_kno
         assert asked.wait(20.0), "it was never asked"
         group.members["c"].join()
         late = group.protocols["c"].commit(NOW, 1, names_of)
-        met = [late, *(one.result() for one in early)]
-    assert {one.names for one in met} == {(*names, "c")}
-    assert {one.attempts for one in met} == {1}, "nothing has failed"
+        commits = [late, *(one.result() for one in early)]
+    assert {one.names for one in commits} == {(*names, "c")}
+    assert {one.attempts for one in commits} == {1}, "nothing has failed"
     assert group.logged == []
 
 
-def test_fellows_that_are_missed_are_asked_all_at_once_and_have_as_long_as_whoever_was_found(monkeypatch):
+def test_missing_peers_are_queried_in_parallel(monkeypatch):
     monkeypatch.setattr(commit_module, "_QUERY_S", 20.0)
     together = threading.Barrier(2)
 
     def status(name):
-        together.wait(10.0)  # nobody answers before the other was asked too
+        together.wait(10.0)  # both are queried before either answers
         return {"name": name, "version": NOW.number}
 
     alone = CommitProtocol(None, None, None, ExchangeTimeout(10.0), bool, patience_s=20.0)
@@ -316,20 +316,20 @@ def test_fellows_that_are_missed_are_asked_all_at_once_and_have_as_long_as_whoev
             alone._check_missing_peers(NOW, ["a"], time.monotonic())
 
 
-@pytest.mark.parametrize("said", [None, {"name": "other", "version": NOW.number}, {"name": "b", "version": 0}])
-def test_a_fellow_that_is_dead_another_or_behind_is_not_waited_for(islands, said):
+@pytest.mark.parametrize("answer", [None, {"name": "other", "version": NOW.number}, {"name": "b", "version": 0}])
+def test_the_quorum_does_not_wait_for_a_peer_that_is_dead_or_replaced_or_behind(islands, answer):
     group = islands("a")
-    server = SnapshotServer(HOST, lambda: said)
-    if said is None:
+    server = SnapshotServer(HOST, lambda: answer)
+    if answer is None:
         server.close()
     group.protocols["a"].peers = {"b": server.address}
     assert group.protocols["a"].commit(NOW, 1, names_of).names == ("a",)
-    if said is not None:
+    if answer is not None:
         server.close()
 
 
 @pytest.mark.parametrize("patience_s", [20.0, 0.0])
-def test_of_a_fellow_that_is_alive_and_ahead_the_state_is_needed_though_the_lighthouse_does_not_know_it(islands, patience_s):
+def test_a_live_peer_that_is_ahead_makes_the_state_stale_though_the_lighthouse_does_not_know_it(islands, patience_s):
     group, ahead = islands("a"), StateVersion(4, 1)
     with closing(SnapshotServer(HOST, lambda: {"name": "b", "version": ahead.number})) as server:
         group.protocols["a"].peers, group.protocols["a"]._patience_s = {"b": server.address}, patience_s

@@ -1,4 +1,4 @@
-"""Data in units: whatever islands do, each unit ends in exactly one commit."""
+"""Data leases: every unit ends in exactly one commit, whichever islands join and die."""
 
 import json
 
@@ -16,7 +16,7 @@ ROUNDS = st.lists(
 
 
 @given(ROUNDS, st.integers(1, 5), st.integers(1, 30))
-def test_whoever_comes_and_dies_no_unit_is_delivered_twice_or_lost(rounds, shards, units):
+def test_no_unit_is_delivered_twice_or_lost_while_islands_join_and_die(rounds, shards, units):
     leases, delivered = DataLeases(shards=shards, batches=3, units=units), []
     for here, died in rounds:
         out = leases.lease(sorted(here))
@@ -25,7 +25,7 @@ def test_whoever_comes_and_dies_no_unit_is_delivered_twice_or_lost(rounds, shard
         delivered += settled.delivered.values()
         leases.check()
     assert len(set(delivered)) == len(delivered) == leases.delivered <= units
-    while not leases.done:  # somebody stays
+    while not leases.done:  # one island stays
         leases.lease(["a"])
         delivered += leases.settle(["a"]).delivered.values()
     leases.check()
@@ -35,7 +35,7 @@ def test_whoever_comes_and_dies_no_unit_is_delivered_twice_or_lost(rounds, shard
         assert starts == list(range(0, 3 * len(starts), 3))
 
 
-def test_with_all_there_each_island_reads_its_own_shard_in_order():
+def test_while_all_islands_are_present_each_reads_its_own_shard_in_order():
     leases = DataLeases(shards=3, batches=2, units=9)
     for number in range(3):
         out = leases.lease(["a", "b", "c"])
@@ -45,14 +45,14 @@ def test_with_all_there_each_island_reads_its_own_shard_in_order():
     assert leases.lease(["a", "b", "c"]) == {}
 
 
-def test_islands_that_share_a_shard_never_read_the_same():
+def test_islands_that_share_a_shard_get_different_units():
     leases = DataLeases(shards=2, batches=1, units=8)
     out = leases.lease(["a", "b", "c", "d"])
     assert [unit.shard for unit in out.values()] == [0, 1, 0, 1]
     assert len(set(out.values())) == 4
 
 
-def test_an_account_goes_on_from_its_parts():
+def test_leases_are_restored_from_their_parts():
     leases, other = DataLeases(shards=2, batches=4, units=20), DataLeases(shards=2, batches=4, units=20)
     leases.lease(["a", "b", "c"])
     leases.settle(["b"])
@@ -63,7 +63,7 @@ def test_an_account_goes_on_from_its_parts():
     assert other.lease(["b", "a"]) == leases.lease(["b", "a"])
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_leases_are_refused():
     with pytest.raises(ConfigError, match="at least one of each"):
         DataLeases(shards=0, batches=1, units=1)
     leases = DataLeases(shards=1, batches=1, units=5)
@@ -78,7 +78,7 @@ def test_what_cannot_be_is_refused():
 
 
 def refused_until_dropped(islands, units, poison):
-    """How often, and whose deltas of one unit are refused, until everything is settled."""
+    """The islands whose deltas of one unit are rejected, until all units are settled."""
     leases, refusals, delivered = DataLeases(shards=2, batches=2, units=units), [], []
     while not leases.done:
         out = leases.lease(islands)
@@ -94,18 +94,18 @@ def refused_until_dropped(islands, units, poison):
     return refusals
 
 
-def test_a_unit_that_nobody_can_deliver_is_tried_by_two_and_then_dropped():
+def test_an_undeliverable_unit_is_tried_by_two_islands_and_then_dropped():
     refusals = refused_until_dropped(["a", "b"], 12, DataUnit(1, 2, 2))
     assert len(refusals) == 3
     assert set(refusals) == {"a", "b"}
 
 
 @pytest.mark.parametrize("units", [2, 6])
-def test_an_island_that_is_alone_drops_it_after_three_refusals(units):
+def test_a_single_island_drops_an_undeliverable_unit_after_three_rejections(units):
     assert refused_until_dropped(["a"], units, DataUnit(1, 0, 2)) == ["a"] * 3
 
 
-def test_an_island_whose_every_delta_is_refused_drops_nothing_that_another_can_deliver():
+def test_an_island_whose_every_delta_is_rejected_drops_no_unit_that_another_can_deliver():
     leases, delivered = DataLeases(shards=2, batches=2, units=10), []
     while not leases.done:
         out = leases.lease(["a", "b"])
@@ -114,7 +114,7 @@ def test_an_island_whose_every_delta_is_refused_drops_nothing_that_another_can_d
     assert len(set(delivered)) == 10
 
 
-def test_refusals_go_with_the_account():
+def test_rejections_are_restored_with_the_leases():
     leases, other = DataLeases(shards=1, batches=2, units=3), DataLeases(shards=1, batches=2, units=3)
     for _ in range(2):
         leases.lease(["a"])

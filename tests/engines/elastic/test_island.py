@@ -1,4 +1,4 @@
-"""Islands that come and go: who takes part, with which state, and what becomes of their work."""
+"""Islands of threaded runs: which take part, with which state, and what becomes of their work."""
 
 import time
 import uuid
@@ -46,7 +46,7 @@ from atoll.testing.chaos import UpdateFault, exactly_once_violations
 
 
 @pytest.mark.parametrize(("size", "weighting"), [(1, "uniform"), (2, "uniform"), (3, "uniform"), (3, "examples")])
-def test_with_nobody_missing_weights_losses_tokens_and_bytes_are_the_simulators(tmp_path, threaded, toy, size, weighting):
+def test_without_failures_weights_losses_tokens_and_bytes_equal_the_simulators(tmp_path, threaded, toy, size, weighting):
     run = toy(size, f"algorithm.weighting={weighting}")
     live = threaded(run, Elastic(processes=size))
     live.finish(live.start(*map(island_name, range(size))))
@@ -64,7 +64,7 @@ def test_with_nobody_missing_weights_losses_tokens_and_bytes_are_the_simulators(
 
 
 @pytest.mark.parametrize("kind", ["corrupt_delta", "corrupt_mean", "corrupt_weight"])
-def test_whatever_message_is_damaged_it_is_tried_again_and_weights_are_the_simulators(tmp_path, threaded, toy, kind):
+def test_after_a_damaged_message_the_commit_is_repeated_and_weights_equal_the_simulators(tmp_path, threaded, toy, kind):
     run, fault = toy(2, "algorithm.weighting=examples"), UpdateFault(island="island-0000", round=1, kind=kind)
     live = threaded(run, Elastic(processes=2), fault)
     live.finish(live.start("island-0000", "island-0001"))
@@ -72,7 +72,7 @@ def test_whatever_message_is_damaged_it_is_tried_again_and_weights_are_the_simul
     assert {event.round: event.attempts for event in live.events(Attended)}[2] > 1
 
 
-def test_every_commit_says_who_was_there_and_what_became_of_the_data(threaded, toy):
+def test_every_commit_logs_its_members_and_the_settled_leases(threaded, toy):
     live = threaded(toy(2), Elastic(processes=2))
     live.finish(live.start("island-0000", "island-0001"))
     attended = live.events(Attended)
@@ -85,7 +85,7 @@ def test_every_commit_says_who_was_there_and_what_became_of_the_data(threaded, t
     assert [event.island for event in live.events(IslandJoined)] == [0, 1]
 
 
-def test_whoever_comes_later_is_given_the_state_listens_first_and_then_shares_the_work(threaded, toy):
+def test_a_joiner_fetches_the_state_observes_one_round_and_then_shares_the_work(threaded, toy):
     live = threaded(toy(1, "train.steps=24"), Elastic(processes=1, pace=1e-4))
     live.waits["island-0000", 3] = "elsewhere begins with"
     first = live.start("island-0000")
@@ -105,7 +105,7 @@ def test_whoever_comes_later_is_given_the_state_listens_first_and_then_shares_th
     assert [(event.donor, event.sent_bytes > 0) for event in live.events(IslandJoined)] == [(None, False), (0, True)]
 
 
-def test_a_run_that_everybody_left_goes_on_from_its_newest_checkpoint(threaded, toy):
+def test_a_run_whose_islands_all_died_continues_from_its_newest_checkpoint(threaded, toy):
     run = toy(2, "train.steps=16")
     live = threaded(run, Elastic(processes=2))
     for thread in live.start("island-0000", "island-0001", dies_after=5):
@@ -125,11 +125,11 @@ class Waits(Exception):
 
 
 @pytest.mark.parametrize("has_state", [None, False, True])
-def test_while_an_island_was_set_up_it_was_seen_whether_anybody_has_the_state(threaded, toy, monkeypatch, has_state):
+def test_the_wait_before_a_checkpoint_is_restored_includes_the_time_of_setting_up(threaded, toy, monkeypatch, has_state):
     live = threaded(toy(1, "train.steps=16"), Elastic(processes=1))
     for thread in live.start("island-0000", dies_after=5):
         thread.join(60.0)
-    if has_state is not None:  # so it signed last: it may be dead
+    if has_state is not None:  # its last entry: it may be dead
         entry = {"address": "127.0.0.1:1", "version": 7 if has_state else -1, "exchanging": False, "heartbeat": 1}
         RegistryClient(live.rendezvous.address).register("island-0001", entry)
     island, long_s = live.one_island(), 1000.0
@@ -141,7 +141,7 @@ def test_while_an_island_was_set_up_it_was_seen_whether_anybody_has_the_state(th
         raise Waits
 
     monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    with pytest.raises(Waits):  # it has only just come
+    with pytest.raises(Waits):  # it has only just registered
         first()
     island._registry.reachable_since_s -= long_s
     if has_state:
@@ -152,7 +152,7 @@ def test_while_an_island_was_set_up_it_was_seen_whether_anybody_has_the_state(th
     island.close(wait=False)
 
 
-def test_of_two_that_come_back_at_once_the_later_fetches_what_the_other_has_just_restored(threaded, toy, monkeypatch):
+def test_of_two_islands_that_return_at_once_the_later_fetches_the_state_that_the_other_restored(threaded, toy, monkeypatch):
     live = threaded(toy(1, "train.steps=16"), Elastic(processes=1))
     for thread in live.start("island-0000", dies_after=5):
         thread.join(60.0)
@@ -172,7 +172,7 @@ def test_of_two_that_come_back_at_once_the_later_fetches_what_the_other_has_just
         island.close(wait=False)
 
 
-def test_an_island_that_comes_alone_to_a_run_without_a_checkpoint_does_not_resume_alone(threaded, toy):
+def test_a_begun_run_without_a_checkpoint_is_not_started_from_random_weights(threaded, toy):
     live = threaded(toy(1, "keep.save_every=1000"), Elastic(processes=1))
     for thread in live.start("island-0000", dies_after=3):
         thread.join(60.0)
@@ -192,7 +192,7 @@ def test_an_island_that_comes_alone_to_a_run_without_a_checkpoint_does_not_resum
         ("demo-async", (), "has a hub and workers"),
     ],
 )
-def test_what_islands_that_come_and_go_cannot_do_is_refused(recipe, settings, says):
+def test_algorithms_that_cannot_be_elastic_are_refused(recipe, settings, says):
     with pytest.raises(ConfigError, match=says):
         refuse_inelastic(placed(override(recipes.ALL[recipe](), list(settings)), 2))
 
@@ -207,17 +207,17 @@ def test_what_islands_that_come_and_go_cannot_do_is_refused(recipe, settings, sa
         ({"silent_s": 0.2}, "at least 0.5"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(settings, says):
+def test_impossible_settings_are_refused(settings, says):
     with pytest.raises(ConfigError, match=says):
         Elastic(**settings)
 
 
-def test_an_invitation_says_it_all(toy):
+def test_join_info_survives_its_text(toy):
     join_info = JoinInfo(toy(3), Elastic(processes=3, pace=0.5), "127.0.0.1:99")
     assert JoinInfo.from_text(join_info.to_text()) == join_info
 
 
-def test_an_island_that_was_given_the_state_listens_first_though_it_had_work_before(threaded, toy):
+def test_an_island_that_fetched_the_state_observes_though_it_holds_a_lease(threaded, toy):
     live = threaded(toy(2, "train.steps=16"), Elastic(processes=2))
     for thread in live.start("island-0001", "island-0000", dies_after=3):
         thread.join(60.0)
@@ -235,7 +235,7 @@ def test_an_island_that_was_given_the_state_listens_first_though_it_had_work_bef
     island.close(wait=False)
 
 
-def test_who_joins_with_other_data_is_refused(tmp_path, threaded, toy):
+def test_a_joiner_with_other_data_is_refused(tmp_path, threaded, toy):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
     data = Text(corpus=f"files:{text}", tokenizer="bytes", seq_len=16, eval_batches=2)
@@ -253,7 +253,7 @@ def test_who_joins_with_other_data_is_refused(tmp_path, threaded, toy):
     live.finish(first)
 
 
-def test_a_unit_that_gives_nothing_but_nonsense_is_dropped_and_its_tokens_are_counted_nowhere(threaded, toy):
+def test_the_tokens_of_an_undeliverable_unit_are_not_counted(threaded, toy):
     update_faults = [UpdateFault(island="island-0000", round=number, kind="nan") for number in (1, 2, 3)]
     live = threaded(toy(1), Elastic(processes=1), *update_faults)
     live.finish(live.start("island-0000"))
@@ -265,7 +265,7 @@ def test_a_unit_that_gives_nothing_but_nonsense_is_dropped_and_its_tokens_are_co
     assert (delivered, finished.tokens) == (3, 3 * 2 * 8)
 
 
-def test_a_state_that_is_about_to_be_followed_by_another_is_not_fetch_newest(threaded, toy):
+def test_a_state_is_not_fetched_while_a_newer_one_is_about_to_follow(threaded, toy):
     live = threaded(toy(1), Elastic(processes=1))
     donor, newcomer = live.one_island("a"), live.one_island("b")
     donor._publish()
@@ -280,7 +280,7 @@ def test_a_state_that_is_about_to_be_followed_by_another_is_not_fetch_newest(thr
         island.close(wait=False)
 
 
-def test_islands_begin_with_those_who_answer_and_not_with_all_who_have_signed(threaded, toy):
+def test_the_run_begins_with_registered_islands_that_answer(threaded, toy):
     live = threaded(toy(2), Elastic(processes=2))
     island = live.one_island()
     RegistryClient(live.rendezvous.address).register(
@@ -300,7 +300,7 @@ def test_islands_that_begin_together_have_one_clock(threaded, toy):
     assert min(event.start_s for event in live.events(Computed)) >= 1000.0
 
 
-def test_a_state_is_taken_whole_or_not_at_all(threaded, toy):
+def test_a_damaged_state_is_refused_and_changes_nothing(threaded, toy):
     live = threaded(toy(1), Elastic(processes=1))
     one, two = live.one_island(), live.one_island("island-0001")
     engine, other = one._engine, two._engine
@@ -320,7 +320,7 @@ def test_a_state_is_taken_whole_or_not_at_all(threaded, toy):
         island.close(wait=False)
 
 
-def test_whoever_begins_anew_uses_no_epoch_that_may_have_been_used(threaded, toy):
+def test_an_island_that_resumes_alone_skips_epochs_that_may_have_been_used(threaded, toy):
     island = threaded(toy(1), Elastic(processes=1)).one_island()
     island._engine.version = StateVersion(3, 7)
     island._engine.resume_alone()
@@ -329,7 +329,7 @@ def test_whoever_begins_anew_uses_no_epoch_that_may_have_been_used(threaded, toy
 
 
 @pytest.mark.parametrize("read", [True, False])
-def test_what_is_being_read_keeps_its_bits_and_what_is_not_is_used_again(threaded, toy, monkeypatch, read):
+def test_a_snapshot_that_is_being_read_keeps_its_buffers(threaded, toy, monkeypatch, read):
     published = []
 
     def snapshot(header, tensors):
@@ -343,7 +343,7 @@ def test_what_is_being_read_keeps_its_bits_and_what_is_not_is_used_again(threade
     assert all(torch.equal(now[name], then[name]) for now, then in published for name in then) == read
 
 
-def test_whoever_was_refused_begins_with_fresh_moments_and_its_steps_count_nowhere(threaded, toy, monkeypatch):
+def test_an_island_whose_delta_was_rejected_gets_a_fresh_optimizer_and_its_steps_do_not_count(threaded, toy, monkeypatch):
     made = Counter()
 
     def counted(run, workload, loss, number, *devices):
@@ -360,12 +360,12 @@ def test_whoever_was_refused_begins_with_fresh_moments_and_its_steps_count_nowhe
     assert finished.local_updates == 32
 
 
-def test_a_newcomer_whose_state_is_old_when_it_has_it_is_waited_for_the_next_time(threaded, toy, monkeypatch):
+def test_a_joiner_whose_snapshot_was_overtaken_is_waited_for_at_the_second_fetch(threaded, toy, monkeypatch):
     run = toy(1, "train.steps=80", "cluster.step_time_s=[1.0]")
     live, fetched = threaded(run, Elastic(processes=1, pace=0.02)), []
 
     def slow(address, limit_s):
-        """By the time it is there others have committed again, unless they wait."""
+        """While it is fetched the quorum commits again, unless it waits."""
         snapshot, before = fetch_snapshot(address, limit_s), len(live.logged)
         fetched.append(snapshot)
         with live.something_logged:
@@ -380,7 +380,7 @@ def test_a_newcomer_whose_state_is_old_when_it_has_it_is_waited_for_the_next_tim
     assert max(event.participating for event in live.events(Attended)) == 2
 
 
-def test_an_island_that_rounds_otherwise_works_with_the_others_and_is_given_their_state(threaded, toy, diverging):
+def test_a_diverged_island_contributes_and_fetches_the_others_state(threaded, toy, diverging):
     diverging("island-0001")
     live = threaded(toy(2, "train.steps=12"), Elastic(processes=2))
     live.finish(live.start("island-0000", "island-0001"))
@@ -393,7 +393,7 @@ def test_an_island_that_rounds_otherwise_works_with_the_others_and_is_given_thei
 
 @pytest.fixture
 def claimed():
-    """Claims some of several cards that no other test knows."""
+    """Claims some of several GPUs that no other test knows."""
     names, claims = [uuid.uuid4().hex for _ in range(4)], []
 
     def claim(number, count=1, of=3):
@@ -405,24 +405,24 @@ def claimed():
         one.close()
 
 
-def test_each_island_has_the_card_of_its_number_and_who_comes_besides_one_that_is_free(claimed):
+def test_each_island_claims_the_gpu_of_its_number_or_a_free_one(claimed):
     assert [claimed(number).indices for number in (0, 1, 1)] == [(0,), (1,), (2,)]
 
 
-def test_when_all_are_taken_they_are_shared(claimed):
+def test_when_all_gpus_are_claimed_they_are_shared(claimed):
     assert sorted(claimed(0).indices for _ in range(3)) == [(0,), (1,), (2,)]
     assert claimed(4).indices == (1,)
 
 
-def test_a_card_is_free_again_when_whoever_had_it_is_gone(claimed):
+def test_a_gpu_is_free_again_when_its_claim_is_closed(claimed):
     claimed(0).close()
     assert claimed(0).indices == (0,)
 
 
-def test_islands_of_several_cards_have_them_side_by_side_and_the_rest_is_shared(claimed):
+def test_islands_of_several_gpus_claim_adjacent_ones(claimed):
     assert [claimed(number, 2, of=4).indices for number in (1, 0, 2)] == [(2, 3), (0, 1), (0, 1)]
 
 
-def test_more_cards_than_there_are_cannot_be_had(claimed):
+def test_more_gpus_than_the_machine_has_are_refused(claimed):
     with pytest.raises(ConfigError, match=r"--devices 4: this machine has 3 GPUs"):
         claimed(0, 4)

@@ -1,4 +1,4 @@
-"""Who writes the log of islands that come and go, judges and saves what they hold, and finishes the run, whoever dies over it."""
+"""The leader of threaded runs: it writes the event log, evaluates, saves and finishes the run, whichever island dies."""
 
 from collections import Counter
 
@@ -18,6 +18,7 @@ from atoll.core.events import (
 from atoll.engines.elastic import island as island_module
 from atoll.engines.elastic import leader_log as leader_log_module
 from atoll.engines.elastic.leader_log import CommitRecord, EventLogLease, LeaderLog, RunAlreadyFinished
+from atoll.engines.elastic.snapshot_server import IslandPhase
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.elastic.supervisor import island_name
@@ -30,7 +31,7 @@ def attended(number):
     return Attended(round=number, epoch=number, virtual_time_s=None, wall_time_s=1.0, **who)
 
 
-def test_when_the_one_who_writes_dies_the_next_goes_on_where_the_log_ends(threaded, toy):
+def test_when_the_leader_dies_the_next_one_continues_where_the_log_ends(threaded, toy):
     live = threaded(toy(2, "train.steps=16"), Elastic(processes=2))
     first, second = live.start("island-0000", dies_after=3), live.start("island-0001")
     for thread in first:
@@ -46,7 +47,7 @@ def test_when_the_one_who_writes_dies_the_next_goes_on_where_the_log_ends(thread
     assert set(units.values()) == {1}
 
 
-def test_when_the_one_who_writes_dies_after_the_last_commit_another_finishes_the_run(threaded, toy, monkeypatch):
+def test_when_the_leader_dies_after_the_last_commit_another_island_finishes_the_run(threaded, toy, monkeypatch):
     monkeypatch.setattr(island_module, "_SILENT_S", 0.2)
     live = threaded(toy(2, "keep.save_every=1000"), Elastic(processes=2))
     live.finish([*live.start("island-0000", dies_after=4), *live.start("island-0001")])
@@ -54,7 +55,7 @@ def test_when_the_one_who_writes_dies_after_the_last_commit_another_finishes_the
     assert len(live.events(RunFinished)) == 1
 
 
-def test_whoever_has_the_folder_stays_until_the_one_who_writes_has_finished_the_run(threaded, toy):
+def test_islands_with_the_folder_stay_until_the_leader_has_finished_the_run(threaded, toy):
     live = threaded(toy(2), Elastic(processes=2))
     live.waits["island-0000", 4] = "island-0001 stays until island-0000 has finished the run"
     live.finish(live.start("island-0000", "island-0001"))
@@ -62,10 +63,8 @@ def test_whoever_has_the_folder_stays_until_the_one_who_writes_has_finished_the_
     assert len(live.events(RunFinished)) == 1
 
 
-def test_when_all_who_have_the_folder_die_after_the_last_commit_one_that_joined_has_kept_the_state_for_them(
-    threaded, toy, monkeypatch
-):
-    monkeypatch.setattr(island_module, "_SILENT_S", 1000.0)  # nor is it waited for as if it could write
+def test_a_joiner_keeps_the_last_state_for_islands_with_the_folder_that_died(threaded, toy, monkeypatch):
+    monkeypatch.setattr(island_module, "_SILENT_S", 1000.0)  # the joiner cannot write, so it is not waited for
     live = threaded(toy(2, "keep.save_every=1000"), Elastic(processes=2))
     first, other = live.start("island-0000", dies_after=4), live.start("zz-elsewhere", has_folder=False)
     for thread in first:
@@ -76,7 +75,7 @@ def test_when_all_who_have_the_folder_die_after_the_last_commit_one_that_joined_
     assert len(live.events(RunFinished)) == 1
 
 
-def test_a_run_whose_end_cannot_be_written_is_finished_when_it_can(threaded, toy, monkeypatch):
+def test_a_run_whose_results_cannot_be_written_is_finished_when_they_can(threaded, toy, monkeypatch):
     monkeypatch.setattr(leader_log_module, "_RETRY_S", 0.0)
     live = threaded(toy(1), Elastic(processes=1))
     in_the_way, log = RunFolder(live.folder).timing, live.log
@@ -89,7 +88,7 @@ def test_a_run_whose_end_cannot_be_written_is_finished_when_it_can(threaded, toy
 
 
 @pytest.mark.parametrize(("awake", "wrote"), [(True, True), (True, False), (False, False)])
-def test_an_island_that_was_away_over_the_end_leaves_the_finished_run_as_it_is(threaded, toy, awake, wrote):
+def test_an_island_that_returns_after_the_end_does_not_change_the_finished_run(threaded, toy, awake, wrote):
     live = threaded(toy(1), Elastic(processes=1))
     late = live.one_island("island-0001")  # frozen since before the beginning
     if wrote:
@@ -112,16 +111,21 @@ def test_an_island_that_was_away_over_the_end_leaves_the_finished_run_as_it_is(t
     assert ("island-0001 has nothing to do: the run is finished" in live.logged) != awake
 
 
-def test_a_desk_that_was_brought_up_to_date_writes_behind_what_others_have_written_since(threaded, toy):
+def test_an_island_that_recovered_takes_the_write_lease_anew(threaded, toy):
     live = threaded(toy(1), Elastic(processes=1))
-    island = live.one_island()
+    island, donor = live.one_island(), live.one_island("donor")
     leader_log, log = island._leader_log, RunFolder(live.folder).events
     leader_log.lease = EventLogLease(log, 0)
     leader_log.lease.emit(Saved(round=1, name="mine"))
     other = EventLogLease(log, log.stat().st_size)  # while this island was frozen
     other.emit(Saved(round=2, name="another's"))
-    leader_log.release()
+    donor._publish()
+    donor.status.phase = IslandPhase.TRAINING
+    for one in (donor, island):
+        one._registry.refresh()
+    assert island._recovery._fetch_newest(island._engine, NO_VERSION)
     assert leader_log.lease is None, "it must look again where the log ends"
+    donor.close(wait=False)
     assert [event.name for event in live.events(Saved)] == ["mine", "another's"]
     other.close()
     island.close(wait=False)
@@ -140,7 +144,7 @@ def away_and_back(live, *, gone, back):
     live.finish([*live.start("island-0000"), *other])
 
 
-def test_what_islands_without_the_folder_commit_alone_is_written_by_whoever_has_it_next(threaded, toy):
+def test_commits_of_islands_without_the_folder_are_written_by_the_next_leader(threaded, toy):
     live = threaded(toy(1, "train.steps=28", "keep.save_every=1000"), Elastic(processes=1))
     away_and_back(live, gone=5, back=9)
     rounds = [event.round for event in live.events(Attended)]
@@ -149,7 +153,7 @@ def test_what_islands_without_the_folder_commit_alone_is_written_by_whoever_has_
     assert len(live.events(RunFinished)) == 1
 
 
-def test_what_the_one_who_writes_could_not_write_is_remembered_by_the_others_until_it_can(threaded, toy, monkeypatch):
+def test_commits_that_the_leader_could_not_write_are_remembered_by_the_other_islands(threaded, toy, monkeypatch):
     live, tries = threaded(toy(2, "train.steps=16", "keep.save_every=1000"), Elastic(processes=2)), []
     up_to_date = LeaderLog._up_to_date
 
@@ -170,7 +174,7 @@ def test_what_the_one_who_writes_could_not_write_is_remembered_by_the_others_unt
     assert rounds == list(range(1, len(rounds) + 1))
 
 
-def test_a_checkpoint_that_could_not_be_saved_is_not_told_of_as_saved(threaded, toy):
+def test_a_checkpoint_that_could_not_be_saved_is_logged_as_failed(threaded, toy):
     live = threaded(toy(1), Elastic(processes=1))
     (live.folder / "checkpoints").write_text("in the way")
     live.finish(live.start("island-0000"))
@@ -178,7 +182,7 @@ def test_a_checkpoint_that_could_not_be_saved_is_not_told_of_as_saved(threaded, 
     assert live.events(Saved) == []
 
 
-def test_the_last_figures_are_of_the_last_weights_though_another_island_judged_before(threaded, toy):
+def test_the_final_figures_are_of_the_final_weights_though_another_island_evaluated_before(threaded, toy):
     live = threaded(toy(1), Elastic(processes=1))
     live.finish(live.start("island-0000"))
     (finished,) = live.events(RunFinished)
@@ -192,7 +196,7 @@ def test_the_last_figures_are_of_the_last_weights_though_another_island_judged_b
 
 
 @pytest.mark.parametrize(("theirs", "told"), [(1, [1, 2, 3]), (4, [4])])
-def test_a_log_that_one_who_was_behind_has_taken_is_taken_back_and_one_that_tells_more_is_not(threaded, toy, theirs, told):
+def test_the_write_lease_is_taken_back_from_an_island_that_is_behind_and_not_from_one_ahead(threaded, toy, theirs, told):
     live = threaded(toy(1), Elastic(processes=1))
     island = live.one_island()
     leader_log, engine, log = island._leader_log, island._engine, RunFolder(live.folder).events
@@ -210,9 +214,7 @@ def test_a_log_that_one_who_was_behind_has_taken_is_taken_back_and_one_that_tell
     island.close(wait=False)
 
 
-def test_though_the_first_who_could_write_rounds_otherwise_every_commit_is_written_judged_and_saved_in_time(
-    threaded, toy, diverging
-):
+def test_with_a_diverged_first_island_every_commit_is_written_evaluated_and_saved_in_time(threaded, toy, diverging):
     diverging("island-0000")
     live = threaded(toy(3, "train.steps=12"), Elastic(processes=3))
     live.finish(live.start(*map(island_name, range(3))))
@@ -223,14 +225,14 @@ def test_though_the_first_who_could_write_rounds_otherwise_every_commit_is_writt
     assert [event.round for event in live.events(Evaluated)] == [0, *passed]
 
 
-def test_what_was_passed_while_nobody_wrote_is_judged_by_whoever_writes_next(threaded, toy):
+def test_an_evaluation_that_was_due_without_a_leader_is_made_by_the_next_leader(threaded, toy):
     live = threaded(toy(1, "train.steps=28", "keep.evaluate_every=10"), Elastic(processes=1))
     away_and_back(live, gone=4, back=6)
     again = next(event.round for event in live.events(IslandJoined) if event.island == 0 and event.round)
     assert again in [event.round for event in live.events(Evaluated)], "the tenth step was passed before"
 
 
-def test_others_find_the_state_before_the_one_who_writes_has_judged_it(threaded, toy, monkeypatch):
+def test_a_state_is_published_before_the_leader_evaluates_it(threaded, toy, monkeypatch):
     live, seen = threaded(toy(1), Elastic(processes=1)), []
     evaluate = LeaderLog._evaluate
 

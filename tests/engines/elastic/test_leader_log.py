@@ -1,4 +1,4 @@
-"""The desk of one island, driven by hand: what is written, judged and saved, whoever was frozen or killed over it."""
+"""The leader log, driven by hand: what is written, evaluated and saved while islands are frozen or killed."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ ORIGIN = {"run": "r", "data": "d"}
 
 
 class Engine:
-    """Holds what it is told to. A round is ten steps."""
+    """Reaches versions on command. A round is ten steps."""
 
     name, over = "a", False
     replica, clock = SimpleNamespace(buffers=dict), SimpleNamespace(now_s=lambda: 1.0)
@@ -80,7 +80,7 @@ class Engine:
 
 
 class Evaluator:
-    """Finds all weights equally good."""
+    """Gives all weights the same loss."""
 
     module = None
 
@@ -92,11 +92,11 @@ class Evaluator:
 
 
 class Died(BaseException):
-    """The island is gone."""
+    """The island died."""
 
 
 class Island:
-    """A desk and an engine that commit what they are told to."""
+    """A leader log and an engine that commit on command."""
 
     def __init__(self, folder):
         run = placed(override(recipes.ALL["toy-sync"](), SETTINGS), 1)
@@ -149,7 +149,7 @@ def finished(number):
     return RoundFinished(round=number, virtual_time_s=None, wall_time_s=1.0, **figures)
 
 
-def test_an_island_that_was_frozen_at_the_end_finishes_the_run_if_whoever_took_the_log_meanwhile_has_died(island):
+def test_an_island_that_was_frozen_at_the_end_finishes_the_run_if_the_new_lease_holder_has_died(island):
     frozen, other = island(), island()
     frozen.commit(1, 1)
     other.commit(1, 1)
@@ -160,7 +160,7 @@ def test_an_island_that_was_frozen_at_the_end_finishes_the_run_if_whoever_took_t
     assert len(frozen.events(RunFinished)) == 1
 
 
-def test_when_the_log_is_taken_over_while_the_run_is_finished_that_is_tried_again(island, monkeypatch):
+def test_finishing_is_retried_when_the_lease_is_lost_meanwhile(island, monkeypatch):
     one, others = island(), []
     one.commit(1, 1)
     last = one.engine.accounting.finished
@@ -178,9 +178,7 @@ def test_when_the_log_is_taken_over_while_the_run_is_finished_that_is_tried_agai
     assert [text for text in one.logged if text.startswith("not finished, and tried again: another island")]
 
 
-def test_what_another_writes_while_the_log_is_taken_over_is_read_once_more_and_neither_cut_off_nor_written_twice(
-    island, monkeypatch
-):
+def test_a_commit_that_is_written_during_a_takeover_is_neither_cut_off_nor_written_twice(island, monkeypatch):
     one, other, read = island(), island(), leader_log.committed_prefix
     one.commit(1, 1)
 
@@ -198,7 +196,7 @@ def test_what_another_writes_while_the_log_is_taken_over_is_read_once_more_and_n
 
 
 class Fetching(Recovery):
-    """Of an island whom another gives the state."""
+    """The recovery of an island to which another sends its snapshot."""
 
     def __init__(self, leader_log):
         self._leader_log, self._log = leader_log, lambda text: None
@@ -207,7 +205,7 @@ class Fetching(Recovery):
         return "round 6, fetched from b"
 
 
-def test_a_checkpoint_that_cannot_be_read_harms_nobody_as_long_as_another_island_has_the_state(tmp_path):
+def test_a_damaged_checkpoint_is_harmless_while_another_island_has_the_state(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(5, {})
     (tmp_path / "00000005" / "meta.json").unlink()
@@ -215,7 +213,7 @@ def test_a_checkpoint_that_cannot_be_read_harms_nobody_as_long_as_another_island
 
 
 @pytest.mark.parametrize("dies", ["evaluate", "save"])
-def test_whoever_takes_over_makes_up_for_what_the_last_one_died_over(island, dies):
+def test_a_new_leader_makes_up_for_what_the_old_one_died_over(island, dies):
     first, second = island(), island()
     for number in range(1, 10):
         first.commit(number, number)
@@ -233,7 +231,7 @@ def test_whoever_takes_over_makes_up_for_what_the_last_one_died_over(island, die
     assert [event.round for event in second.events(Saved)] == [11]
 
 
-def test_what_could_not_be_saved_is_tried_again_long_before_the_next_is_due(island):
+def test_a_failed_save_is_retried_long_before_the_next_one_is_due(island):
     one = island()
     one.folder.checkpoints.write_text("in the way")
     for number in range(1, 13):
@@ -252,10 +250,10 @@ def commits(one, *versions, leader="a"):
 
 BEFORE = [(number, number) for number in range(1, 10)]
 SAVED, ANEW = (10, 10), (10, 20)
-"""The tenth round, of which a checkpoint was saved, and as others did it again."""
+"""The tenth round, of which a checkpoint was saved, and the same round as other islands repeated it."""
 
 
-def test_a_checkpoint_of_a_commit_that_came_to_nothing_goes_when_a_better_one_stands(island):
+def test_a_checkpoint_of_a_void_commit_is_removed_when_a_valid_one_is_complete(island):
     one, other = island(), island()
     commits(one, *BEFORE, SAVED)
     commits(other, *BEFORE, ANEW, leader="one")
@@ -267,7 +265,7 @@ def test_a_checkpoint_of_a_commit_that_came_to_nothing_goes_when_a_better_one_st
     assert other.leader_log.checkpoints.rounds() == [11], "and no more than one besides"
 
 
-def test_one_that_is_ahead_of_what_counts_goes_too_and_one_of_the_same_round_is_replaced(island):
+def test_a_void_checkpoint_of_a_later_round_is_removed_and_one_of_the_same_round_replaced(island):
     one, other = island(), island()
     commits(one, *BEFORE, SAVED)
     one.engine.reach(24, 24)
@@ -279,11 +277,11 @@ def test_one_that_is_ahead_of_what_counts_goes_too_and_one_of_the_same_round_is_
     assert other.leader_log.checkpoints.newest().metadata["engine"]["version"] == [*ANEW]
 
 
-def test_the_log_has_no_hole_where_all_go_on_from_a_checkpoint_that_it_tells_nothing_of(island):
+def test_the_log_has_no_gap_after_a_restart_from_a_checkpoint_that_it_lacks(island):
     one, other, last = island(), island(), island()
     commits(one, *BEFORE, SAVED)
     commits(other, *BEFORE, leader="one")
-    other.leader_log._save = lambda engine, log: None  # it dies first, and so do all
+    other.leader_log._save = lambda engine, log: None  # all islands die before
     commits(other, ANEW)
     assert other.commits == [*BEFORE, ANEW]
     last.leader_log.restore(last.leader_log.checkpoints.newest(), last.engine)
@@ -292,7 +290,7 @@ def test_the_log_has_no_hole_where_all_go_on_from_a_checkpoint_that_it_tells_not
     assert [event.round for event in last.events(RoundFinished)] == [*range(1, 12)]
 
 
-def test_an_island_that_was_frozen_while_it_saved_saves_nothing_when_others_went_on(island):
+def test_an_island_that_was_frozen_while_it_saved_saves_nothing_after_it_lost_the_lease(island):
     frozen, other = island(), island()
     commits(frozen, *BEFORE)
     shared = frozen.engine.shared
@@ -320,7 +318,7 @@ def saved(number):
     return Saved(round=number, name=f"{number:08}")
 
 
-def test_an_island_that_was_frozen_while_it_wrote_writes_into_the_void(tmp_path):
+def test_writes_of_an_old_lease_holder_do_not_reach_the_log(tmp_path):
     path = tmp_path / "events.jsonl"
     frozen = EventLogLease(path, 0)
     frozen.emit(saved(1))
@@ -336,7 +334,7 @@ def test_an_island_that_was_frozen_while_it_wrote_writes_into_the_void(tmp_path)
     other.close()
 
 
-def test_an_island_that_was_frozen_while_it_took_the_log_over_has_it_no_more(tmp_path, monkeypatch):
+def test_an_island_that_was_frozen_while_it_took_the_lease_has_lost_it(tmp_path, monkeypatch):
     path, others = written(tmp_path / "events.jsonl", saved(1)), []
     replacing = leader_log.replacing
 
@@ -359,7 +357,7 @@ def test_an_island_that_was_frozen_while_it_took_the_log_over_has_it_no_more(tmp
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_what_was_written_since_the_log_was_read_is_not_cut_off(tmp_path, replaced):
+def test_events_written_since_the_log_was_read_are_not_cut_off(tmp_path, replaced):
     path = tmp_path / "events.jsonl"
     writes = EventLogLease(path, 0)
     writes.emit(saved(1))
@@ -383,22 +381,22 @@ LOG = [START, attended(1, 2), saved(1), attended(2, 3), saved(2), LEFT, attended
 @pytest.mark.parametrize(
     ("epochs", "keeps", "last"),
     [
-        ({2: 3}, 5, StateVersion(2, 3)),  # of a checkpoint: what came after it happens again
+        ({2: 3}, 5, StateVersion(2, 3)),  # of a checkpoint: later commits are repeated
         ({2: 3, 3: 4, 4: 5}, 7, StateVersion(3, 4)),
-        ({2: 9, 3: 10}, 3, StateVersion(1, 2)),  # others did the second round again
+        ({2: 9, 3: 10}, 3, StateVersion(1, 2)),  # other islands repeated the second round
         ({5: 9}, 7, StateVersion(3, 4)),
         ({}, 0, StateVersion(-1, 0)),
     ],
 )
-def test_what_counts_is_told_by_rounds_and_epochs_and_not_by_bytes(tmp_path, epochs, keeps, last):
+def test_the_committed_prefix_follows_from_rounds_and_epochs(tmp_path, epochs, keeps, last):
     path = written(tmp_path / "log", *LOG, tail='{"event": "Att')
     assert committed_prefix(path, epochs) == (len("".join(event.to_json() + "\n" for event in LOG[:keeps])), last)
 
 
-def test_a_log_that_is_not_there_has_nothing(tmp_path):
+def test_a_missing_log_has_no_commits(tmp_path):
     assert committed_prefix(tmp_path / "log", {4: 5}) == (0, StateVersion(-1, 0))
 
 
-def test_a_log_that_cannot_be_taken_over_stays_as_it_is(tmp_path):
+def test_a_log_whose_lease_cannot_be_taken_is_untouched(tmp_path):
     with pytest.raises(CheckpointError, match="untouched"):
         EventLogLease(tmp_path / "nowhere" / "log", 5)

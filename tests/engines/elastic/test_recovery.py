@@ -1,4 +1,4 @@
-"""Where an island comes by the state, driven by hand: nobody goes on from an old one while a newer one may be found."""
+"""Recovery, driven by hand: no island continues from an old state while a newer one may be found."""
 
 import math
 import threading
@@ -21,7 +21,7 @@ NOW, AHEAD = StateVersion(5, 9), StateVersion(6, 10)
 
 
 class Engine:
-    """Knows what it was told to do."""
+    """Records what it is made to do."""
 
     def __init__(self, peer_addresses=()):
         self.version, self.peer_addresses, self.done = NOW, dict(peer_addresses), []
@@ -34,11 +34,11 @@ class Engine:
 
     def restore(self, metadata, shared, donor, received_bytes):
         self.version = StateVersion(*metadata["version"])
-        self.done.append(f"is given round {self.version.round} by {donor}")
+        self.done.append(f"fetches round {self.version.round} from {donor}")
 
 
 class Registry:
-    """A registry on which another has signed until so many looks are over. A look takes a second."""
+    """A registry that has another island's entry for the first `until` reads. A read takes a second."""
 
     def __init__(self, until=0, signed=AHEAD, address="127.0.0.1:1", reachable_since_s=0.0):
         self.reads, self._until, self.reachable_since_s = 0, until, reachable_since_s
@@ -87,29 +87,29 @@ def recovery(monkeypatch):
     ("saved", "done"),
     [(None, "resumes alone"), ([5, 9], "resumes alone"), ([4, 20], "resumes alone"), ([5, 10], "restores round 5")],
 )
-def test_whoever_gave_the_state_and_is_gone_may_have_left_a_newer_checkpoint(recovery, saved, done):
+def test_a_donor_that_is_gone_may_have_left_a_newer_checkpoint(recovery, saved, done):
     engine = Engine()
     recovery(Registry(), LeaderLog(saved)).confirm(engine)
     assert engine.done == [done]
 
 
 @pytest.mark.parametrize("go_on", ["initialize", "catch_up", "confirm"])
-def test_over_a_checkpoint_that_cannot_be_read_nobody_loses_the_state_that_it_holds(recovery, go_on):
+def test_a_damaged_checkpoint_does_not_cost_an_island_its_state(recovery, go_on):
     def damaged():
         raise CheckpointError("the checkpoint is damaged.")
 
-    engine, leader_log, said = Engine(), LeaderLog([6, 0]), []
+    engine, leader_log, logged = Engine(), LeaderLog([6, 0]), []
     leader_log.checkpoints.newest = damaged
-    if go_on == "initialize":  # who holds nothing has nothing to go on with
+    if go_on == "initialize":  # it holds no state to continue with
         with pytest.raises(NoState, match="damaged"):
             go(recovery(Registry(), leader_log), go_on, engine)
         return
-    go(recovery(Registry(), leader_log, said.append), go_on, engine)
+    go(recovery(Registry(), leader_log, logged.append), go_on, engine)
     assert engine.done == ["resumes alone"]
-    assert "the checkpoint is damaged. a does without it, since it holds round 5 itself" in said
+    assert "the checkpoint is damaged. a does without it, since it holds round 5 itself" in logged
 
 
-def test_an_island_is_alone_only_when_nobody_signs_any_more_though_nobody_answers(recovery):
+def test_an_island_waits_for_registered_islands_that_do_not_answer(recovery):
     engine, registry = Engine(), Registry(until=7)
     recovery(registry, LeaderLog()).catch_up(engine, AHEAD)
     assert engine.done == ["resumes alone"]
@@ -117,33 +117,33 @@ def test_an_island_is_alone_only_when_nobody_signs_any_more_though_nobody_answer
 
 
 def go(where_from, how, engine):
-    """Have an island come by the state, in one of three ways."""
+    """Recover in one of three ways."""
     {"initialize": where_from.initialize, "confirm": where_from.confirm, "catch_up": lambda e: where_from.catch_up(e, AHEAD)}[how](
         engine
     )
 
 
 @pytest.mark.parametrize("go_on", ["initialize", "catch_up", "confirm"])
-def test_whoever_reads_a_roll_first_that_was_just_started_does_not_take_itself_for_the_last_one(recovery, go_on):
+def test_the_first_reader_of_a_restarted_registry_does_not_take_itself_for_the_last_island(recovery, go_on):
     engine, registry = Engine(), Registry(reachable_since_s=9.0)
     go(recovery(registry, LeaderLog([6, 0])), go_on, engine)
     assert engine.done == ["restores round 6"]
     assert registry.reads == 9 + SILENT_S
 
 
-def test_a_checkpoint_is_restored_only_when_nobody_signs_that_it_has_a_state_though_nobody_answers(recovery):
+def test_a_checkpoint_is_restored_only_when_no_island_registers_a_state(recovery):
     engine, registry = Engine(), Registry(until=7, signed=StateVersion(0, 0))
     recovery(registry, LeaderLog([6, 0])).initialize(engine)
     assert registry.reads == 7 + SILENT_S
 
 
-def test_islands_that_both_need_a_state_that_is_gone_do_not_wait_for_each_other(recovery):
+def test_two_islands_that_need_a_lost_state_do_not_wait_for_each_other(recovery):
     engine = Engine()
     recovery(Registry(until=100, signed=NOW), LeaderLog()).catch_up(engine, AHEAD)
     assert engine.done == ["resumes alone"]
 
 
-def test_a_fellow_that_is_not_on_the_roll_and_answers_has_the_state(recovery):
+def test_a_peer_that_answers_counts_though_it_is_not_registered(recovery):
     registry = Registry()
 
     def about():
@@ -154,7 +154,7 @@ def test_a_fellow_that_is_not_on_the_roll_and_answers_has_the_state(recovery):
     assert registry.reads == 7 + SILENT_S
 
 
-def test_whoever_cannot_fetch_what_another_has_says_so_but_not_while_it_may_follow_at_any_moment(recovery):
+def test_an_island_leaves_the_quorum_when_a_fetch_fails_but_not_while_a_commit_may_follow(recovery):
     left = []
 
     def about():
@@ -172,7 +172,7 @@ def test_whoever_cannot_fetch_what_another_has_says_so_but_not_while_it_may_foll
 
 
 @pytest.mark.parametrize(("until", "calls"), [(3, []), (5, [7, 8])])
-def test_whoever_is_silent_for_a_moment_is_not_taken_for_one_from_whom_nothing_can_be_fetched(recovery, until, calls):
+def test_an_island_leaves_the_quorum_only_after_long_silence(recovery, until, calls):
     left, registry = [], Registry(until=until)
     recovery(registry, LeaderLog(), left=left).catch_up(Engine(), AHEAD)
     assert left == calls
@@ -188,18 +188,18 @@ def serving(name, version, confirmed=True, published=True):
     return server
 
 
-def test_those_who_are_behind_have_nothing_that_could_not_be_fetched(recovery):
+def test_an_older_state_of_another_island_is_no_failed_fetch(recovery):
     left = []
     with closing(serving("b", NOW)) as server:
         recovery(Registry(), LeaderLog(), left=left).catch_up(Engine({"b": server.address}), AHEAD)
     assert not left
 
 
-def test_nobody_is_given_a_state_by_one_that_was_given_it_itself_while_one_answers_that_has_committed_it(recovery):
-    engine, said = Engine(), []
+def test_a_fetched_state_is_passed_on_only_when_no_island_answers_that_confirmed_it(recovery):
+    engine, logged = Engine(), []
 
     class Gone(Registry):
-        """Whoever has committed it is there for three looks."""
+        """The island that confirmed the state answers for three reads."""
 
         def refresh(self):
             super().refresh()
@@ -213,22 +213,22 @@ def test_nobody_is_given_a_state_by_one_that_was_given_it_itself_while_one_answe
         )
         engine.peer_addresses = {"x": older.address, "y": committed.address, "z": given.address}
         registry = Gone()
-        recovery(registry, None, said.append).catch_up(engine, AHEAD)
-    assert engine.done == ["is given round 6 by z"]
+        recovery(registry, None, logged.append).catch_up(engine, AHEAD)
+    assert engine.done == ["fetches round 6 from z"]
     assert registry.reads == 4
-    assert "z (0 bytes), which fetched it itself: no island answers that confirmed it" in said[-1]
+    assert "z (0 bytes), which fetched it itself: no island answers that confirmed it" in logged[-1]
 
 
-def test_of_those_who_have_a_state_one_that_has_committed_it_gives_it(recovery):
+def test_a_state_is_fetched_from_an_island_that_confirmed_it(recovery):
     engine = Engine()
     with closing(serving("y", AHEAD)) as committed, closing(serving("z", AHEAD, confirmed=False)) as given:
         engine.peer_addresses = {"y": committed.address, "z": given.address}
         recovery(Registry(), None).catch_up(engine, AHEAD)
-    assert engine.done == ["is given round 6 by y"]
+    assert engine.done == ["fetches round 6 from y"]
 
 
 @pytest.mark.parametrize("go_on", ["initialize", "catch_up", "confirm"])
-def test_when_the_roll_is_gone_and_nobody_has_the_state_whoever_needs_it_ends_with_a_sentence(recovery, go_on):
+def test_without_a_registry_and_a_holder_of_the_state_an_island_ends_with_an_error(recovery, go_on):
     registry, engine = Registry(reachable_since_s=math.inf), Engine()
     with closing(serving("b", NOW)) as behind:
         engine.peer_addresses = {"b": behind.address} if go_on != "initialize" else {}
@@ -238,7 +238,7 @@ def test_when_the_roll_is_gone_and_nobody_has_the_state_whoever_needs_it_ends_wi
     assert engine.done == []
 
 
-def test_as_long_as_somebody_answers_who_has_the_state_it_is_waited_for_though_the_roll_is_gone(recovery):
+def test_an_island_waits_for_a_holder_that_answers_though_the_registry_is_gone(recovery):
     class Gone(Registry):
         def refresh(self):
             super().refresh()
@@ -252,7 +252,7 @@ def test_as_long_as_somebody_answers_who_has_the_state_it_is_waited_for_though_t
 
 
 @pytest.mark.parametrize("go_on", ["initialize", "confirm"])
-def test_whoever_waits_for_a_state_says_so(recovery, monkeypatch, go_on):
+def test_waiting_for_a_state_is_logged(recovery, monkeypatch, go_on):
     spoken = threading.Event()
 
     class Slow(Registry):

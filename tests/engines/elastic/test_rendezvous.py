@@ -20,14 +20,14 @@ def client():
     return RegistryClient(f"{HOST}:{port}", store)
 
 
-def test_a_newcomer_is_told_what_was_ordered(client):
+def test_a_joiner_reads_the_join_info(client):
     newcomer = RegistryClient(client.address)
     assert newcomer.join_info() is None
     client.set_join_info("train")
     assert newcomer.join_info() == "train"
 
 
-def test_islands_read_what_others_signed_last(client):
+def test_islands_read_each_others_last_entries(client):
     one, two = RegistryClient(client.address), RegistryClient(client.address)
     one.register("a", {"version": 1})
     two.register("b", {"version": 2})
@@ -37,18 +37,18 @@ def test_islands_read_what_others_signed_last(client):
 
 
 class Distant:
-    """A store that counts the journeys to it."""
+    """A store that counts the requests to it."""
 
     def __init__(self, store):
-        self._store, self.journeys = store, 0
+        self._store, self.requests = store, 0
 
     def __getattr__(self, name):
-        self.journeys += 1
+        self.requests += 1
         return getattr(self._store, name)
 
 
-def test_a_look_takes_as_many_journeys_however_many_islands_there_are(client):
-    journeys = []
+def test_a_refresh_takes_five_requests_however_many_islands_there_are(client):
+    requests = []
     for number in range(0, 20, 10):
         for name in range(number, number + 10):
             client.register(f"island-{name}", {"heartbeat": 1})
@@ -56,14 +56,14 @@ def test_a_look_takes_as_many_journeys_however_many_islands_there_are(client):
         far.refresh()
         far._client._store = store = Distant(client._store)
         far.refresh()
-        journeys.append(store.journeys)
+        requests.append(store.requests)
         assert len(far.alive()) == number + 11
         far.close()
-    assert journeys == [5, 5]
+    assert requests == [5, 5]
 
 
-def test_who_is_silent_for_long_is_asked_for_again_only_when_it_comes_back(client, monkeypatch):
-    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # looks when it is told to
+def test_a_forgotten_island_is_read_again_when_it_registers_anew(client, monkeypatch):
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # refreshes on command
     here, gone = (Registry(client.address, name, dict) for name in ("here", "gone"))
     here.refresh()
     now_s = time.monotonic()
@@ -78,8 +78,8 @@ def test_who_is_silent_for_long_is_asked_for_again_only_when_it_comes_back(clien
         registry._closed.set()
 
 
-def test_who_has_not_signed_for_a_while_is_not_alive(client, monkeypatch):
-    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # looks when it is told to
+def test_an_island_without_heartbeats_is_not_alive(client, monkeypatch):
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # refreshes on command
     here, gone = (Registry(client.address, name, lambda: {"phase": "training"}) for name in ("here", "gone"))
     here.refresh()
     assert sorted(here.alive()) == ["gone", "here"]
@@ -92,7 +92,7 @@ def test_who_has_not_signed_for_a_while_is_not_alive(client, monkeypatch):
     assert sorted(here.alive()) == ["gone", "here"]
 
 
-def test_when_the_registry_comes_back_empty_everybody_signs_again():
+def test_islands_register_again_when_the_registry_comes_back_empty():
     store, port = open_store(HOST)
     registry = Registry(f"{HOST}:{port}", "a", lambda: {"phase": "training"})
     before_s = registry.reachable_since_s
@@ -109,21 +109,21 @@ def test_when_the_registry_comes_back_empty_everybody_signs_again():
     registry.close()
 
 
-def test_where_nobody_keeps_a_registry_it_is_said():
+def test_a_missing_registry_is_an_error():
     store, port = open_store(HOST)
     del store
     with pytest.raises(ExchangeFailed, match=f"no registry answers at {HOST}:{port}"):
         RegistryClient(f"{HOST}:{port}").join_info()
 
 
-def test_two_threads_never_look_at_once(client, monkeypatch):
-    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # looks when it is told to
+def test_two_threads_never_refresh_at_once(client, monkeypatch):
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # refreshes on command
     looking, together = [], []
 
     def entry():
         looking.append(1)
         together.append(len(looking))
-        inside.wait(0.05)  # for another to come in, if it can
+        inside.wait(0.05)  # for another thread to come in, if it can
         looking.pop()
         return {}
 

@@ -1,4 +1,4 @@
-"""Where newcomers fetch the state: real sockets on this machine."""
+"""The snapshot server, over real sockets on this machine."""
 
 import socket
 import threading
@@ -25,7 +25,7 @@ def server():
     server.close()
 
 
-def test_whoever_asks_is_given_every_bit(server):
+def test_a_client_receives_every_bit(server):
     server.publish(Snapshot({"round": 3, "names": ["a"]}, TENSORS))
     got = fetch_snapshot(server.address, 5.0)
     assert got.header == {"round": 3, "names": ["a"]}
@@ -35,11 +35,11 @@ def test_whoever_asks_is_given_every_bit(server):
         assert torch.equal(got.tensors[name], tensor), name
 
 
-def test_a_server_without_a_state_says_so(server):
+def test_a_server_without_a_snapshot_sends_none(server):
     assert fetch_snapshot(server.address, 5.0) is None
 
 
-def test_an_island_says_that_it_is_alive_and_a_closed_one_does_not(server):
+def test_an_island_answers_status_queries_until_it_is_closed(server):
     assert query_status(server.address, 5.0) == {"name": "a", "version": 3}
     closed = SnapshotServer(HOST)
     closed.close()
@@ -48,12 +48,12 @@ def test_an_island_says_that_it_is_alive_and_a_closed_one_does_not(server):
         fetch_snapshot(closed.address, 0.5)
 
 
-def test_somebody_who_listens_and_does_not_answer_is_not_alive():
+def test_a_process_that_listens_and_does_not_answer_is_not_alive():
     with socket.create_server((HOST, 0)) as silent:
         assert query_status(f"{HOST}:{silent.getsockname()[1]}", 0.05) is None
 
 
-def test_who_reads_is_known_until_it_is_through_and_reads_what_there_was(server):
+def test_a_reader_is_known_until_it_has_read_the_snapshot_it_began_with(server):
     server.publish(Snapshot({"round": 1}, {"weights": torch.ones(20_000_000)}))  # more than any socket holds
     with socket.create_connection(server.address.rsplit(":", 1)) as slow:
         slow.sendall(b"snapshot\n")
@@ -89,14 +89,14 @@ def answering(answer):
         (b"hello\n", "Expecting value"),
     ],
 )
-def test_what_is_damaged_or_cut_short_is_refused(answer, says):
+def test_a_damaged_or_truncated_snapshot_is_refused(answer, says):
     with pytest.raises(ExchangeFailed, match=says):
         fetch_snapshot(answering(answer), 5.0)
 
 
-def test_whoever_asks_and_does_not_read_is_not_waited_for_without_end():
+def test_a_client_that_stops_reading_is_dropped():
     free, server = threading.Event(), SnapshotServer(HOST, limit_s=0.1)
-    server.publish(Snapshot({}, {"weights": torch.zeros(8_000_000)}))  # more than lines and buffers hold
+    server.publish(Snapshot({}, {"weights": torch.zeros(8_000_000)}))  # more than links and buffers hold
     send = server._send
 
     def sending(write):
