@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atoll.core.chunked_elementwise import CHUNK, elementwise
-from atoll.core.errors import TreeGivenAway
+from atoll.core.errors import TreeDonated
 from atoll.core.flat_tree import Tree, empty
 from atoll.optim import SGD, Adam, AdamW, Cosine, Momentum, Nesterov
 
@@ -123,7 +123,7 @@ def test_a_given_argument_is_used_up(given, numel):
     assert Rules().difference(*arguments).equal(expected)
     assert arguments[given].given
     for tree in (kept, arguments[given]):
-        with pytest.raises(TreeGivenAway):
+        with pytest.raises(TreeDonated):
             _ = tree.flat
 
 

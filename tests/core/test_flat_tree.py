@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atoll.core.errors import TreeGivenAway
+from atoll.core.errors import TreeDonated
 from atoll.core.flat_tree import Tree, empty, products, trainable
 from atoll.core.layout import Layout, shard_range
 
@@ -246,7 +246,7 @@ def test_a_tree_that_was_handed_on_cannot_be_read(hand_on, read):
     hand_on(tree)
     assert tree.given
     assert repr(tree) == "Tree(given away)"
-    with pytest.raises(TreeGivenAway, match="given away"):
+    with pytest.raises(TreeDonated, match="given away"):
         read(tree)
 
 
@@ -270,7 +270,7 @@ def test_a_spare_tree_is_read_once():
     assert spare.spare
     _ = spare + 1
     assert not spare.spare
-    with pytest.raises(TreeGivenAway):
+    with pytest.raises(TreeDonated):
         _ = spare + 1
 
 

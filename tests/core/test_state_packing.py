@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atoll.core.errors import CheckpointError, TreeGivenAway
+from atoll.core.errors import CheckpointError, TreeDonated
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Work, own, sharded, shared
 from atoll.core.state_packing import Packed, pack, unpack
@@ -208,5 +208,5 @@ def test_what_cannot_be_saved_is_refused_with_its_place(value: Any):
 def test_a_tree_that_was_given_away_is_not_saved():
     given_away = tree()
     given_away.give()
-    with pytest.raises(TreeGivenAway):
+    with pytest.raises(TreeDonated):
         pack(state(1.0, extra=given_away))

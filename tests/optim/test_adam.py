@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.chunked_elementwise import CHUNK
-from atoll.core.errors import ConfigError, TreeGivenAway
+from atoll.core.errors import ConfigError, TreeDonated
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
 from atoll.optim.adam import Adam, AdamW, complement, matrices
@@ -135,7 +135,7 @@ def test_the_twin_computes_in_the_buffers_it_was_handed_and_leaves_the_gradient(
     assert [t.flat.data_ptr() for t in (result, new.mean, new.square)] == memory
     assert gradient.digest() == digest
     for tree in (params, state.mean, state.square):
-        with pytest.raises(TreeGivenAway):
+        with pytest.raises(TreeDonated):
             _ = tree.flat
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atoll.core.chunked_elementwise import CHUNK
-from atoll.core.errors import TreeGivenAway
+from atoll.core.errors import TreeDonated
 from atoll.core.flat_tree import Tree
 from atoll.core.pytree import trees
 from atoll.optim.adam import AdamW
@@ -66,7 +66,7 @@ def test_given_weights_and_moments_are_stepped_in_their_own_buffers(rule):
     assert digests((new, kept)) == expected
     assert [tree.flat.data_ptr() for tree in trees((new, kept))] == places
     for old in trees((params, state, spare, moments)):
-        with pytest.raises(TreeGivenAway):
+        with pytest.raises(TreeDonated):
             old.flat  # noqa: B018
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.chunked_elementwise import CHUNK
-from atoll.core.errors import ConfigError, TreeGivenAway
+from atoll.core.errors import ConfigError, TreeDonated
 from atoll.core.flat_tree import Tree, forget_spare_buffers
 from atoll.core.protocols import Rule
 from atoll.core.pytree import trees
@@ -283,7 +283,7 @@ def test_the_twin_computes_in_the_state_and_leaves_gradients_and_weights_that_we
         following, new = rule.update_taking(params, gradient, state)
         assert digests((params, gradient)) == before
         assert [leaf.flat.data_ptr() for leaf in trees(new)] == memory
-        with pytest.raises(TreeGivenAway):
+        with pytest.raises(TreeDonated):
             _ = state.total.flat
         params, state = following, new
 
@@ -317,7 +317,7 @@ def test_the_twin_takes_nothing_if_the_gradient_does_not_match_or_is_gone(rule):
     gone.give()
     with pytest.raises(ValueError, match="different layouts"):
         rule.update_taking(params, Tree.of({"w": torch.ones(3)}), state)
-    with pytest.raises(TreeGivenAway):
+    with pytest.raises(TreeDonated):
         rule.update_taking(params, gone, state)
     assert not any(leaf.given for leaf in trees((params, state)))
 

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.chunked_elementwise import CHUNK
-from atoll.core.errors import ConfigError, TreeGivenAway
+from atoll.core.errors import ConfigError, TreeDonated
 from atoll.core.flat_tree import Tree, forget_spare_buffers
 from atoll.optim.in_place import TakingExactly
 from atoll.optim.schedules import Cosine
@@ -98,7 +98,7 @@ def test_the_twin_computes_in_the_weights_it_was_given_and_leaves_the_gradient(r
     assert result.flat.data_ptr() == memory
     assert not result.spare
     assert gradient.digest() == digest
-    with pytest.raises(TreeGivenAway):
+    with pytest.raises(TreeDonated):
         _ = params["gain"]
 
 
@@ -110,7 +110,7 @@ def test_the_twin_leaves_weights_that_it_was_not_given(rule):
     assert params.digest() == digest
     assert result.flat.data_ptr() != params.flat.data_ptr()
     if hasattr(state, "velocity"):
-        with pytest.raises(TreeGivenAway):
+        with pytest.raises(TreeDonated):
             _ = state.velocity["gain"]
 
 

@@ -29,7 +29,6 @@ from atoll.algorithms.sharded_optimizer import Sharded
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Flight, Gradient, Peers, Replica, Rule, own, sharded, shared, whole_steps
-from atoll.optim.chunked_step import kept_as_it_is
 from atoll.optim.schedules import at
 
 
@@ -37,13 +36,13 @@ from atoll.optim.schedules import at
 class ACCOState:
     """All that ACCO remembers between rounds. A round ends with a commit."""
 
-    params: Tree = sharded(taken=True)
-    optimizer: Any = sharded(taken=True)
+    params: Tree = sharded(donated=True)
+    optimizer: Any = sharded(donated=True)
     steps: float = shared()
     """How far the run has come: commits, or samples in units of the nominal batch."""
     committed: float = shared()
     """Weight of all gradients in commits so far: micro-batches, or tokens."""
-    first: Gradient | None = own(taken=True)
+    first: Gradient | None = own(donated=True)
     """The first half of the next batch, computed while the last commit was on its way."""
     dropped: float = own(0.0)
     """Weight of this island's gradients that went into no commit."""
@@ -99,17 +98,14 @@ class ACCO(Sharded):
     async def round(self, state: ACCOState, replica: Replica, peers: Peers) -> ACCOState:
         if state.steps < self.warmup:
             both = await self.add_up(replica, peers, self.pieces, pieces=self.pieces)
-            return self._after(state, await self._commit(state, both.give(), peers), both, None, replica, peers)
+            return self._after(state, await self._commit(state, both, peers), both, None, replica, peers)
 
-        first = state.first or (await self._half(replica, peers)).give()
-        flight = peers.background(self._estimate(state, first, peers))
-        both = await self._half(replica, peers, onto=first, until=flight)
-        estimate = await flight
-        if estimate is not None:
-            replica.load(estimate)
-        del first, estimate, flight  # and their buffers: the next half needs one
+        first = state.first or await self._half(replica, peers)
+        estimate = peers.background(self._estimate(state, first, peers))
+        both = await self._half(replica, peers, onto=first, until=estimate)
+        await self._load(replica, estimate)
 
-        commit = peers.background(self._commit(state, both.give(), peers))
+        commit = peers.background(self._commit(state, both, peers))
         first = await self._half(replica, peers, until=commit)
         return self._after(state, await commit, both, first, replica, peers)
 
@@ -119,23 +115,27 @@ class ACCO(Sharded):
         """Half a batch; in the free mode as much more as there is time for until the exchange is over."""
         total = await self.add_up(replica, peers, self.pieces_per_half, pieces=self.pieces, onto=onto)
         while self.batch == "free" and until is not None and not until.done():
-            total = await self.add_up(replica, peers, 1, pieces=self.pieces, onto=total.give())
+            total = await self.add_up(replica, peers, 1, pieces=self.pieces, onto=total)
         return total
 
     async def _estimate(self, state: ACCOState, first: Gradient, peers: Peers) -> Tree | None:
         """The weights that the first half alone would lead to; none if its gradients are of no use."""
-        # A copy is what travels: the second half is added onto the first meanwhile.
-        reduced = await self.reduce(first._replace(sum=self.travelling_copy(first.sum)).give(), peers)
+        reduced = await self.reduce(first, peers, keep=True)  # the second half is added to it meanwhile
         if reduced is None:
             return None
         return await peers.all_gather(self.glance(self._rule_at(state), state.params, state.optimizer, reduced))
+
+    async def _load(self, replica: Replica, estimate: Flight[Tree | None]) -> None:
+        """Compute at the estimate from now on, if there is one."""
+        weights = await estimate
+        if weights is not None:
+            replica.load(weights)
 
     async def _commit(self, state: ACCOState, both: Gradient, peers: Peers) -> Committed:
         """The weights that both halves lead to, from those that the estimate started from too."""
         reduced = await self.reduce(both, peers)
         if reduced is None:  # the replica may hold an estimate, which nothing confirms: back to the weights before it
-            kept = kept_as_it_is(state.params, state.optimizer)
-            return Committed(await peers.all_gather(self.travelling_slice(kept[0])), *kept, 0.0)
+            return Committed(await peers.all_gather(self.on_wire(state.params)), state.params, state.optimizer, 0.0)
         new = self.step(self._rule_at(state), state.params, state.optimizer, reduced)
         return Committed(await peers.all_gather(new.sent), new.params, new.state, reduced.weight)
 

@@ -28,6 +28,7 @@ from atoll.algorithms.async_scheduler import Closing, Decision, Dispatch, Return
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Task
 from atoll.core.pytree import memories, memory_of
+from atoll.optim.in_place import HubRule, hub_algorithm
 
 
 class Push(NamedTuple):
@@ -88,6 +89,7 @@ class Hub:
     ) -> None:
         self.algorithm = algorithm
         self.state = algorithm.init(params)
+        self._in_place = hub_algorithm(algorithm, self.state)
         self.scheduler = Scheduler(algorithm.plan, examples, updates, draw)
         self.version = 0
         """Updates applied so far."""
@@ -137,7 +139,7 @@ class Hub:
     def push(self, push: Push, now_s: float, next_s: float | None) -> list[Outcome]:
         """A worker's update is there; `next_s` is when the earliest *other* worker can be.
 
-        A delta that was given (`give()`) is the hub's: its buffer goes back into circulation.
+        A donated delta is the hub's: its buffer returns to the pool.
         """
         dispatch = self.scheduler.out(push.worker, push.round)
         reason, norm = self._look_at(push, dispatch)
@@ -146,20 +148,28 @@ class Hub:
         before = self.tick(now_s, now_s)  # a window that had run out sends off its workers with the weights it closed with
         staleness = self.version - dispatch.version
         arrival = Arrival(push.delta, self._sent[push.worker], staleness, len(self.scheduler.workers))
-        old, self.state = self.state, self._step(arrival)
+        old = self.state
+        self.state, applied_from = self._step(arrival)
         counted, moved = self.state is not old, self.state.params is not old.params
         self.version += counted
-        self._recycle(old.params, *([push.delta] if push.delta.spare else []))
+        self._recycle(old.params, *applied_from)
         window, after = self.scheduler.arrive(push.worker, now_s, self.version, next_s, push.seconds)
         self._forget(push.worker)
         applied = Applied(dispatch, window, now_s, self.version, staleness, counted, moved, norm)
         return [*before, applied, *self._send(after)]
 
-    def _step(self, arrival: Arrival) -> Any:
-        if hasattr(self.algorithm, "step_taking"):
-            return self.algorithm.step_taking(self.state, arrival)
-        plain = Tree(arrival.delta.layout, arrival.delta.flat)  # a pure step may read it more than once
-        return self.algorithm.step(self.state, arrival._replace(delta=plain))
+    def _step(self, arrival: Arrival) -> tuple[Any, list[Tree]]:
+        """The next State, and Trees that were made for this step alone."""
+        owned = [arrival.delta] if arrival.delta.donated else []
+        if self._in_place is self.algorithm:  # a pure step may read the delta more than once
+            plain = Tree(arrival.delta.layout, arrival.delta.flat)
+            return self.algorithm.step(self.state, arrival._replace(delta=plain)), owned
+        rules = [rule for rule in vars(self._in_place).values() if isinstance(rule, HubRule)]
+        for rule in rules:
+            rule.gradients.clear()
+        state = self._in_place.step(self.state, arrival)
+        made = [tree for rule in rules for tree in rule.gradients if tree is not arrival.delta]
+        return state, [*owned, *made]
 
     def _look_at(self, push: Push, dispatch: Dispatch | None) -> tuple[str | None, float]:
         """Why an update cannot be taken, if it cannot, and the norm of its delta, if that could be looked at."""

@@ -32,9 +32,9 @@ from typing import Any, Literal
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Arrival, Correction, Hub, Plan, Replica, Rule
+from atoll.core.protocols import Arrival, Correction, Hub, Plan, Replica, Rule, shared
 from atoll.optim.delayed_nesterov import DelayedNesterov
-from atoll.optim.in_place import Taking
+from atoll.optim.in_place import scaled
 from atoll.optim.staleness import check_weight, weight_of
 
 
@@ -42,8 +42,8 @@ from atoll.optim.staleness import check_weight, weight_of
 class AsyncState:
     """All that the hub's mathematics remembers."""
 
-    params: Tree
-    outer: Any
+    params: Tree = shared()
+    outer: Any = shared(donated=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +100,7 @@ class AsyncLocalSGD:
         replica.load(task.params)
         await replica.train(task.steps, task.work)
         # Old minus new: the hub's rule subtracts it, as it would a gradient.
-        delta = task.params - replica.params().give()
-        await hub.push(delta.give())
+        await hub.push(task.params - replica.params())
 
     def step(self, state: AsyncState, arrival: Arrival) -> AsyncState:
         delta = self._delta(state.params, arrival)
@@ -109,18 +108,9 @@ class AsyncLocalSGD:
             return state
         return AsyncState(*self.outer.update(state.params, delta, state.outer))
 
-    def step_taking(self, state: AsyncState, arrival: Arrival) -> AsyncState:
-        if not isinstance(self.outer, Taking):  # such a rule may keep what it is given, and read it more than once
-            return self.step(state, arrival._replace(delta=Tree(arrival.delta.layout, arrival.delta.flat)))
-        delta = self._delta(state.params, arrival)
-        if delta is None:
-            return state
-        mine = delta is not arrival.delta  # made here, and nobody else's: the rule puts it back into circulation
-        return AsyncState(*self.outer.update_taking(state.params, delta.give() if mine else delta, state.outer))
-
     def _delta(self, params: Tree, arrival: Arrival) -> Tree | None:
         """What the rule is given: the delta, corrected for being late and weighted; none if it is left out."""
         weight = weight_of(self.weight, arrival.workers)
         if self.correction is not None:
             return self.correction.correct(params, arrival, weight)
-        return arrival.delta if weight == 1 else weight * arrival.delta
+        return scaled(arrival.delta, weight)

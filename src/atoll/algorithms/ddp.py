@@ -15,15 +15,14 @@ from atoll.core.flat_tree import Tree
 from atoll.core.memoize import once
 from atoll.core.protocols import Gradient, Peers, Replica, Rule, Weigh, shared
 from atoll.optim.adam import AdamW
-from atoll.optim.in_place import advance
 
 
 @dataclass(frozen=True)
 class DDPState:
     """All that DDP remembers between rounds."""
 
-    params: Tree = shared()
-    optimizer: Any = shared()
+    params: Tree = shared(donated=True)
+    optimizer: Any = shared(donated=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +62,11 @@ class DDP:
         replica.load(state.params)
         total = await self._gradient(replica, peers)
         weight = total.weight if self.weigh == "tokens" else 1.0
-        mean = await peers.mean(total.sum.give() / (total.weight or 1.0), weight)
+        mean = await peers.mean(total.mean(), weight)
         if not (mean.heard and mean.finite and mean.weight):
             return state
         gradient = clip(mean.value, self.clip_norm)
-        params, optimizer = advance(self.rule, state.params, gradient, state.optimizer, taking=mean.last)
+        params, optimizer = self.rule.update(state.params, gradient, state.optimizer)
         return DDPState(params, optimizer)
 
     async def _gradient(self, replica: Replica, peers: Peers) -> Gradient:
@@ -75,7 +74,7 @@ class DDP:
         work = peers.work(1, batches=self.accumulation)
         total = await replica.gradient(work, weigh=self.weigh)
         for batch in range(1, self.accumulation):
-            total = await replica.gradient(replace(work, start=work.start + batch), onto=total.give(), weigh=self.weigh)
+            total = await replica.gradient(replace(work, start=work.start + batch), onto=total, weigh=self.weigh)
         return total
 
     def rebase(self, state: DDPState, params: Tree, peers: Peers) -> DDPState:

@@ -21,17 +21,16 @@ from atoll.algorithms.sharded_optimizer import Accumulating
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Peers, Replica, own, sharded, shared
-from atoll.optim.chunked_step import kept_as_it_is
 
 
 @dataclass(frozen=True)
 class DPUState:
     """All that DPU remembers between rounds."""
 
-    params: Tree = sharded(taken=True)
-    optimizer: Any = sharded(taken=True)
+    params: Tree = sharded(donated=True)
+    optimizer: Any = sharded(donated=True)
     steps: int = shared()
-    waiting: Gradient | None = own(taken=True)
+    waiting: Gradient | None = own(donated=True)
     """Of the batch that was computed while the last update was on its way."""
 
 
@@ -55,7 +54,7 @@ class DPU(Accumulating):
         return DPUState(*self.cut(params, peers), steps=0)
 
     async def round(self, state: DPUState, replica: Replica, peers: Peers) -> DPUState:
-        waiting = state.waiting or (await self.add_up(replica, peers, self.accumulation)).give()
+        waiting = state.waiting or await self.add_up(replica, peers, self.accumulation)
         if state.steps < self.warmup:
             whole, params, optimizer = await self._update(state, waiting, peers)
             fresh = None
@@ -71,7 +70,7 @@ class DPU(Accumulating):
         """The new weights, whole and in a slice, and the optimizer's state; no whole if the update was skipped."""
         reduced = await self.reduce(gradient, peers)
         if reduced is None:
-            return None, *kept_as_it_is(state.params, state.optimizer)
+            return None, state.params, state.optimizer
         new = self.step(self.rule, state.params, state.optimizer, reduced)
         return await peers.all_gather(new.sent), new.params, new.state
 

@@ -25,8 +25,7 @@ from typing import Any, Literal
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Peers, Replica, Rule, Work, own, present, shared
-from atoll.optim.in_place import advance
+from atoll.core.protocols import Peers, Replica, Rule, Work, own, shared
 from atoll.optim.prune import prune
 from atoll.optim.sgd import Nesterov
 
@@ -35,8 +34,8 @@ from atoll.optim.sgd import Nesterov
 class DiLoCoState:
     """All that DiLoCo remembers between rounds; saving this is saving the algorithm."""
 
-    params: Tree = shared()
-    outer: Any = shared()
+    params: Tree = shared(donated=True)
+    outer: Any = shared(donated=True)
     adrift: Tree | None = own()
     """This island's own weights, if the others have not heard of them: it goes on from there."""
 
@@ -88,14 +87,14 @@ class DiLoCo:
         state = await peers.catch_up(state)
         origin = state.params if self.missed == "global" else last_agreed
         # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
-        delta = prune(origin - present(replica), self.pruned, self.pruning)
+        delta = prune(origin - replica.params(), self.pruned, self.pruning)
 
-        mean = await peers.mean(delta.give(), weight=self._weight(work), compare=True)
+        mean = await peers.mean(delta, weight=self._weight(work), compare=True)
         if not mean.heard:
             return replace(state, adrift=replica.params())
         if mean.weight == 0:
             return replace(state, adrift=None)
-        params, outer = advance(self.outer, state.params, mean.value, state.outer, taking=mean.last)
+        params, outer = self.outer.update(state.params, mean.value, state.outer)
         return DiLoCoState(params, outer)
 
     def _weight(self, work: Work) -> float:

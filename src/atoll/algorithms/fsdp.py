@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atoll.algorithms.zero1 import ZeRO1, ZeRO1State
-from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Peers, Replica
 
 
@@ -34,7 +33,6 @@ class FSDP(ZeRO1):
 
     async def round(self, state: ZeRO1State, replica: Replica, peers: Peers) -> ZeRO1State:
         # Each batch gathers twice; the round's last gathering, of the new weights, is the next one's first forward pass.
-        mine = Tree(state.params.layout, state.params.flat)  # read, and not taken: the step is still to come
         for _ in range(2 * self.accumulation - 1):
-            await peers.all_gather(self.travelling_slice(mine))
+            await peers.all_gather(self.on_wire(state.params))
         return await super().round(state, replica, peers)

@@ -76,9 +76,9 @@ class Sharded:
 
     def master(self, mine: Tree) -> Tree:
         """A slice as it is kept: in single precision, with a buffer of its own."""
-        return mine.copy() if mine.wide() is mine else mine.wide()
+        return mine.copy(torch.promote_types(mine.flat.dtype, torch.float32))
 
-    def travelling(self, tree: Tree) -> torch.dtype:
+    def wire_dtype(self, tree: Tree) -> torch.dtype:
         """The precision in which this travels."""
         return _DTYPES.get(self.wire, tree.layout.dtype)
 
@@ -89,17 +89,16 @@ class Sharded:
         total = onto
         for _ in range(count):
             work = peers.work(0, 1, pieces=pieces)
-            given = total if total is None or total is onto else total.give()
-            total = await replica.gradient(work, onto=given, weigh=self.weigh, wide=self.sums == "fp32")
+            total = await replica.gradient(work, onto=total, weigh=self.weigh, wide=self.sums == "fp32")
         assert total is not None, "nothing was to be added up"
         return total
 
-    async def reduce(self, gradient: Gradient, peers: Peers) -> Reduced | None:
-        """Gradients of all islands, added up: in their buffer if they were given, else in a copy. None if there is nothing to step
-        with, as all islands then know: somebody's are not finite, or nobody has any."""
-        mine = gradient.sum
-        buffer = (mine.cast(self.travelling(mine)) if mine.spare else self.travelling_copy(mine)).give()
-        summed = await peers.reduce_scatter(buffer, gradient.weight, wide=self.sums == "fp32")
+    async def reduce(self, gradient: Gradient, peers: Peers, *, keep: bool = False) -> Reduced | None:
+        """The gradients of all islands, added up. None if there is nothing to step with, as all islands then know: gradients of
+        some island are not finite, or no island has any. `keep` sends a snapshot: the gradient is still added to."""
+        wire = self.wire_dtype(gradient.sum)
+        sent = gradient.sum.copy(wire) if keep else gradient.sum
+        summed = await peers.reduce_scatter(sent, gradient.weight, wide=self.sums == "fp32", wire=wire)
         if not summed.finite or summed.weight == 0:
             return None
         if self.clip_norm is None:
@@ -111,26 +110,21 @@ class Sharded:
 
     def glance(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced) -> Tree:
         """The slice of the weights after a step, as it travels. Nothing is kept of the step."""
-        over, times, sent = reduced.weight, reduced.shortening, self.travelling(params)
+        over, times, sent = reduced.weight, reduced.shortening, self.wire_dtype(params)
         return chunked_step.glance(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent)
 
-    def step(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced) -> Stepped:
-        """A step on the slice."""
-        over, times, sent = reduced.weight, reduced.shortening, self.travelling(params)
-        return chunked_step.step(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent)
+    def step(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced, *, send: bool = True) -> Stepped:
+        """A step on the slice. Without `send` the new weights stay here, and the gradient can be used once more."""
+        over, times, sent = reduced.weight, reduced.shortening, self.wire_dtype(params)
+        return chunked_step.step(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent, send=send)
 
-    def travelling_copy(self, tree: Tree) -> Tree:
-        """A copy as it travels. What was given stays as it is."""
-        plain = Tree(tree.layout, tree.flat)
-        return plain.copy() if plain.flat.dtype == self.travelling(tree) else plain.cast(self.travelling(tree))
-
-    def travelling_slice(self, params: Tree) -> Tree:
-        """The slice as it travels."""
-        return params.cast(self.travelling(params))
+    def on_wire(self, params: Tree) -> Tree:
+        """The slice in the precision in which it travels."""
+        return params.cast(self.wire_dtype(params))
 
     def held(self, state: Any) -> Tree:
         """The slice of the weights that replicas hold between rounds: they came by wire."""
-        return self.travelling_slice(state.params)
+        return self.on_wire(state.params)
 
 
 @dataclass(frozen=True, kw_only=True)

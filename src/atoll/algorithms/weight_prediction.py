@@ -18,23 +18,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from atoll.algorithms.sharded_optimizer import Accumulating, Reduced
+from atoll.algorithms.sharded_optimizer import Accumulating
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Peers, Replica, own, sharded, shared
-from atoll.optim.chunked_step import kept_as_it_is
 
 
 @dataclass(frozen=True)
 class WPState:
     """All that WP remembers between rounds."""
 
-    params: Tree = sharded(taken=True)
-    optimizer: Any = sharded(taken=True)
+    params: Tree = sharded(donated=True)
+    optimizer: Any = sharded(donated=True)
     ahead: Tree = sharded()
     """This island's slice of the predicted weights, as it travels."""
     steps: int = shared()
-    waiting: Gradient | None = own(taken=True)
+    waiting: Gradient | None = own(donated=True)
     """Of the batch that was computed while the last update was on its way."""
 
 
@@ -65,10 +64,10 @@ class WP(Accumulating):
 
     def init(self, params: Tree, peers: Peers) -> WPState:
         mine, optimizer = self.cut(params, peers)
-        return WPState(mine, optimizer, self._present(mine), steps=0)
+        return WPState(mine, optimizer, self._unpredicted(mine), steps=0)
 
     async def round(self, state: WPState, replica: Replica, peers: Peers) -> WPState:
-        waiting = state.waiting or (await self.add_up(replica, peers, self.accumulation)).give()
+        waiting = state.waiting or await self.add_up(replica, peers, self.accumulation)
         if state.steps < self.warmup:
             new, fresh = await self._update(state, waiting, peers), None
         else:
@@ -82,30 +81,22 @@ class WP(Accumulating):
     async def _update(self, state: WPState, gradient: Gradient, peers: Peers) -> Updated:
         reduced = await self.reduce(gradient, peers)
         if reduced is None:
-            return Updated(None, *kept_as_it_is(state.params, state.optimizer), state.ahead)
+            return Updated(None, state.params, state.optimizer, state.ahead)
         if state.steps < self.warmup:  # the next gradients are applied to these very weights
-            params, optimizer, ahead = self._stepped(state, reduced)
-            kept = ahead.copy()  # the buffer that it lies in is larger
+            new = self.step(self.rule, state.params, state.optimizer, reduced)
+            ahead = new.sent
         else:
-            # A step writes over its gradient, so it takes a copy. What travels is written last, into the communication buffer.
-            params, optimizer, copy = self._stepped(state, reduced._replace(sum=reduced.sum.copy()))
-            ahead = self.glance(self.rule, params, optimizer, reduced)
-            kept = Tree(ahead.layout, copy.flat.copy_(ahead.flat))
-        return Updated(await peers.all_gather(ahead), params, optimizer, kept)
+            new = self.step(self.rule, state.params, state.optimizer, reduced, send=False)
+            ahead = self.glance(self.rule, new.params, new.state, reduced)
+        return Updated(await peers.all_gather(ahead), new.params, new.state, ahead)
 
-    def _stepped(self, state: WPState, reduced: Reduced) -> tuple[Tree, Any, Tree]:
-        """The slice after the step that counts, its optimizer state, and the slice as it travels."""
-        new = self.step(self.rule, state.params, state.optimizer, reduced)
-        return new.params, new.state, new.sent
-
-    def _present(self, params: Tree) -> Tree:
-        """The weights as they are, for want of a prediction, in a buffer of their own."""
-        travelling = self.travelling_slice(params)
-        return travelling.copy() if travelling is params else travelling
+    def _unpredicted(self, params: Tree) -> Tree:
+        """The weights as they are, for want of a prediction."""
+        return params.copy(self.wire_dtype(params))
 
     def held(self, state: WPState) -> Tree:
         return state.ahead
 
     def rebase(self, state: WPState, params: Tree, peers: Peers) -> WPState:
         mine = self.master(params)
-        return replace(state, params=mine, ahead=self._present(mine), waiting=None)
+        return replace(state, params=mine, ahead=self._unpredicted(mine), waiting=None)

@@ -21,15 +21,14 @@ from typing import Any
 from atoll.algorithms.sharded_optimizer import Accumulating
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Peers, Replica, sharded
-from atoll.optim.chunked_step import kept_as_it_is
 
 
 @dataclass(frozen=True)
 class ZeRO1State:
     """All that ZeRO-1 remembers between rounds."""
 
-    params: Tree = sharded(taken=True)
-    optimizer: Any = sharded(taken=True)
+    params: Tree = sharded(donated=True)
+    optimizer: Any = sharded(donated=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +44,9 @@ class ZeRO1(Accumulating):
 
     async def round(self, state: ZeRO1State, replica: Replica, peers: Peers) -> ZeRO1State:
         gradient = await self.add_up(replica, peers, self.accumulation)
-        reduced = await self.reduce(gradient.give(), peers)
+        reduced = await self.reduce(gradient, peers)
         if reduced is None:
-            return ZeRO1State(*kept_as_it_is(state.params, state.optimizer))
+            return state
         new = self.step(self.rule, state.params, state.optimizer, reduced)
         replica.load(await peers.all_gather(new.sent))
         return ZeRO1State(new.params, new.state)

@@ -24,7 +24,8 @@ def elementwise(method: F) -> F:
     """Applies a method over Trees chunk by chunk, where that pays.
 
     For methods whose results at a position depend on arguments at that position alone. Arguments and results may be Trees,
-    numbers, and tuples (also named ones) of them; all Trees have one layout. A Tree that was given is put back into circulation.
+    numbers, and tuples (also named ones) of them; all Trees have one layout. The
+    buffer of a donated Tree returns to the pool.
     """
 
     @wraps(method)
@@ -32,8 +33,7 @@ def elementwise(method: F) -> F:
         arguments = (first, *rest)
         trees = list(trees_in(arguments))
         if first.flat.device.type != "cpu" or first.numel <= CHUNK:
-            # Under a plain name each: a rule may read an argument twice, and a spare Tree is read once.
-            result = method(self, *with_trees(arguments, (Tree(tree.layout, tree.flat) for tree in trees)))
+            result = method(self, *arguments)
         else:
             parts = (
                 method(self, *with_trees(arguments, iter(part))) for part in zip(*(t.windows(CHUNK) for t in trees), strict=True)
@@ -41,7 +41,7 @@ def elementwise(method: F) -> F:
             result = _joined(first, parts)
         kept = {tree.flat.data_ptr() for tree in trees_in(result)}
         for tree in trees:
-            if tree.spare and tree.flat.data_ptr() not in kept:
+            if tree.donated and tree.flat.data_ptr() not in kept:
                 tree.release()
         return result
 

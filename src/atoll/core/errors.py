@@ -6,7 +6,7 @@ AtollError                    catch this to catch them all; the command line sho
 ├── CheckpointError           a checkpoint is truncated, foreign, or could not be written
 ├── TrainingDiverged          a loss is NaN or infinite; says which island, round and step
 ├── ExchangeFailed            islands could not agree; every participant of the exchange sees it
-└── TreeGivenAway             a Tree was read after its buffer had been handed on (a bug in the calling code)
+└── TreeDonated             a Tree was read after its buffer had been donated (a bug in the calling code)
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ class ExchangeFailed(AtollError):
     """The islands could not agree. Every participant of the exchange raises it, or none does."""
 
 
-class TreeGivenAway(AtollError):
+class TreeDonated(AtollError):
     """A Tree was read after its buffer had been handed on."""

@@ -8,12 +8,19 @@ Weights, gradients and momenta are all Trees, so that a rule reads like its equa
 >>> (weights - 0.1 * gradient)["w"][0]
 tensor([0.9500, 0.9500])
 
-A Tree is immutable: every operation gives a new one. Where its last reader is known, `give()` hands the buffer on:
+A Tree is a value: arithmetic returns a new Tree and changes none. Buffers change hands in two ways, as in JAX:
 
->>> doubled = weights.give() * 2        # computed in the buffer of `weights` ...
->>> weights["w"]                         # ... which therefore can no longer be read
+- **Donated.** An engine that will not read a Tree again marks it with `donate()`; an update may then compute in its buffer. An
+  exchange owns what it is handed: it calls `claim()`, and a Tree that was claimed can no longer be read.
+- **Borrowed.** A view of memory that has another owner, such as a replica's weights or a slice of a larger Tree. A borrowed Tree is
+  never computed in; a consumer that needs a buffer of its own copies it.
+
+>>> mine = weights.claim()               # the same buffer under a new name ...
+>>> weights["w"]                         # ... so the old name can no longer be read
 Traceback (most recent call last):
-atoll.core.errors.TreeGivenAway: this Tree was given away ...
+atoll.core.errors.TreeDonated: this Tree was donated ...
+
+Methods with a trailing underscore compute in place, as torch's do. They are for code that made the Tree itself.
 
 A Tree may hold a part of larger tensors. Its layout then knows for each piece the whole tensor's name and shape and where in it
 the piece begins, so that shards can be saved, joined and cut again.
@@ -29,7 +36,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from atoll.core.errors import TreeGivenAway
+from atoll.core.errors import TreeDonated
 from atoll.core.layout import Layout, Piece, difference, shard_range, viewed
 
 Scalar = float | int
@@ -51,15 +58,15 @@ def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 class Tree(Mapping[str, Tensor]):
     """Named tensors over one contiguous buffer. See the top of this file."""
 
-    __slots__ = ("_flat", "_layout", "_spare", "_window")
+    __slots__ = ("_borrowed", "_donated", "_flat", "_layout", "_read")
 
-    def __init__(self, layout: Layout, flat: Tensor, *, _spare: bool = False) -> None:
+    def __init__(self, layout: Layout, flat: Tensor) -> None:
         assert flat.shape == (layout.numel,), (flat.shape, layout.numel)
         assert flat.is_contiguous()
         self._layout = layout
         self._flat: Tensor | None = flat
-        self._spare = _spare
-        self._window = False  # on a larger buffer, which is not its own to hand on
+        self._donated = self._borrowed = False
+        self._read: Callable[[], Tensor] | None = None
 
     # ------------------------------------------------------------------------------------------------ making and reading
 
@@ -83,18 +90,25 @@ class Tree(Mapping[str, Tensor]):
     def flat(self) -> Tensor:
         """The buffer. Read it; to change a Tree, make another."""
         if self._flat is None:
-            raise TreeGivenAway("this Tree was given away and its buffer reused. Read it before give(), or do not give it.")
+            if self._read is not None:
+                return self._read()
+            raise TreeDonated("this Tree was donated and its buffer reused. Read it before it is donated, or donate a copy of it.")
         return self._flat
 
     @property
-    def given(self) -> bool:
-        """Whether the buffer has been handed on, so that reading raises."""
-        return self._flat is None
+    def deleted(self) -> bool:
+        """Whether the buffer has another owner now, so that reading raises."""
+        return self._flat is None and self._read is None
 
     @property
-    def spare(self) -> bool:
-        """Whether this is the result of `give()`: whoever reads it may compute in its buffer."""
-        return self._spare and self._flat is not None
+    def donated(self) -> bool:
+        """Whether its owner will not read it again, so that an update may compute in its buffer."""
+        return self._donated and self._flat is not None
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether its memory has another owner: then nothing is computed in it."""
+        return self._borrowed
 
     @property
     def numel(self) -> int:
@@ -123,8 +137,8 @@ class Tree(Mapping[str, Tensor]):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        if self.given:
-            return "Tree(given away)"
+        if self.deleted:
+            return "Tree(donated)"
         return f"Tree({len(self)} tensors, {self.numel} x {str(self.flat.dtype).removeprefix('torch.')}, {self.flat.device})"
 
     def tensors(self) -> dict[str, Tensor]:
@@ -143,42 +157,71 @@ class Tree(Mapping[str, Tensor]):
         words = _WORDS[self.flat.element_size()]
         return self.flat is other.flat or torch.equal(self.flat.view(words), other.flat.view(words))
 
-    # ----------------------------------------------------------------------------------------------- handing buffers on
+    # ------------------------------------------------------------------------------------------------------- buffer ownership
 
-    def give(self) -> Tree:
-        """Hand the buffer on: the operation that reads the result computes in it, and this Tree can no longer be read.
+    def donate(self) -> Tree:
+        """A handle that says that an update may compute in this buffer; this Tree itself can no longer be read.
 
-        Views that were taken of it before (`tree["w"]`, `tree.flat`) change with the buffer. A window on a larger buffer is read as
-        ever: the rest of the buffer is somebody's.
+        Reading the donated handle is allowed until an update has claimed it. A borrowed Tree stays borrowed.
         """
+        if self._borrowed:
+            return self
         flat, self._flat = self.flat, None
-        return _tree(self._layout, flat, spare=not self._window, window=self._window)
+        return _tree(self._layout, flat, donated=True)
+
+    def claim(self, dtype: torch.dtype | None = None) -> Tree:
+        """The same values in a buffer that is the caller's to overwrite: this Tree's own, unless it is borrowed or of another dtype.
+
+        This Tree can no longer be read, unless it is borrowed. Views that were taken of it before change with the buffer.
+        """
+        flat = self.flat
+        if self._read is not None and dtype in (None, flat.dtype):
+            return _tree(self._layout, flat)
+        if self._borrowed:
+            return self.copy(dtype)
+        if dtype in (None, flat.dtype):
+            self._flat = None
+            return _tree(self._layout, flat)
+        converted = self.copy(dtype)
+        self.release()
+        return converted
+
+    def borrow(self) -> Tree:
+        """Another handle on this buffer, which nothing is computed in."""
+        return _tree(self._layout, self.flat, borrowed=True)
+
+    @staticmethod
+    def borrowed_from(layout: Layout, read: Callable[[], Tensor]) -> Tree:
+        """A borrowed Tree of weights that do not lie in one buffer: each read collects them into a fresh one."""
+        tree = _tree(layout, None, borrowed=True)
+        tree._read = read
+        return tree
 
     def release(self) -> None:
-        """Put the buffer back into circulation. For whoever knows that nobody will read this Tree or a view of it again."""
+        """Return the buffer to the pool. For an owner that knows that neither this Tree nor a view of it will be read again."""
         flat, self._flat = self.flat, None
-        if not self._window:
+        if not self._borrowed:
             _recycle(flat)
-
-    def _take(self) -> Tensor | None:
-        """The buffer, if it was given to be reused."""
-        if not self._spare:
-            return None
-        flat, self._flat = self._flat, None
-        return flat
 
     # --------------------------------------------------------------------------------------------------------- arithmetic
 
-    def _combine(self, operation: Callable[..., Tensor], *others: Tree | Scalar, **options: Any) -> Tree:
+    def _combine(self, operation: Callable[..., Tensor], *others: Tree | Scalar, out: Tree | None = None, **options: Any) -> Tree:
         mine = self.flat
         operands = [self._operand(other) for other in others]
-        out = self._take()
-        for other in others:
-            if out is None and type(other) is Tree:
-                out = other._take()
-        if out is None:
-            out = empty(self._layout.numel, mine.dtype, mine.device)
-        return _tree(self._layout, operation(mine, *operands, **options, out=out))
+        if out is not None:
+            place = out.flat
+        elif self._read is not None:
+            place = mine
+        else:
+            place = self._collected(others, operands)
+        return _tree(self._layout, operation(mine, *operands, **options, out=place))
+
+    def _collected(self, others: Sequence[Tree | Scalar], operands: Sequence[Tensor | Scalar]) -> Tensor:
+        """A buffer for a result: one that an operand was just collected into, else one from the pool."""
+        for other, operand in zip(others, operands, strict=True):
+            if type(other) is Tree and other._read is not None:
+                return cast(Tensor, operand)
+        return empty(self._layout.numel, self.flat.dtype, self.flat.device)
 
     def _operand(self, other: Tree | Scalar) -> Tensor | Scalar:
         if type(other) is not Tree:  # Tree is final, and a Mapping's isinstance is slow
@@ -205,43 +248,52 @@ class Tree(Mapping[str, Tensor]):
     def __neg__(self) -> Tree:
         return self._combine(torch.neg)
 
-    def add(self, other: Tree, alpha: Scalar) -> Tree:
+    def add(self, other: Tree, alpha: Scalar, *, out: Tree | None = None) -> Tree:
         """`self + alpha * other`, rounded once, as torch's own optimizers round."""
-        return self._combine(torch.add, other, alpha=alpha)
+        return self._combine(torch.add, other, alpha=alpha, out=out)
 
     def lerp(self, other: Tree, weight: float) -> Tree:
         """`self + weight * (other - self)`."""
         return self._combine(torch.lerp, other, weight)
 
-    def addcmul(self, one: Tree, two: Tree, value: float) -> Tree:
+    def addcmul(self, one: Tree, two: Tree, value: float, *, out: Tree | None = None) -> Tree:
         """`self + value * one * two`."""
-        return self._combine(torch.addcmul, one, two, value=value)
+        return self._combine(torch.addcmul, one, two, value=value, out=out)
 
-    def addcdiv(self, one: Tree, two: Tree, value: float) -> Tree:
+    def addcdiv(self, one: Tree, two: Tree, value: float, *, out: Tree | None = None) -> Tree:
         """`self + value * one / two`."""
-        return self._combine(torch.addcdiv, one, two, value=value)
+        return self._combine(torch.addcdiv, one, two, value=value, out=out)
 
     def sqrt(self) -> Tree:
         return self._combine(torch.sqrt)
+
+    def add_(self, other: Tree | Scalar, alpha: Scalar = 1) -> Tree:
+        self._combine(torch.add, other, alpha=alpha, out=self)
+        return self
+
+    def mul_(self, factor: Scalar) -> Tree:
+        self._combine(torch.mul, factor, out=self)
+        return self
+
+    def div_(self, divisor: Scalar) -> Tree:
+        self._combine(torch.div, divisor, out=self)
+        return self
 
     def zeros(self) -> Tree:
         """A Tree of the same layout, all zero."""
         flat = self.flat
         return Tree(self._layout, empty(flat.numel(), flat.dtype, flat.device).zero_())
 
-    def copy(self) -> Tree:
+    def copy(self, dtype: torch.dtype | None = None) -> Tree:
+        """A Tree of the same values in a buffer of its own, of this dtype (None: the same)."""
         flat = self.flat
-        return Tree(self._layout, empty(flat.numel(), flat.dtype, flat.device).copy_(flat))
+        if self._read is not None and dtype in (None, flat.dtype):
+            return Tree(self._layout, flat)
+        return Tree(self._layout, empty(flat.numel(), dtype or flat.dtype, flat.device).copy_(flat))
 
     def cast(self, dtype: torch.dtype) -> Tree:
-        """The same pieces over a buffer of this dtype: itself if it has it already, which hands on a Tree that was given."""
-        flat = self.flat
-        if flat.dtype == dtype:
-            return self
-        other = Tree(self._layout, empty(flat.numel(), dtype, flat.device).copy_(flat))
-        if self._spare:
-            self.release()
-        return other
+        """The same pieces over a buffer of this dtype: itself if it has it already."""
+        return self if self.flat.dtype == dtype else self.copy(dtype)
 
     def wide(self) -> Tree:
         """In single precision at least: what sums and master weights need."""
@@ -296,13 +348,13 @@ class Tree(Mapping[str, Tensor]):
     # -------------------------------------------------------------------------------------------------------------- shards
 
     def slice(self, start: int, stop: int) -> Tree:
-        """A window on the buffer, as a Tree that shares its memory."""
-        return _tree(self._layout.slice(start, stop), self.flat[start:stop], window=True)
+        """A borrowed Tree on a range of this buffer."""
+        return _tree(self._layout.slice(start, stop), self.flat[start:stop], borrowed=True)
 
     def windows(self, size: int) -> list[Tree]:
-        """Consecutive windows of this size on the buffer; the last may be shorter."""
+        """Consecutive slices of this size; the last may be shorter."""
         flats = torch.split(self.flat, size)
-        return [_tree(layout, flat, window=True) for layout, flat in zip(self._layout.windows(size), flats, strict=False)]
+        return [_tree(layout, flat, borrowed=True) for layout, flat in zip(self._layout.windows(size), flats, strict=False)]
 
     def shard(self, rank: int, size: int) -> Tree:
         """This rank's shard, sharing memory with the whole."""
@@ -345,10 +397,10 @@ def products(trees: Sequence[Tree]) -> list[list[float]]:
     return found
 
 
-def _tree(layout: Layout, flat: Tensor, *, spare: bool = False, window: bool = False) -> Tree:
+def _tree(layout: Layout, flat: Tensor | None, *, donated: bool = False, borrowed: bool = False) -> Tree:
     """A Tree without the checks, where they cannot fail."""
     tree = object.__new__(Tree)
-    tree._layout, tree._flat, tree._spare, tree._window = layout, flat, spare, window
+    tree._layout, tree._flat, tree._donated, tree._borrowed, tree._read = layout, flat, donated, borrowed, None
     return tree
 
 

@@ -42,11 +42,11 @@ def once(function: Callable[..., R], *arguments: Any) -> R:
     """`function(*arguments)`, or what it gave when it was last called with these very objects. It keeps its arguments, and its
     result is the same for everybody: Trees are immutable. A Tree that was given is read once, by one."""
     memo = _MEMO.get()
-    if memo is None or any(tree.spare for tree in trees_in(arguments)):
+    if memo is None or any(tree.donated or tree.borrowed for tree in trees_in(arguments)):
         return function(*arguments)
     key = (function, *map(id, arguments))
     # What was made for somebody who holds other objects of the same bits is put back into circulation when that one leaves.
-    if key not in memo or any(tree.given for tree in trees(memo[key][1])):
+    if key not in memo or any(tree.deleted for tree in trees(memo[key][1])):
         memo[key] = arguments, function(*arguments)  # with the arguments: an id is of use while its object lives
     result: R = memo[key][1]
     return result

@@ -55,23 +55,23 @@ class Owner(Enum):
     OWN = "own"  # this island's alone: saved per island, at its default for a joiner
 
 
-def shared() -> Any:
-    """Declares a State field that has the same bits on every island."""
-    return field(metadata={"owner": Owner.SHARED})
+def shared(*, donated: bool = False) -> Any:
+    """Declares a State field that has the same bits on every island.
 
-
-def sharded(*, taken: bool = False) -> Any:
-    """Declares a State field that holds this rank's slice of something. `taken`: a round may compute in its buffers, see `own`."""
-    return field(metadata={"owner": Owner.SHARDED, "taken": taken})
-
-
-def own(default: Any = None, *, taken: bool = False) -> Any:
-    """Declares a State field that belongs to this island alone; a joiner starts with `default`.
-
-    An engine that will never have to repeat a round gives away the Trees of fields that are `taken`, so that the round can compute
-    in their buffers. It hands them over marked by `give()`; where it may have to repeat the round, it hands them over as they are.
+    `donated` says that the update of a round replaces the field. An engine that will never have to repeat the round then lets the
+    update compute in the field's buffers.
     """
-    return field(default=default, metadata={"owner": Owner.OWN, "taken": taken})
+    return field(metadata={"owner": Owner.SHARED, "donated": donated})
+
+
+def sharded(*, donated: bool = False) -> Any:
+    """Declares a State field that holds this rank's slice of something. `donated`: see `shared`."""
+    return field(metadata={"owner": Owner.SHARDED, "donated": donated})
+
+
+def own(default: Any = None, *, donated: bool = False) -> Any:
+    """Declares a State field that belongs to this island alone; a joiner starts with `default`. `donated`: see `shared`."""
+    return field(default=default, metadata={"owner": Owner.OWN, "donated": donated})
 
 
 def fields_owned(state: Any, owner: Owner) -> dict[str, Any]:
@@ -114,9 +114,9 @@ class Gradient(NamedTuple):
     weight: float
     tokens: int
 
-    def give(self) -> Gradient:
-        """Hand the buffer on; see `Tree.give`."""
-        return self._replace(sum=self.sum.give())
+    def mean(self) -> Tree:
+        """The mean gradient. It is computed in the buffer of the sum, which can then no longer be read."""
+        return self.sum.claim().div_(self.weight or 1.0)
 
 
 Weigh = Literal["batches", "tokens"]
@@ -129,7 +129,8 @@ class Replica(Protocol):
         """Take these weights. The inner optimizer's state stays as it is."""
 
     def params(self) -> Tree:
-        """A copy of the present weights."""
+        """The present weights, borrowed: they can be read until the replica computes or loads again. What a round returns in its
+        State is copied by the engine."""
 
     async def train(self, steps: int, work: Work) -> None:
         """Take that many optimizer steps on consecutive batches of `work`."""
@@ -148,23 +149,10 @@ class Replica(Protocol):
         Args:
             work: what to read.
             at: weights to load first; none: those that the replica holds.
-            onto: gradients to add it to, in their buffer if they were given.
+            onto: gradients to add it to. They are donated: the sum lies in their buffer.
             weigh: whether each batch weighs the same, or each token.
             wide: add up in single precision where the model has half.
         """
-
-
-@runtime_checkable
-class Lends(Protocol):
-    """What a replica has besides that can show its weights without a copy."""
-
-    def lent(self) -> Tree:
-        """The present weights, to be read before the replica computes again."""
-
-
-def present(replica: Replica) -> Tree:
-    """The replica's weights, to be read once and at once: lent if it can, else a copy that is given."""
-    return replica.lent() if isinstance(replica, Lends) else replica.params().give()
 
 
 class Mean(NamedTuple):
@@ -172,18 +160,16 @@ class Mean(NamedTuple):
 
     Attributes:
         value: the weighted mean of what arrived. Every island that was heard has the same bits, and may have the same object: read
-            it, and do not give it away.
+            it.
         weight: the sum of the weights that arrived; 0 means that nothing did, and `value` is zero.
         heard: whether this island took part. If not, the others went on without it and it must not use `value`.
         finite: whether everybody's tree was.
-        last: whether the State that the round began with is read by nobody any more: the update may be computed in its buffers.
     """
 
     value: Tree
     weight: float
     heard: bool
     finite: bool = True
-    last: bool = False
 
 
 class Scattered(NamedTuple):
@@ -223,15 +209,26 @@ class Peers(Protocol):
         batches are cut into pieces, `batches` counts these."""
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
-        """The weighted mean of everybody's tree. `compare` has the engine report norms and cosines of the contributions."""
+        """The weighted mean of every island's tree, which is donated. `compare` has the engine report norms and cosines of the
+        contributions."""
 
-    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
-        """This rank's slice of the sum of everybody's tree, and the sum of everybody's weight, such as a number of batches. Trees
-        are added as they are: the weight is told, not multiplied. `wide` sums in single precision what travels in half. A tree
-        that was given is the communication buffer: the slice lies in it, and so does what an all-gather makes of it next."""
+    async def reduce_scatter(
+        self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
+    ) -> Scattered:
+        """This rank's slice of the sum of every island's tree, and the sum of their weights, such as numbers of batches.
+
+        Trees are added as they are: a weight is sent, not multiplied. The tree is donated: the slice lies in its buffer, and so does
+        what an all-gather makes of it next.
+
+        Args:
+            tree: what this island contributes.
+            weight: of it.
+            wide: sum in single precision what travels in half.
+            wire: the precision in which the tree travels; None: its own.
+        """
 
     async def all_gather(self, shard: Tree) -> Tree:
-        """The whole tree of which everybody holds a shard. Everybody may have the same object: read it, and do not give it away."""
+        """The whole tree of which every island holds a shard. All islands may have the same object: read it."""
 
     async def total(self, number: float) -> float:
         """The sum of everybody's number, such as the square of a norm of which each holds a part."""
@@ -332,7 +329,7 @@ class Hub(Protocol):
         """The present weights, and work."""
 
     async def push(self, delta: Tree) -> None:
-        """Hand in what the round brought: old weights minus new."""
+        """Send what the round brought: old weights minus new. It is donated."""
 
 
 class Correction(Protocol):
@@ -399,14 +396,6 @@ class AsyncAlgorithm(Protocol[S]):
 
     def step(self, state: S, arrival: Arrival) -> S:
         """The hub's step for one arrival: pure. The same State means that the update was left out."""
-
-
-class StepsTaking(Protocol[S]):
-    """What an asynchronous algorithm may have besides: a twin of `step` that spares memory."""
-
-    def step_taking(self, state: S, arrival: Arrival) -> S:
-        """`step` in the buffers of the State's momenta, which can then no longer be read, and of the delta if it was given. Weights
-        that workers were sent off with stay as they are."""
 
 
 # ------------------------------------------------------------------------------------------------- what is trained, and how

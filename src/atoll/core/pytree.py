@@ -56,5 +56,5 @@ def recycle(old: Iterable[Any], live: Iterable[Any]) -> None:
 def memory_of(leaf: Any) -> int | None:
     """Where a Tree or a tensor lies; none of anything else, and of a Tree that was given away."""
     if isinstance(leaf, Tree):
-        return None if leaf.given else leaf.flat.untyped_storage().data_ptr()
+        return None if leaf.deleted else leaf.flat.untyped_storage().data_ptr()
     return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None

@@ -23,7 +23,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
 from atoll.optim.fused_kernels import Moments, fused_adamw
-from atoll.optim.in_place import check_layouts, release_given, take
+from atoll.optim.in_place import check_layouts, release_donated, rule_update
 from atoll.optim.schedules import Schedule, at, check_lr
 from atoll.optim.validation import at_least_zero, below_one
 
@@ -58,13 +58,14 @@ class Adam:
     def init(self, params: Tree) -> AdamState:
         return AdamState(step=0, mean=params.zeros(), square=params.zeros())
 
+    @rule_update
     @elementwise
     def update(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
-        return _adam(params, gradient, state, at(self.lr, state.step), self.betas, self.eps)
+        return _adam(params, gradient, state, at(self.lr, state.step), self.betas, self.eps, out=None)
 
-    def update_taking(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
-        """`update` to within rounding, by torch's fused kernel in the buffers of `state`, and of `params` if it was given."""
-        return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=0.0).update_taking(params, gradient, state)
+    def update_in_place(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
+        """`update` to within rounding, by torch's fused kernel in the buffers of `state`, and of `params` if donated."""
+        return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=0.0).update_in_place(params, gradient, state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,26 +92,27 @@ class AdamW:
     def init(self, params: Tree) -> AdamState:
         return AdamState(step=0, mean=params.zeros(), square=params.zeros())
 
+    @rule_update
     @elementwise
     def update(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
         lr = at(self.lr, state.step)
         shrunk = self._shrink(params, 1 - lr * self.weight_decay)
-        return _adam(shrunk, gradient, state, lr, self.betas, self.eps)
+        return _adam(shrunk, gradient, state, lr, self.betas, self.eps, out=None if shrunk is params else shrunk)
 
-    def update_taking(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
-        """`update` to within rounding, by torch's fused kernel in the buffers of `state`, and of `params` if it was given.
+    def update_in_place(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
+        """`update` to within rounding, by torch's fused kernel in the buffers of `state`, and of `params` if donated.
 
-        The kernel knows no other place for new weights than that of the old: those that were not given are copied first. Its bits
+        The kernel knows no other place for new weights than that of the old: those that are not donated are copied first. Its bits
         are its own: an engine uses it always or never. Like `update`, it does to a shard what it does to the whole.
         """
         check_layouts(params, gradient, state.mean, state.square)
-        params = take(params) if params.spare else params.copy()
-        new = AdamState(state.step + 1, take(state.mean), take(state.square))
+        params = params.claim() if params.donated else params.copy()
+        new = AdamState(state.step + 1, state.mean.claim(), state.square.claim())
         buffers = Moments(params.flat, gradient.flat, new.mean.flat, new.square.flat)
         lr, decaying = at(self.lr, state.step), self.ranges(params.layout)
         for ranges, rate in ((decaying, self.weight_decay), (complement(decaying, params.numel), 0.0)):
             fused_adamw(buffers, ranges, step=new.step, lr=lr, betas=self.betas, eps=self.eps, weight_decay=rate)
-        release_given(gradient, but=params)
+        release_donated(gradient, but=params)
         return params, new
 
     def ranges(self, layout: Layout) -> Ranges:
@@ -120,16 +122,16 @@ class AdamW:
         return matrices(layout) if self.decay == "matrices" else ((0, layout.numel),)
 
     def _shrink(self, params: Tree, factor: float) -> Tree:
-        """`params * factor` where weights decay, and `params` elsewhere. What comes back is read once."""
+        """`params * factor` where weights decay, and `params` elsewhere."""
         ranges = self.ranges(params.layout)
         if not ranges:
             return params
         if ranges == ((0, params.numel),):
-            return (params * factor).give()
+            return params * factor
         shrunk = params.copy()
         for start, stop in ranges:
             shrunk.flat[start:stop].mul_(factor)
-        return shrunk.give()
+        return shrunk
 
 
 @lru_cache(maxsize=4096)
@@ -164,15 +166,16 @@ def complement(ranges: Ranges, numel: int) -> Ranges:
 
 
 def _adam(
-    params: Tree, gradient: Tree, state: AdamState, lr: float, betas: tuple[float, float], eps: float
+    params: Tree, gradient: Tree, state: AdamState, lr: float, betas: tuple[float, float], eps: float, out: Tree | None
 ) -> tuple[Tree, AdamState]:
-    """The equations at the top of this file. The order of the operations is torch's."""
+    """The equations at the top of this file. The order of the operations is torch's. `out` is where the new weights go."""
     b1, b2 = betas
     t = state.step + 1
     mean = state.mean.lerp(gradient, 1 - b1)
-    square = (b2 * state.square).give().addcmul(gradient, gradient, 1 - b2)
-    root = square.sqrt().give() / (1 - b2**t) ** 0.5  # not math.sqrt: it rounds otherwise than torch's power
-    next_params = params.addcdiv(mean, root.give() + eps, -lr / (1 - b1**t))
+    decayed = b2 * state.square
+    square = decayed.addcmul(gradient, gradient, 1 - b2, out=decayed)
+    root = square.sqrt().div_((1 - b2**t) ** 0.5)  # not math.sqrt: it rounds otherwise than torch's power
+    next_params = params.addcdiv(mean, root.add_(eps), -lr / (1 - b1**t), out=out)
     return next_params, AdamState(t, mean, square)
 
 

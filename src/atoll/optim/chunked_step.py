@@ -4,9 +4,9 @@ A sharded optimizer keeps its slice of the weights in single precision, is given
 the new weights in that precision again. Nothing in between needs more room than a chunk:
 
 - `glance` computes the new weights and keeps nothing else. The rule's new state passes away with each chunk.
-- `step` also keeps the new weights and state: in the old ones' buffers where they were given, else in buffers of their own.
+- `step` also keeps the new weights and state: in the old ones' buffers where these are donated, else in buffers of their own.
 
-Both have the bits of `rule.update`, whatever is given.
+Both have the bits of `rule.update`, whatever is donated.
 
 >>> import torch
 >>> from atoll.optim.adam import AdamW
@@ -64,7 +64,7 @@ def glance(
 ) -> Tree:
     """The weights after a step with `gradient / over * times`, in the precision `sent` (none: the gradient's).
 
-    Weights and state are only read. The gradient is given: the new weights lie in its buffer if they have its precision.
+    Weights and state are only read. The gradient is donated: the new weights lie in its buffer if they have its precision.
     """
     check_layouts(params, gradient, *trees_in(state))
     new = _sent(gradient, sent or gradient.flat.dtype)
@@ -83,38 +83,39 @@ def step(
     over: float = 1.0,
     times: float = 1.0,
     sent: torch.dtype | None = None,
+    send: bool = True,
 ) -> Stepped:
-    """`glance`, and the new weights and state are kept. Weights and state that were given are computed in place."""
+    """`glance`, and the new weights and state are kept. Donated weights and state are updated in place. Without `send` the gradient
+    stays as it is, and nothing is written for the wire."""
     check_layouts(params, gradient, *trees_in(state))
-    new, kept = _sent(gradient, sent or gradient.flat.dtype), [_kept(tree) for tree in trees_in((params, state))]
+    kept = [_kept(tree) for tree in trees_in((params, state))]
+    new = _sent(gradient, sent or gradient.flat.dtype) if send else gradient
+    outputs = [tree.flat for tree in ([new, *kept] if send else kept)]
     last: Any = state
-    for (into, *places), *made in _chunks(rule, params, gradient, state, [new.flat, *(k.flat for k in kept)], over, times):
-        into.copy_(made[0].flat)
-        for place, tree in zip(places, trees_in(tuple(made)), strict=True):
+    for places, *made in _chunks(rule, params, gradient, state, outputs, over, times):
+        results = [tree for tree in trees_in(tuple(made))]
+        for place, tree in zip(places, [results[0], *results] if send else results, strict=True):
             place.copy_(tree.flat)
         last = with_trees(made[1], itertools.repeat(_NOTHING))
-        del made, tree  # before the next chunk's are made
+        del made, results, tree  # before the next chunk's are made
     for tree in trees_in((params, state)):
-        if tree.spare:
-            tree.give()  # what was given can no longer be read
+        if tree.donated:
+            tree.claim()  # its buffer holds the new values now
     return Stepped(new, kept[0], with_trees(last, iter(kept[1:])))
-
-
-def kept_as_it_is(params: Tree, state: Any) -> tuple[Tree, Any]:
-    """Weights and a state that no step was taken with, under plain names: what was given goes on in the same buffers."""
-    kept = [_kept(tree) if tree.spare else tree for tree in trees_in((params, state))]
-    return kept[0], with_trees(state, iter(kept[1:]))
 
 
 def _kept(tree: Tree) -> Tree:
     """Where a Tree's successor lies."""
     flat = tree.flat
-    return Tree(tree.layout, flat if tree.spare else empty(flat.numel(), flat.dtype, flat.device))
+    return Tree(tree.layout, flat if tree.donated else empty(flat.numel(), flat.dtype, flat.device))
 
 
 def _sent(gradient: Tree, dtype: torch.dtype) -> Tree:
+    """Where the new weights are written: over the gradient, if they have its precision."""
     flat = gradient.flat
-    return Tree(gradient.layout, flat if flat.dtype == dtype else empty(flat.numel(), dtype, flat.device))
+    if flat.dtype != dtype:
+        return Tree(gradient.layout, empty(flat.numel(), dtype, flat.device))
+    return gradient.borrow() if gradient.borrowed else Tree(gradient.layout, flat)
 
 
 def _chunks(
@@ -124,8 +125,8 @@ def _chunks(
     on_cpu = params.flat.device.type == "cpu"
     dtype, size = params.flat.dtype, _CHUNK if on_cpu else max(_CHUNK_ELSEWHERE, params.numel // _CHUNKS_ELSEWHERE)
     # An island may hold a slice of nothing; its rule still counts the step.
-    olds = zip(*(Tree(t.layout, t.flat).windows(size) or [t] for t in trees_in((params, gradient, state))), strict=True)
+    olds = zip(*(t.windows(size) or [t] for t in trees_in((params, gradient, state))), strict=True)
     for (weights, slope, *rest), *into in zip(olds, *(torch.split(place, size) for place in places), strict=True):
         mean = slope.cast(dtype) / over
-        mean = mean if times == 1.0 else mean.give() * times
+        mean = mean if times == 1.0 else mean.mul_(times)
         yield into, *rule.update(weights, mean, with_trees(state, iter(rest)))

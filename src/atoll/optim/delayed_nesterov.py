@@ -37,7 +37,7 @@ from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Rule
-from atoll.optim.in_place import Taking, check_layouts, kept, old_and_new, release_given, take, windows
+from atoll.optim.in_place import InPlaceRule, check_layouts, kept, old_and_new, release_donated, rule_update, windows
 from atoll.optim.schedules import Schedule, at, check_lr
 from atoll.optim.validation import below_one
 
@@ -92,6 +92,7 @@ class DelayedNesterov:
     def init(self, params: Tree) -> DelayedState:
         return DelayedState(step=0, velocity=params.zeros(), total=params.zeros())
 
+    @rule_update
     def update(self, params: Tree, gradient: Tree, state: DelayedState) -> tuple[Tree, DelayedState]:
         number = state.step % self.period
         rate = at(self.lr, state.step // self.period) / self.period
@@ -105,9 +106,9 @@ class DelayedNesterov:
     @elementwise
     def _last(self, params: Tree, gradient: Tree, velocity: Tree, total: Tree, number: int, rate: float) -> tuple[Tree, Tree, Tree]:
         total = _added(total, gradient, number)
-        velocity = (self.momentum * velocity).give().add(total, 1 / self.period)
+        velocity = (self.momentum * velocity).add_(total, 1 / self.period)
         ahead = gradient.add(velocity, self._share(number) * self.momentum)
-        return params.add(ahead.give(), -rate), velocity, total.zeros()
+        return params.add(ahead, -rate, out=ahead), velocity, total.zeros()
 
     @elementwise
     def _other(self, params: Tree, gradient: Tree, velocity: Tree, total: Tree, number: int, rate: float) -> tuple[Tree, Tree]:
@@ -119,10 +120,10 @@ class DelayedNesterov:
         last = number == self.period - 1
         return self.period * (1 - (self.period - 1) * self.activation if last else self.activation)
 
-    def update_taking(self, params: Tree, gradient: Tree, state: DelayedState) -> tuple[Tree, DelayedState]:
-        """The bits of `update`, computed in the buffers of `state`, and of `params` if it was given."""
+    def update_in_place(self, params: Tree, gradient: Tree, state: DelayedState) -> tuple[Tree, DelayedState]:
+        """The bits of `update`, computed in the buffers of `state`, and of `params` if donated."""
         check_layouts(params, gradient, state.velocity, state.total)
-        (old, new), velocity, total = old_and_new(params), take(state.velocity), take(state.total)
+        (old, new), velocity, total = old_and_new(params), state.velocity.claim(), state.total.claim()
         number = state.step % self.period
         rate, share = at(self.lr, state.step // self.period) / self.period, self._share(number) * self.momentum
         last = number == self.period - 1
@@ -136,7 +137,7 @@ class DelayedNesterov:
                 t.copy_(g)
             ahead = torch.add(g, m, alpha=share, out=room) if last or self.activation else g
             torch.add(w, ahead, alpha=-rate, out=next_w)
-        release_given(gradient, but=new)
+        release_donated(gradient, but=new)
         return new, DelayedState(state.step + 1, velocity, total)
 
 
@@ -181,29 +182,29 @@ class Buffered:
     def init(self, params: Tree) -> BufferedState:
         return BufferedState(waiting=0, total=params.zeros(), inner=self.rule.init(params))
 
+    @rule_update
     def update(self, params: Tree, gradient: Tree, state: BufferedState) -> tuple[Tree, BufferedState]:
         if state.waiting + 1 < self.size:
             return kept(params), BufferedState(state.waiting + 1, _added(state.total, gradient, state.waiting), state.inner)
         mean, total = self._mean(gradient, state.total, state.waiting)
-        # The mean is not given: any rule may come here, and one may keep it, or read it twice.
         params, inner = self.rule.update(params, mean, state.inner)
         return params, BufferedState(0, total, inner)
 
     @elementwise
     def _mean(self, gradient: Tree, total: Tree, number: int) -> tuple[Tree, Tree]:
         """The period's mean, and an empty sum."""
-        return _added(total, gradient, number).give() / self.size, total.zeros()
+        return _added(total, gradient, number).div_(self.size), total.zeros()
 
-    def update_taking(self, params: Tree, gradient: Tree, state: BufferedState) -> tuple[Tree, BufferedState]:
-        """The bits of `update`, computed in the buffers of `state`, and of `params` if it was given.
+    def update_in_place(self, params: Tree, gradient: Tree, state: BufferedState) -> tuple[Tree, BufferedState]:
+        """The bits of `update`, computed in the buffers of `state`, and of `params` if donated.
 
-        The step itself is the rule's `update_taking`, with such bits as that has; with a rule that has none, this is `update`.
+        The step itself is the rule's `update_in_place`, with such bits as that has; with a rule that has none, this is `update`.
         """
         check_layouts(params, gradient, state.total)
         last = state.waiting + 1 == self.size
-        if not isinstance(self.rule, Taking):
+        if not isinstance(self.rule, InPlaceRule):
             return self.update(params, gradient, state)
-        total = take(state.total)
+        total = state.total.claim()
         for g, t, _ in windows(gradient, total):
             if state.waiting:
                 t.add_(g)
@@ -211,10 +212,10 @@ class Buffered:
                 t.copy_(g)
             if last:
                 t.div_(self.size)
-        release_given(gradient)
+        release_donated(gradient)
         if not last:
             return kept(params), BufferedState(state.waiting + 1, total, state.inner)
-        params, inner = self.rule.update_taking(params, total, state.inner)
+        params, inner = self.rule.update_in_place(params, total, state.inner)
         total.flat.zero_()
         return params, BufferedState(0, total, inner)
 

@@ -1,94 +1,127 @@
-"""For the twins of the rules that compute in place.
+"""Updates that compute in the buffers of the weights and moments that they replace.
 
-`update` keeps its arguments. Where nobody will read the state again, `update_taking` does the same work in the state's buffers,
-which can then no longer be read. Weights are another matter: a hub's workers may still hold those that they were sent off with. So
-`params` is computed in place only if it was marked by `give()`; else the new weights lie in a recycled buffer. The gradient can be
-read as before, and a twin keeps nothing of it; if it was given, it goes back into circulation.
+`rule.update` is pure: it keeps its arguments. Many rules also have `update_in_place`, which does the same work in the buffers of
+the rule's state, and of `params` if these are donated; else the new weights lie in a buffer from the pool, because a hub's workers
+may still read the old ones. It keeps nothing of the gradient; a donated gradient's buffer returns to the pool.
 
-It takes a quarter (AdamW) to two thirds (Nesterov) of the time of `update`; with weights that were given a sixth to a half, and no
-further memory. A step costs no more than a copy of each buffer that it touches, or a little (benchmarks/hub_step.py).
+`update_in_place` takes a quarter (AdamW) to two thirds (Nesterov) of the time of `update`; with donated weights a sixth to a half,
+and no further memory (benchmarks/hub_step.py). No algorithm chooses between the two. `@rule_update` does, by what the engine
+donated, and `hub_algorithm` does for a hub, which owns its moments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from atoll.core.chunked_elementwise import CHUNK
+from atoll.core.chunked_elementwise import CHUNK, trees_in
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.memoize import once
-from atoll.core.protocols import Rule
+
+F = TypeVar("F", bound=Callable[..., Any])
+A = TypeVar("A")
 
 
 @runtime_checkable
-class Taking(Protocol):
-    """A rule that has such a twin."""
+class InPlaceRule(Protocol):
+    """A rule that can compute in place."""
 
-    def update_taking(self, params: Tree, gradient: Tree, state: Any, /) -> tuple[Tree, Any]:
-        """`update`, computed in the buffers of `state`, and of `params` if it was given."""
+    def init(self, params: Tree) -> Any: ...
 
-
-@runtime_checkable
-class TakingExactly(Taking, Protocol):
-    """One whose twin has the bits of `update`. Adam's has not: it is torch's fused kernel, which rounds otherwise."""
-
-    exact: ClassVar[bool]
+    def update_in_place(self, params: Tree, gradient: Tree, state: Any, /) -> tuple[Tree, Any]:
+        """`update`, computed in the buffers of `state`, and of `params` if these are donated."""
 
 
-def advance(rule: Rule, params: Tree, gradient: Tree, state: Any, *, taking: bool) -> tuple[Tree, Any]:
-    """A step of a rule, with the bits of `update`: in the buffers of `params` and `state`, if that is allowed and the rule can."""
-    if taking and isinstance(rule, TakingExactly):
-        return rule.update_taking(params.give(), gradient, state)
-    return once(_update, rule, params, gradient, state)
+def rule_update(update: F) -> F:
+    """For a rule's `update`. Donated weights and state are updated in place, if the rule has an `update_in_place` with the bits of
+    `update`: such a rule has `exact = True`. Else islands of one process that hold the very same objects compute the update once."""
+
+    @wraps(update)
+    def updated(self: Any, params: Tree, gradient: Tree, state: Any) -> tuple[Tree, Any]:
+        if params.donated and getattr(self, "exact", False) and all(tree.donated for tree in trees_in(state)):
+            new: tuple[Tree, Any] = self.update_in_place(params, gradient, state)
+            return new
+        return once(update, self, params, gradient, state)
+
+    return cast(F, updated)
 
 
-def _update(rule: Rule, params: Tree, gradient: Tree, state: Any) -> tuple[Tree, Any]:
-    return rule.update(params, gradient, state)
+# ------------------------------------------------------------------------------------------------------------------ a hub's
 
 
-def take(tree: Tree) -> Tree:
-    """The same buffer under a new name, to be written to. `tree` itself can no longer be read."""
-    given = tree.give()
-    return Tree(given.layout, given.flat)
+@dataclass(frozen=True)
+class HubRule:
+    """A rule as a hub applies it: its state is the hub's own, so it is always updated in place."""
+
+    rule: InPlaceRule
+    gradients: list[Tree] = field(default_factory=list)
+    """What the last update was computed from."""
+
+    def init(self, params: Tree) -> Any:
+        return self.rule.init(params)
+
+    def update(self, params: Tree, gradient: Tree, state: Any, /) -> tuple[Tree, Any]:
+        self.gradients[:] = [gradient]
+        return self.rule.update_in_place(params, gradient, state)
+
+
+def hub_algorithm(algorithm: A, state: Any) -> A:
+    """The algorithm with its rules updated in place, if its State declares fields that are donated."""
+    if not (is_dataclass(algorithm) and any(f.metadata.get("donated") for f in fields(state))):
+        return algorithm
+    rules = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
+    in_place = {name: HubRule(rule) for name, rule in rules.items() if isinstance(rule, InPlaceRule)}
+    return cast(A, replace(cast(Any, algorithm), **in_place))
+
+
+# ---------------------------------------------------------------------------------------------------- what rules are made of
 
 
 def kept(tree: Tree) -> Tree:
-    """A Tree that goes on as it is: itself, or under a plain name if it was given (what was given is read once)."""
-    return take(tree) if tree.spare else tree
+    """A Tree that an update leaves as it is: itself, or its buffer under a plain name if it is donated."""
+    return tree.claim() if tree.donated else tree
+
+
+def scaled(tree: Tree, factor: float) -> Tree:
+    """The Tree times a factor, in its buffer if it is donated; itself if the factor is 1."""
+    if factor == 1:
+        return tree
+    return tree.claim().mul_(factor) if tree.donated else tree * factor
 
 
 def old_and_new(params: Tree) -> tuple[Tree, Tree]:
-    """The weights to read, and those to write: the same buffer if `params` was given, else a fresh one."""
-    if params.spare:
-        taken = take(params)
-        return taken, taken
+    """The weights to read, and those to write: the same buffer if `params` is donated, else one from the pool."""
+    if params.donated:
+        mine = params.claim()
+        return mine, mine
     flat = params.flat
     return params, Tree(params.layout, empty(flat.numel(), flat.dtype, flat.device))
 
 
 def check_layouts(*trees: Tree) -> None:
-    """Refuse Trees that do not match or cannot be read. It comes before anything is taken, so that nothing is lost."""
-    layouts = [tree.layout for tree in trees if tree.flat is not None]  # reading one that was given away raises
+    """Refuse Trees that do not match or cannot be read, before any of them is claimed."""
+    layouts = [tree.layout for tree in trees if tree.flat is not None]  # reading a Tree that was donated raises
     if any(layout != layouts[0] for layout in layouts):
         raise ValueError(f"these Trees have different layouts: {', '.join(map(repr, trees))}. A rule needs those of one model.")
 
 
 def windows(*trees: Tree, start: int = 0) -> Iterator[list[Tensor]]:
-    """The buffers side by side, as much of them at a time as stays in cache; and last, as much room for what is passing."""
+    """Slices of the buffers side by side, small enough for a CPU's cache; the last of each row is a temporary of that size."""
     flats = [tree.flat[start:] for tree in trees]
     numel = flats[0].numel()
     size = min(CHUNK, numel) if flats[0].device.type == "cpu" else numel
-    room = torch.empty(size, dtype=flats[0].dtype, device=flats[0].device)
+    temporary = torch.empty(size, dtype=flats[0].dtype, device=flats[0].device)
     for at in range(0, numel, max(size, 1)):
         parts = [flat[at : at + size] for flat in flats]
-        yield [*parts, room[: parts[0].numel()]]
+        yield [*parts, temporary[: parts[0].numel()]]
 
 
-def release_given(*trees: Tree, but: Tree | None = None) -> None:
-    """Put those that were given back into circulation, unless their memory is that of `but`."""
-    for tree in trees:
-        if tree.spare and (but is None or tree.flat.data_ptr() != but.flat.data_ptr()):
-            tree.release()
+def release_donated(gradient: Tree, but: Tree | None = None) -> None:
+    """Return a donated gradient's buffer to the pool, unless it is that of `but`."""
+    if gradient.donated and (but is None or gradient.flat.data_ptr() != but.flat.data_ptr()):
+        gradient.release()

@@ -17,10 +17,10 @@ from atoll.core.layout import Layout
 
 
 def prune(delta: Tree, fraction: float, by: Literal["sign", "magnitude"] = "sign") -> Tree:
-    """The delta with `fraction` of every neuron's values set to zero (rounded down); itself if nothing is to go.
+    """The delta with `fraction` of every neuron's values set to zero (rounded down); itself if nothing is to go. The delta is donated.
 
     >>> delta = Tree.of({"w": torch.tensor([[3.0, 2.0, 1.0, -4.0]])})
-    >>> prune(delta, 0.5, by="sign")["w"]            # 6 against 4: the negative one goes first
+    >>> prune(delta.copy(), 0.5, by="sign")["w"]            # 6 against 4: the negative one goes first
     tensor([[3., 2., 0., 0.]])
     >>> prune(delta, 0.5, by="magnitude")["w"]
     tensor([[ 3.,  0.,  0., -4.]])
@@ -34,8 +34,7 @@ def prune(delta: Tree, fraction: float, by: Literal["sign", "magnitude"] = "sign
         gone = int(view.shape[1] * fraction)
         if gone:
             view.scatter_(1, _least_worth_first(view, by)[:, :gone], 0.0)
-    if delta.spare:
-        delta.release()
+    delta.release()
     return Tree(delta.layout, out)
 
 

@@ -21,7 +21,7 @@ from atoll.core.chunked_elementwise import elementwise
 from atoll.core.config.type_checks import check_types
 from atoll.core.flat_tree import Tree
 from atoll.optim.fused_kernels import fused_momentum
-from atoll.optim.in_place import check_layouts, old_and_new, release_given, take, windows
+from atoll.optim.in_place import check_layouts, old_and_new, release_donated, rule_update, windows
 from atoll.optim.schedules import Schedule, at, check_lr
 from atoll.optim.validation import at_least_zero, below_one
 
@@ -60,18 +60,19 @@ class SGD:
     def init(self, params: Tree) -> SGDState:
         return SGDState(step=0)
 
+    @rule_update
     @elementwise
     def update(self, params: Tree, gradient: Tree, state: SGDState) -> tuple[Tree, SGDState]:
         gradient = _with_decay(gradient, params, self.weight_decay)
         return params.add(gradient, -at(self.lr, state.step)), SGDState(state.step + 1)
 
-    def update_taking(self, params: Tree, gradient: Tree, state: SGDState) -> tuple[Tree, SGDState]:
-        """The bits of `update`, computed in the buffer of `params` if it was given."""
+    def update_in_place(self, params: Tree, gradient: Tree, state: SGDState) -> tuple[Tree, SGDState]:
+        """The bits of `update`, computed in the buffer of `params` if donated."""
         check_layouts(params, gradient)
         (old, new), lr = old_and_new(params), at(self.lr, state.step)
         for w, next_w, g, room in windows(old, new, gradient):
             torch.add(w, _decayed(g, w, self.weight_decay, room), alpha=-lr, out=next_w)
-        release_given(gradient, but=new)
+        release_donated(gradient, but=new)
         return new, SGDState(state.step + 1)
 
 
@@ -93,21 +94,22 @@ class Momentum:
     def init(self, params: Tree) -> MomentumState:
         return MomentumState(step=0, velocity=params.zeros())
 
+    @rule_update
     @elementwise
     def update(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
         gradient = _with_decay(gradient, params, self.weight_decay)
-        velocity = (self.momentum * state.velocity).give() + gradient
+        velocity = (self.momentum * state.velocity).add_(gradient)
         return params.add(velocity, -at(self.lr, state.step)), MomentumState(state.step + 1, velocity)
 
-    def update_taking(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
-        """The bits of `update`, computed in the buffers of `state`, and of `params` if it was given."""
+    def update_in_place(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
+        """The bits of `update`, computed in the buffers of `state`, and of `params` if donated."""
         check_layouts(params, gradient, state.velocity)
-        (old, new), velocity, lr = old_and_new(params), take(state.velocity), at(self.lr, state.step)
+        (old, new), velocity, lr = old_and_new(params), state.velocity.claim(), at(self.lr, state.step)
         done = _fused(self, new, gradient, velocity, lr) if new is old else 0
         for w, next_w, g, m, room in windows(old, new, gradient, velocity, start=done):
             m.mul_(self.momentum).add_(_decayed(g, w, self.weight_decay, room))
             torch.add(w, m, alpha=-lr, out=next_w)
-        release_given(gradient, but=new)
+        release_donated(gradient, but=new)
         return new, MomentumState(state.step + 1, velocity)
 
 
@@ -129,24 +131,25 @@ class Nesterov:
     def init(self, params: Tree) -> MomentumState:
         return MomentumState(step=0, velocity=params.zeros())
 
+    @rule_update
     @elementwise
     def update(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
         gradient = _with_decay(gradient, params, self.weight_decay)
-        velocity = (self.momentum * state.velocity).give() + gradient
+        velocity = (self.momentum * state.velocity).add_(gradient)
         ahead = gradient.add(velocity, self.momentum)
-        return params.add(ahead.give(), -at(self.lr, state.step)), MomentumState(state.step + 1, velocity)
+        return params.add(ahead, -at(self.lr, state.step), out=ahead), MomentumState(state.step + 1, velocity)
 
-    def update_taking(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
-        """The bits of `update`, computed in the buffers of `state`, and of `params` if it was given."""
+    def update_in_place(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
+        """The bits of `update`, computed in the buffers of `state`, and of `params` if donated."""
         check_layouts(params, gradient, state.velocity)
-        (old, new), velocity, lr = old_and_new(params), take(state.velocity), at(self.lr, state.step)
+        (old, new), velocity, lr = old_and_new(params), state.velocity.claim(), at(self.lr, state.step)
         done = _fused(self, new, gradient, velocity, lr) if new is old else 0
         for w, next_w, g, m, room in windows(old, new, gradient, velocity, start=done):
             g = _decayed(g, w, self.weight_decay, room)
             m.mul_(self.momentum).add_(g)
             ahead = torch.add(g, m, alpha=self.momentum, out=room)
             torch.add(w, ahead, alpha=-lr, out=next_w)
-        release_given(gradient, but=new)
+        release_donated(gradient, but=new)
         return new, MomentumState(state.step + 1, velocity)
 
 

@@ -26,7 +26,7 @@ from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival
-from atoll.optim.in_place import old_and_new, windows
+from atoll.optim.in_place import old_and_new, scaled, windows
 from atoll.optim.validation import at_least_zero
 
 Weight: TypeAlias = float | Literal["1/k", "sqrt(k)/k"]
@@ -64,8 +64,7 @@ class Polynomial:
         """The smaller delta (the delta itself, if it is not late); none beyond the threshold."""
         if self.threshold is not None and arrival.staleness > self.threshold:
             return None
-        factor = weight * self.factor(arrival.staleness)
-        return arrival.delta if factor == 1.0 else arrival.delta * factor
+        return scaled(arrival.delta, weight * self.factor(arrival.staleness))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ class DelayCompensation:
         at_least_zero("strength", self.strength)
 
     def correct(self, params: Tree, arrival: Arrival, weight: float = 1.0) -> Tree | None:
-        """The delta, moved along with the weights; in its own buffer, if it was given."""
+        """The delta, moved along with the weights; in its own buffer, if it is donated."""
         delta, moved = old_and_new(arrival.delta)
         square: Tensor | None = None
         for g, now, then, out, drift in windows(delta, params, arrival.dispatched, moved):

@@ -25,7 +25,7 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.chunked_elementwise import trees_in
-from atoll.core.errors import TreeGivenAway
+from atoll.core.errors import TreeDonated
 from atoll.core.events import MEMORY_KINDS
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient
@@ -55,7 +55,7 @@ def add_storages(storages: Storages, value: Any, kind: str, named: frozenset[str
 
 def _tensors(value: Any, kind: str, named: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tree):
-        with suppress(TreeGivenAway):  # a replica that computes in another thread may take the buffer at any moment
+        with suppress(TreeDonated):  # a replica that computes in another thread may take the buffer at any moment
             yield kind, value.flat
     elif isinstance(value, Tensor):
         yield kind, value
