@@ -4,11 +4,10 @@
     python benchmarks/hub_step.py --quick      in miniature, to see whether it works
 
 A copy of a buffer into one that is there is what memory can do. A step is measured against one copy of each buffer that it touches:
-weights, gradient, sum and, where it is refreshed, momentum. The readable form is `update`; the fused form is `update_taking`, with
-weights that are not given, since workers may still hold them. A whole push is all that the hub does besides: it refuses an update
-that is not finite, and sends the worker off again. Rules take turns, window by window, each next to its own copies; the
-median of the ratios counts. Leave the machine alone meanwhile.
-"""
+weights, gradient, sum and, where it is refreshed, momentum. The readable form is `update`; the fused form is `update_in_place`,
+with weights that are not donated, since workers may still hold them. A whole push is all that the hub does besides: it refuses an
+update that is not finite, and sends the worker off again. Rules take turns, window by window, each next to its own copies; the
+median of the ratios counts. Leave the machine alone meanwhile."""
 
 from __future__ import annotations
 
@@ -122,7 +121,7 @@ class Bench:
 
     def _steps(self, way: Way) -> Iterator[list[float]]:
         """Windows of the rule alone."""
-        update = way.rule.update_taking if way.form == FUSED else way.rule.update
+        update = way.rule.update_in_place if way.form == FUSED else way.rule.update
         hub = (self._start.copy(), way.rule.init(self._start))
         try:
             while True:
@@ -144,7 +143,7 @@ class Bench:
         for now_s in itertools.count(1):
             steps_s = []
             for worker, gradient in enumerate(self._arriving()):
-                push = Push(worker, rounds[worker], gradient.copy().give())
+                push = Push(worker, rounds[worker], gradient.copy().donate())
                 taken_s, outcomes = timed(lambda push=push, now_s=now_s: hub.push(push, float(now_s), None))
                 rounds |= {outcome.worker: outcome.round for outcome in outcomes if isinstance(outcome, Dispatch)}
                 steps_s.append(taken_s)

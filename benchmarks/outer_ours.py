@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -16,7 +16,7 @@ from atoll.core.pytree import recycle
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.peers import ProcessPeers
-from atoll.engines.replicated_state import given
+from atoll.engines.replicated_state import donated, owned
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import Nesterov
@@ -61,10 +61,7 @@ class Idle:
         self._clock.around(LOAD, lambda: self._replica.load(params))
 
     def params(self) -> Tree:
-        return self._clock.around(READ, self._replica.params)
-
-    def lent(self) -> Tree:
-        return self._clock.around(READ, self._replica.lent)
+        return self._clock.around(READ, self._replica.borrowed)
 
     async def train(self, steps: int, work: Work) -> None:
         pass
@@ -81,16 +78,12 @@ class TimedRule:
 
     rule: Nesterov = Nesterov(lr=0.7, momentum=0.9)
     clock: Clock = field(default_factory=Clock)
-    exact: ClassVar[bool] = True
 
     def init(self, params: Tree) -> Any:
         return self.rule.init(params)
 
     def update(self, params: Tree, gradient: Tree, state: Any) -> tuple[Tree, Any]:
         return self.clock.around(UPDATE, lambda: self.rule.update(params, gradient, state))
-
-    def update_taking(self, params: Tree, gradient: Tree, state: Any) -> tuple[Tree, Any]:
-        return self.clock.around(UPDATE, lambda: self.rule.update_taking(params, gradient, state))
 
 
 class OuterStep:
@@ -110,7 +103,6 @@ class OuterStep:
             params.layout,
             on_exchange=lambda exchange: self._clock.add(EXCHANGE, exchange.end_s - exchange.arrived_s),
             on_similarity=lambda similarity: None,  # deltas are compared, and nobody reads a State again: as in the engine
-            last=True,
         )
         self._replica = Idle(LocalReplica(workload, optimizer=AdamW()), self._clock)
         self._algorithm = DiLoCo(inner_steps=1, outer=TimedRule(clock=self._clock))
@@ -119,7 +111,8 @@ class OuterStep:
     def round(self) -> None:
         """As an engine does it: what nobody holds any more is used again."""
         before, start_s = self._state, time.perf_counter()
-        self._state = self._line.run(self._algorithm.round(given(before), self._replica, self._peers))
+        round = self._algorithm.round(donated(before, shared=True), self._replica, self._peers)
+        self._state = owned(self._line.run(round))
         recycle([before, *self._peers.results], [self._state])
         self._peers.results.clear()
         whole_s = time.perf_counter() - start_s

@@ -41,7 +41,7 @@ class OuterStep:
         with torch_threads(1):
             taken, _ = timed(lambda: self._buffer.copy_(self.params.flat))
             times = {COPY: taken}
-            times[DELTA], deltas = timed(lambda: [self.params - weights.copy().give() for weights in self._weights])
+            times[DELTA], deltas = timed(lambda: [self.params - weights for weights in self._weights])
             times[MEAN], mean = timed(lambda: weighted_mean(deltas, [1.0] * self.islands))
             times[UPDATE], after = timed(lambda: self._rule.update(self.params, mean, self._state))
         # As an engine does between two rounds: what nobody holds any more is used again.

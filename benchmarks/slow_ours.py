@@ -17,7 +17,7 @@ from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.replicated_state import given
+from atoll.engines.replicated_state import donated, owned
 from atoll.replica.local_replica import LocalReplica
 from slow_island import INNER, Meeting, Spec, workload_of
 
@@ -52,7 +52,7 @@ class Ours:
 
     def round(self) -> None:
         before = self._state
-        self._state = self._line.run(self._algorithm.round(given(before), self._replica, self._peers))
+        self._state = owned(self._line.run(self._algorithm.round(donated(before), self._replica, self._peers)))
         recycle([before, *self._peers.results], [self._state])
         self._peers.results.clear()
 

@@ -12,7 +12,7 @@ from atoll.algorithms.zero1 import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Evaluated, Exchanged
 from atoll.core.flat_tree import Tree, trainable
-from atoll.engines.replicated_state import given
+from atoll.engines.replicated_state import donated
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine, at
 from atoll.optim.sgd import SGD
@@ -178,7 +178,7 @@ def test_from_equal_gradients_estimate_and_commit_are_the_same_bits(rule, clock)
     assert len(replica.loaded) == 1 + 2 * 8
 
 
-@pytest.mark.parametrize("prepare", [lambda state: state, given], ids=["kept", "given"])
+@pytest.mark.parametrize("prepare", [lambda state: state, donated], ids=["kept", "donated"])
 def test_an_estimate_leaves_weights_and_optimizer_state_bit_identical(prepare):
     """Also where a round may compute in the State's own buffers, as the commit then does."""
     algorithm, peers = ACCO(optimizer=AdamW(lr=0.1)), ScriptedPeers()

@@ -84,9 +84,9 @@ class Cut:
         if self._left == 0:
             raise RoundAborted(what, [1], 100.0)
 
-    async def reduce_scatter(self, tree, weight=1.0, *, wide=False):
+    async def reduce_scatter(self, tree, weight=1.0, **options):
         self._count("reduce_scatter")
-        return await self._peers.reduce_scatter(tree, weight, wide=wide)
+        return await self._peers.reduce_scatter(tree, weight, **options)
 
     async def all_gather(self, shard):
         self._count("all_gather")

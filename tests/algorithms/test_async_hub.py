@@ -202,7 +202,7 @@ def test_weights_that_a_worker_is_out_with_never_change_and_never_vanish(rule):
     held = dict.fromkeys(range(4), params.digest())
     for number in range(200):
         worker = 3 if number % 50 == 49 else number % 3
-        delta = (params * (0.01 * (number % 7 - 3))).give()
+        delta = (params * (0.01 * (number % 7 - 3))).donate()
         for outcome in push(hub, worker, delta, now_s=0.3 * number):
             if isinstance(outcome, Dispatch):
                 held[outcome.worker] = hub.task(outcome).params.digest()
@@ -224,7 +224,7 @@ class Readable:
     of: AsyncLocalSGD
 
     def __getattr__(self, name):
-        return getattr(self.of, "step" if name == "step_taking" else name)
+        return getattr(self.of, name)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -392,14 +392,14 @@ def test_a_rule_may_keep_what_it_was_given(rule, weight):
     hub = hub_of(AsyncLocalSGD(inner_steps=1, outer=rule, weight=weight))
     params, state = scalar(1.0), rule.init(scalar(1.0))
     for number, value in enumerate((0.1, -0.2, 0.3, 0.05, 0.7, -0.4)):
-        push(hub, number % 4, scalar(value).give(), now_s=float(number))
+        push(hub, number % 4, scalar(value).donate(), now_s=float(number))
         params, state = rule.update(params, weight * scalar(value), state)
         assert hub.params["w"].item() == pytest.approx(params["w"].item(), abs=1e-12)
 
 
 def test_a_given_delta_that_comes_twice_is_refused_like_any_other():
     hub = hub_of(AsyncLocalSGD(inner_steps=2))
-    given = Push(0, 0, scalar(0.5).give())
+    given = Push(0, 0, scalar(0.5).donate())
     assert isinstance(hub.push(given, 1.0, None)[0], Applied)
     before = account(hub)
     [refusal] = hub.push(given, 2.0, None)
@@ -470,6 +470,6 @@ def test_weights_that_are_held_can_be_read_however_many_updates_come_and_circula
     assert first["w"].tolist() == [1.0]
     assert hub.params["w"].tolist() == [0.0]
     hub.let_go(held)
-    assert first.given
+    assert first.deleted
     hub.let_go(hub.hold())
-    assert not hub.params.given, "the hub's own are in use"
+    assert not hub.params.deleted, "the hub's own are in use"

@@ -68,8 +68,7 @@ def test_a_delta_is_corrected_then_weighed_then_given_to_the_rule():
 def test_an_update_that_is_left_out_leaves_the_very_same_state():
     algorithm = AsyncLocalSGD(inner_steps=1, correction=Polynomial(threshold=2))
     state = algorithm.init(ones())
-    for step in (algorithm.step, algorithm.step_taking):
-        assert step(state, Arrival(ones(), ones(), staleness=3, workers=4)) is state
+    assert algorithm.step(state, Arrival(ones(), ones(), staleness=3, workers=4)) is state
     assert isinstance(algorithm.step(state, Arrival(ones(), ones(), staleness=2, workers=4)), AsyncState)
 
 

@@ -119,9 +119,9 @@ def test_a_given_argument_is_used_up(given, numel):
     arguments = [some(numel, 0), some(numel, 1)]
     expected = arguments[0] - arguments[1]
     kept = arguments[given]
-    arguments[given] = kept.give()
+    arguments[given] = kept.donate()
     assert Rules().difference(*arguments).equal(expected)
-    assert arguments[given].given
+    assert arguments[given].deleted
     for tree in (kept, arguments[given]):
         with pytest.raises(TreeDonated):
             _ = tree.flat
@@ -131,7 +131,7 @@ def test_the_buffer_of_a_given_argument_goes_back_into_circulation():
     numel = 2 * CHUNK + 7
     one, two = some(numel, 0), some(numel, 1)
     keep = one.flat  # so that no new buffer can come to lie there
-    Rules().difference(one.give(), two)
+    Rules().difference(one.donate(), two)
     assert empty(numel, torch.float32, torch.device("cpu")).data_ptr() == keep.data_ptr()
 
 
@@ -140,7 +140,7 @@ def test_the_buffer_of_a_given_argument_goes_back_into_circulation():
 def test_a_rule_may_be_given_its_arguments(rule, numel):
     params, gradient = some(numel, 0), some(numel, 1)
     expected, _ = rule.update(params, gradient, rule.init(params))
-    assert rule.update(params.give(), gradient.give(), rule.init(some(numel)))[0].equal(expected)
+    assert rule.update(params.donate(), gradient.donate(), rule.init(some(numel)))[0].equal(expected)
 
 
 def test_trees_of_different_layouts_do_not_mix_in_chunks_either():

@@ -236,65 +236,85 @@ def test_trees_of_different_layouts_do_not_mix_and_say_where_they_differ(other, 
         lambda tree: tree.tensors(),
         lambda tree: tree.copy(),
         lambda tree: tree.shard(0, 2),
-        lambda tree: tree.give(),
+        lambda tree: tree.donate(),
         lambda tree: tree.release(),
     ],
 )
-@pytest.mark.parametrize("hand_on", [Tree.give, Tree.release])
-def test_a_tree_that_was_handed_on_cannot_be_read(hand_on, read):
+@pytest.mark.parametrize("hand_on", [Tree.donate, Tree.claim, Tree.release])
+def test_a_tree_whose_buffer_has_another_owner_cannot_be_read(hand_on, read):
     tree = some()
     hand_on(tree)
-    assert tree.given
-    assert repr(tree) == "Tree(given away)"
-    with pytest.raises(TreeDonated, match="given away"):
+    assert tree.deleted
+    assert repr(tree) == "Tree(donated)"
+    with pytest.raises(TreeDonated, match="was donated"):
         read(tree)
 
 
-@pytest.mark.parametrize("name", ["a + b", "a - b", "a * b", "a / b", "-a", "a / 3", "add", "lerp", "addcmul", "addcdiv"])
-@pytest.mark.parametrize("spare", [0, 1, 2])
-def test_an_operation_computes_in_the_buffer_of_a_spare_operand_on_any_side(name, spare):
-    operation = OPERATIONS[name][0]
-    expected = operation(*(some(seed) for seed in range(3)))
-    operands = [some(seed) for seed in range(3)]
-    memory = operands[spare].flat.data_ptr()
-    operands[spare] = operands[spare].give()
-    result = operation(*operands)
-    assert result.equal(expected)
-    reads = {"-a": 1, "a / 3": 1, "addcmul": 3, "addcdiv": 3}.get(name, 2)
-    assert (result.flat.data_ptr() == memory) == (spare < reads)
-    assert operands[spare].given == (spare < reads)
+def test_a_donated_tree_can_be_read_until_it_is_claimed():
+    tree = some().donate()
+    memory = tree.flat.data_ptr()
+    assert (tree * 2).equal(some() * 2)
+    assert tree.donated
+    mine = tree.claim()
+    assert (mine.flat.data_ptr(), mine.donated, tree.donated, tree.deleted) == (memory, False, False, True)
 
 
-def test_a_spare_tree_is_read_once():
-    spare = some().give()
-    assert spare.spare
-    _ = spare + 1
-    assert not spare.spare
-    with pytest.raises(TreeDonated):
-        _ = spare + 1
+def test_a_claim_in_another_dtype_returns_the_buffer_to_the_pool():
+    tree, expected = some(numel=1249), some(numel=1249).cast(torch.bfloat16)
+    buffer = tree.flat
+    half = tree.claim(torch.bfloat16)
+    assert half.equal(expected)
+    assert tree.deleted
+    assert empty(1249, torch.float32, torch.device("cpu")).data_ptr() == buffer.data_ptr()
 
 
-def test_what_is_computed_in_a_spare_buffer_is_not_itself_spare():
-    result = some().give() * 2
-    memory = result.flat.data_ptr()
-    assert not result.spare
-    assert (result * 2).flat.data_ptr() != memory
-    assert result.equal(some() * 2)
+@pytest.mark.parametrize("borrow", [Tree.borrow, lambda tree: tree.slice(0, tree.numel)])
+def test_a_borrowed_tree_is_never_computed_in(borrow):
+    whole = some()
+    tree = borrow(whole)
+    assert tree.borrowed
+    assert not tree.donate().donated
+    mine = tree.claim()
+    assert mine.flat.data_ptr() != whole.flat.data_ptr()
+    assert not mine.borrowed
+    tree.release()
+    assert whole.equal(some())
 
 
-def test_of_two_spare_operands_one_is_used_and_the_other_can_still_be():
-    one, two = some(0).give(), some(1).give()
-    result = one + two
-    assert result.equal(some(0) + some(1))
-    assert one.given
-    assert not two.given
+def test_a_borrowed_tree_without_a_buffer_is_collected_at_every_read_and_computed_in_what_was_collected():
+    reads = []
+
+    def read():
+        reads.append(some(1).flat)
+        return reads[-1]
+
+    borrowed = Tree.borrowed_from(some().layout, read)
+    assert (some(0) - borrowed).equal(some(0) - some(1))
+    result = some(0) - borrowed
+    assert result.flat.data_ptr() == reads[-1].data_ptr()
+    assert (borrowed + 1).equal(some(1) + 1)
+    assert borrowed.claim().flat.data_ptr() == reads[-1].data_ptr()
+    assert not borrowed.deleted
 
 
-def test_a_refused_operation_takes_nothing():
-    one, other = some().give(), Tree.of({"w": torch.ones(2)})
-    with pytest.raises(ValueError, match="different layouts"):
-        _ = one + other
-    assert one.spare
+@pytest.mark.parametrize(
+    ("in_place", "plain"),
+    [
+        (lambda a, b: a.add_(b), lambda a, b: a + b),
+        (lambda a, b: a.add_(b, 0.3), lambda a, b: a.add(b, 0.3)),
+        (lambda a, b: a.mul_(3), lambda a, b: a * 3),
+        (lambda a, b: a.div_(3), lambda a, b: a / 3),
+        (lambda a, b: b.add(a, 0.3, out=a), lambda a, b: b.add(a, 0.3)),
+        (lambda a, b: b.addcmul(b, b, 0.3, out=a), lambda a, b: b.addcmul(b, b, 0.3)),
+        (lambda a, b: b.addcdiv(b, b, 0.3, out=a), lambda a, b: b.addcdiv(b, b, 0.3)),
+    ],
+)
+def test_operations_in_place_have_the_bits_of_those_that_are_not(in_place, plain):
+    one, two = some(0), some(1)
+    memory, expected = one.flat.data_ptr(), plain(one, two)
+    result = in_place(one, two)
+    assert result.same_bits(expected)
+    assert result.flat.data_ptr() == memory
 
 
 def test_a_released_buffer_is_used_again():
@@ -488,7 +508,7 @@ def test_layouts_are_equal_by_value_and_hash_alike():
 
 def test_a_window_that_is_given_or_released_leaves_the_rest_of_the_buffer_alone():
     whole = Tree.of({"w": torch.arange(6.0)})
-    assert torch.equal((whole.slice(0, 3).give() * 10).flat, torch.tensor([0.0, 10.0, 20.0]))
+    assert torch.equal((whole.slice(0, 3).donate() * 10).flat, torch.tensor([0.0, 10.0, 20.0]))
     whole.shard(0, 1).release()
     other = Tree.of({"w": torch.zeros(6)})
     assert other.flat.data_ptr() != whole.flat.data_ptr()
@@ -540,18 +560,6 @@ def test_wide_is_single_precision_at_least_and_loses_nothing():
         assert tree.wide().flat.dtype == wide
         assert tree.wide().cast(dtype).same_bits(tree)
         assert (tree.wide() is tree) == (dtype == wide)
-
-
-def test_a_given_tree_is_handed_on_by_a_cast_to_what_it_is_and_released_by_any_other():
-    tree = some().give()
-    assert tree.cast(torch.float32) is tree
-    assert tree.spare
-    half = tree.cast(torch.bfloat16)
-    assert tree.given
-    assert not half.spare
-    window = some().shard(1, 3).give()
-    assert window.cast(torch.bfloat16).equal(some().shard(1, 3).cast(torch.bfloat16))
-    assert not window.given, "a window was not its own to give away"
 
 
 def test_a_tree_that_comes_from_another_process_is_laid_out_as_here():

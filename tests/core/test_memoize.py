@@ -10,7 +10,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.memoize import forget, once, sharing
 from atoll.engines.simulator.memory_counter import is_counted
 from atoll.optim.adam import AdamW
-from atoll.optim.in_place import advance
+from atoll.optim.in_place import rule_update
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.testing.simulated_runs import simulate
@@ -50,12 +50,13 @@ def test_without_sharing_everybody_computes():
     assert double.calls == 2
 
 
-def test_what_was_given_is_taken_by_one():
+@pytest.mark.parametrize("mark", [Tree.donate, Tree.borrow])
+def test_what_is_donated_or_borrowed_is_computed_for_each(mark):
     double = Counting()
     with sharing():
-        given = a_tree().give()
-        once(double, given)
-        once(double, given)
+        tree = mark(a_tree())
+        once(double, tree)
+        once(double, tree)
     assert double.calls == 2
 
 
@@ -91,6 +92,7 @@ def test_an_argument_lives_as_long_as_what_was_made_of_it():
 class CountedSGD(SGD):
     calls = 0
 
+    @rule_update
     def update(self, params, gradient, state):
         CountedSGD.calls += 1
         return super().update(params, gradient, state)
@@ -101,28 +103,6 @@ def test_islands_of_the_simulator_take_the_common_step_once_a_round_where_memory
     simulate(DDP(optimizer=CountedSGD(lr=0.05)), steps=8, cluster=Cluster(islands=3))
     counted = sum(is_counted(number) for number in range(8))
     assert CountedSGD.calls == 3 * counted + (8 - counted)
-
-
-@pytest.mark.parametrize("kind", [staticmethod, classmethod], ids=["static", "of the class"])
-def test_a_rule_may_have_any_kind_of_update(kind):
-    class Odd:
-        def init(self, params):
-            return ()
-
-        if kind is staticmethod:
-
-            @staticmethod
-            def update(params, gradient, state):
-                return params - gradient, state
-
-        else:
-
-            @classmethod
-            def update(cls, params, gradient, state):
-                return params - gradient, state
-
-    params, _ = advance(Odd(), a_tree(3.0), a_tree(1.0), (), taking=False)
-    assert params.equal(a_tree(2.0))
 
 
 def test_half_precision_is_widened_once():

@@ -207,6 +207,6 @@ def test_what_cannot_be_saved_is_refused_with_its_place(value: Any):
 
 def test_a_tree_that_was_given_away_is_not_saved():
     given_away = tree()
-    given_away.give()
+    given_away.donate()
     with pytest.raises(TreeDonated):
         pack(state(1.0, extra=given_away))

@@ -58,7 +58,7 @@ def our_steps(
     params, seen = Tree.of(tensors(0, dtype)), []
     state = rule.init(params)
     for step in range(steps):
-        update = rule.update_taking if taking else rule.update
+        update = rule.update_in_place if taking else rule.update
         params, state = update(params, Tree.of(tensors(step + 1, dtype)), state)
         seen.append(params.tensors())
     assert state.step == steps
@@ -96,7 +96,7 @@ def test_shards_give_what_the_whole_gives(rule, size, taking):
         state = rule.init(params)
         params = params.copy()
         for gradient in gradients:
-            params, state = (rule.update_taking if taking else rule.update)(params, gradient, state)
+            params, state = (rule.update_in_place if taking else rule.update)(params, gradient, state)
         return params, state.square
 
     params, gradients = Tree.of(tensors(0)), [Tree.of(tensors(seed)) for seed in (1, 2, 3)]
@@ -131,7 +131,7 @@ def test_the_twin_computes_in_the_buffers_it_was_handed_and_leaves_the_gradient(
     params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1))
     state = rule.init(params)
     memory, digest = [t.flat.data_ptr() for t in (params, state.mean, state.square)], gradient.digest()
-    result, new = rule.update_taking(params.give(), gradient, state)
+    result, new = rule.update_in_place(params.donate(), gradient, state)
     assert [t.flat.data_ptr() for t in (result, new.mean, new.square)] == memory
     assert gradient.digest() == digest
     for tree in (params, state.mean, state.square):
@@ -143,18 +143,18 @@ def test_the_twin_computes_in_the_buffers_it_was_handed_and_leaves_the_gradient(
 def test_the_twin_leaves_weights_that_it_was_not_given(rule):
     params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1))
     digest, state, taken_state = params.digest(), rule.init(params), rule.init(params)
-    result, _ = rule.update_taking(params, gradient, state)
+    result, _ = rule.update_in_place(params, gradient, state)
     assert params.digest() == digest
-    assert result.same_bits(rule.update_taking(params.give(), gradient, taken_state)[0])
-    assert state.mean.given
+    assert result.same_bits(rule.update_in_place(params.donate(), gradient, taken_state)[0])
+    assert state.mean.deleted
 
 
 @ids
 def test_the_twin_takes_nothing_if_the_gradient_does_not_match(rule):
     params = Tree.of(tensors(0))
     with pytest.raises(ValueError, match="different layouts"):
-        rule.update_taking(params, Tree.of({"w": torch.ones(3)}), rule.init(params))
-    assert not params.given
+        rule.update_in_place(params, Tree.of({"w": torch.ones(3)}), rule.init(params))
+    assert not params.deleted
 
 
 def test_adam_is_adamw_without_decay():
@@ -185,7 +185,7 @@ def test_an_empty_tree_is_updated_to_an_empty_tree():
     params = Tree.of({})
     for rule in RULES:
         assert rule.update(params, params, rule.init(params))[0].numel == 0
-        assert rule.update_taking(params.copy(), params, rule.init(params))[0].numel == 0
+        assert rule.update_in_place(params.copy(), params, rule.init(params))[0].numel == 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Steps that spare memory: the bits of the plain rule, whatever is given and wherever the outcome goes."""
+"""Steps that weights memory: the bits of the plain rule, whatever is given and wherever the outcome goes."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from atoll.core.errors import TreeDonated
 from atoll.core.flat_tree import Tree
 from atoll.core.pytree import trees
 from atoll.optim.adam import AdamW
-from atoll.optim.chunked_step import glance, kept_as_it_is, step
+from atoll.optim.chunked_step import glance, step
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.testing.conformance import digests
@@ -26,10 +26,10 @@ def case(rule, numel=37, dtype=torch.float32):
     return params, gradient, state
 
 
-def given(value):
+def donated(value):
     if isinstance(value, Tree):
-        return value.give()
-    return type(value)(*map(given, value)) if isinstance(value, tuple) else value
+        return value.donate()
+    return type(value)(*map(donated, value)) if isinstance(value, tuple) else value
 
 
 @each_rule
@@ -57,26 +57,26 @@ def test_a_slice_of_nothing_still_counts_the_step(rule):
 
 
 @each_rule
-def test_given_weights_and_moments_are_stepped_in_their_own_buffers(rule):
+def test_donated_weights_and_moments_are_stepped_in_their_own_buffers(rule):
     params, gradient, state = case(rule, 2 * CHUNK)
     expected = digests(rule.update(params, gradient, state))
     places = [tree.flat.data_ptr() for tree in trees((params, state))]
-    spare, moments = given(params), given(state)
-    _, new, kept = step(rule, spare, gradient, moments)
+    weights, moments = donated(params), donated(state)
+    _, new, kept = step(rule, weights, gradient, moments)
     assert digests((new, kept)) == expected
     assert [tree.flat.data_ptr() for tree in trees((new, kept))] == places
-    for old in trees((params, state, spare, moments)):
+    for old in trees((params, state, weights, moments)):
         with pytest.raises(TreeDonated):
             old.flat  # noqa: B018
 
 
 @each_rule
-def test_a_glance_reads_weights_and_moments_also_where_they_were_given(rule):
+def test_a_glance_reads_weights_and_moments_also_where_they_are_donated(rule):
     params, gradient, state = case(rule)
-    before, spare, moments = digests((params, state)), given(params), given(state)
-    glance(rule, spare, gradient, moments)
-    assert digests((spare, moments)) == before
-    assert spare.spare
+    before, weights, moments = digests((params, state)), donated(params), donated(state)
+    glance(rule, weights, gradient, moments)
+    assert digests((weights, moments)) == before
+    assert weights.donated
 
 
 def test_the_new_weights_lie_in_the_gradients_buffer_where_they_have_its_precision():
@@ -103,15 +103,13 @@ def test_gradients_in_half_precision_move_weights_in_single():
     assert not torch.equal(new.flat, new.flat.bfloat16().float())
 
 
-@pytest.mark.parametrize("mark", [lambda value: value, given], ids=["kept", "given"])
-def test_without_a_step_the_same_buffers_go_on_under_plain_names(mark):
+def test_a_step_that_sends_nothing_leaves_the_gradient_as_it_is():
     rule = AdamW(lr=0.1)
-    params, _, state = case(rule)
-    before, places = digests((params, state)), [tree.flat.data_ptr() for tree in trees((params, state))]
-    kept = kept_as_it_is(mark(params), mark(state))
-    assert digests(kept) == before
-    assert [tree.flat.data_ptr() for tree in trees(kept)] == places
-    assert not any(tree.spare for tree in trees(kept))
+    params, gradient, state = case(rule)
+    expected, before = step(rule, params, gradient.copy(), state), gradient.digest()
+    new = step(rule, params, gradient, state, send=False)
+    assert gradient.digest() == before
+    assert digests((new.params, new.state)) == digests((expected.params, expected.state))
 
 
 @pytest.mark.parametrize("operation", [glance, step])

@@ -177,7 +177,7 @@ def test_a_full_buffer_has_the_bits_of_one_step_on_the_mean_that_islands_agree_o
     state = buffered.init(params)
     for gradient in gradients:
         assert now.same_bits(params), "the weights moved before the buffer was full"
-        now, state = (buffered.update_taking if taking else buffered.update)(now, gradient, state)
+        now, state = (buffered.update_in_place if taking else buffered.update)(now, gradient, state)
     assert now.same_bits(expected)
     assert state.inner.velocity.same_bits(expected_state.velocity)
     assert (state.waiting, state.total.norm(), state.inner.step) == (0, 0.0, 1)
@@ -186,7 +186,7 @@ def test_a_full_buffer_has_the_bits_of_one_step_on_the_mean_that_islands_agree_o
 def test_an_arrival_that_waits_copies_neither_weights_nor_momentum():
     rule, params = Buffered(rule=Nesterov(), size=3), Tree.of(tensors(0))
     state = rule.init(params)
-    for update in (rule.update, rule.update_taking):
+    for update in (rule.update, rule.update_in_place):
         after, new = update(params, Tree.of(tensors(1)), state)
         assert after is params
         assert new.inner is state.inner
@@ -194,10 +194,10 @@ def test_an_arrival_that_waits_copies_neither_weights_nor_momentum():
 
 def test_weights_given_to_an_arrival_that_waits_come_back_to_be_read():
     rule, params = Buffered(rule=Nesterov(), size=3), Tree.of(tensors(0))
-    for update in (rule.update, rule.update_taking):
+    for update in (rule.update, rule.update_in_place):
         digest, state = params.digest(), rule.init(params)
-        params, _ = update(params.give(), Tree.of(tensors(1)), state)
-        assert not params.spare
+        params, _ = update(params.donate(), Tree.of(tensors(1)), state)
+        assert not params.donated
         assert params.digest() == digest
 
 
@@ -215,7 +215,7 @@ def test_a_rule_without_a_twin_can_be_buffered():
     rule, params = Buffered(rule=Last(), size=2), tree(1.0)
     state = rule.init(params)
     for gradient in (0.2, 0.4, 0.6):
-        params, state = rule.update_taking(params, tree(gradient), state)
+        params, state = rule.update_in_place(params, tree(gradient), state)
     assert params["w"].item() == pytest.approx(0.85, abs=1e-12)
     assert state.inner["w"].item() == pytest.approx(0.3, abs=1e-12)
 
@@ -225,7 +225,7 @@ def test_the_buffered_twin_of_adamw_follows_it_within_rounding():
     one, two, state, taken = params, params, rule.init(params), rule.init(params)
     for seed in range(8):
         one, state = rule.update(one, Tree.of(tensors(seed)), state)
-        two, taken = rule.update_taking(two, Tree.of(tensors(seed)), taken)
+        two, taken = rule.update_in_place(two, Tree.of(tensors(seed)), taken)
     torch.testing.assert_close(two.flat, one.flat, rtol=1e-5, atol=1e-6)
 
 
@@ -256,7 +256,7 @@ def test_the_twin_has_the_same_bits(rule, numel, given):
     taken, state, taken_state = params.copy(), rule.init(params), rule.init(params)
     for arrival in range(5):
         params, state = rule.update(params, gradients[arrival % 2], state)
-        taken, taken_state = rule.update_taking(taken.give() if given else taken, gradients[arrival % 2], taken_state)
+        taken, taken_state = rule.update_in_place(taken.donate() if given else taken, gradients[arrival % 2], taken_state)
         for ours, theirs in zip(trees((taken, taken_state)), trees((params, state)), strict=True):
             assert ours.same_bits(theirs), arrival
 
@@ -280,7 +280,7 @@ def test_the_twin_computes_in_the_state_and_leaves_gradients_and_weights_that_we
         gradient = Tree.of(tensors(arrival + 1))
         memory = [leaf.flat.data_ptr() for leaf in trees(state)]
         before = digests((params, gradient))
-        following, new = rule.update_taking(params, gradient, state)
+        following, new = rule.update_in_place(params, gradient, state)
         assert digests((params, gradient)) == before
         assert [leaf.flat.data_ptr() for leaf in trees(new)] == memory
         with pytest.raises(TreeDonated):
@@ -293,9 +293,9 @@ def test_the_twin_computes_in_the_weights_that_it_was_given(rule):
     params, state = Tree.of(tensors(0)), rule.init(Tree.of(tensors(0)))
     memory = params.flat.data_ptr()
     for arrival in range(5):
-        params, state = rule.update_taking(params.give(), Tree.of(tensors(arrival + 1)), state)
+        params, state = rule.update_in_place(params.donate(), Tree.of(tensors(arrival + 1)), state)
         assert params.flat.data_ptr() == memory
-        assert not params.spare
+        assert not params.donated
 
 
 @ids
@@ -303,10 +303,10 @@ def test_a_given_gradient_goes_back_into_circulation(rule):
     params, state = Tree.of(tensors(0)), rule.init(Tree.of(tensors(0)))
     for arrival in range(5):
         forget_spare_buffers()
-        gradient = Tree.of(tensors(arrival + 1)).give()
+        gradient = Tree.of(tensors(arrival + 1)).donate()
         memory = gradient.flat.data_ptr()
-        params, state = rule.update_taking(params, gradient, state)
-        assert gradient.given
+        params, state = rule.update_in_place(params, gradient, state)
+        assert gradient.deleted
         assert memory in [leaf.flat.data_ptr() for leaf in (params, params.copy())]
 
 
@@ -314,12 +314,12 @@ def test_a_given_gradient_goes_back_into_circulation(rule):
 def test_the_twin_takes_nothing_if_the_gradient_does_not_match_or_is_gone(rule):
     params, gone = Tree.of(tensors(0)), Tree.of(tensors(1))
     state = rule.init(params)
-    gone.give()
+    gone.donate()
     with pytest.raises(ValueError, match="different layouts"):
-        rule.update_taking(params, Tree.of({"w": torch.ones(3)}), state)
+        rule.update_in_place(params, Tree.of({"w": torch.ones(3)}), state)
     with pytest.raises(TreeDonated):
-        rule.update_taking(params, gone, state)
-    assert not any(leaf.given for leaf in trees((params, state)))
+        rule.update_in_place(params, gone, state)
+    assert not any(leaf.deleted for leaf in trees((params, state)))
 
 
 @ids

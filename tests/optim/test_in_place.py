@@ -1,39 +1,51 @@
-"""A step in the buffers of what it steps from."""
+"""Updates in the buffers of what they replace."""
 
 import pytest
 import torch
 
+from atoll.core.chunked_elementwise import trees_in, with_trees
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import Adam, AdamW
-from atoll.optim.in_place import Taking, TakingExactly, advance
-from atoll.optim.sgd import Nesterov
+from atoll.optim.in_place import InPlaceRule
+from atoll.optim.sgd import SGD, Momentum, Nesterov
 
 
-@pytest.mark.parametrize("taking", [False, True])
-def test_a_step_has_the_same_bits_whether_it_may_take_the_buffers_or_not(taking):
-    rule, gradient = Nesterov(lr=0.7, momentum=0.9), Tree.of({"w": torch.linspace(-1, 1, 7)})
-    params, state = Tree.of({"w": torch.linspace(0, 3, 7)}), rule.init(gradient)
-    expected, _ = rule.update(params.copy(), gradient, state)
+def donated(value):
+    return with_trees(value, (tree.donate() for tree in trees_in(value)))
+
+
+@pytest.mark.parametrize("rule", [SGD(lr=0.7), Momentum(lr=0.7), Nesterov()])
+def test_donated_weights_and_moments_are_updated_in_place(rule):
+    gradient, params = Tree.of({"w": torch.linspace(-1, 1, 7)}), Tree.of({"w": torch.linspace(0, 3, 7)})
+    expected, _ = rule.update(params.copy(), gradient, rule.init(params))
     memory = params.flat.data_ptr()
-    stepped, _ = advance(rule, params, gradient, state, taking=taking)
-    assert stepped.same_bits(expected)
-    assert (stepped.flat.data_ptr() == memory) == taking
-    assert params.given == taking
+    updated, _ = rule.update(params.donate(), gradient, donated(rule.init(gradient)))
+    assert updated.same_bits(expected)
+    assert updated.flat.data_ptr() == memory
+    assert not updated.donated
 
 
-def test_a_step_that_may_take_has_the_bits_of_one_that_may_not():
+def test_weights_are_kept_unless_the_moments_are_donated_too():
+    rule, params = Nesterov(), Tree.of({"w": torch.ones(7)})
+    state, memory = rule.init(params), params.flat.data_ptr()
+    updated, _ = rule.update(params.donate(), Tree.of({"w": torch.ones(7)}), state)
+    assert updated.flat.data_ptr() != memory
+    assert not state.velocity.deleted
+
+
+def test_an_update_has_the_same_bits_whether_or_not_its_arguments_are_donated():
     generator = torch.Generator().manual_seed(0)
     for rule in (AdamW(lr=0.05), Adam(lr=0.05), Nesterov()):
         params = Tree.of({"w": torch.randn(40, 50, generator=generator)})
-        taken, state, taken_state = params.copy(), rule.init(params), rule.init(params)
+        replaced, state, replaced_state = params.copy(), rule.init(params), rule.init(params)
         for _ in range(4):
             gradient = Tree.of({"w": torch.randn(40, 50, generator=generator)})
-            params, state = advance(rule, params, gradient, state, taking=False)
-            taken, taken_state = advance(rule, taken, gradient, taken_state, taking=True)
-        assert taken.same_bits(params), rule
+            params, state = rule.update(params, gradient, state)
+            replaced, replaced_state = rule.update(replaced.donate(), gradient, donated(replaced_state))
+        assert replaced.same_bits(params), rule
 
 
-def test_adams_twin_rounds_otherwise_and_says_so():
+def test_adam_in_place_rounds_otherwise_and_says_so():
     for rule in (Adam(lr=0.1), AdamW()):
-        assert isinstance(rule, Taking)
-        assert not isinstance(rule, TakingExactly)
+        assert isinstance(rule, InPlaceRule)
+        assert not getattr(rule, "exact", False)

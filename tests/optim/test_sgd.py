@@ -5,7 +5,6 @@ from torch import Tensor
 from atoll.core.chunked_elementwise import CHUNK
 from atoll.core.errors import ConfigError, TreeDonated
 from atoll.core.flat_tree import Tree, forget_spare_buffers
-from atoll.optim.in_place import TakingExactly
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 
@@ -82,9 +81,9 @@ def test_the_twin_in_place_has_the_same_bits(rule, numel, given):
     taken, state, taken_state = params.copy(), rule.init(params), rule.init(params)
     for _ in range(3):
         params, state = rule.update(params, gradient, state)
-        taken, taken_state = rule.update_taking(taken.give() if given else taken, gradient, taken_state)
+        taken, taken_state = rule.update_in_place(taken.donate() if given else taken, gradient, taken_state)
     assert taken.same_bits(params)
-    assert isinstance(rule, TakingExactly)
+    assert rule.exact
     assert taken_state.step == state.step
     if hasattr(state, "velocity"):
         assert taken_state.velocity.same_bits(state.velocity)
@@ -94,9 +93,9 @@ def test_the_twin_in_place_has_the_same_bits(rule, numel, given):
 def test_the_twin_computes_in_the_weights_it_was_given_and_leaves_the_gradient(rule):
     params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1))
     memory, digest, state = params.flat.data_ptr(), gradient.digest(), rule.init(params)
-    result, _ = rule.update_taking(params.give(), gradient, state)
+    result, _ = rule.update_in_place(params.donate(), gradient, state)
     assert result.flat.data_ptr() == memory
-    assert not result.spare
+    assert not result.donated
     assert gradient.digest() == digest
     with pytest.raises(TreeDonated):
         _ = params["gain"]
@@ -106,7 +105,7 @@ def test_the_twin_computes_in_the_weights_it_was_given_and_leaves_the_gradient(r
 def test_the_twin_leaves_weights_that_it_was_not_given(rule):
     params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1))
     digest, state = params.digest(), rule.init(params)
-    result, _ = rule.update_taking(params, gradient, state)
+    result, _ = rule.update_in_place(params, gradient, state)
     assert params.digest() == digest
     assert result.flat.data_ptr() != params.flat.data_ptr()
     if hasattr(state, "velocity"):
@@ -117,10 +116,10 @@ def test_the_twin_leaves_weights_that_it_was_not_given(rule):
 @ids
 def test_the_twin_puts_a_given_gradient_back_into_circulation(rule):
     forget_spare_buffers()
-    params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1)).give()
+    params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1)).donate()
     memory = gradient.flat.data_ptr()
-    result, _ = rule.update_taking(params, gradient, rule.init(params))
-    assert gradient.given
+    result, _ = rule.update_in_place(params, gradient, rule.init(params))
+    assert gradient.deleted
     assert result.flat.data_ptr() != memory
     assert params.copy().flat.data_ptr() == memory
 
@@ -129,8 +128,8 @@ def test_the_twin_puts_a_given_gradient_back_into_circulation(rule):
 def test_the_twin_takes_nothing_if_the_gradient_does_not_match(rule):
     params = Tree.of(tensors(0))
     with pytest.raises(ValueError, match="different layouts"):
-        rule.update_taking(params, Tree.of({"w": torch.ones(3)}), rule.init(params))
-    assert not params.given
+        rule.update_in_place(params, Tree.of({"w": torch.ones(3)}), rule.init(params))
+    assert not params.deleted
 
 
 @ids

@@ -109,7 +109,7 @@ def test_a_weight_is_multiplied_in_whatever_is_done_besides(correction, given):
     generator = torch.Generator().manual_seed(0)
     params, dispatched, delta = (Tree.of({"w": torch.randn(700, 500, generator=generator)}) for _ in range(3))
     plain = correction.correct(params, Arrival(delta, dispatched, staleness=3, workers=4))
-    mine = delta.copy().give() if given else delta
+    mine = delta.copy().donate() if given else delta
     weighted = correction.correct(params, Arrival(mine, dispatched, staleness=3, workers=4), 0.25)
     assert torch.allclose(weighted.flat, 0.25 * plain.flat, rtol=1e-6, atol=0)
-    assert mine.given == given
+    assert mine.deleted == given

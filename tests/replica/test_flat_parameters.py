@@ -133,26 +133,26 @@ def test_collecting_adds_to_what_was_there_and_starts_from_zero_otherwise(kind):
     weights.begin_accumulation(None)
     backward(weights, 2)
     assert torch.allclose(weights.end_accumulation().flat, 2 * once.flat)
-    weights.begin_accumulation(once)
+    weights.begin_accumulation(once.copy())
     backward(weights)
     assert torch.allclose(weights.end_accumulation().flat, 2 * once.flat)
 
 
-def test_what_was_given_is_added_to_in_place_and_what_was_not_is_left_alone():
+def test_gradients_are_added_to_in_place_and_borrowed_ones_are_copied():
     weights = FlatModule(make())
     weights.begin_accumulation(None)
     backward(weights)
     first = weights.end_accumulation()
     bits = first.digest()
-    weights.begin_accumulation(first)
+    weights.begin_accumulation(first.borrow())
     backward(weights)
     assert weights.end_accumulation().flat.data_ptr() != first.flat.data_ptr()
     assert first.digest() == bits
     place = first.flat.data_ptr()
-    weights.begin_accumulation(first.give())
+    weights.begin_accumulation(first)
     backward(weights)
     assert weights.end_accumulation().flat.data_ptr() == place
-    assert first.given
+    assert first.deleted
 
 
 def test_collecting_for_others_leaves_an_optimizers_gradients_alone():
@@ -194,7 +194,7 @@ def test_half_precision_adds_up_in_single_if_it_is_asked_to():
     for _ in range(4):
         weights.begin_accumulation(total, wide=True)
         (weights.module[2].weight.sum() * 3.0).backward()
-        total = weights.end_accumulation().give()
+        total = weights.end_accumulation()
     assert total.flat.dtype == torch.float32
     assert total.layout == weights.layout
     assert total["2.weight"].tolist() == [[12.0] * 8]

@@ -92,10 +92,11 @@ def test_gradients_add_up():
     at = Tree.of(WORKLOAD.module())
     first, trained = replica.gradient(work(0), at=at)
     alone, _ = replica.gradient(work(1))
+    expected = first.sum + alone.sum
     both, _ = replica.gradient(work(1), onto=first)
     assert (first.weight, both.weight) == (1.0, 2.0)
     assert (first.tokens, both.tokens) == (8, 16)
-    assert both.sum.equal(first.sum + alone.sum)
+    assert both.sum.equal(expected)
     assert trained.losses == [pytest.approx(WORKLOAD.loss(WORKLOAD.module(), WORKLOAD.batches.batch(0, 0)).item())]
     assert isinstance(both, Gradient)
 
@@ -270,8 +271,7 @@ def test_the_pieces_of_a_batch_add_up_to_the_whole_of_it(pieces):
         whole, trained = replica.gradient(work(batch))
         total, losses = None, []
         for number in range(pieces):
-            given = None if total is None else total.give()
-            total, part = replica.gradient(piece(batch * pieces + number, pieces), onto=given)
+            total, part = replica.gradient(piece(batch * pieces + number, pieces), onto=total)
             losses += part.losses
         assert torch.allclose(total.sum.flat / total.weight, whole.sum.flat, atol=1e-6)
         assert (total.weight, total.tokens) == (pieces, whole.tokens)
@@ -280,17 +280,17 @@ def test_the_pieces_of_a_batch_add_up_to_the_whole_of_it(pieces):
     assert replica.steps_taken == 6
 
 
-def test_gradients_are_added_in_place_where_they_were_given_and_left_alone_where_not():
+def test_gradients_are_added_in_place_and_borrowed_ones_are_left_alone():
     replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1))
     first, _ = replica.gradient(work(0))
     bits = first.sum.digest()
-    both, _ = replica.gradient(work(1), onto=first)
+    both, _ = replica.gradient(work(1), onto=first._replace(sum=first.sum.borrow()))
     assert first.sum.digest() == bits
     place = first.sum.flat.data_ptr()
-    again, _ = replica.gradient(work(1), onto=first.give())
+    again, _ = replica.gradient(work(1), onto=first)
     assert again.sum.flat.data_ptr() == place
     assert again.sum.equal(both.sum)
-    assert first.sum.given
+    assert first.sum.deleted
 
 
 def test_a_gradient_is_taken_where_the_replica_is_unless_it_is_told_where():
@@ -349,8 +349,7 @@ def test_weighed_by_tokens_padded_batches_are_one_batch_of_what_is_real(pieces, 
     replica = LocalReplica(Padded(batches), optimizer=SGD(lr=0.1), micro_batches=micro_batches)
     total = None
     for number in range(4 * pieces):
-        given = None if total is None else total.give()
-        total, trained = replica.gradient(piece(number, pieces), onto=given, weigh="tokens")
+        total, trained = replica.gradient(piece(number, pieces), onto=total, weigh="tokens")
         assert math.isfinite(trained.losses[0])
     assert (total.weight, total.tokens) == (16.0, 16)
     expected = slope_of([batches.batch(0, number) for number in range(4)])
@@ -374,9 +373,9 @@ def test_a_batch_of_padding_alone_adds_nothing_and_weighs_nothing():
 
 def test_weights_that_are_lent_are_the_present_ones_without_a_copy():
     replica = LocalReplica(Regression(hidden=3), optimizer=SGD(lr=0.1))
-    assert replica.lent().equal(replica.params())
-    assert replica.lent().flat.data_ptr() == replica.lent().flat.data_ptr() != replica.params().flat.data_ptr()
+    assert replica.borrowed().equal(replica.params())
+    assert replica.borrowed().flat.data_ptr() == replica.borrowed().flat.data_ptr() != replica.params().flat.data_ptr()
     origin = replica.params()
     replica.train(2, Work(shard=0, start=0, schedule=0, examples=1))
-    assert (origin - replica.lent()).equal(origin - replica.params())
-    assert replica.lent().equal(replica.params()), "reading it has changed nothing"
+    assert (origin - replica.borrowed()).equal(origin - replica.params())
+    assert replica.borrowed().equal(replica.params()), "reading it has changed nothing"

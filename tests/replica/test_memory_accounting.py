@@ -53,7 +53,7 @@ def test_gradients_are_known_by_their_type_and_a_states_own_by_their_names():
 
 def test_what_was_given_away_is_held_by_nobody_here():
     given, holding = tree(), Storages()
-    given.give()
+    given.donate()
     add_storages(holding, [given, None, 3, "text"], "communication")
     assert not holding
 

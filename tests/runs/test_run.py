@@ -61,9 +61,6 @@ class Pushing:
     def step(self, state: Any, arrival: Any) -> Any:
         return state
 
-    def step_taking(self, state: Any, arrival: Any) -> Any:
-        return state
-
 
 # --------------------------------------------------------------------------------------------------------- model and data
 

@@ -17,25 +17,28 @@ def ones(count=8, dtype=torch.float32):
     return Tree.of({"w": torch.ones(count, dtype=dtype)})
 
 
-def test_a_slice_lies_in_the_buffer_that_was_given_and_so_does_the_whole():
+def test_a_slice_lies_in_the_donated_buffer_and_so_does_the_whole():
     peers, tree = EchoPeers(4), ones()
     memory = tree.flat.data_ptr()
-    scattered = run_alternating(peers.reduce_scatter(tree.give(), 1.0), peers)
+    scattered = run_alternating(peers.reduce_scatter(tree, 1.0), peers)
     whole = run_alternating(peers.all_gather(scattered.value), peers)
     assert scattered.value.flat.data_ptr() == whole.flat.data_ptr() == memory
     assert whole["w"].tolist() == [4.0] * 8
 
 
-def test_a_tree_that_was_not_given_stays_as_it_is():
-    peers, tree = EchoPeers(2), ones()
-    run_alternating(peers.reduce_scatter(tree), peers)
-    run_alternating(peers.mean(tree), peers)
-    assert tree["w"].tolist() == [1.0] * 8
+def test_what_is_exchanged_is_donated_and_what_is_borrowed_is_copied():
+    peers = EchoPeers(2)
+    for exchange in (peers.reduce_scatter, peers.mean):
+        tree, lent = ones(), ones()
+        run_alternating(exchange(tree), peers)
+        run_alternating(exchange(lent.borrow()), peers)
+        assert tree.deleted
+        assert lent.equal(ones())
 
 
 def test_a_wide_sum_has_single_precision_and_a_buffer_of_its_own():
     peers = EchoPeers(3)
-    scattered = run_alternating(peers.reduce_scatter(ones(9, torch.bfloat16).give(), wide=True), peers)
+    scattered = run_alternating(peers.reduce_scatter(ones(9, torch.bfloat16), wide=True), peers)
     assert scattered.value.flat.dtype == torch.float32
     assert scattered.value["w"].tolist() == [3.0] * 3
 

@@ -170,7 +170,7 @@ class Tree(Mapping[str, Tensor]):
         return _tree(self._layout, flat, donated=True)
 
     def claim(self, dtype: torch.dtype | None = None) -> Tree:
-        """The same values in a buffer that is the caller's to overwrite: this Tree's own, unless it is borrowed or of another dtype.
+        """The same values in a buffer that is the caller's to overwrite: its own, unless it is borrowed or of another dtype.
 
         This Tree can no longer be read, unless it is borrowed. Views that were taken of it before change with the buffer.
         """

@@ -176,7 +176,8 @@ class Scattered(NamedTuple):
     """What a reduce-scatter brought.
 
     Attributes:
-        value: this rank's slice of the sum. It is a window on the buffer that was exchanged, and this rank's to overwrite.
+        value: this rank's slice of the sum, borrowed from the buffer that was exchanged. A sharded step writes the new weights
+            over it, for an all-gather to collect.
         weight: the sum of the weights.
         finite: whether everybody's tree was. If not, no island may use its slice: others' may look sound.
     """
@@ -217,8 +218,8 @@ class Peers(Protocol):
     ) -> Scattered:
         """This rank's slice of the sum of every island's tree, and the sum of their weights, such as numbers of batches.
 
-        Trees are added as they are: a weight is sent, not multiplied. The tree is donated: the slice lies in its buffer, and so does
-        what an all-gather makes of it next.
+        Trees are added as they are: a weight is sent, not multiplied. The tree is donated: the slice lies in its buffer, and so
+        does what an all-gather makes of it next.
 
         Args:
             tree: what this island contributes.

@@ -25,7 +25,7 @@ from atoll.core.errors import CheckpointError
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, Piece
 
-LAYOUT = "atoll.core.layout"
+LAYOUT = "atoll.layout"
 """The metadata key under which `save_tree` writes the layout."""
 
 _CODES: Mapping[torch.dtype, str] = {

@@ -25,14 +25,31 @@ def with_shared(state: Any, shared: Mapping[str, Any]) -> Any:
     return replace(state, **shared)
 
 
-def given(state: Any) -> Any:
-    """The State with what a round may take marked as given; the one that came in can no longer be read there."""
-    taken = {f.name: _given(getattr(state, f.name)) for f in fields(state) if f.metadata.get("taken")}
-    return replace(state, **taken)
+def donated(state: Any, *, shared: bool = False) -> Any:
+    """The State for a round that will never be repeated: Trees of fields declared `donated` may be computed in.
+
+    The State that came in can no longer be read there. Shared fields are donated only with `shared`: in the simulator all islands
+    hold the same objects.
+    """
+    names = [f.name for f in fields(state) if f.metadata.get("donated") and (shared or f.metadata["owner"] is not Owner.SHARED)]
+    return replace(state, **{name: _with_trees(getattr(state, name), Tree.donate) for name in names})
 
 
-def _given(value: Any) -> Any:
-    return _with_trees(value, Tree.give)
+def borrowed(state: Any) -> Any:
+    """The State for a round that may have to be repeated: what is this island's own is copied before anything is computed in it."""
+    own = {name: value for name, value in fields_owned(state, Owner.OWN).items() if any(trees(value))}
+    return replace(state, **{name: _with_trees(value, Tree.borrow) for name, value in own.items()}) if own else state
+
+
+def owned(state: Any) -> Any:
+    """The State that a round returned, in buffers of its own: borrowed Trees are copied, donated ones are donated no longer."""
+    values = {f.name: getattr(state, f.name) for f in fields(state)}
+    others = {name: value for name, value in values.items() if any(tree.borrowed or tree.donated for tree in trees(value))}
+    return replace(state, **{name: _with_trees(value, _owned) for name, value in others.items()}) if others else state
+
+
+def _owned(tree: Tree) -> Tree:
+    return tree.claim() if tree.borrowed or tree.donated else tree
 
 
 def trees_to_device(value: Any, device: torch.device | str) -> Any:

@@ -20,7 +20,7 @@ class _RoundHub:
         return self._task
 
     async def push(self, delta: Tree) -> None:
-        self.delta = delta
+        self.delta = delta.donate()
 
 
 def run_worker_round(algorithm: AsyncAlgorithm[Any], replica: Replica, task: Task) -> Tree:

@@ -13,6 +13,7 @@ from atoll.core.protocols import Work
 from atoll.core.pytree import recycle
 from atoll.core.state_packing import pack
 from atoll.engines.processes.communication_thread import CommunicationThread, Request
+from atoll.engines.replicated_state import borrowed, owned
 from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.loop.handshake import check_same_round, handshake
 from atoll.loop.nonfinite_guard import NonFiniteGuard
@@ -135,7 +136,7 @@ class LoopContext:
     def _begin_round(self) -> None:
         self._replica.begin_round()
         self._peers.begin_round()
-        self._round = self._algorithm.round(self.state, self._replica, self._peers)
+        self._round = self._algorithm.round(borrowed(self.state), self._replica, self._peers)
 
     def _complete_round(self) -> bool:
         """Runs the round until it ends or waits for the user. Returns whether it ended."""
@@ -147,7 +148,7 @@ class LoopContext:
         except StopIteration as end:
             self._round = None
             self._guard.check_state(end.value)
-            before, self.state = self.state, end.value
+            before, self.state = self.state, owned(end.value)
             self.rounds += self.state.params is not before.params
             recycle([before], [self.state, self._replica.loaded])
             return True

@@ -76,6 +76,9 @@ class LoopReplica:
         self.loaded = params if is_rounded else None
 
     def params(self) -> Tree:
+        return Tree.borrowed_from(self._weights.layout, lambda: self._present().flat)
+
+    def _present(self) -> Tree:
         now = self._weights.read()
         return now.wide() if self.loaded is None else _with_rounding_residual(now, self.loaded)
 
@@ -112,7 +115,7 @@ class LoopReplica:
         if self.exhausted:
             # Queued behind the running exchange: an algorithm that asks for gradients until that ends would otherwise never yield.
             await Request(lambda: None)
-            return _plain(onto) if onto is not None else Gradient(self._module.zero_gradients(wide=wide), 0.0, 0)
+            return onto if onto is not None else Gradient(self._module.zero_gradients(wide=wide), 0.0, 0)
         tokens = self._tokens or 0
         weight = float(tokens) if weigh == "tokens" else 1.0
         total = self._module.take_gradients(None if onto is None else onto.sum, weight, wide=wide)
@@ -146,11 +149,6 @@ class LoopReplica:
         if stepped_by != self.stepped_by:
             given = "an optimizer" if self.stepped_by == "user" else "no optimizer"
             raise ConfigError(f"the algorithm was given {given}, and {why}: atoll.islands documents which algorithm needs one.")
-
-
-def _plain(gradient: Gradient) -> Gradient:
-    """The same under a plain name: what was given is read once, and this may be kept."""
-    return gradient._replace(sum=Tree(gradient.sum.layout, gradient.sum.flat))
 
 
 def _with_rounding_residual(now: Tree, loaded: Tree) -> Tree:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed.distributed_c10d import Store
 
 from atoll.core.errors import ExchangeFailed
@@ -142,9 +143,11 @@ class UnevenPeers(ProcessPeers):
             tree, share = tree.zeros(), 0.0
         return await super().mean(tree, weight * share, compare=compare)
 
-    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
+    async def reduce_scatter(
+        self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
+    ) -> Scattered:
         self._update_status()
-        return await super().reduce_scatter(tree, weight, wide=wide)
+        return await super().reduce_scatter(tree, weight, wide=wide, wire=wire)
 
     def background(self, coroutine: Coroutine[Any, Any, T], /) -> BackgroundTask[T]:
         self._update_status()

@@ -93,7 +93,7 @@ def step(
     outputs = [tree.flat for tree in ([new, *kept] if send else kept)]
     last: Any = state
     for places, *made in _chunks(rule, params, gradient, state, outputs, over, times):
-        results = [tree for tree in trees_in(tuple(made))]
+        results = list(trees_in(tuple(made)))
         for place, tree in zip(places, [results[0], *results] if send else results, strict=True):
             place.copy_(tree.flat)
         last = with_trees(made[1], itertools.repeat(_NOTHING))

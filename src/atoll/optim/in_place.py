@@ -38,15 +38,16 @@ class InPlaceRule(Protocol):
 
 
 def rule_update(update: F) -> F:
-    """For a rule's `update`. Donated weights and state are updated in place, if the rule has an `update_in_place` with the bits of
-    `update`: such a rule has `exact = True`. Else islands of one process that hold the very same objects compute the update once."""
+    """For a rule's `update`. Donated weights and state are updated in place by a rule with `exact = True`, whose `update_in_place`
+    has the bits of `update`. Else islands of one process that hold the very same objects compute the update once."""
 
     @wraps(update)
     def updated(self: Any, params: Tree, gradient: Tree, state: Any) -> tuple[Tree, Any]:
         if params.donated and getattr(self, "exact", False) and all(tree.donated for tree in trees_in(state)):
             new: tuple[Tree, Any] = self.update_in_place(params, gradient, state)
             return new
-        return once(update, self, params, gradient, state)
+        once_for_all: tuple[Tree, Any] = once(update, self, params, gradient, state)
+        return once_for_all
 
     return cast(F, updated)
 

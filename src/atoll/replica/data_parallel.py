@@ -46,7 +46,7 @@ class DataParallelDevices:
             compute: computes one part.
             in_turn: compute the parts one after the other, because modules draw from one random generator.
         """
-        weights, threads = own.lent(), torch.get_num_threads()
+        weights, threads = own.borrowed(), torch.get_num_threads()
         for copy in self._copies:  # before the first pass, which may change the buffers
             copy_buffers(copy.module, dict(own.module.named_buffers()))
 

@@ -35,8 +35,8 @@ class TrainableWeights(Protocol):
     def read(self) -> Tree:
         """A copy of the module's weights."""
 
-    def lent(self) -> Tree:
-        """The module's weights, which change with it."""
+    def borrowed(self) -> Tree:
+        """The module's weights, borrowed: they change with it."""
 
     def equals(self, params: Tree) -> bool:
         """Whether the module has these weights, bit for bit after rounding to its precision."""
@@ -48,7 +48,7 @@ class TrainableWeights(Protocol):
         """Called after these passes and before the optimizer's step."""
 
     def begin_accumulation(self, onto: Tree | None, *, wide: bool = False) -> None:
-        """Backward passes add to the gradients `onto`, in their buffer if they were given, else to zeros. `wide` adds gradients of
+        """Backward passes add to the gradients `onto`, which are donated, else to zeros. `wide` adds gradients of
         half precision up in single precision."""
 
     def end_accumulation(self) -> Tree:
@@ -107,9 +107,9 @@ class FlatModule:
         assert params.layout == self.layout, "these weights have another model's layout"
         self._params.copy_(params.flat)
 
-    def lent(self) -> Tree:
+    def borrowed(self) -> Tree:
         self._check()
-        return Tree(self.layout, self._params)
+        return Tree(self.layout, self._params).borrow()
 
     def read(self) -> Tree:
         self._check()
@@ -142,7 +142,7 @@ class FlatModule:
             flat = empty(self.layout.numel, dtype, self._params.device).zero_()
         else:
             assert onto.flat.dtype == dtype, "gradients are added up in one precision"
-            flat = (onto if onto.spare else onto.copy()).give().flat
+            flat = onto.claim().flat
         if wide:
             self._wide_sum = flat
             self._bind(self._optimizer_gradients().zero_())
@@ -253,8 +253,8 @@ class ModuleWeights:
             raise ConfigError("there are no gradients to take: call loss.backward() before each step.")
 
     def take_gradients(self, onto: Tree | None, weight: float, *, wide: bool) -> Tree:
-        """Moves the module's gradients times `weight` onto those in `onto`, in its buffer if it was given."""
-        flat = self._empty(wide).zero_() if onto is None else (onto if onto.spare else onto.copy()).give().flat
+        """Moves the module's gradients times `weight` onto those in `onto`, which is donated."""
+        flat = self._empty(wide).zero_() if onto is None else onto.claim().flat
         for part, parameter in self._parts(flat):
             if parameter.grad is not None:
                 gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
@@ -311,7 +311,7 @@ class UnflattenedModule(ModuleWeights):
     def load(self, params: Tree) -> None:
         self.write(params)
 
-    def lent(self) -> Tree:
+    def borrowed(self) -> Tree:
         return self.read()  # the parameters are not contiguous
 
     def equals(self, params: Tree) -> bool:
@@ -333,7 +333,7 @@ class UnflattenedModule(ModuleWeights):
     def end_accumulation(self) -> Tree:
         mine = Tree.of({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()})
         onto, self._onto = self._onto, None
-        return mine if onto is None else onto + mine.give()
+        return mine if onto is None else mine.add_(onto)
 
     def decay_groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
         parameters = list(self.parameters.values())

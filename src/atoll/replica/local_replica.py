@@ -23,7 +23,7 @@ from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Schedule, at
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.data_parallel import DataParallelDevices
-from atoll.replica.flat_parameters import TrainableWeights, copy_buffers, trainable_weights
+from atoll.replica.flat_parameters import FlatModule, TrainableWeights, copy_buffers, trainable_weights
 from atoll.replica.forward_backward import ForwardBackward, Loss, ModuleTraits, probe_module
 from atoll.replica.master_weights import InnerRule as InnerRule
 from atoll.replica.master_weights import MasterWeights, cast_parameters, needs_master_weights
@@ -128,9 +128,11 @@ class LocalReplica:
             return self._masters.read()
         return self.weights.read() if self._unrounded is None else self._unrounded.copy()
 
-    def lent(self) -> Tree:
-        """The present weights without a copy where that is possible, to be read before anything is computed again."""
-        return self.weights.lent() if self._masters is None and self._unrounded is None else self.params()
+    def borrowed(self) -> Tree:
+        """The present weights, borrowed: without a copy where they lie in one buffer, else collected when they are read."""
+        if self._masters is None and self._unrounded is None and isinstance(self.weights, FlatModule):
+            return self.weights.borrowed()
+        return Tree.borrowed_from(self.weights.layout, lambda: self.params().flat)
 
     # ----------------------------------------------------------------------------------------------------------- training
 

@@ -81,9 +81,9 @@ class MasterWeights:
             # Scaling the gradients in their own buffer would round them once more.
             times = min(1.0, clip_norm / (float(torch.linalg.vector_norm(flat, dtype=torch.float32)) + 1e-6))
         layout = self._weights.layout
-        state = with_trees(self._state, (tree.give() for tree in trees_in(self._state)))
+        state = with_trees(self._state, (tree.donate() for tree in trees_in(self._state)))
         rule = replace(self._rule, lr=lr)
-        new = step(rule, self._params.give(), Tree(layout, flat), state, times=times, sent=layout.dtype)
+        new = step(rule, self._params.donate(), Tree(layout, flat), state, times=times, sent=layout.dtype)
         self._params, self._state = new.params, new.state
         self._weights.load(new.sent)
 

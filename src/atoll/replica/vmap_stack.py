@@ -162,7 +162,7 @@ class VmapStack:
                 row.grads.zero_()
                 loss = 0.0
             mine = Tree(self._layout, row.grads)
-            total = mine.copy() if ask.onto is None else ask.onto.sum + mine
+            total = mine.copy() if ask.onto is None else ask.onto.sum.claim().add_(mine)
             gradient = ask.replica.finish_gradient(ask.work, total, weight, tokens, ask.onto)
             answers.append((gradient, ComputeResult([float(loss)], tokens, moved=False)))
         return answers
@@ -250,7 +250,7 @@ class _StackRow:
         self.moments = [replica.optimizer.state[group[0]] if group else {} for group in replica.weights.decay_groups()]
 
     def load(self, replica: LocalReplica) -> None:
-        self._params.copy_(replica.weights.lent().flat)
+        self._params.copy_(replica.weights.borrowed().flat)
 
     def leave(self, replica: LocalReplica) -> None:
         replica.weights.load(Tree(replica.weights.layout, self._params))

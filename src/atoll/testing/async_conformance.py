@@ -47,12 +47,12 @@ def check_step_is_pure(algorithm: AsyncAlgorithm[Any]) -> None:
 
 def check_fused_step_equals_step(algorithm: AsyncAlgorithm[Any]) -> None:
     """Over several arrivals. The fused step does not change weights that a worker was dispatched with."""
-    taking = getattr(algorithm, "step_taking", algorithm.step)
     readable, arrival = _initial_state(algorithm)
     fused, _ = _initial_state(algorithm)
+    in_place = hub_algorithm(algorithm, fused)
     for _ in range(9):
         sent, digest = fused.params, fused.params.digest()
-        readable, fused = algorithm.step(readable, arrival), taking(fused, arrival)
+        readable, fused = algorithm.step(readable, arrival), in_place.step(fused, arrival)
         assert sent.digest() == digest, "the fused step changed weights that a worker may hold"
         assert torch.allclose(readable.params.flat, fused.params.flat, rtol=1e-6, atol=1e-7), "the fused step gave other weights"
 

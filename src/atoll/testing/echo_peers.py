@@ -22,7 +22,6 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
-from atoll.optim.in_place import take as taken
 from atoll.replica.local_replica import LocalReplica
 
 S = TypeVar("S")
@@ -91,13 +90,14 @@ class EchoPeers:
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
         await Yield()
-        value = taken(tree) if tree.spare else tree.copy()
-        return Mean(value, weight * self._size, heard=True)
+        return Mean(tree.claim(), weight * self._size, heard=True)
 
-    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
+    async def reduce_scatter(
+        self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
+    ) -> Scattered:
+        buffer = tree.claim(wire)
         await Yield()
-        self._layout, finite = tree.layout, tree.is_finite()
-        buffer = taken(tree) if tree.spare else tree.copy()
+        self._layout, finite = buffer.layout, buffer.is_finite()
         mine = buffer.shard(self.rank, self._size)
         if wide and mine.wide() is not mine:  # what is summed in single precision does not fit into what travelled
             return Scattered(mine.wide() * self._size, weight * self._size, finite)
@@ -149,7 +149,7 @@ class EchoReplica:
         self.replica.load(params)
 
     def params(self) -> Tree:
-        return self.replica.params()
+        return self.replica.borrowed()
 
     async def train(self, steps: int, work: Work) -> None:
         await Yield()

@@ -14,6 +14,8 @@ from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Gradient, Mean, Scattered, Task, Weigh, Work
 from atoll.engines.simulator.collectives import ordered_sum, weighted_mean
@@ -85,16 +87,18 @@ class ScriptedPeers:
         return work
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
-        self.sent.append(tree.copy())
+        self.sent.append(tree.claim())
         self.weights.append(weight)
         trees, weights = [self.sent[-1], *self._others], [weight, *self._their_weights]
         if not self._heard:
             trees, weights = trees[1:], weights[1:]
         total = sum(weights)
-        return Mean(weighted_mean(trees, weights) if total else tree.zeros(), total, self._heard)
+        return Mean(weighted_mean(trees, weights) if total else self.sent[-1].zeros(), total, self._heard)
 
-    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
-        self.sent.append(tree.copy())
+    async def reduce_scatter(
+        self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
+    ) -> Scattered:
+        self.sent.append(tree.claim(wire))
         self.weights.append(weight)
         trees = [self.sent[-1], *self._others]
         total = ordered_sum([tree.wide() if wide else tree for tree in trees], [1.0] * self.size)

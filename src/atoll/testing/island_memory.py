@@ -41,7 +41,7 @@ from torch.utils.module_tracker import ModuleTracker
 import atoll
 from atoll.core.flat_tree import forget_spare_buffers
 from atoll.core.protocols import Algorithm
-from atoll.engines.replicated_state import given
+from atoll.engines.replicated_state import borrowed, donated, owned
 from atoll.models.gpt import GPT, Decoder
 from atoll.optim.adam import AdamW
 from atoll.replica.forward_backward import Loss
@@ -300,8 +300,8 @@ def measure_peak_memory(
                 tracker.reset_peak()
                 if before_bytes is not None:
                     torch.cuda.reset_peak_memory_stats()
-            before = state if may_fail else given(state)
-            state = run_alternating(algorithm.round(before, EchoReplica(replica), peers), peers, tracker.wait)
+            before = borrowed(state) if may_fail else donated(state)
+            state = owned(run_alternating(algorithm.round(before, EchoReplica(replica), peers), peers, tracker.wait))
     forget_spare_buffers()
     return PeakMemory(
         params=params,

@@ -15,7 +15,7 @@ from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.replicated_state import given
+from atoll.engines.replicated_state import donated, owned
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.replica.local_replica import LocalReplica
@@ -50,7 +50,7 @@ def run_rounds(group, algorithm, workload, rounds):
         replica.load(thread.run(peers.all_gather(algorithm.held(state))))
     before = collectives.sent_bytes
     for _ in range(rounds):
-        state = thread.run(algorithm.round(given(state), ProcessReplica(replica), peers))
+        state = owned(thread.run(algorithm.round(donated(state), ProcessReplica(replica), peers)))
         done += algorithm.steps_per_round
     thread.close()
     return Tree(state.params.layout, state.params.flat.clone()), collectives.sent_bytes - before

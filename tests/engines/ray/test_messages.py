@@ -27,7 +27,7 @@ def test_a_worker_computes_in_a_copy():
     tree = Tree.of({"w": torch.ones(4)})
     bits = tree_bytes(tree).copy()
     mine = tree_copy(bits, tree.layout, "float32", "cpu")
-    (mine.give() * 2).flat.add_(1)
+    mine.claim().mul_(2).flat.add_(1)
     assert np.array_equal(bits, tree_bytes(tree))
 
 

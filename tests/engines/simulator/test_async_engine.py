@@ -167,7 +167,7 @@ class Readable:
     of: AsyncLocalSGD
 
     def __getattr__(self, name):
-        return getattr(self.of, "step" if name == "step_taking" else name)
+        return getattr(self.of, name)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ class Twice(AsyncLocalSGD):
         replica.load(task.params)
         await replica.train(task.steps, task.work)
         delta = task.params - replica.params()
-        await hub.push(delta)
+        await hub.push(delta.copy())
         await hub.push(delta)
 
 

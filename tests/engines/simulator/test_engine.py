@@ -453,7 +453,7 @@ class Adding:
 
     async def round(self, state, replica, peers):
         await replica.gradient(peers.work(1))
-        self.got.append(await peers.reduce_scatter(self.tree.copy().give(), self.weight, wide=self.wide))
+        self.got.append(await peers.reduce_scatter(self.tree.copy().donate(), self.weight, wide=self.wide))
         return state
 
 

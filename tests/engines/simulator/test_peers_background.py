@@ -15,7 +15,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Computed, Exchanged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, own, sharded, shared
-from atoll.engines.replicated_state import given, pending_tokens
+from atoll.engines.replicated_state import donated, pending_tokens
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Lost
@@ -166,15 +166,15 @@ def test_a_flight_that_needs_no_time_is_over_at_once():
     assert run(play).finished.virtual_time_s == 1.0
 
 
-# -------------------------------------------------------------------------------------------------------- fields that are taken
+# -------------------------------------------------------------------------------------------------------- fields that are donated
 
 
 @dataclass(frozen=True)
-class TakenState:
+class DonatedState:
     params: Tree = shared()
-    slice: Tree = sharded(taken=True)
+    slice: Tree = sharded(donated=True)
     kept: Tree = sharded()
-    waiting: Gradient | None = own(taken=True)
+    waiting: Gradient | None = own(donated=True)
 
 
 @dataclass(frozen=True)
@@ -186,22 +186,22 @@ class Taking:
 
     def init(self, params, peers):
         mine = params.shard(peers.rank, peers.size)
-        return TakenState(params, mine.copy(), mine.copy(), Gradient(params.copy(), 1.0, 1))
+        return DonatedState(params, mine.copy(), mine.copy(), Gradient(params.copy(), 1.0, 1))
 
     async def round(self, state, replica, peers):
-        self.seen.append((state.params.spare, state.slice.spare, state.kept.spare, state.waiting.sum.spare))
+        self.seen.append((state.params.donated, state.slice.donated, state.kept.donated, state.waiting.sum.donated))
         mean = await peers.mean(state.params)
         waiting = Gradient(state.waiting.sum.copy(), 1.0, 1)
-        return TakenState(mean.value, state.slice.copy(), state.kept.copy(), waiting)
+        return DonatedState(mean.value, state.slice.copy(), state.kept.copy(), waiting)
 
 
-def test_a_round_is_given_the_taken_fields_and_no_others():
+def test_a_round_gets_the_declared_fields_donated_and_no_others():
     simulate(algorithm := Taking(), steps=2, cluster=Cluster(islands=2))
     assert set(algorithm.seen) == {(False, True, False, True)}
 
 
 @pytest.mark.parametrize("trouble", [{"lost": (Lost(island=0, round=10**6),)}, {"drop_probability": 0.001}], ids=repr)
-def test_where_a_round_may_have_to_be_repeated_nothing_is_given(trouble):
+def test_where_a_round_may_have_to_be_repeated_nothing_is_donated(trouble):
     simulate(algorithm := Taking(), steps=2, cluster=Cluster(islands=2, **trouble))
     assert set(algorithm.seen) == {(False, False, False, False)}
 
@@ -217,8 +217,8 @@ def test_where_a_round_may_have_to_be_repeated_nothing_is_given(trouble):
     ],
     ids=lambda algorithm: type(algorithm).__name__,
 )
-def test_computing_in_given_buffers_changes_no_bit(algorithm):
-    """With a loss far in the future nothing is given: the same run, twice the memory."""
+def test_computing_in_donated_buffers_changes_no_bit(algorithm):
+    """With a loss far in the future nothing is donated: the same run, twice the memory."""
     options = {"steps": 6, "evaluate_every": 100}
     frugal = simulate(algorithm, cluster=Cluster(islands=3), **options)
     careful = simulate(algorithm, cluster=Cluster(islands=3, lost=(Lost(island=0, round=10**6),)), **options)
@@ -226,12 +226,12 @@ def test_computing_in_given_buffers_changes_no_bit(algorithm):
     assert states[0] == states[1]
 
 
-def test_given_marks_nested_trees_and_waiting_tokens_are_counted():
-    state = TakenState(*(Tree.of({"w": torch.ones(2)}) for _ in range(3)), Gradient(Tree.of({"w": torch.ones(2)}), 3.0, 48))
+def test_donation_marks_nested_trees_and_waiting_tokens_are_counted():
+    state = DonatedState(*(Tree.of({"w": torch.ones(2)}) for _ in range(3)), Gradient(Tree.of({"w": torch.ones(2)}), 3.0, 48))
     assert pending_tokens(state) == 48
-    marked = given(state)
-    assert (marked.slice.spare, marked.waiting.sum.spare, marked.kept.spare) == (True, True, False)
-    assert (state.slice.given, state.waiting.sum.given, state.kept.given) == (True, True, False)
+    marked = donated(state)
+    assert (marked.slice.donated, marked.waiting.sum.donated, marked.kept.donated) == (True, True, False)
+    assert (state.slice.deleted, state.waiting.sum.deleted, state.kept.deleted) == (True, True, False)
     assert marked.waiting[1:] == (3.0, 48)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
@@ -72,7 +74,9 @@ class ElasticPeers:
         self.commit = await Request(lambda: self._commit(proposal))
         return Mean(self.commit.result.value, self.commit.result.weight, True, True)
 
-    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
+    async def reduce_scatter(
+        self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
+    ) -> Scattered:
         _refuse("reduce_scatter")
 
     async def all_gather(self, shard: Tree) -> Tree:

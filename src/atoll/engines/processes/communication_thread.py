@@ -128,10 +128,13 @@ class BackgroundTask(Generic[T]):
     """A coroutine on the communication thread. A protocols.Flight."""
 
     def __init__(self, future: Future[T]) -> None:
-        self._future = future
+        self._future: Future[T] | None = future
 
     def done(self) -> bool:
-        return self._future.done()
+        return self._future is None or self._future.done()
 
     def __await__(self) -> Generator[Request[Any], Any, T]:
-        return Request(self._future.result, waits=True).__await__()
+        """The result is kept no longer: it may be as large as the model."""
+        assert self._future is not None, "a flight is awaited once"
+        future, self._future = self._future, None
+        return Request(future.result, waits=True).__await__()

@@ -39,7 +39,7 @@ from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.processes.store_messages import StoreMessages
-from atoll.engines.replicated_state import given, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.replicated_state import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.engines.round_record import EventAggregator, RoundRecorder, last_update
 from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 from atoll.replica.local_replica import LocalReplica
@@ -129,7 +129,6 @@ class ProcessEngine:
             timeout=self._timeout,
             on_exchange=self._recorder.add_exchange,
             on_similarity=self._recorder.add_similarity,
-            last=True,  # a round that fails ends the run: nobody goes back to its beginning
         )
         self._role = self._make_role(model, setup)
         self._state = algorithm.init(self._role.shard(setup.params).copy(), self.peers)
@@ -215,7 +214,8 @@ class ProcessEngine:
     def _train_round(self) -> None:
         before = self._state
         self._assigned_steps = 0
-        after = self._thread.run(self.algorithm.round(given(before), self._role.replica(), self.peers))
+        # A round that fails ends the run: its State is never read again.
+        after = owned(self._thread.run(self.algorithm.round(donated(before, shared=True), self._role.replica(), self.peers)))
         if self.peers.in_background:
             raise ExchangeFailed(
                 f"rank {self.context.rank} leaves round {self.round} with a background exchange open. Await it within the round."

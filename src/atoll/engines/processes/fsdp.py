@@ -190,7 +190,8 @@ class FsdpDevice:
         self.model.weights.write(params)
 
     def params(self) -> Tree:
-        return self.model.weights.read()
+        weights = self.model.weights
+        return Tree.borrowed_from(weights.layout, lambda: weights.read().flat)
 
     async def train(self, steps: int, work: Work) -> None:
         start_s, losses, tokens = self._clock.now_s(), [], 0

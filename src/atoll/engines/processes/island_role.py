@@ -25,7 +25,7 @@ from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.replicated_state import given, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.replicated_state import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.engines.round_record import ExchangeRecord, RoundRecorder, last_update
 from atoll.engines.wall_clock import ExchangeTimeout, WallClock
 from atoll.replica.local_replica import LocalReplica
@@ -212,11 +212,11 @@ class DeviceGroup:
 
     def params(self) -> Tree:
         if self._loaded is not None:
-            return self._loaded.copy()
+            return self._loaded.borrow()
         mine: Tree = self._state.params
         if "params" in shared_fields(self._state):
             mine = self.shard(mine)
-        return mine.copy().cast(self._dtype)
+        return mine.cast(self._dtype).borrow()
 
     async def train(self, steps: int, work: Work) -> None:
         """Each device is assigned its own data inside; of `work`, only the position on the schedule counts."""
@@ -265,7 +265,7 @@ class DeviceGroup:
         before, record = self._state, self._recorder.record
         spans, exchanges = len(record.computed), len(record.island_exchanges)
         algorithm = at_position(self._algorithm, self._schedule)
-        self._state = await algorithm.round(given(before), self._replica, self._peers)
+        self._state = owned(await algorithm.round(donated(before), self._replica, self._peers))
         if self._peers.in_background:
             raise ExchangeFailed(
                 f"rank {self._rank} leaves a round inside its island with a background exchange open. Await it within the round."

@@ -42,7 +42,6 @@ class ProcessPeers:
         timeout: of exchanges; it is told how long they take.
         on_exchange: takes a record of each exchange.
         on_similarity: takes the inner products of compared trees; without it, nothing is compared.
-        last: whether nobody reads the State of a round any more once its mean is there.
     """
 
     def __init__(
@@ -56,17 +55,15 @@ class ProcessPeers:
         timeout: ExchangeTimeout | None = None,
         on_exchange: Callable[[ExchangeRecord], object] = lambda exchange: None,
         on_similarity: Callable[[DeltaSimilarity], object] | None = None,
-        last: bool = False,
     ) -> None:
         self._group, self._thread, self._assign, self._layout = group, thread, assign, layout
         self._clock, self._timeout = clock or WallClock(), timeout
         self._on_exchange, self._on_similarity = on_exchange, on_similarity
-        self._last = last
         self._computing_thread = threading.current_thread()
         self._launching = False
         self._task: BackgroundTask[Any] | None = None
         self._buffer: Tree | None = None
-        """What was given to the last reduce-scatter: its slices lie in it, and so will what is gathered of them."""
+        """The buffer of the last reduce-scatter: its slices lie in it, and so will what is gathered of them."""
         self.results: list[Tree] = []
         """What exchanges made since this was last emptied."""
 
@@ -96,24 +93,27 @@ class ProcessPeers:
         total = float(sum(weights))
         if total == 0:
             return _Outcome(Mean(tree.zeros(), 0.0, True, not nonfinite), 0.0, nonfinite)
-        whole = tree if tree.spare else tree.copy()
+        whole = tree.claim()
         products = torch.zeros(self.size, self.size, dtype=torch.float64) if compare and self._on_similarity is not None else None
         self._group.reduce_scatter(whole.flat, weights, inner_products=products, divide_by=total)
         self._group.all_gather(whole.flat)
-        value = self._lent(Tree(whole.layout, whole.flat))
+        value = self._recycled_later(whole)
         if products is not None and self._on_similarity is not None:
             self._on_similarity(DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights)))
-        return _Outcome(Mean(value, total, True, not nonfinite, self._last), total, nonfinite)
+        return _Outcome(Mean(value, total, True, not nonfinite), total, nonfinite)
 
-    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
-        return await self._exchange("reduce_scatter", lambda: self._reduce_scatter(tree, weight, wide))
+    async def reduce_scatter(
+        self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
+    ) -> Scattered:
+        buffer = tree.claim(wire)
+        return await self._exchange("reduce_scatter", lambda: self._reduce_scatter(buffer, weight, wide))
 
-    def _reduce_scatter(self, tree: Tree, weight: float, wide: bool) -> _Outcome[Scattered]:
-        weights, nonfinite = self._gather_weights(weight, tree)
-        buffer = self._buffer = Tree(tree.layout, (tree if tree.spare else tree.copy()).flat)
+    def _reduce_scatter(self, buffer: Tree, weight: float, wide: bool) -> _Outcome[Scattered]:
+        weights, nonfinite = self._gather_weights(weight, buffer)
+        self._buffer = buffer
         sum_dtype = torch.promote_types(buffer.flat.dtype, torch.float32) if wide else None
         flat = self._group.reduce_scatter(buffer.flat, [1.0] * self.size, sum_dtype)
-        value = Tree(buffer.shard(self.rank, self.size).layout, flat)
+        value = Tree(buffer.shard(self.rank, self.size).layout, flat).borrow()
         total = float(sum(weights))
         return _Outcome(Scattered(value, total, not nonfinite), total, nonfinite)
 
@@ -123,7 +123,7 @@ class ProcessPeers:
         return [row[0] for row in rows], tuple(rank for rank, row in enumerate(rows) if not row[1])
 
     async def all_gather(self, shard: Tree) -> Tree:
-        return await self._exchange("all_gather", lambda: _Outcome(self._lent(self._all_gather(shard))))
+        return await self._exchange("all_gather", lambda: _Outcome(self._recycled_later(self._all_gather(shard))))
 
     def _all_gather(self, shard: Tree) -> Tree:
         buffer, self._buffer = self._buffer, None
@@ -139,7 +139,7 @@ class ProcessPeers:
     async def total(self, number: float) -> float:
         return await self._exchange("total", lambda: _Outcome(float(sum(row[0] for row in self._group.all_gather_numbers(number)))))
 
-    def _lent(self, tree: Tree) -> Tree:
+    def _recycled_later(self, tree: Tree) -> Tree:
         """What an exchange made: nobody's, once the round is over."""
         self.results.append(tree)
         return tree

@@ -43,10 +43,7 @@ class ProcessReplica:
         self._replica.load(params)
 
     def params(self) -> Tree:
-        return self._replica.params()
-
-    def lent(self) -> Tree:
-        return self._replica.lent()
+        return self._replica.borrowed()
 
     async def train(self, steps: int, work: Work) -> None:
         self._compute(lambda: (None, self._replica.train(steps, work)), steps, float(steps))

@@ -63,7 +63,9 @@ class WeightPublisher:
             found = next((reference for other, reference in self._published if other is tree), None)
             if found is None:
                 found = self._put(tree_bytes(tree))
-                self._published = [(other, reference) for other, reference in self._published if not other.given][-_MAX_PUBLISHED:]
+                self._published = [(other, reference) for other, reference in self._published if not other.deleted][
+                    -_MAX_PUBLISHED:
+                ]
                 self._published.append((tree, found))
             return found
 

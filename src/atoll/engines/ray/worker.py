@@ -165,7 +165,7 @@ class WorkerProcess:
         )
         delta = run_worker_round(self._spec.algorithm, replica, Task(params, task.steps, task.work))
         self._push(task.round_id, begin_s, computed, delta)
-        if not params.given:
+        if not params.deleted:
             params.release()
         return 1
 
@@ -175,7 +175,7 @@ class WorkerProcess:
         spec, pushed_s, buffers = self._spec, self._clock.now_s(), arrays_of(self._replica.buffers())
         update = UpdateMessage(spec.worker, spec.incarnation, round_id, begin_s, pushed_s, tuple(computed), buffers)
         reference = self._ray.put(tree_bytes(delta))  # once, also for a repeated push
-        if delta.spare:
+        if delta.donated:
             delta.release()
         status: PushStatus = self._client.call("push", update, reference)
         self._last = round_id

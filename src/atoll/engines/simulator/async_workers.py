@@ -72,7 +72,7 @@ class SimHub:
 
     async def push(self, delta: Tree) -> None:
         self.pushed = True
-        await Wait(partial(self._engine.start_pushing, self._worker, self._dispatch, delta))
+        await Wait(partial(self._engine.start_pushing, self._worker, self._dispatch, delta.donate()))
 
 
 class SimWorkers:

@@ -7,7 +7,7 @@ moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.events import UpdateSkipped
 from atoll.core.flat_tree import Tree, all_finite, products
 from atoll.core.protocols import Mean, Scattered, Sink
+from atoll.core.pytree import memory_of
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.runs import network
@@ -73,6 +74,8 @@ class SimCollectives:
     """Ranks that a mean of this round went on without."""
     skipped: UpdateSkipped | None = None
     """If gradients of this round were of no use, because somebody's were not finite or nobody had any: what there is to report."""
+    kept: Set[int] = frozenset()
+    """Memory of the States that the round began with."""
     results: list[Tree] = field(default_factory=list)
     """What exchanges made; all islands hold the same object."""
     _waiting: dict[int, list[Contribution]] = field(default_factory=dict)
@@ -163,12 +166,17 @@ class SimCollectives:
         if what == "mean" and option and heard and self.inside is None:
             found = products([a.tree for a in heard])
             self.report.emit(self.accounting.compared(found, outcome[heard[0].rank].value.norm()))
-        for arrival in arrivals:
-            if arrival.tree.spare:
-                arrival.tree.release()
+        if what in ("mean", "reduce_scatter"):
+            self._release_contributions(arrivals)
         for arrival in arrivals:
             result = outcome[arrival.rank]
             arrival.task.resume_at(start_s + cost.seconds, lambda result=result: result)  # type: ignore[misc]
+
+    def _release_contributions(self, arrivals: Sequence[Contribution]) -> None:
+        """Contributions are donated. A State that a round may have to go back to is not: its buffers are `kept`."""
+        for tree in {id(arrival.tree): arrival.tree for arrival in arrivals}.values():
+            if not tree.borrowed and memory_of(tree) not in self.kept:
+                tree.release()
 
     def _cost(self, what: str, heard: Sequence[Contribution]) -> Cost:
         if not heard:  # everybody tried, nobody got through
@@ -206,7 +214,7 @@ class SimCollectives:
             whole = _joined(trees, self.results)
             return {a.rank: whole for a in arrivals}
         finite = all_finite(trees)
-        whole = ordered_sum([_borrowed(tree).wide() if wide else tree for tree in trees], [1.0] * len(trees))
+        whole = ordered_sum([tree.wide() if wide else tree for tree in trees], [1.0] * len(trees))
         self.results.append(whole)
         return {a.rank: Scattered(whole.shard(a.rank, len(arrivals)), total, finite) for a in arrivals}
 
@@ -218,16 +226,16 @@ def ordered_sum(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
     What weighs nothing is left out, whatever it holds: an island that is healing brings no sensible values.
     """
     (first, weight), *rest = [(tree, weight) for tree, weight in zip(trees, weights, strict=True) if weight]
-    total = _borrowed(first) * weight
+    total = first * weight
     for tree, weight in rest:
-        total = total.give() + (_borrowed(tree) if weight == 1.0 else (_borrowed(tree) * weight).give())
+        total.add_(tree if weight == 1.0 else tree * weight)
     return total
 
 
 def _joined(shards: Sequence[Tree], results: list[Tree]) -> Tree:
     """The whole of which these are the shards: the buffer that they lie in already, where a reduce-scatter left them there."""
     for whole in results:
-        if not whole.given and all(
+        if not whole.deleted and all(
             shard.flat.data_ptr() == whole.shard(rank, len(shards)).flat.data_ptr() and shard.flat.dtype == whole.flat.dtype
             for rank, shard in enumerate(shards)
         ):
@@ -237,9 +245,4 @@ def _joined(shards: Sequence[Tree], results: list[Tree]) -> Tree:
 
 
 def weighted_mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
-    return ordered_sum(trees, weights).give() / sum(weights)
-
-
-def _borrowed(tree: Tree) -> Tree:
-    """The same values under a handle that may not be computed in."""
-    return Tree(tree.layout, tree.flat)
+    return ordered_sum(trees, weights).div_(sum(weights))

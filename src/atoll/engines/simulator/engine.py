@@ -22,10 +22,10 @@ from atoll.core.events import Progress, RoundFailed, RunFinished, UpdateSkipped
 from atoll.core.flat_tree import Tree, all_finite
 from atoll.core.memoize import sharing
 from atoll.core.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned, whole_steps
-from atoll.core.pytree import recycle, trees
+from atoll.core.pytree import memories, recycle, trees
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.data_positions import DataPositions, same_batches_everywhere
-from atoll.engines.replicated_state import adopt_shared, given, pending_tokens, shared_fields
+from atoll.engines.replicated_state import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.cluster_state import ClusterState, IslandState
 from atoll.engines.simulator.collectives import RoundAborted, SimCollectives
@@ -184,13 +184,15 @@ class SimEngine:
         self._dealing.begin_round()
         self._updates_before = self.accounting.totals.local_updates
         for rank, island in enumerate(present):
-            state = island.state if self.cluster.loses_messages else given(island.state)  # no round will have to be repeated
+            # A round has to be repeated only where messages are lost.
+            state = borrowed(island.state) if self.cluster.loses_messages else donated(island.state)
             peers = SimPeers(self, room, rank, loop)
             replica = island.devices.under(loop) if island.devices else SimReplica(self, island.id, island.replica)
             coroutine = self.algorithm.round(state, replica, peers)
             task = loop.spawn(f"island {island.id}", coroutine, island.clock_s, partial(self._leave_round, island, room, peers))
             if count and not island.devices:
                 count.watch(task, island.id, island.replica, state)
+        room.kept = memories(before)
         try:
             with nullcontext() if count else sharing():  # what each island needs is counted where each computes by itself
                 stuck = loop.run()
@@ -234,7 +236,7 @@ class SimEngine:
         self.accounting.ledgers[island.id].present_s += task.now_s - island.clock_s
         island.clock_s = task.now_s
         island.uncommitted_tokens += island.devices.take_tokens() if island.devices else 0
-        island.state = state = task.result
+        island.state = state = owned(task.result)
         if room.committed and peers.rank not in room.left_out:
             mine = shared_fields(state)
             self._agreed = self._agreed or mine

@@ -21,9 +21,9 @@ from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.memoize import forget
 from atoll.core.protocols import Algorithm, Gradient, HoldsWeights, Owner, Sink, Weigh, Work, fields_owned
-from atoll.core.pytree import recycle
+from atoll.core.pytree import memories, recycle
 from atoll.engines.accounting import RunAccounting
-from atoll.engines.replicated_state import adopt_shared, given, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.replicated_state import adopt_shared, donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.engines.simulator.collectives import SimCollectives
 from atoll.engines.simulator.compute_pool import TimedCompute
 from atoll.engines.simulator.peers import SimPeers, SimReplica
@@ -71,7 +71,7 @@ def check_held_weights(algorithm: Any, members: Mapping[str, WeightHolder], roun
 def _who_differs(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
     """Which replicas hold other weights than these. A GPU is asked once for all of them."""
     flat = all(isinstance(replica.weights, FlatModule) for replica in replicas)  # others would lend a copy
-    lent = [replica.weights.lent() for replica in replicas if flat and whole.flat.device.type != "cpu"]
+    lent = [replica.weights.borrowed() for replica in replicas if flat and whole.flat.device.type != "cpu"]
     if not lent or any(weights.layout != whole.layout for weights in lent):
         return [not replica.weights.equals(whole) for replica in replicas]
     found: list[bool] = torch.stack([(one.flat != whole.flat.to(one.flat.dtype)).any() for one in lent]).tolist()
@@ -168,13 +168,13 @@ class IslandDevices:
         self._moved = True
 
     def params(self) -> Tree:
-        """A copy of the island's weights."""
+        """The island's weights, borrowed."""
         first = self.members[0].state
         if "params" in shared_fields(first):
-            whole: Tree = first.params.copy()
+            whole: Tree = first.params
         else:
             whole = Tree.join([device.state.params for device in self.members])
-        return whole.cast(self._dtype)
+        return whole.cast(self._dtype).borrow()
 
     def take_tokens(self) -> int:
         """Tokens in updates of the devices since this was last asked."""
@@ -219,14 +219,15 @@ class IslandDevices:
         for rank, device in enumerate(self.members):
             peers = SimPeers(self, self._room, rank, loop)
             # Devices always hear each other, so no round inside has to be repeated.
-            coroutine = algorithm.round(given(device.state), SimReplica(self, rank, device.replica), peers)
+            coroutine = algorithm.round(donated(device.state), SimReplica(self, rank, device.replica), peers)
             loop.spawn(self._room.name(rank), coroutine, device.clock_s, partial(leave, rank, peers))
+        self._room.kept = memories(before)
 
     def _leave_round(self, rank: int, peers: SimPeers, over: ClockTask) -> None:
         device, name = self.members[rank], self._room.name(rank)
         if peers.flying:
             raise ExchangeFailed(f"{name} leaves a round with a flight open. Await it within the round.")
-        device.clock_s, device.state = over.now_s, over.result
+        device.clock_s, device.state = over.now_s, owned(over.result)
 
     def _close_round(self, before: Sequence[Any]) -> None:
         """All devices are through: they must hold the same shared fields, and from now on the same objects."""

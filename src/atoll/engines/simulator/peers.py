@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
@@ -44,7 +46,7 @@ class SimReplica:
         self._replica.load(params)
 
     def params(self) -> Tree:
-        return self._replica.params()
+        return self._replica.borrowed()
 
     async def train(self, steps: int, work: Work) -> None:
         await self._host.compute(self._island, TrainJob(self._replica, steps, work), steps=steps, batches=steps)
@@ -91,7 +93,10 @@ class SimPeers:
         mean: Mean = await self._meet("mean", tree, weight, compare)
         return mean
 
-    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
+    async def reduce_scatter(
+        self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
+    ) -> Scattered:
+        tree = tree if wire in (None, tree.flat.dtype) else tree.claim(wire)
         scattered: Scattered = await self._meet("reduce_scatter", tree, weight, wide)
         return scattered
 
@@ -165,4 +170,5 @@ class SimFlight:
 
     def _resume(self, time_s: float) -> None:
         assert self._waiting is not None
-        self._waiting.resume_at(time_s, lambda: self._result)
+        result, self._result = self._result, None  # it may be as large as the model
+        self._waiting.resume_at(time_s, lambda: result)

@@ -124,8 +124,10 @@ class _CorruptedPeers:
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
         return await self._peers.mean(self._corrupter.corrupt(tree), weight, compare=compare)
 
-    async def reduce_scatter(self, tree: Tree, weight: float = 1.0, *, wide: bool = False) -> Scattered:
-        return await self._peers.reduce_scatter(tree, weight, wide=wide)
+    async def reduce_scatter(
+        self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
+    ) -> Scattered:
+        return await self._peers.reduce_scatter(tree, weight, wide=wide, wire=wire)
 
     async def all_gather(self, shard: Tree) -> Tree:
         return await self._peers.all_gather(shard)
