@@ -16,6 +16,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.optim.adam import AdamW
+from atoll.optim.in_place import hub_algorithm
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Lost, Outage
 from atoll.testing.conformance import detached, digests
