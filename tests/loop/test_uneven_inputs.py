@@ -11,7 +11,7 @@ from atoll.loop.uneven_inputs import CONTINUES, EXHAUSTED, LEFT, UnevenCollectiv
 class ScriptedCollectives(UnevenCollectives):
     """The other islands send scripted rows, one list per exchange; None for an island that does not answer."""
 
-    def __init__(self, *rows, finish_together=True, needs_all=None):
+    def __init__(self, *rows, finish_together=True, needs_all=""):
         group = SimpleNamespace(rank=lambda: 0, size=lambda: 1 + len(rows[0]))
         super().__init__(group, range(group.size()), None, timeout_s=1.0, finish_together=finish_together, needs_all=needs_all)
         self._rows = list(rows)

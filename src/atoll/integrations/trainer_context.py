@@ -49,13 +49,7 @@ def _one_gpu(environment: Mapping[str, str], count: int, local_rank: int) -> str
 
 
 class TrainerContext:
-    """A block of `atoll.islands` that a trainer's callback opens and closes.
-
-    Args:
-        trainer: its name, for messages.
-        algorithm: one that counts the steps of the trainer's optimizer.
-        arguments: of `atoll.islands`.
-    """
+    """A block that the callback of a trainer, named `trainer` in errors, opens and closes. Takes the arguments of `atoll.islands`."""
 
     def __init__(self, trainer: str, algorithm: Algorithm[Any], **arguments: Any) -> None:
         if hasattr(algorithm, "optimizer"):

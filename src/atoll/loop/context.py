@@ -79,8 +79,6 @@ class LoopContext:
         island = self.topology.position.island
         return Work(shard=island, start=0, schedule=0, examples=self._settings.examples or 1, pieces=pieces)
 
-    # --------------------------------------------------------------------------------------------------------------- starting
-
     def load(self, checkpoint: LoopCheckpoint) -> None:
         """Resume from a checkpoint with the weights that the module holds now. All islands call it together."""
         check_same_round(checkpoint, self.topology, self._thread)
@@ -103,8 +101,6 @@ class LoopContext:
         self.state, self.rounds = state, checkpoint.rounds if checkpoint else 0
         self._begin_round()
         self._advance()
-
-    # ----------------------------------------------------------------------------------------------------------------- rounds
 
     def user_stepped(self) -> None:
         """The user's optimizer has taken a step."""
@@ -165,9 +161,7 @@ class LoopContext:
         if position.islands == 1 or position.island or position.device or (logged_s and logged_s / 2 < limit_s < logged_s * 2):
             return
         self._logged_limit_s = limit_s
-        log_info(
-            f"timeout of an exchange of {position.islands} islands: {limit_s:g} s ({self._timeout.reason}). limit_s sets another."
-        )
+        log_info(f"timeout of an exchange of {position.islands} islands: {limit_s:g} s ({self._timeout.reason}). Set by limit_s.")
 
     def _check_usable(self) -> None:
         if not self._waits_for_user:
@@ -184,8 +178,6 @@ class LoopContext:
         return LoopCheckpoint(
             rounds=self.rounds, steps=steps, steps_in_round=in_round, position=position, module_digest=digest, packed=packed
         )
-
-    # ---------------------------------------------------------------------------------------------------------------- leaving
 
     def finish(self) -> None:
         """Complete the rounds together with the other islands, and leave the agreed weights in the module."""

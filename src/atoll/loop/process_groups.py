@@ -216,7 +216,7 @@ def _single_process(settings: LoopSettings) -> Topology:
 def _uneven_collectives(
     settings: LoopSettings, timeout_s: float, group: Group, ranks: Sequence[int], store: Store | None, devices: int = 1
 ) -> UnevenCollectives:
-    needs_all = None
+    needs_all = ""
     if settings.sharded:
         needs_all = "its slice of the optimizer's state is lost"
     elif devices > 1:

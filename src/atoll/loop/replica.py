@@ -97,13 +97,7 @@ class LoopReplica:
             self.steps_done += 1
 
     async def gradient(
-        self,
-        work: Work,
-        *,
-        at: Tree | None = None,
-        onto: Gradient | None = None,
-        weigh: Weigh = "batches",
-        wide: bool = False,
+        self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
     ) -> Gradient:
         self._check("algorithm", "it steps by itself, with gradients that you compute")
         if at is not None:

@@ -42,18 +42,11 @@ class UnevenCollectives(GroupCollectives):
         ranks: its members by their rank in the store.
         store: holds records of islands that left by an exception; None if there is one island.
         finish_together: exhausted islands stay until all islands are exhausted; otherwise each leaves by itself.
-        needs_all: the reason why no island may fail; None if the others can continue without it.
+        needs_all: the reason why no island may fail; empty if the others can continue without it.
     """
 
     def __init__(
-        self,
-        group: Group,
-        ranks: Sequence[int],
-        store: Store | None,
-        *,
-        timeout_s: float,
-        finish_together: bool,
-        needs_all: str | None,
+        self, group: Group, ranks: Sequence[int], store: Store | None, *, timeout_s: float, finish_together: bool, needs_all: str
     ) -> None:
         names = [f"island {number}" for number in range(group.size())]
         attribution = FailureAttribution(store, ranks[group.rank()], ranks) if store is not None else None
@@ -77,7 +70,7 @@ class UnevenCollectives(GroupCollectives):
         rows = self.all_gather_surviving(*padded, EXHAUSTED if self.exhausted else CONTINUES, has_left=self._has_left)
         present = [row for row in rows if row is not None and row[-1] != LEFT]
         failed = [rank for rank, row in enumerate(rows) if row is None or row[-1] == LEFT]
-        if failed and self._needs_all is not None:
+        if failed and self._needs_all:
             raise ExchangeFailed(
                 f"{self.names(failed)} left by an exception, and {self._needs_all}. Fix it, and resume from the last checkpoint."
             )
@@ -111,10 +104,7 @@ class UnevenCollectives(GroupCollectives):
 
 
 class UnevenPeers(ProcessPeers):
-    """The other islands, as an algorithm sees them. A protocols.Peers.
-
-    This island's contribution is weighted by the share of the round's steps that its user took.
-    """
+    """The other islands. A protocols.Peers. Weights this island's part by the share of the round's steps that its user took."""
 
     def __init__(
         self,
