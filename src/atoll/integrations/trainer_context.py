@@ -49,7 +49,7 @@ def _one_gpu(environment: Mapping[str, str], count: int, local_rank: int) -> str
 
 
 class TrainerContext:
-    """A block that the callback of a trainer, named `trainer` in errors, opens and closes. Takes the arguments of `atoll.islands`."""
+    """A block that a trainer's callback opens and closes. `trainer` names it in errors; `arguments` go to `atoll.islands`."""
 
     def __init__(self, trainer: str, algorithm: Algorithm[Any], **arguments: Any) -> None:
         if hasattr(algorithm, "optimizer"):
