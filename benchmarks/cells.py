@@ -29,7 +29,7 @@ from atoll.core.events import Evaluated, Event, Progress, RoundFinished
 from atoll.engines import driver
 from atoll.engines.driver import Cache
 from atoll.runs.run import Run, candidates
-from atoll.telemetry.overlap import OverlapTotals
+from atoll.telemetry.overlap import overlap_of
 from gpu_device import tidy
 from progress import Watch
 from record import Record
@@ -274,10 +274,10 @@ class _Times:
     """Keeps where each island's time went."""
 
     def __init__(self) -> None:
-        self._overlap = OverlapTotals()
+        self._events: list[Event] = []
 
     def emit(self, event: Event) -> None:
-        self._overlap.take(event)
+        self._events.append(event)
 
     def islands(self) -> list[dict[str, Any]]:
-        return [island.to_dict() for island in self._overlap.summary().islands]
+        return [island.to_dict() for island in overlap_of(self._events).islands]

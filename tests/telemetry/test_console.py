@@ -32,13 +32,11 @@ from atoll.telemetry.console import ConsoleSink, event_text
 from atoll.telemetry.units import human_bytes, human_time
 
 
-def show(
-    events: Iterable[Event], *, tick_s: float = 0.1, terminal: bool = False, steps: int | None = None, width: int = 100
-) -> str:
+def show(events: Iterable[Event], *, tick_s: float = 0.1, terminal: bool = False, width: int = 100) -> str:
     """What is written when these events come in, one per tick."""
     file, ticks = io.StringIO(), count()
     console = Console(file=file, width=width, force_terminal=terminal, color_system=None, legacy_windows=False)
-    with ConsoleSink("demo", console=console, clock=lambda: next(ticks) * tick_s, steps=steps) as sink:
+    with ConsoleSink("demo", console=console, clock=lambda: next(ticks) * tick_s) as sink:
         for event in events:
             sink.emit(event)
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
@@ -95,9 +93,8 @@ def test_checkpoints_are_told_sparingly_and_the_others_counted() -> None:
     assert int(second[1]) == int(second[2]) + 1 == pytest.approx(600, abs=2)
 
 
-def test_a_resumed_run_shows_how_far_it_is_when_told_its_length(script) -> None:
+def test_a_resumed_run_shows_how_far_it_is_by_the_progress_of_the_engine(script) -> None:
     rounds = [event for event in script(rounds=10).events() if isinstance(event, RoundFinished)]
-    assert "training  70 %" in show(rounds[6:], steps=50)
     assert "training  ..." in show(rounds[6:])
     resumed = Progress(phase="resume", done=30, total=50, note="from round 6")
     lines = show([resumed, *rounds[6:]]).splitlines()

@@ -17,7 +17,7 @@ from atoll.core.events import Computed, Exchanged, RoundFailed, RoundFinished, R
 from atoll.runs.cluster import Cluster, Lost
 from atoll.runs.network import Link
 from atoll.telemetry import JsonlSink, read_overlap, read_summary
-from atoll.telemetry.overlap import OverlapTotals, reports_overlap
+from atoll.telemetry.overlap import overlap_of, reports_overlap
 from atoll.telemetry.report import OVERLAP, render, section_lines
 from atoll.testing.simulated_runs import SimulatedRun, simulate
 
@@ -30,10 +30,7 @@ def one_thread() -> None:
 
 
 def summary_of(done: SimulatedRun):
-    overlap = OverlapTotals()
-    for event in done.events:
-        overlap.take(event)
-    return overlap.summary()
+    return overlap_of(done.events)
 
 
 def computed(island: int, start_s: float, end_s: float) -> Computed:
@@ -67,13 +64,9 @@ def test_each_islands_time_adds_up_and_the_mean_share_is_the_runs_utilisation(al
 
 
 def test_what_is_hidden_is_the_part_of_an_exchange_that_was_computed_through() -> None:
-    overlap = OverlapTotals()
-    for event in (met(1.0, 4.0, background=True), computed(0, 0.0, 2.0), computed(0, 3.0, 3.5), met(5.0, 6.0, background=False)):
-        overlap.take(event)
-    (island,) = overlap.summary().islands
+    events = [met(1.0, 4.0, background=True), computed(0, 0.0, 2.0), computed(0, 3.0, 3.5), met(5.0, 6.0, background=False)]
+    (island,) = overlap_of(events).islands
     assert (island.exchanged_s, island.hidden_s, island.batches) == (4.0, 1.5, 1.0)
-    overlap.take(computed(0, 3.5, 4.0))
-    assert overlap.summary().islands[0].hidden_s == 2.0, "asking in mid-round forgets nothing"
 
 
 def test_data_parallel_training_hides_nothing_and_equal_islands_of_acco_hide_all_that_fits() -> None:
@@ -101,10 +94,8 @@ def test_rounds_that_were_void_and_updates_that_were_skipped_are_counted_and_tol
     summary = summary_of(simulate(ZeRO1(), steps=6, cluster=Cluster(islands=2, lost=(Lost(island=1, round=2),))))
     assert (summary.failed, summary.skipped) == (1, 0)
     assert section_lines(OVERLAP, summary) == ["failed     1 round, because an island missed the exchange"]
-    overlap = OverlapTotals()
-    for number in (1, 2):
-        overlap.take(UpdateSkipped(round=number, islands=[1], virtual_time_s=1.0))
-    assert "2 updates" in section_lines(OVERLAP, overlap.summary())[0]
+    skipped = overlap_of(UpdateSkipped(round=number, islands=[1], virtual_time_s=1.0) for number in (1, 2))
+    assert "2 updates" in section_lines(OVERLAP, skipped)[0]
 
 
 def test_a_folder_is_read_where_there_is_something_to_tell(tmp_path, script, async_script) -> None:
@@ -137,11 +128,9 @@ def test_commits_of_different_size_are_known_by_their_tokens() -> None:
     fixed = summary_of(simulate(ACCO(), steps=12, cluster=UNEQUAL))
     assert free.most_tokens > free.fewest_tokens > 0
     assert fixed.most_tokens == fixed.fewest_tokens == 3 * 8
-    overlap = OverlapTotals()
     done = {"islands": 1, "steps": 1, "virtual_time_s": 1.0, "local_updates": 1, "loss": 1.0, "sent_bytes_per_island": 0.0}
-    for number, tokens in enumerate((10, 10, 25), start=1):
-        overlap.take(RoundFinished(round=number, tokens=tokens, **done))
-    summary = overlap.summary()
+    rounds = [RoundFinished(round=number, tokens=tokens, **done) for number, tokens in enumerate((10, 10, 25), start=1)]
+    summary = overlap_of(rounds)
     assert (summary.fewest_tokens, summary.most_tokens) == (10, 15), "a round that committed nothing is no commit"
 
 
@@ -151,8 +140,5 @@ def test_the_section_names_every_island_and_stays_short() -> None:
     text = console.file.getvalue()
     assert "exchanges  8, 8 of them in the background of computing, which hid" in text
     assert [line.split()[0] for line in text.splitlines()[-5:] if line.strip()][-3:] == ["0", "1", "2"]
-    overlap = OverlapTotals()
-    for island in range(20):
-        overlap.take(computed(island, 0.0, 1.0))
-    console.print(render(OVERLAP, overlap.summary()))
+    console.print(render(OVERLAP, overlap_of(computed(island, 0.0, 1.0) for island in range(20))))
     assert "and 4 more islands" in console.file.getvalue()

@@ -12,7 +12,7 @@ from atoll.core.events import CaughtUp, Computed, Exchanged, IslandJoined, RunFi
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Lost
 from atoll.telemetry.console import event_text
-from atoll.telemetry.overlap import OverlapTotals, by_device, reports_overlap
+from atoll.telemetry.overlap import by_device, overlap_of, reports_overlap
 from atoll.telemetry.plots import run_figure
 from atoll.telemetry.progress import RunningTotals
 from atoll.telemetry.report import OVERLAP, render, section_lines
@@ -66,7 +66,7 @@ def test_a_run_without_devices_stays_as_it_is():
 
 def test_no_device_computes_longer_than_it_is_there_and_utilisation_is_the_runs():
     events, finished = two_levels()
-    summary, totals = summary_of(events), RunningTotals()
+    summary, totals = overlap_of(events), RunningTotals()
     for event in events:
         totals.take(event)
     assert [times.island for times in summary.islands] == [0, 1, 2, 3]
@@ -74,13 +74,6 @@ def test_no_device_computes_longer_than_it_is_there_and_utilisation_is_the_runs(
     assert any(times.hidden_s > 0 for times in summary.islands)
     assert 0 < totals.utilisation(finished.virtual_time_s) <= 1
     assert summary.to_dict()["devices_per_island"] == 2
-
-
-def summary_of(events):
-    overlap = OverlapTotals()
-    for event in by_device(events):
-        overlap.take(event)
-    return overlap.summary()
 
 
 def section(summary):
@@ -91,19 +84,19 @@ def section(summary):
 
 
 def test_the_report_names_islands_and_devices():
-    assert all(name in section(summary_of(two_levels()[0])) for name in ("device", "0.0", "0.1", "1.0", "1.1"))
+    assert all(name in section(overlap_of(two_levels()[0])) for name in ("device", "0.0", "0.1", "1.0", "1.1"))
 
 
 def test_a_report_that_cannot_list_all_devices_says_devices():
     started = RunStarted(recipe="two", algorithm="DiLoCo over ACCO", islands=9, params=6, steps=1, seed=0, devices_per_island=2)
     work = {"round": 0, "start_s": 0.0, "end_s": 1.0, "steps": 1, "batches": 1, "tokens": 8, "loss": 1.0}
     some = [Computed(island=island, device=device, **work) for island in range(9) for device in range(2)]
-    assert "and 2 more devices; " in section(summary_of([started, *some]))
+    assert "and 2 more devices; " in section(overlap_of([started, *some]))
 
 
 def test_each_level_is_told_by_itself_and_the_two_are_all():
     events, finished = two_levels()
-    summary = summary_of(events)
+    summary = overlap_of(events)
     inside, between = summary.inside, summary.between
     assert (inside.exchanges + between.exchanges, inside.background + between.background) == (summary.exchanges, summary.background)
     assert inside.exchanged_s + between.exchanged_s == pytest.approx(sum(times.exchanged_s for times in summary.islands))
@@ -117,7 +110,7 @@ def test_each_level_is_told_by_itself_and_the_two_are_all():
 
 
 def test_the_report_has_a_line_for_each_level():
-    inside, between = section_lines(OVERLAP, summary_of(two_levels()[0]))
+    inside, between = section_lines(OVERLAP, overlap_of(two_levels()[0]))
     found = re.fullmatch(r"inside     \d+ exchanges, (.+) per device, (.+) hidden, (.+) tokens dropped", inside)
     _, finished = two_levels()
     assert found[1] == human_bytes(finished.inside_bytes_per_device)

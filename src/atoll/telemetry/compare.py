@@ -107,9 +107,6 @@ def distinct_labels(runs: Sequence[Any], folders: Sequence[str]) -> list[str]:
     return next(distinct, [f"{number}. {folder}" for number, folder in enumerate(folders, start=1)])
 
 
-# ----------------------------------------------------------------------------------------------------------------------- tables
-
-
 def table(comparison: Comparison) -> Table:
     """For the terminal: figures are never cut, and all columns fit into 80 characters."""
     from rich import box
@@ -194,9 +191,6 @@ def _data(folder: str | Path) -> dict[str, Any]:
         return {}
     kept = {key: value for key, value in data.items() if key not in ("partition", "shards")}
     return kept | {"type": str(kept["type"]).rpartition(".")[2]} if "type" in kept else kept
-
-
-# --------------------------------------------------------------------------------------------------------------------- sentence
 
 
 def sentence(comparison: Comparison) -> str:

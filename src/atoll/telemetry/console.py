@@ -33,7 +33,6 @@ class ConsoleSink(ClosingSink):
     Args:
         title: the name of the run.
         quiet: show nothing.
-        steps: inner steps of each island, if known before RunStarted.
         who: a description of what trains, where the number of islands is not enough.
         console: where to write; standard error if None.
         clock: seconds of real time.
@@ -44,19 +43,16 @@ class ConsoleSink(ClosingSink):
         title: str,
         quiet: bool = False,
         *,
-        steps: int | None = None,
         who: str | None = None,
         console: Console | None = None,
         clock: WallClock = time.monotonic,
     ) -> None:
-        self._steps = steps
         self._who = who
         self._clock = clock
         self._totals = RunningTotals()
         self._text = ""
-        self._fraction: float | None = None
+        self._progress: ev.Progress | None = None  # the last one of training
         self._limiters: dict[type[ev.Event], RateLimiter] = {}
-        self._withheld: dict[type[ev.Event], int] = {}
         self._display = None if quiet else new_display(title, console, clock)
 
     def emit(self, event: ev.Event) -> None:
@@ -64,8 +60,6 @@ class ConsoleSink(ClosingSink):
             return
         self._totals.take(event)
         match event:
-            case ev.RunStarted():
-                self._steps = event.steps
             case ev.Progress():
                 self._advance(self._display, event)
             case ev.RoundFinished():
@@ -86,8 +80,6 @@ class ConsoleSink(ClosingSink):
         """Continues the totals of an earlier process. Nothing is shown."""
         for event in events:
             self._totals.take(event)
-            if isinstance(event, ev.RunStarted):
-                self._steps = event.steps
 
     def close(self) -> None:
         """Leaves the bars as they are and frees the terminal. A second call does nothing."""
@@ -96,31 +88,31 @@ class ConsoleSink(ClosingSink):
 
     def _advance(self, display: ProgressDisplay, event: ev.Progress) -> None:
         phase = next((phase for prefix, phase in _PHASES.items() if event.phase.lower().startswith(prefix)), event.phase)
-        fraction = min(1.0, event.done / event.total) if event.total > 0 else None
-        if phase == TRAINING:
-            self._fraction = fraction
-            self._steps = event.total if self._steps is None else self._steps  # a resumed run has no RunStarted
-        display.advance(phase, fraction, event.note or (self._text if phase == TRAINING else ""))
+        self._progress = event if phase == TRAINING else self._progress
+        display.advance(phase, _fraction(event.done, event.total), event.note or (self._text if phase == TRAINING else ""))
 
     def _fraction_done(self, event: ev.RoundFinished) -> float | None:
-        """With a hub, by the local updates of all workers: the steps of each worker differ."""
-        if not self._totals.asynchronous:
-            return min(1.0, event.steps / self._steps) if self._steps else None
-        total = self._totals.local_updates_total
-        return min(1.0, event.local_updates / total) if total is not None else self._fraction
+        """With a hub, by the local updates of all workers, because each takes its own number of steps. Without RunStarted, as in a
+        resumed run, by the last Progress."""
+        started, progress = self._totals.started, self._progress
+        if self._totals.asynchronous:
+            if started is None:
+                return _fraction(progress.done, progress.total) if progress is not None else None
+            return _fraction(event.local_updates, started.steps * started.islands)
+        return _fraction(event.steps, started.steps if started is not None else progress.total if progress is not None else 0)
 
     def _log(self, display: ProgressDisplay, kind: type[ev.Event], line: str) -> None:
         if kind not in self._limiters:
             burst, interval_s = (1, 60.0) if kind is ev.Saved else (20, 5.0)
             self._limiters[kind] = RateLimiter(self._clock, burst=burst, interval_s=interval_s)
-        if not self._limiters[kind].allow():
-            self._withheld[kind] = self._withheld.get(kind, 0) + 1
-            return
-        withheld = self._withheld.pop(kind, 0)
-        display.log(line + (f" (and {withheld} more since the last such line)" if withheld else ""))
+        limiter = self._limiters[kind]
+        withheld = limiter.withheld
+        if limiter.allow():
+            display.log(line + (f" (and {withheld} more since the last such line)" if withheld else ""))
 
 
-# ------------------------------------------------------------------------------------------------------------------------- text
+def _fraction(done: float, total: float) -> float | None:
+    return min(1.0, done / total) if total > 0 else None
 
 
 def event_text(event: ev.Event, who: str | None = None) -> str | None:
@@ -190,10 +182,11 @@ def round_text(event: ev.RoundFinished, totals: RunningTotals) -> str:
     if totals.evaluation is not None and "loss" in totals.evaluation.metrics:
         parts.append(f"val {totals.evaluation.metrics['loss']:.3f}")
     if totals.asynchronous:
-        total, staleness = totals.local_updates_total, totals.staleness()
-        # Workers may deliver more local updates than the run asked for.
-        done = human_count(event.local_updates) if total is None else f"{human_count(min(event.local_updates, total))}/"
-        parts.append(f"updates {done}{human_count(total) if total is not None else ''}")
+        started, staleness, done = totals.started, totals.staleness(), human_count(event.local_updates)
+        if started is not None:
+            total = started.steps * started.islands
+            done = f"{human_count(min(event.local_updates, total))}/{human_count(total)}"  # workers may deliver more than that
+        parts.append(f"updates {done}")
         parts += [f"staleness {staleness:.1f}"] if staleness is not None else []
         parts.append(plural(event.islands, "worker"))
     parts += [f"{clock_at(event)} time {human_time(event.time_s)}", f"{human_bytes(event.sent_bytes_per_island)} per island"]
@@ -219,9 +212,6 @@ def _metrics_text(metrics: dict[str, float]) -> str:
     named = {"val loss": metrics["loss"], "perplexity": perplexity(metrics["loss"])} if "loss" in metrics else {}
     named |= {name: value for name, value in metrics.items() if name != "loss"}
     return ", ".join(f"{name} {value:.4g}" for name, value in named.items())
-
-
-# --------------------------------------------------------------------------------------------------------------------- displays
 
 
 class ProgressDisplay:
@@ -266,14 +256,16 @@ class RateLimiter:
         self._burst = burst
         self._interval_s = interval_s
         self._begin_s = self._last_s = clock()
+        self.withheld = 0  # lines since the last one that was allowed
 
     def allow(self) -> bool:
         """Whether a line may be written now; if so, it counts as written."""
         now_s = self._clock()
         # Growing pauses keep the number of lines logarithmic in the length of the run.
         if self._burst <= 0 and now_s - self._last_s < max(self._interval_s, 0.02 * (now_s - self._begin_s)):
+            self.withheld += 1
             return False
-        self._burst, self._last_s = self._burst - 1, now_s
+        self._burst, self._last_s, self.withheld = self._burst - 1, now_s, 0
         return True
 
 

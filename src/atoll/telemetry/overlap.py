@@ -101,118 +101,94 @@ class OverlapSummary(JsonRecord):
         return sum(island.hidden_s for island in self.islands) / exchanged_s if exchanged_s else None
 
 
-class OverlapTotals:
-    """Takes a run's events one by one, in order; `summary` may be called at any time.
+def overlap_of(events: Iterable[ev.Event]) -> OverlapSummary:
+    """The figures up to the latest event of a synchronous run.
 
-    >>> totals = OverlapTotals()
-    >>> totals.take(ev.Computed(island=0, round=0, start_s=0.0, end_s=3.0, steps=1, batches=1, tokens=8, loss=2.0))
-    >>> totals.summary().islands[0].computed_s
+    >>> computed = ev.Computed(island=0, round=0, start_s=0.0, end_s=3.0, steps=1, batches=1, tokens=8, loss=2.0)
+    >>> overlap_of([computed]).islands[0].computed_s
     3.0
     """
-
-    def __init__(self) -> None:
-        self._islands: defaultdict[int, _IslandTotals] = defaultdict(_IslandTotals)
-        self._counts: Counter[str] = Counter()
-        self._devices: int | None = None
-        self._between_bytes = 0.0
-        self._dropped_tokens: int | None = None
-        self._tokens = 0
-        self._round_tokens: tuple[int, int] | None = None
-
-    def take(self, event: ev.Event) -> None:
+    islands: defaultdict[int, _IslandTotals] = defaultdict(_IslandTotals)
+    counts, round_tokens = Counter[str](), list[int]()
+    devices, finished, tokens, between_bytes = None, None, 0, 0.0
+    for event in by_device(events):
         match event:
             case ev.RunStarted():
-                self._devices = event.devices_per_island
+                devices = event.devices_per_island
             case ev.Computed():
-                self._islands[event.island].take(event)
+                islands[event.island].take(event)
             case ev.Exchanged():
-                self._exchanged(event)
+                counts.update(exchanges=1, background=event.background)
+                if event.inside is not None:
+                    counts.update(inside=1, inside_background=event.background, inside_bytes=sum(event.sent_bytes))
+                for number, arrived_s in zip(event.islands, event.arrived_s, strict=True):
+                    islands[number].exchange(max(arrived_s, event.start_s), event.end_s, inside=event.inside is not None)
             case ev.CaughtUp() | ev.Recut():
                 for number in event.islands if isinstance(event, ev.Recut) else [event.island]:
-                    self._islands[number].extend(event.end_s)
+                    islands[number].extend(event.end_s)
             case ev.IslandJoined():
-                self._islands[event.island].since_s = self._islands[event.island].until_s = event.time_s
+                islands[event.island].since_s = islands[event.island].until_s = event.time_s
             case ev.IslandLeft():
-                self._islands[event.island].leave()
+                islands[event.island].leave()
             case ev.UpdateSkipped():
-                self._counts["skipped"] += 1
+                counts["skipped"] += 1
             case ev.RoundFailed():
-                self._counts["failed"] += 1
+                counts["failed"] += 1
             case ev.RoundFinished():
-                self._round_finished(event)
+                for island in islands.values():
+                    island.settle()
+                between_bytes = event.sent_bytes_per_island
+                round_tokens.append(event.tokens - tokens)
+                tokens = event.tokens
             case ev.RunFinished():
-                self._between_bytes = event.sent_bytes_per_island
-                self._dropped_tokens = event.inside_dropped_tokens
+                finished, between_bytes = event, event.sent_bytes_per_island
             case _:
                 pass
+    for island in islands.values():
+        island.settle()
+    committed = [count for count in round_tokens if count > 0]  # a failed or skipped round commits none
+    inside = between = None
+    if devices is not None:
+        inside, between = _levels(list(islands.values()), counts, between_bytes, finished)
+    return OverlapSummary(
+        islands=tuple(island.times(number, two_levels=devices is not None) for number, island in sorted(islands.items())),
+        background=counts["background"],
+        exchanges=counts["exchanges"],
+        skipped=counts["skipped"],
+        failed=counts["failed"],
+        most_tokens=max(committed, default=0),
+        fewest_tokens=min(committed, default=0),
+        devices_per_island=devices,
+        inside=inside,
+        between=between,
+    )
 
-    def summary(self) -> OverlapSummary:
-        fewest, most = self._round_tokens or (0, 0)
-        islands = {number: replace(totals) for number, totals in sorted(self._islands.items())}
-        for totals in islands.values():
-            totals.settle()  # the copies count the open round; the originals keep it open
-        inside, between = self._levels(list(islands.values())) if self._devices is not None else (None, None)
-        return OverlapSummary(
-            islands=tuple(totals.times(number, two_levels=self._devices is not None) for number, totals in islands.items()),
-            background=self._counts["background"],
-            exchanges=self._counts["exchanges"],
-            skipped=self._counts["skipped"],
-            failed=self._counts["failed"],
-            most_tokens=most,
-            fewest_tokens=fewest,
-            devices_per_island=self._devices,
-            inside=inside,
-            between=between,
-        )
 
-    def _levels(self, devices: Sequence[_IslandTotals]) -> tuple[ExchangeLevel, ExchangeLevel]:
-        counts = self._counts
-        inside = ExchangeLevel(
-            exchanges=counts["inside exchanges"],
-            background=counts["inside background"],
-            sent_bytes=counts["inside bytes"] / max(1, len(devices)),
-            exchanged_s=sum(device.inside_exchanged_s for device in devices),
-            hidden_s=sum(device.inside_hidden_s for device in devices),
-            dropped_tokens=self._dropped_tokens,
-        )
-        between = ExchangeLevel(
-            exchanges=counts["exchanges"] - inside.exchanges,
-            background=counts["background"] - inside.background,
-            sent_bytes=self._between_bytes,
-            exchanged_s=sum(device.exchanged_s for device in devices) - inside.exchanged_s,
-            hidden_s=sum(device.hidden_s for device in devices) - inside.hidden_s,
-            dropped_tokens=None,
-        )
-        return inside, between
-
-    def _exchanged(self, event: ev.Exchanged) -> None:
-        self._counts.update(exchanges=1, background=event.background)
-        if event.inside is not None:
-            sent_bytes = sum(event.sent_bytes)
-            self._counts.update({"inside exchanges": 1, "inside background": event.background, "inside bytes": sent_bytes})
-        for number, arrived_s in zip(event.islands, event.arrived_s, strict=True):
-            island, start_s = self._islands[number], max(arrived_s, event.start_s)
-            if start_s < event.end_s:  # else the island arrived after the end of the exchange
-                (island.between if event.inside is None else island.inside).append((start_s, event.end_s))
-
-    def _round_finished(self, event: ev.RoundFinished) -> None:
-        for island in self._islands.values():
-            island.settle()
-        self._between_bytes = event.sent_bytes_per_island
-        tokens, self._tokens = event.tokens - self._tokens, event.tokens
-        if tokens > 0:  # a failed or skipped round commits none
-            fewest, most = self._round_tokens or (tokens, tokens)
-            self._round_tokens = min(fewest, tokens), max(most, tokens)
+def _levels(
+    devices: Sequence[_IslandTotals], counts: Counter[str], between_bytes: float, finished: ev.RunFinished | None
+) -> tuple[ExchangeLevel, ExchangeLevel]:
+    inside = ExchangeLevel(
+        exchanges=counts["inside"],
+        background=counts["inside_background"],
+        sent_bytes=counts["inside_bytes"] / max(1, len(devices)),
+        exchanged_s=sum(device.inside_exchanged_s for device in devices),
+        hidden_s=sum(device.inside_hidden_s for device in devices),
+        dropped_tokens=finished.inside_dropped_tokens if finished is not None else None,
+    )
+    between = ExchangeLevel(
+        exchanges=counts["exchanges"] - inside.exchanges,
+        background=counts["background"] - inside.background,
+        sent_bytes=between_bytes,
+        exchanged_s=sum(device.exchanged_s for device in devices) - inside.exchanged_s,
+        hidden_s=sum(device.hidden_s for device in devices) - inside.hidden_s,
+        dropped_tokens=None,
+    )
+    return inside, between
 
 
 def read_overlap(folder: str | Path) -> OverlapSummary | None:
     """The figures of the synchronous run in a folder, finished or not; None for an asynchronous one."""
-    if is_asynchronous(folder):
-        return None
-    totals = OverlapTotals()
-    for event in by_device(read_events(Path(folder) / "events.jsonl")):
-        totals.take(event)
-    return totals.summary()
+    return None if is_asynchronous(folder) else overlap_of(read_events(Path(folder) / "events.jsonl"))
 
 
 def reports_overlap(folder: str | Path) -> bool:
@@ -296,6 +272,10 @@ class _IslandTotals:
         self.batches += event.batches
         self.tokens += event.tokens
         self.computing.append((event.start_s, event.end_s))
+
+    def exchange(self, start_s: float, end_s: float, *, inside: bool) -> None:
+        if start_s < end_s:  # else the island arrived after the end of the exchange
+            (self.inside if inside else self.between).append((start_s, end_s))
 
     def extend(self, time_s: float) -> None:
         self.until_s = max(self.until_s, time_s)

@@ -135,9 +135,6 @@ def _draw_curves(
         format_axis(panel.xaxis, text)
 
 
-# ------------------------------------------------------------------------------------------------------------------------ losses
-
-
 def _losses_figure(folder: Path) -> Any:
     """Training and validation loss; where the deltas of islands were compared, their cosines and norms."""
     rounds, evaluations, compared = _read_rounds(folder)
@@ -200,9 +197,6 @@ def _draw_losses(panel: Any, rounds: Sequence[RoundFinished], evaluations: Seque
 def _draw_band(panel: Any, x: Any, low: Any, middle: Any, high: Any, colour: str, label: str | None) -> None:
     panel.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
     panel.plot(x, middle, color=colour, linewidth=1.8, label=label)
-
-
-# ------------------------------------------------------------------------------------------------------------ one kind of run
 
 
 def _asynchrony_figure(folder: Path, summary: AsynchronySummary) -> Any:

@@ -73,11 +73,6 @@ class RunningTotals:
             case _:
                 pass
 
-    @property
-    def local_updates_total(self) -> int | None:
-        """The local updates of all islands that end the run; None before RunStarted."""
-        return self.started.steps * self.started.islands if self.started is not None else None
-
     def utilisation(self, now_s: float) -> float | None:
         """Mean over islands of computing time over time present; None where presence or work is unknown.
 

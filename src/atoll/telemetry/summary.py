@@ -8,19 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from atoll.core import events as ev
 from atoll.core.errors import AtollError, CheckpointError
-from atoll.core.events import (
-    MEMORY_KINDS,
-    Attended,
-    Evaluated,
-    Event,
-    Leased,
-    MemoryCounted,
-    Refused,
-    RunFinished,
-    RunStarted,
-    SaveFailed,
-)
 from atoll.telemetry.async_summary import AsynchronySummary, read_asynchrony
 from atoll.telemetry.event_log import Clock, clock_of, read_events, read_kind
 from atoll.telemetry.overlap import OverlapSummary, read_overlap, reports_overlap
@@ -128,20 +117,20 @@ def read_summary(folder: str | Path) -> Summary:
     """The summary of a finished run. Raises an AtollError for an unfinished one, with the command that resumes it."""
     folder = Path(folder)
     log = folder / "events.jsonl"
-    last: dict[type[Event], Any] = {}
-    for event in read_events(log, kinds=(RunStarted, Evaluated, RunFinished)) if log.exists() else ():
+    last: dict[type[ev.Event], Any] = {}
+    for event in read_events(log, kinds=(ev.RunStarted, ev.Evaluated, ev.RunFinished)) if log.exists() else ():
         last[type(event)] = event
-    if RunFinished not in last:
+    if ev.RunFinished not in last:
         raise AtollError(_unfinished(folder))
-    if RunStarted not in last:
+    if ev.RunStarted not in last:
         raise CheckpointError(f"{log} ends with RunFinished but has no RunStarted. Restore the beginning of it.")
-    finished, evaluated = last[RunFinished], last.get(Evaluated)
+    finished, evaluated = last[ev.RunFinished], last.get(ev.Evaluated)
     process_s, resumed_from_round = _timing(folder)
     # The accuracy of an earlier evaluation would be that of other weights than the loss.
     metrics = evaluated.metrics if evaluated is not None and evaluated.local_updates == finished.local_updates else {}
     from_events = {
         field.name: getattr(event, field.name)
-        for event in (last[RunStarted], finished)
+        for event in (last[ev.RunStarted], finished)
         for field in fields(Summary)
         if hasattr(event, field.name)
     }
@@ -160,21 +149,21 @@ def read_summary(folder: str | Path) -> Summary:
 
 def read_memory(folder: str | Path) -> MemorySummary | None:
     """The largest count of each island, and the formula of the last count; None where no engine counted memory."""
-    counts = read_kind(folder, MemoryCounted) if (Path(folder) / "events.jsonl").exists() else []
+    counts = read_kind(folder, ev.MemoryCounted) if (Path(folder) / "events.jsonl").exists() else []
     if not counts:
         return None
-    largest: dict[int, MemoryCounted] = {}
+    largest: dict[int, ev.MemoryCounted] = {}
     for count in counts:
         if count.peak_bytes > getattr(largest.get(count.island), "peak_bytes", -1):
             largest[count.island] = count
-    names = ("island", *(f"{kind}_bytes" for kind in MEMORY_KINDS), "peak_bytes")
+    names = ("island", *(f"{kind}_bytes" for kind in ev.MEMORY_KINDS), "peak_bytes")
     islands = tuple(IslandMemory(**{name: getattr(largest[island], name) for name in names}) for island in sorted(largest))
     return MemorySummary(islands=islands, formula=counts[-1].formula, formula_bytes=counts[-1].formula_bytes)
 
 
 def read_participation(folder: str | Path) -> ParticipationSummary | None:
     """The commits of the elastic run in a folder; None for other runs and before the first commit."""
-    attended, leased = read_kind(folder, Attended), read_kind(folder, Leased)
+    attended, leased = read_kind(folder, ev.Attended), read_kind(folder, ev.Leased)
     if not attended:
         return None
     return ParticipationSummary(
@@ -185,8 +174,8 @@ def read_participation(folder: str | Path) -> ParticipationSummary | None:
         participating=fmean(event.participating for event in attended),
         delivered=sum(len(event.delivered) for event in leased),
         returned=sum(len(event.returned) for event in leased),
-        refused=len(read_kind(folder, Refused)),
-        not_saved=len(read_kind(folder, SaveFailed)),
+        refused=len(read_kind(folder, ev.Refused)),
+        not_saved=len(read_kind(folder, ev.SaveFailed)),
     )
 
 
