@@ -190,7 +190,7 @@ def test_what_islands_that_come_and_go_cannot_do_is_refused_and_leaves_no_folder
         (["toy-sync", "--join", "127.0.0.1:1", "--set", "seed=1"], "recipe, --set with --join"),
         (["toy-sync", "--elastic", "--engine", "ray"], "--engine ray with islands that come and go"),
         (["toy-sync", "--elastic", "--engine", "sim"], "--engine sim with islands that come and go"),
-        (["toy-async", "--engine", "ray", "--chaos", "script.json"], "the script script.json cannot be read"),
+        (["toy-async", "--engine", "ray", "--chaos", "script.json"], "the fault script script.json cannot be read"),
         (["toy-sync", "--elastic", "--ray-address", "here:1", "--backend", "gloo"], "--backend, --ray-address with islands"),
         (["toy-sync", "--elastic", "--host", "0.0.0.0"], "Give one that this machine has"),
         (["toy-sync", "--elastic", "--host", "::1"], "over IPv4"),

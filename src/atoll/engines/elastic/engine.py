@@ -280,7 +280,7 @@ class ElasticEngine:
         return state_digest(self.shared(), self._replicated())
 
     def _replicated(self) -> dict[str, Any]:
-        """What islands replicate besides the algorithm's state. The digest leaves out the books, which follow from the rest."""
+        """What islands replicate besides the algorithm's state. The digest leaves out the ledgers, which follow from the rest."""
         return {"leases": self.leases.to_parts(), "validator": self._validator.to_parts(), **self._accounting.to_parts()}
 
     def metadata(self) -> dict[str, Any]:

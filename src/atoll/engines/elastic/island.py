@@ -21,7 +21,7 @@ from atoll.core.state_packing import pack
 from atoll.engines.build import loss_of, replica_of
 from atoll.engines.driver import digest_without_size
 from atoll.engines.elastic.commit import QuorumSource
-from atoll.engines.elastic.engine import BehindQuorum, CommittedRound, ElasticEngine, RoundInputs, TrainingPlan
+from atoll.engines.elastic.engine import BehindQuorum, CommittedRound, ElasticEngine, RoundInputs, StateUnconfirmed, TrainingPlan
 from atoll.engines.elastic.leader_log import CommitLog, CommitRecord, LeaderLog, RunAlreadyFinished
 from atoll.engines.elastic.membership import Membership, log_while_waiting
 from atoll.engines.elastic.recovery import Recovery
@@ -172,14 +172,16 @@ class IslandProcess:
         self.status.phase = IslandPhase.TRAINING
         while not self._engine.over:
             written = self._leader_log.written if self._leader_log is not None else NO_VERSION
-            outcome = self._engine.round(RoundInputs(len(self._registry.alive()), written))
-            if isinstance(outcome, CommittedRound):
-                self._record(outcome)
-            elif isinstance(outcome, BehindQuorum):
-                self._catch_up(outcome)
-            else:
-                self._recovery.confirm(self._engine)
-                self._publish()
+            self._act_on(self._engine.round(RoundInputs(len(self._registry.alive()), written)))
+
+    def _act_on(self, outcome: CommittedRound | BehindQuorum | StateUnconfirmed) -> None:
+        if isinstance(outcome, CommittedRound):
+            self._record(outcome)
+        elif isinstance(outcome, BehindQuorum):
+            self._catch_up(outcome)
+        else:
+            self._recovery.confirm(self._engine)
+            self._publish()
 
     def _record(self, committed: CommittedRound) -> None:
         """Publish a commit to joiners, log it, and write it if this island leads."""
