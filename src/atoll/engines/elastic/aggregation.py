@@ -46,14 +46,7 @@ class DeltaSummary(NamedTuple):
 
 class UpdateValidator:
     """Rejects deltas that are not finite, or whose norm exceeds `limit` times the median of recent rounds; in the first rounds, of
-    the deltas beside it. A limit of infinity rejects only what is not finite.
-
-    >>> validator = UpdateValidator(limit=10)
-    >>> for _ in range(3):
-    ...     validator.record([DeltaSummary(1.0, True, 2.0), DeltaSummary(1.0, True, 3.0)], rejected={})
-    >>> validator.rejections([DeltaSummary(1.0, True, 2.5), DeltaSummary(1.0, True, 1e6)])
-    {1: 'its delta has a norm of 1e+06, 400000 times what is usual (2.5); the limit is 10 times'}
-    """
+    the deltas beside it. A limit of infinity rejects only what is not finite."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -61,7 +54,9 @@ class UpdateValidator:
 
     def rejections(self, deltas: Sequence[DeltaSummary]) -> dict[int, str]:
         """The reasons to reject deltas, by rank."""
-        usual = self._usual([one.norm for one in deltas if one.weight and one.finite])
+        norms = [one.norm for one in deltas if one.weight and one.finite]
+        known = self._norms if len(self._norms) >= NORM_SAMPLES else norms
+        usual = median(known) if len(known) >= NORM_SAMPLES else 0.0
         reasons = {rank: self._reason(one, usual) for rank, one in enumerate(deltas) if one.weight}
         return {rank: reason for rank, reason in reasons.items() if reason}
 
@@ -70,11 +65,6 @@ class UpdateValidator:
         accepted = [one.norm for rank, one in enumerate(deltas) if one.weight and rank not in rejected]
         if accepted:
             self._norms = [*self._norms, median(accepted)][-NORM_WINDOW:]
-
-    def _usual(self, norms: Sequence[float]) -> float:
-        """The expected norm; 0 if too few are known."""
-        known = self._norms if len(self._norms) >= NORM_SAMPLES else norms
-        return median(known) if len(known) >= NORM_SAMPLES else 0.0
 
     def _reason(self, one: DeltaSummary, usual: float) -> str:
         if not one.finite:

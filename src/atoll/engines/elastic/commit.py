@@ -56,12 +56,10 @@ class Commit:
 
     Attributes:
         names: of the participants, in rank order.
-        stale: members that were left out: their state was older, or fetched and of other bits.
         diverged: participants whose bits differ. Each must fetch the others' state afterwards.
     """
 
     names: tuple[str, ...]
-    stale: tuple[str, ...]
     diverged: tuple[str, ...]
     epoch: int
     attempts: int
@@ -195,8 +193,7 @@ class CommitProtocol:
         epoch = self._last_epoch = attempt_epoch(names, first)
         announced = [row for rank, row in enumerate(rows) if rank not in stale]
         result = self._mean(Exchange(wire, names, announced, self._wasted_bytes, self._wasted_control_bytes), proposal)
-        left_out, differing = (tuple(quorum.names[rank] for rank in ranks) for ranks in (stale, diverged))
-        return Commit(names, left_out, differing, epoch, self._failures + 1, result)
+        return Commit(names, tuple(quorum.names[rank] for rank in diverged), epoch, self._failures + 1, result)
 
     # -------------------------------------------------------------------------------------------------------------- membership
 

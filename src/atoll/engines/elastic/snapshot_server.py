@@ -70,16 +70,8 @@ class IslandStatus:
 
     def to_json(self) -> dict[str, Any]:
         version = self.version if self.phase is not IslandPhase.JOINING else None
-        return {
-            "name": self.name,
-            "has_folder": self.has_folder,
-            "address": self.address,
-            "phase": self.phase,
-            "version": version.number if version is not None else -1,
-            "exchanging": self.exchanging,
-            "confirmed": self.confirmed,
-            "suspects": sorted(self.suspects),
-        }
+        number = version.number if version is not None else -1
+        return {**vars(self), "version": number, "suspects": sorted(self.suspects)}
 
 
 @dataclass(frozen=True)
