@@ -7,7 +7,7 @@ import pytest
 from atoll.core.errors import ConfigError
 from atoll.core.events import Attended, Evaluated, Leased
 from atoll.telemetry.event_log import JsonlSink
-from atoll.testing.chaos import elastic_report, exactly_once_violations
+from atoll.testing.chaos import elastic_report, exactly_once_violations, report_text
 
 
 def leased(number, *delivered, returned=(), dropped=()):
@@ -120,3 +120,15 @@ def test_a_run_without_a_commit_has_no_report(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
     with pytest.raises(ConfigError, match="no commit"):
         elastic_report(tmp_path)
+
+
+def test_the_report_as_text(folder):
+    assert report_text(elastic_report(folder)).splitlines() == [
+        "faults        1 Kill",
+        "commits       4 in 5 attempts (80 % succeeded); 0 deltas refused, 0 checkpoints not saved",
+        "islands       2.00 known, 2.00 alive, 1.75 participating on average (0.875 of the living)",
+        "data          6 units delivered, 1 leased again: each in exactly one commit",
+        "equal bits    7 digests of islands' own logs compared, none differs",
+        "recovery      after a kill the others commit within 1.5 s (median; at most 1.5 s), and the killed one works again "
+        "within 2.5 s (median; at most 2.5 s)",
+    ]

@@ -48,20 +48,8 @@ Apply = Callable[[Sequence[LastingFault]], bool]
 """Brings a target into the state that these active faults cause. False if the target no longer exists."""
 
 
-class _FaultTarget:
-    """A process or a link with its active faults."""
-
-    def __init__(self, apply: Apply) -> None:
-        self._apply = apply
-        self._active: list[LastingFault] = []
-
-    def begin(self, fault: LastingFault) -> bool:
-        self._active.append(fault)
-        return self._apply(self._active)
-
-    def end(self, fault: LastingFault) -> bool:
-        self._active.remove(fault)
-        return self._apply(self._active)
+_Target = tuple[list[LastingFault], Apply]
+"""The active faults of a process or a link, and how they are applied."""
 
 
 class FaultInjector:
@@ -82,8 +70,8 @@ class FaultInjector:
         self._sequence = itertools.count()
         self._pending = [(one.at_s, next(self._sequence), one.fault) for one in script.faults]
         heapq.heapify(self._pending)
-        self._active: list[tuple[float, int, LastingFault, _FaultTarget]] = []
-        self._targets: dict[tuple[type[LastingFault] | None, object], _FaultTarget] = {}
+        self._active: list[tuple[float, int, LastingFault, _Target]] = []
+        self._targets: dict[tuple[type[LastingFault] | None, object], _Target] = {}
         self._start_s: float | None = None
         self._now_s = 0.0
         self._log_path = log
@@ -133,12 +121,15 @@ class FaultInjector:
             self._begin(fault, FullDisk, process.pid, lambda faults: _limit_files(process, limit_before, faults))
 
     def _begin(self, fault: LastingFault, kind: type[LastingFault] | None, target_id: object, apply: Apply) -> None:
-        target = self._targets.setdefault((kind, target_id), _FaultTarget(apply))
-        target.begin(fault)
+        target = active, apply = self._targets.setdefault((kind, target_id), ([], apply))
+        active.append(fault)
+        apply(active)
         heapq.heappush(self._active, (self._now_s + fault.for_s, next(self._sequence), fault, target))
 
-    def _revert(self, fault: LastingFault, target: _FaultTarget) -> None:
-        self._log("reverted", {"fault": type(fault).__name__, "done": target.end(fault)})
+    def _revert(self, fault: LastingFault, target: _Target) -> None:
+        active, apply = target
+        active.remove(fault)
+        self._log("reverted", {"fault": type(fault).__name__, "done": apply(active)})
 
     def _log(self, action: str, about: Mapping[str, Any]) -> None:
         at_s = self._now_s - (self._start_s if self._start_s is not None else self._now_s)

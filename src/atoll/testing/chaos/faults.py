@@ -197,19 +197,8 @@ def random_faults(
     file_bytes: int = 1,
     mbit_per_s: float = 1.0,
 ) -> tuple[TimedFault, ...]:
-    """Draws one fault for each multiple of `every_s` below `until_s`, uniformly. The same seed draws the same faults.
-
-    Args:
-        seed: of the draws.
-        victims: names of processes.
-        links: names of links.
-        every_s: seconds between two faults, and before the first.
-        until_s: end of the faults, exclusive.
-        kinds: fault classes to draw from.
-        for_s: duration of every fault but Kill.
-        file_bytes: of a FullDisk.
-        mbit_per_s: of a Slow.
-    """
+    """Draws one fault for each multiple of `every_s` below `until_s`, uniformly from `kinds` and from the names of processes in
+    `victims` or of links in `links`. The same seed draws the same faults. Every fault but Kill lasts `for_s` seconds."""
     where = [links if kind in (Cut, Slow) else victims for kind in kinds]
     if not where or not all(where) or not every_s > 0:
         raise ConfigError(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from atoll.core.errors import ConfigError
 from atoll.core.events import (
@@ -39,15 +39,8 @@ _WITH_WORK = "with work of its own"
 
 @dataclass(frozen=True, kw_only=True)
 class _FaultReport:
-    """Common to both reports.
-
-    Attributes:
-        injected: number of injected faults by kind.
-        skipped: faults that were not injected, with the reason.
-        refused: number of refused updates.
-        not_saved: number of failed checkpoints.
-        loss: of the last evaluation.
-    """
+    """Common to both reports: numbers of injected faults by kind, of refused updates and of failed checkpoints, the skipped faults
+    with the reasons, and the loss of the last evaluation."""
 
     injected: Mapping[str, int]
     skipped: tuple[str, ...]
@@ -58,17 +51,6 @@ class _FaultReport:
     def _fault_row(self) -> tuple[str, str]:
         kinds = ", ".join(f"{count} {name}" for name, count in self.injected.items()) or "none"
         return "faults", kinds + (f"; skipped: {', '.join(self.skipped)}" if self.skipped else "")
-
-
-class TextReport(Protocol):
-    """A report that lists its rows of text."""
-
-    def rows(self) -> Iterable[tuple[str, str]]: ...
-
-
-def report_text(report: TextReport) -> str:
-    """One line of text per row."""
-    return "\n".join(f"{name:<14}{text}" for name, text in report.rows())
 
 
 class _RunLogs:
@@ -99,19 +81,18 @@ def _of(events: Iterable[Event], kind: type[E]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
 
 
+def report_text(report: ElasticReport | HubReport) -> str:
+    """One line of text per row of the report."""
+    return "\n".join(f"{name:<14}{text}" for name, text in report.rows())
+
+
 # -------------------------------------------------------------------------------------------------------------- elastic runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class KillRecovery:
-    """How an elastic run recovered from a kill.
-
-    Attributes:
-        victim: the killed island.
-        at_s: time of the kill on the script's clock.
-        commit_s: seconds to the next commit of the others; None if there was none.
-        back_s: seconds to the first commit with work of the victim's next process; None if there was none.
-    """
+    """How an elastic run recovered from a kill at `at_s` on the script's clock: `commit_s` seconds to the next commit of the other
+    islands, `back_s` to the first commit with work of the victim's next process. None if there was no such commit."""
 
     victim: str
     at_s: float
@@ -156,16 +137,6 @@ class ElasticReport(_FaultReport):
         return self.commits / self.attempts if self.attempts else 0.0
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """
-        >>> same = {"data": (), "diverged": (), "recoveries": (), "refused": 0, "not_saved": 0, "unseen": 0, "skipped": ()}
-        >>> counts = {"commits": 9, "attempts": 10, "known": 2, "alive": 2, "participating": 1.5, "participating_of_alive": 0.75}
-        >>> print(report_text(ElasticReport(injected={}, delivered=12, returned=3, compared=17, loss=2.5, **same, **counts)))
-        faults        none
-        commits       9 in 10 attempts (90 % succeeded); 0 deltas refused, 0 checkpoints not saved
-        islands       2.00 known, 2.00 alive, 1.50 participating on average (0.750 of the living)
-        data          12 units delivered, 3 leased again: each in exactly one commit
-        equal bits    17 digests of islands' own logs compared, none differs
-        """
         yield self._fault_row()
         yield (
             "commits",
@@ -340,16 +311,6 @@ class HubReport(_FaultReport):
     lost_local_updates: int
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """
-        >>> some = {"refused": 0, "returned": 2, "left": 3, "joined": 3, "rejoined": 2, "restarts": 1, "lost_rounds": 3}
-        >>> counts = {"arrived": 60, "applied": 60, "local_updates": 240, "lost_local_updates": 12, "not_saved": 0, **some}
-        >>> print(report_text(HubReport(injected={"Kill": 2, "Freeze": 1}, skipped=(), violations=(), loss=2.5, **counts)))
-        faults        2 Kill, 1 Freeze
-        updates       60 arrived, 60 of them applied, with 240 local updates: none twice; 0 refused, 2 rounds dispatched again
-        workers       3 left, 3 joined (2 in the same moment: a restarted hub had another record of them)
-        hub           1 restarts; 3 updates (12 local updates) lost and computed again; 0 checkpoints not saved
-        loss          2.5000
-        """
         yield self._fault_row()
         yield (
             "updates",
