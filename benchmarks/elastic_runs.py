@@ -30,8 +30,8 @@ from atoll.optim.schedules import Cosine
 from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
-from atoll.testing.chaos import CHAOS_LOG, FaultScript, Kill, TimedFault, UpdateFault, elastic_report
-from atoll.testing.chaos.faults import UpdateFaultKind
+from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault, UpdateFault, UpdateFaultKind
+from atoll.testing.chaos.reports import elastic_report
 
 COMMAND = ["benchmarks/elastic_cost.py"]
 

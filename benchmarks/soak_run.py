@@ -21,7 +21,7 @@ from atoll.optim.sgd import Nesterov
 from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
-from atoll.testing.chaos import (
+from atoll.testing.chaos.faults import (
     LIGHTHOUSE,
     Cut,
     Fault,
@@ -31,10 +31,10 @@ from atoll.testing.chaos import (
     Kill,
     Slow,
     UpdateFault,
-    elastic_report,
     random_faults,
     random_update_faults,
 )
+from atoll.testing.chaos.reports import elastic_report
 
 KINDS: dict[str, type[Fault]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
 UPDATE_FAULTS = UpdateFault.__name__

@@ -33,7 +33,9 @@ from atoll.core.events import (
 )
 from atoll.core.tensor_file import load_tree
 from atoll.telemetry import read_events
-from atoll.testing.chaos import CHAOS_LOG, HUB, FaultInjector, FaultScript, Freeze, Kill, TimedFault, ray_processes
+from atoll.testing.chaos.fault_injector import FaultInjector
+from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Freeze, Kill, TimedFault
+from atoll.testing.chaos.ray_faults import HUB, ray_processes
 
 PATIENCE_S = 90.0
 SETTINGS = (

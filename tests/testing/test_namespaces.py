@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from atoll.testing import namespaces
-from atoll.testing.chaos import ShapedLink
+from atoll.testing.chaos.network_links import ShapedLink
 
 UNAVAILABLE = namespaces.unavailable_reason()
 as_root = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))

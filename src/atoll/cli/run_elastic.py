@@ -29,7 +29,7 @@ from atoll.engines.processes.rank_log import leave_at_once
 from atoll.runs.folder import RunFolder, default_path
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import FaultScript
+    from atoll.testing.chaos.faults import FaultScript
 
 START_LIMIT_S = 3600.0
 
@@ -74,14 +74,14 @@ def carry_out_elastic(
             sinks, say = sinks_of(mine.recipe, mine, quiet=quiet), _say_nothing if quiet else _say
             keep_going(folder, place, say=say, sinks=sinks, chaos=script)
     if script is not None:
-        from atoll.testing.chaos import elastic_report, report_text
+        from atoll.testing.chaos.reports import elastic_report, report_text
 
         print(report_text(elastic_report(folder)), file=sys.stderr)
     show_result(folder, as_json=as_json)
 
 
 def _script(path: Path | None) -> FaultScript | None:
-    from atoll.testing.chaos import FaultScript
+    from atoll.testing.chaos.faults import FaultScript
 
     return FaultScript.read(path) if path is not None else None
 
@@ -89,7 +89,7 @@ def _script(path: Path | None) -> FaultScript | None:
 def _faults(path: Path | None) -> Interpose | None:
     if path is None:
         return None
-    from atoll.testing.chaos import interpose_update_faults
+    from atoll.testing.chaos.update_faults import interpose_update_faults
 
     return interpose_update_faults(path)
 

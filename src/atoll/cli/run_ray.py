@@ -20,7 +20,7 @@ from atoll.engines.ray.spec import read_ray, told, with_said
 from atoll.runs.folder import RunFolder, default_path
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import FaultScript
+    from atoll.testing.chaos.faults import FaultScript
 
 
 def carry_out_on_ray(
@@ -72,7 +72,7 @@ def carry_out_on_ray(
             else:
                 resume_on_ray(folder, place, sinks=sinks, command=sys.argv, say=say, chaos=script)
     if script is not None:
-        from atoll.testing.chaos import hub_report, report_text
+        from atoll.testing.chaos.reports import hub_report, report_text
 
         print(report_text(hub_report(folder)), file=sys.stderr)
     show_result(folder, as_json=as_json)
@@ -82,7 +82,7 @@ def _script(path: Path | None) -> FaultScript | None:
     """What a file says is to go wrong."""
     if path is None:
         return None
-    from atoll.testing.chaos import FaultScript
+    from atoll.testing.chaos.faults import FaultScript
 
     return FaultScript.read(path)
 

@@ -21,7 +21,8 @@ from atoll.engines.warm_start import Cache, load_data, warm_up
 from atoll.runs.folder import RunFolder
 from atoll.runs.workloads import plain_workload
 from atoll.telemetry import read_events
-from atoll.testing.chaos import FaultScript, interpose_update_faults
+from atoll.testing.chaos.faults import FaultScript
+from atoll.testing.chaos.update_faults import interpose_update_faults
 from atoll.testing.simulated_runs import Recorder
 
 HOST = "127.0.0.1"

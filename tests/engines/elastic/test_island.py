@@ -42,7 +42,8 @@ from atoll.engines.elastic.supervisor import island_name
 from atoll.engines.processes.spec import placed
 from atoll.models.gpt import GPT
 from atoll.telemetry import read_events
-from atoll.testing.chaos import UpdateFault, exactly_once_violations
+from atoll.testing.chaos.faults import UpdateFault
+from atoll.testing.chaos.reports import exactly_once_violations
 
 
 @pytest.mark.parametrize(("size", "weighting"), [(1, "uniform"), (2, "uniform"), (3, "uniform"), (3, "examples")])

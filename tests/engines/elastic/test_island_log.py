@@ -23,7 +23,7 @@ from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.elastic.supervisor import island_name
 from atoll.runs.folder import RunFolder
-from atoll.testing.chaos import exactly_once_violations
+from atoll.testing.chaos.reports import exactly_once_violations
 
 
 def attended(number):

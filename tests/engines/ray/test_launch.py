@@ -15,7 +15,7 @@ from atoll.engines.ray.spec import Ray, on_workers, write_ray
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import JsonlSink
-from atoll.testing.chaos import CHAOS_LOG, FaultScript, Kill, TimedFault
+from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault
 from atoll.testing.simulated_runs import arrived
 
 AT_ONCE = Ray(limit_s=1e-9)

@@ -11,7 +11,8 @@ import pytest
 
 from atoll.core.errors import ConfigError
 from atoll.core.events import Attended
-from atoll.testing.chaos import Cut, FaultInjector, FaultScript, Freeze, FullDisk, Kill, Slow, TimedFault
+from atoll.testing.chaos.fault_injector import FaultInjector
+from atoll.testing.chaos.faults import Cut, FaultScript, Freeze, FullDisk, Kill, Slow, TimedFault
 
 FIRST = Attended(round=1, known=1, alive=1, participating=1, attempts=1, epoch=2, digest="0", virtual_time_s=None, wall_time_s=9.0)
 

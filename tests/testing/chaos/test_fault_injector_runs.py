@@ -16,7 +16,8 @@ from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
 from atoll.testing import namespaces
-from atoll.testing.chaos import Cut, FaultScript, FullDisk, Slow, TimedFault, UpdateFault, elastic_report
+from atoll.testing.chaos.faults import Cut, FaultScript, FullDisk, Slow, TimedFault, UpdateFault
+from atoll.testing.chaos.reports import elastic_report
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 
 from atoll.core.errors import ConfigError
-from atoll.testing.chaos import (
+from atoll.testing.chaos.faults import (
     LIGHTHOUSE,
     Cut,
     FaultScript,
@@ -116,3 +116,8 @@ def test_a_script_survives_a_round_trip_through_json():
 def test_an_invalid_script_is_refused_with_what_is_allowed(text, said):
     with pytest.raises(ConfigError, match=said):
         FaultScript.from_text(text)
+
+
+def test_the_json_of_a_script():
+    script = FaultScript(faults=(TimedFault(at_s=5.0, fault=Kill(victim="island-0001")),))
+    assert script.to_text() == '{"faults": [{"at_s": 5.0, "fault": "Kill", "victim": "island-0001"}], "update_faults": []}'

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from atoll.core.errors import ConfigError
-from atoll.testing.chaos import LIGHTHOUSE, Cut, FaultScript, Kill, Slow, TimedFault
+from atoll.testing.chaos.faults import LIGHTHOUSE, Cut, FaultScript, Kill, Slow, TimedFault
 from atoll.testing.chaos.network_links import check_links
 
 NAMES = [LIGHTHOUSE, "island-0000", "island-0001"]

@@ -7,7 +7,7 @@ import pytest
 from atoll.core.errors import ConfigError
 from atoll.core.events import Attended, Evaluated, Leased
 from atoll.telemetry.event_log import JsonlSink
-from atoll.testing.chaos import elastic_report, exactly_once_violations, report_text
+from atoll.testing.chaos.reports import elastic_report, exactly_once_violations, report_text
 
 
 def leased(number, *delivered, returned=(), dropped=()):

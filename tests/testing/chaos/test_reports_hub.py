@@ -7,8 +7,8 @@ import pytest
 from atoll.core.errors import ConfigError
 from atoll.core.events import Dispatched, Evaluated, HubRestarted, IslandJoined, IslandLeft, Refused, Returned, SaveFailed
 from atoll.telemetry.event_log import JsonlSink
-from atoll.testing.chaos import CHAOS_LOG, hub_report, report_text
-from atoll.testing.chaos.reports import update_violations
+from atoll.testing.chaos.faults import CHAOS_LOG
+from atoll.testing.chaos.reports import hub_report, report_text, update_violations
 from atoll.testing.simulated_runs import arrived
 
 STEPS = 4

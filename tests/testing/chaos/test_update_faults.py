@@ -9,7 +9,8 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Mean
 from atoll.engines.elastic.membership import Quorum
-from atoll.testing.chaos import UpdateCorrupter, UpdateFault
+from atoll.testing.chaos.faults import UpdateFault
+from atoll.testing.chaos.update_faults import UpdateCorrupter
 
 
 class Round:

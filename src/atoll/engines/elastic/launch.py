@@ -29,7 +29,8 @@ from atoll.runs.workloads import plain_workload
 from atoll.telemetry.sinks import Fanout
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import FaultInjector, FaultScript
+    from atoll.testing.chaos.fault_injector import FaultInjector
+    from atoll.testing.chaos.faults import FaultScript
 
 
 def create_elastic(run: Run, place: Elastic, folder: Path, command: Sequence[str]) -> Path:

@@ -28,7 +28,7 @@ from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import FaultInjector
+    from atoll.testing.chaos.fault_injector import FaultInjector
 
 _LOOK_S = 0.05
 _QUIET = {"RUST_LOG": "warn", "TORCH_CPP_LOG_LEVEL": "ERROR"}

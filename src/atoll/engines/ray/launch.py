@@ -50,7 +50,7 @@ from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.sinks import Fanout
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import FaultScript
+    from atoll.testing.chaos.faults import FaultScript
 
 _PUBLISHED = 8
 """Weights that lie in the object store besides a delta of each worker: those published last, and those that wait to be judged."""

@@ -30,7 +30,8 @@ from atoll.runs.workloads import Loaded, fingerprint, island_workload, plain_wor
 from atoll.telemetry.event_log import JsonlSink, read_events
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import FaultScript, RayFaultInjector
+    from atoll.testing.chaos.faults import FaultScript
+    from atoll.testing.chaos.ray_faults import RayFaultInjector
 
 HUB_LOG = "hub.log"
 HUB_LOCK = "hub.lock"
@@ -167,6 +168,6 @@ def breaking(script: FaultScript | None, folder: Path) -> RayFaultInjector | Non
     """What breaks the run in this folder on purpose, if it is to be broken."""
     if script is None:
         return None
-    from atoll.testing.chaos import RayFaultInjector
+    from atoll.testing.chaos.ray_faults import RayFaultInjector
 
     return RayFaultInjector(script, folder)

@@ -17,7 +17,7 @@ from atoll.runs.folder import write_text
 from atoll.runs.run import Run
 
 if TYPE_CHECKING:
-    from atoll.testing.chaos import FaultScript
+    from atoll.testing.chaos.faults import FaultScript
 
 LOCAL = "local"
 """Said for an address: this machine, also where the run was on a cluster before."""
@@ -105,7 +105,7 @@ def places_of(run: Run, place: Ray) -> int:
 def refuse_strangers(script: FaultScript | None, place: Ray, run: Run) -> None:
     """Refuse a script of what cannot happen to this run."""
     if script is not None:
-        from atoll.testing.chaos import check_ray_script
+        from atoll.testing.chaos.ray_faults import check_ray_script
 
         check_ray_script(script, places_of(run, place))
 

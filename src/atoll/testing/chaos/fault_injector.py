@@ -53,13 +53,8 @@ _Target = tuple[list[LastingFault], Apply]
 
 
 class FaultInjector:
-    """Executes a fault script on one run. As a Sink it starts the script's clock at the first commit, or the first arrived update.
-
-    Args:
-        script: the faults.
-        log: file for one JSON object per line; it is truncated first.
-        links: that can be cut or shaped, by name.
-    """
+    """Executes a fault script on one run, and logs one JSON object per line to the file `log`, which is truncated first. As a Sink
+    it starts the script's clock at the first commit, or the first arrived update."""
 
     def __init__(self, script: FaultScript, log: Path, *, links: Mapping[str, FaultyLink] | None = None) -> None:
         self._links = dict(links or {})
@@ -117,7 +112,9 @@ class FaultInjector:
         elif isinstance(fault, Freeze):
             self._begin(fault, Freeze, process.pid, lambda faults: _stop_or_continue(process, faults))
         else:
-            limit_before = _file_limit(process)
+            limit_before = resource.RLIM_INFINITY
+            with suppress(ProcessLookupError):
+                limit_before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[0]
             self._begin(fault, FullDisk, process.pid, lambda faults: _limit_files(process, limit_before, faults))
 
     def _begin(self, fault: LastingFault, kind: type[LastingFault] | None, target_id: object, apply: Apply) -> None:
@@ -160,12 +157,6 @@ def _stop_or_continue(process: TargetProcess, faults: Sequence[LastingFault]) ->
         os.kill(process.pid, signal.SIGSTOP if faults else signal.SIGCONT)
         return True
     return False
-
-
-def _file_limit(process: TargetProcess) -> int:
-    with suppress(ProcessLookupError):
-        return resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[0]
-    return resource.RLIM_INFINITY
 
 
 def _limit_files(process: TargetProcess, limit_before: int, faults: Sequence[LastingFault]) -> bool:

@@ -19,7 +19,7 @@ CHAOS_LOG = "chaos.jsonl"
 
 
 class _ValidatedFields:
-    """Refuses a number field that is not a number of 0 or more, and a name field that is not a string."""
+    """Refuses a number field without a number of 0 or more, and a name field without a string."""
 
     def __post_init__(self) -> None:
         record: Any = self
@@ -34,11 +34,7 @@ class _ValidatedFields:
 
 @dataclass(frozen=True, kw_only=True)
 class Kill(_ValidatedFields):
-    """SIGKILL of one process. Its supervisor starts it again.
-
-    Args:
-        victim: name of the process: lighthouse, island-0000 and so on; in a run on Ray hub, worker-0 and so on.
-    """
+    """SIGKILL of the process with this name: lighthouse, island-0000 and so on; in a run on Ray hub, worker-0 and so on."""
 
     victim: str
 
@@ -62,12 +58,7 @@ class FullDisk(_ValidatedFields):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut(_ValidatedFields):
-    """A link drops every packet for `for_s` seconds. Neither end gets an error.
-
-    Args:
-        link: name of the link. A run that creates its own links names each after the process at its end.
-        for_s: duration in seconds.
-    """
+    """A link drops every packet for `for_s` seconds; neither end gets an error. A run names its links after its processes."""
 
     link: str
     for_s: float
@@ -100,15 +91,11 @@ UpdateFaultKind = Literal["corrupt_delta", "corrupt_mean", "corrupt_weight", "ki
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateFault(_ValidatedFields):
-    """A fault inside an island's own process, in its update of one round.
+    """A fault inside an island's own process, in its update of the round after `round` commits, if it has work in it.
 
-    Args:
-        island: name of the island.
-        round: number of commits before the round. An island without work in that round injects nothing.
-        kind: corrupt_delta flips a bit of the delta that the island sends, after it has sent the checksums; corrupt_mean flips a
-            bit of the mean that it sends; corrupt_weight sends a wrong weight of the delta to one peer. kill_in_delta and
-            kill_in_mean are SIGKILL while the island sends its delta, or the mean. nan sets one number of the delta to NaN; huge
-            multiplies the delta by a million.
+    corrupt_delta flips a bit of the delta that the island sends, after it has sent the checksums; corrupt_mean flips a bit of the
+    mean that it sends; corrupt_weight sends a wrong weight of the delta to one peer. kill_in_delta and kill_in_mean are SIGKILL
+    while the island sends its delta, or the mean. nan sets one number of the delta to NaN; huge multiplies the delta by a million.
     """
 
     island: str
@@ -135,14 +122,7 @@ class FaultScript:
         return {one.fault.link for one in self.faults if isinstance(one.fault, Cut | Slow)}
 
     def to_text(self) -> str:
-        """As JSON.
-
-        >>> script = FaultScript(faults=(TimedFault(at_s=5.0, fault=Kill(victim="island-0001")),))
-        >>> script.to_text()
-        '{"faults": [{"at_s": 5.0, "fault": "Kill", "victim": "island-0001"}], "update_faults": []}'
-        >>> FaultScript.from_text(script.to_text()) == script
-        True
-        """
+        """As JSON."""
         faults = [{"at_s": one.at_s, "fault": type(one.fault).__name__, **asdict(one.fault)} for one in self.faults]
         return json.dumps({"faults": faults, "update_faults": [asdict(one) for one in self.update_faults]})
 

@@ -53,28 +53,23 @@ class _FaultReport:
         return "faults", kinds + (f"; skipped: {', '.join(self.skipped)}" if self.skipped else "")
 
 
-class _RunLogs:
-    """The logs of a run that both reports read."""
+def _read_logs(folder: Path, kinds: Iterable[type[Event]]) -> tuple[list[Event], list[dict[str, Any]]]:
+    """The run's events of these kinds and of those in every report, and the lines of the chaos log."""
+    chaos = folder / CHAOS_LOG
+    actions = map(json.loads, chaos.read_text("utf-8").splitlines()) if chaos.exists() else ()
+    return list(read_events(folder / "events.jsonl", [*kinds, Evaluated, Refused, SaveFailed])), list(actions)
 
-    def __init__(self, folder: Path, kinds: Iterable[type[Event]]) -> None:
-        self.events = list(read_events(folder / "events.jsonl", [*kinds, Evaluated, Refused, SaveFailed]))
-        chaos = folder / CHAOS_LOG
-        self.actions: list[dict[str, Any]] = list(map(json.loads, chaos.read_text("utf-8").splitlines())) if chaos.exists() else []
 
-    def of(self, kind: type[E]) -> list[E]:
-        return _of(self.events, kind)
-
-    def common(self) -> dict[str, Any]:
-        """The fields of a _FaultReport."""
-        skipped = [action["skipped"] for action in self.actions if "skipped" in action]
-        losses = [event.loss for event in self.of(Evaluated)]
-        return {
-            "injected": dict(Counter(str(action["injected"]["fault"]) for action in self.actions if "injected" in action)),
-            "skipped": tuple(f"{one['fault']} of {one['victim']} ({one['why']} on this machine)" for one in skipped),
-            "refused": len(self.of(Refused)),
-            "not_saved": len(self.of(SaveFailed)),
-            "loss": losses[-1] if losses else None,
-        }
+def _common_fields(events: Sequence[Event], actions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    skipped = [action["skipped"] for action in actions if "skipped" in action]
+    losses = [event.loss for event in _of(events, Evaluated)]
+    return {
+        "injected": dict(Counter(str(action["injected"]["fault"]) for action in actions if "injected" in action)),
+        "skipped": tuple(f"{one['fault']} of {one['victim']} ({one['why']} on this machine)" for one in skipped),
+        "refused": len(_of(events, Refused)),
+        "not_saved": len(_of(events, SaveFailed)),
+        "loss": losses[-1] if losses else None,
+    }
 
 
 def _of(events: Iterable[Event], kind: type[E]) -> list[E]:
@@ -102,12 +97,10 @@ class KillRecovery:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticReport(_FaultReport):
-    """What the faults cost an elastic run.
+    """What the faults cost an elastic run. Numbers of islands are means over the commits.
 
     Attributes:
-        commits, attempts: number of commits in the event log, and of attempts that they took.
-        known, alive, participating: number of islands, means over the commits.
-        participating_of_alive: mean of the ratio.
+        attempts: that the commits took.
         delivered, returned: units of data in a commit, and units that were leased in vain.
         data: violations of "each unit of data is in exactly one commit".
         compared: number of state digests in islands' own logs that were compared with the event log.
@@ -174,8 +167,8 @@ class LoggedCommit(NamedTuple):
 
 def elastic_report(folder: Path, *, units: int | None = None) -> ElasticReport:
     """The report of the elastic run in this folder. `units` of data were to be delivered, if known."""
-    logs = _RunLogs(folder, [Attended, Leased])
-    attended, leased = logs.of(Attended), logs.of(Leased)
+    events, actions = _read_logs(folder, [Attended, Leased])
+    attended, leased = _of(events, Attended), _of(events, Leased)
     if not attended:
         raise ConfigError(f"{folder} has no commit of elastic islands, so there is nothing to report. Let it run longer.")
     commits = {path.stem: list(logged_commits(path)) for path in sorted((folder / "logs").glob("*.log"))}
@@ -193,19 +186,13 @@ def elastic_report(folder: Path, *, units: int | None = None) -> ElasticReport:
         compared=compared,
         diverged=diverged,
         unseen=unseen,
-        recoveries=tuple(kill_recoveries(logs.actions, commits)),
-        **logs.common(),
+        recoveries=tuple(kill_recoveries(actions, commits)),
+        **_common_fields(events, actions),
     )
 
 
 def exactly_once_violations(leased: Iterable[Leased], *, units: int | None = None) -> list[str]:
-    """Units of data that are in two commits, or in none although later units of their shard are, and dropped units.
-
-    >>> one = Leased(round=1, delivered=[[0, 0, 0, 10], [1, 1, 0, 10]], returned=[], virtual_time_s=None, wall_time_s=1.0)
-    >>> two = Leased(round=2, delivered=[[0, 0, 20, 10], [1, 1, 0, 10]], returned=[], virtual_time_s=None, wall_time_s=2.0)
-    >>> exactly_once_violations([one, two])
-    ['shard 0: batches 10 to 20 are in no commit', 'shard 1: batches 0 to 10 are in commits 1 and 2']
-    """
+    """Units of data that are in two commits, or in none although later units of their shard are, and dropped units."""
     spans: dict[int, list[tuple[int, int, int]]] = {}
     dropped: list[str] = []
     for event in leased:
@@ -332,24 +319,24 @@ class HubReport(_FaultReport):
 
 def hub_report(folder: Path) -> HubReport:
     """The report of the run with a hub in this folder."""
-    logs = _RunLogs(folder, [Arrived, Dispatched, HubRestarted, IslandJoined, IslandLeft, Returned])
-    arrived, restarts = logs.of(Arrived), logs.of(HubRestarted)
+    events, actions = _read_logs(folder, [Arrived, Dispatched, HubRestarted, IslandJoined, IslandLeft, Returned])
+    arrived, restarts, joined = _of(events, Arrived), _of(events, HubRestarted), _of(events, IslandJoined)
     if not arrived:
         raise ConfigError(f"{folder} has no update that reached a hub, so there is nothing to report. Let it run longer.")
-    left = {(event.island, event.time_s) for event in logs.of(IslandLeft)}
+    left = [(event.island, event.time_s) for event in _of(events, IslandLeft)]
     return HubReport(
         arrived=len(arrived),
         applied=sum(event.applied for event in arrived),
         local_updates=sum(event.steps for event in arrived),
-        violations=tuple(update_violations(logs.events)),
-        returned=len(logs.of(Returned)),
-        left=len(logs.of(IslandLeft)),
-        joined=len(logs.of(IslandJoined)),
-        rejoined=sum((event.island, event.time_s) in left for event in logs.of(IslandJoined)),
+        violations=tuple(update_violations(events)),
+        returned=len(_of(events, Returned)),
+        left=len(left),
+        joined=len(joined),
+        rejoined=sum((event.island, event.time_s) in left for event in joined),
         restarts=len(restarts),
         lost_rounds=sum(event.lost_rounds for event in restarts),
         lost_local_updates=sum(event.lost_local_updates for event in restarts),
-        **logs.common(),
+        **_common_fields(events, actions),
     )
 
 
