@@ -1,12 +1,12 @@
-"""Runs' folders, written with the real sink: what an engine would report for islands that train alone and then meet, and for
-workers that come and go at a hub."""
+"""Folders of simulated logs, written with the real sink: synchronous runs whose islands exchange after each round, and asynchronous
+runs whose workers exchange with a hub."""
 
 from __future__ import annotations
 
 import heapq
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from atoll.telemetry import JsonlSink
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A made-up run. Island i takes `step_s * (1 + i / 4)` for a step, and a meeting takes `meet_s`."""
+    """A synchronous run. Island i takes `step_s * (1 + i / 4)` for a step, and an exchange takes `exchange_s`."""
 
     recipe: str = "demo-ddp"
     algorithm: str = "DDP"
@@ -39,7 +39,7 @@ class Script:
     rounds: int = 4
     steps_per_round: int = 5
     step_s: float = 1.0
-    meet_s: float = 2.0
+    exchange_s: float = 2.0
     payload_bytes: int = 1000
     tokens_per_step: int = 100
     params: int = 12_345
@@ -49,7 +49,7 @@ class Script:
     finished: bool = True
 
     def events(self) -> Iterator[Event]:
-        """What the engine would report, in order."""
+        """What the engine reports, in order."""
         yield RunStarted(
             recipe=self.recipe,
             algorithm=self.algorithm,
@@ -71,7 +71,7 @@ class Script:
 
     @property
     def round_s(self) -> float:
-        return self.slowest_s + self.meet_s
+        return self.slowest_s + self.exchange_s
 
     @property
     def computed_s(self) -> list[float]:
@@ -146,15 +146,15 @@ class Script:
         )
 
     def write(self, folder: Path) -> Path:
-        """The run's folder, as a run leaves it."""
+        """The folder of the run."""
         return _write(folder, self.recipe, self.seed, self.events(), finished=self.finished)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncScript:
-    """A made-up asynchronous run. Worker i takes `step_s[i]` for a step; weights and updates take `transfer_s` to travel.
+    """An asynchronous run. Worker i takes `step_s[i]` for a step; weights and updates take `transfer_s` to travel.
 
-    The hub waits `grace_s` from the first arrival on if somebody will come by then. Worker i keeps to shard i.
+    The hub waits `grace_s` from the first arrival on if another worker arrives by then. Worker i reads shard i.
     """
 
     recipe: str = "demo-async"
@@ -179,7 +179,7 @@ class AsyncScript:
         return self.rounds * self.steps_per_round // self.islands
 
     def events(self) -> Iterator[Event]:
-        """What the engine would report, in order: the hub's steps, and the windows between them."""
+        """What the engine reports, in order: the hub's steps, and the windows between them."""
         yield RunStarted(
             recipe=self.recipe, algorithm="AsyncLocalSGD", islands=self.islands, params=12_345, steps=self.steps, seed=self.seed
         )
@@ -208,7 +208,7 @@ class AsyncScript:
             yield self._finished(now_s)
 
     def write(self, folder: Path) -> Path:
-        """The run's folder, as a run leaves it."""
+        """The folder of the run."""
         return _write(folder, self.recipe, self.seed, self.events(), finished=self.finished)
 
     def _arrival_s(self, task: Dispatched) -> float:
@@ -311,21 +311,11 @@ def _write(folder: Path, recipe: str, seed: int, events: Iterable[Event], *, fin
 
 @pytest.fixture
 def script() -> type[Script]:
-    """The class of made-up runs; `script(rounds=3).write(folder)` makes a folder."""
+    """The class of synchronous runs; `script(rounds=3).write(folder)` makes a folder."""
     return Script
 
 
 @pytest.fixture
 def async_script() -> type[AsyncScript]:
-    """The class of made-up asynchronous runs."""
+    """The class of asynchronous runs."""
     return AsyncScript
-
-
-@pytest.fixture
-def write_run(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a made-up run into its own folder under tmp_path."""
-
-    def write(name: str, made_up: Script) -> Path:
-        return made_up.write(tmp_path / name)
-
-    return write

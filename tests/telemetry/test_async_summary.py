@@ -75,7 +75,7 @@ def parts(summary: AsynchronySummary, number: int = 0) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("grace_s", [0.0, 2.0, 100.0])
 @pytest.mark.parametrize("finished", [True, False])
-def test_every_second_of_a_worker_is_in_one_place(tmp_path, async_script, grace_s: float, finished: bool) -> None:
+def test_every_second_of_a_worker_counts_in_one_part(tmp_path, async_script, grace_s: float, finished: bool) -> None:
     run = async_script(grace_s=grace_s, rounds=20, finished=finished)
     summary = read_asynchrony(run.write(tmp_path / "run"))
     for worker in summary.workers:
@@ -86,7 +86,7 @@ def test_every_second_of_a_worker_is_in_one_place(tmp_path, async_script, grace_
     assert sum(worker.rounds for worker in summary.workers) == summary.arrivals == run.rounds
 
 
-def test_waiting_is_what_the_windows_say(tmp_path, async_script) -> None:
+def test_waiting_agrees_with_the_windows(tmp_path, async_script) -> None:
     run = async_script(rounds=20)
     summary = read_asynchrony(run.write(tmp_path / "run"))
     said = dict.fromkeys(range(run.islands), 0.0)
@@ -126,7 +126,7 @@ def test_an_update_that_was_left_out_arrived_but_was_not_applied() -> None:
     assert summary.staleness.counts == {0: 1, 9: 1}
 
 
-def test_a_worker_that_dies_in_mid_round_has_spent_its_time_on_nothing() -> None:
+def test_the_time_of_a_worker_that_dies_in_mid_round_is_unfinished() -> None:
     summary = summarize(
         dispatched(0, 0, 0.0),
         dispatched(1, 1, 0.0),
@@ -160,7 +160,7 @@ def test_a_worker_that_leaves_while_it_waits_in_a_window_has_waited() -> None:
     assert parts(summarize(*events)) == (1.5, 0.75, 1.75, 0.0, 4.0)
 
 
-def test_a_refused_round_is_lost_once_and_a_second_delivery_ends_nobodys_round() -> None:
+def test_a_refused_round_is_lost_once_and_a_second_delivery_ends_no_round() -> None:
     first = (dispatched(0, 0, 0.0), computed(0, 0, 0.5, 2.0), Refused(island=0, round=0, virtual_time_s=2.25, reason="NaN"))
     again = (dispatched(0, 1, 3.0), Refused(island=0, round=0, virtual_time_s=3.5, reason="delivered twice"))
     stranger = Refused(island=77, round=9, virtual_time_s=4.0, reason="unknown")
@@ -188,7 +188,7 @@ def test_a_round_under_way_at_the_end_is_neither_computing_nor_idle() -> None:
     assert parts(summarize(dispatched(0, 0, 0.0), end)) == (0.0, 0.0, 0.0, 8.0, 8.0)
 
 
-def test_a_synchronous_run_has_none(tmp_path, script) -> None:
+def test_a_synchronous_run_has_no_asynchrony(tmp_path, script) -> None:
     assert read_asynchrony(script().write(tmp_path / "run")) is None
 
 

@@ -45,7 +45,7 @@ def test_the_table_fits_into_eighty_columns_and_has_every_figure(folders) -> Non
     assert "the most" in next(line for line in text.splitlines() if "DDP" in line)
 
 
-def test_a_long_name_gives_way_and_the_figures_do_not(tmp_path, script) -> None:
+def test_a_long_name_wraps_and_figures_do_not(tmp_path, script) -> None:
     name = "a-recipe-with-a-name-that-nobody-would-want-to-type"
     text = printed(table(comparison([script(recipe=name).write(tmp_path / "a")])), width=60)
     assert "2.35" in text
@@ -106,7 +106,7 @@ def test_with_memory_too_the_table_fits_into_eighty_columns_and_breaks_no_name(t
     assert {*names, "demo-async-naive", "AsyncLocalSGD", "DiLoCo", "over", "ACCO", "1.63"} <= set(words)
 
 
-def test_the_sentence_speaks_of_the_runs(folders) -> None:
+def test_the_sentence_compares_the_runs(folders) -> None:
     assert (
         sentence(comparison(folders))
         == "demo-diloco reaches 2.31 against demo-ddp's 2.35 with 1/10 of the bytes in 0.45 of the time."
@@ -130,7 +130,7 @@ def test_accuracy_has_a_column_of_its_own_as_soon_as_one_run_has_it(folders, tmp
     assert "accuracy" not in markdown(comparison(folders))
 
 
-def test_json_tells_an_asynchronous_run_and_leaves_a_synchronous_one_as_it_was(folders, tmp_path, async_script) -> None:
+def test_json_has_asynchrony_for_asynchronous_runs_only(folders, tmp_path, async_script) -> None:
     read = json.loads(json.dumps(comparison([folders[0], async_script().write(tmp_path / "c")]).to_dict()))
     assert ["asynchrony" in run for run in read["runs"]] == [False, True]
     assert read["runs"][1]["asynchrony"]["arrivals"] == 12
@@ -146,7 +146,7 @@ def test_json_holds_the_summaries_and_the_sentence(folders) -> None:
     assert [run["share_of_most_bytes"] for run in read["runs"]] == [1.0, 0.1]
 
 
-def test_data_is_read_from_the_run_and_may_be_dealt_out_differently(folders) -> None:
+def test_runs_with_other_data_are_not_comparable_and_with_another_partition_are(folders) -> None:
     for folder, partition in zip(folders, ("IID", "ByDomain"), strict=True):
         (folder / "run.json").write_text(json.dumps({"data": {"corpus": "stdlib", "partition": partition}}))
     assert "reaches" in sentence(comparison(folders))
@@ -154,7 +154,7 @@ def test_data_is_read_from_the_run_and_may_be_dealt_out_differently(folders) -> 
     assert "not comparable" in sentence(comparison(folders))
 
 
-def test_runs_of_one_recipe_are_told_apart(tmp_path, script) -> None:
+def test_runs_of_one_recipe_have_distinct_labels(tmp_path, script) -> None:
     seeds = [script(seed=seed).write(tmp_path / f"seed{seed}") for seed in (0, 1)]
     again = script(seed=1).write(tmp_path / "again")
     assert [row.label for row in comparison(seeds).rows] == ["demo-ddp (seed 0)", "demo-ddp (seed 1)"]
@@ -204,7 +204,7 @@ def sentence_about(*summaries: Summary) -> str:
     return sentence(Comparison(rows=tuple(ComparedRun(label=summary.recipe, summary=summary) for summary in summaries)))
 
 
-def test_a_better_run_is_text_with_its_price() -> None:
+def test_a_better_run_has_its_loss_bytes_and_time() -> None:
     assert sentence_about(DDP, DILOCO) == "diloco reaches 2.31 against ddp's 2.35 with 1/20 of the bytes in 0.61 of the time."
 
 
@@ -212,7 +212,7 @@ def test_the_order_of_two_runs_does_not_matter() -> None:
     assert sentence_about(DDP, DILOCO) == sentence_about(DILOCO, DDP)
 
 
-def test_a_worse_run_is_called_worse() -> None:
+def test_a_worse_run_is_reported_as_worse() -> None:
     worse = replace(DILOCO, val_loss=2.40, virtual_time_s=140.0)
     assert (
         sentence_about(DDP, worse)
@@ -220,17 +220,17 @@ def test_a_worse_run_is_called_worse() -> None:
     )
 
 
-def test_the_difference_text_is_that_of_the_losses_text() -> None:
+def test_the_reported_difference_is_that_of_the_reported_losses() -> None:
     assert "ends 0.23 worse than ddp (3.12 against 2.89)" in sentence_about(
         replace(DDP, val_loss=2.886), replace(DILOCO, val_loss=3.123)
     )
 
 
-def test_losses_that_differ_in_the_fourth_digit_are_text_apart() -> None:
+def test_losses_that_differ_in_the_fourth_digit_are_distinguished() -> None:
     assert "2.352 against 2.350" in sentence_about(DDP, replace(DILOCO, val_loss=2.352))
 
 
-def test_losses_that_four_digits_do_not_tell_apart_match() -> None:
+def test_losses_that_agree_in_four_digits_match() -> None:
     assert sentence_about(DDP, replace(DILOCO, val_loss=2.3501)).startswith("diloco matches ddp's 2.35 with")
 
 
@@ -243,7 +243,7 @@ def test_an_unknown_time_is_left_out() -> None:
     assert sentence_about(DDP, replace(DILOCO, virtual_time_s=None)).endswith("with 1/20 of the bytes.")
 
 
-def test_runs_that_send_nothing_are_text_without_a_ratio() -> None:
+def test_runs_that_send_nothing_have_no_ratio_of_bytes() -> None:
     quiet = replace(DDP, sent_bytes_per_island=0.0)
     assert "with nothing sent in 0.61 of the time" in sentence_about(quiet, replace(DILOCO, sent_bytes_per_island=0.0))
 
@@ -311,7 +311,7 @@ def test_losses_on_different_text_are_not_compared() -> None:
     assert "reaches" in sentence(Comparison(rows=(rows[0], same)))
 
 
-def test_three_runs_are_text_in_one_sentence_against_the_one_that_sent_most() -> None:
+def test_three_runs_are_compared_with_the_one_that_sent_most() -> None:
     acco = replace(DDP, recipe="acco", val_loss=2.36, virtual_time_s=40.0)
     text = sentence_about(DDP, DILOCO, acco)
     assert text == (
@@ -320,7 +320,7 @@ def test_three_runs_are_text_in_one_sentence_against_the_one_that_sent_most() ->
     )
 
 
-def test_many_runs_are_text_by_their_winners() -> None:
+def test_a_sentence_about_many_runs_names_the_best() -> None:
     others = [
         replace(DDP, recipe=f"run{n}", val_loss=2.4 + n / 10, sent_bytes_per_island=500.0 * n, virtual_time_s=70 - n)
         for n in (1, 2)
@@ -333,12 +333,12 @@ def test_many_runs_are_text_by_their_winners() -> None:
     assert sentence_about(*[replace(broken, recipe=str(n)) for n in range(5)]) == "All 5 runs diverged."
 
 
-def test_one_run_alone_is_text_as_it_is() -> None:
+def test_one_run_alone_has_no_comparison() -> None:
     assert sentence_about(DDP) == "ddp reaches 2.35 after 10.0 k tokens, sending 20.0 kB per island in 0:01:40."
     assert sentence_about(replace(DDP, val_loss=math.nan)).startswith("ddp diverged (its loss is NaN)")
 
 
-def test_every_verdict_is_one_sentence() -> None:
+def test_every_result_is_one_sentence() -> None:
     for text in (
         sentence_about(DDP),
         sentence_about(DDP, DILOCO),

@@ -1,4 +1,4 @@
-"""What a watcher sees: bars on a terminal, few plain lines elsewhere, nothing when quiet, and never on standard output."""
+"""The console shows bars on a terminal, few plain lines elsewhere, nothing when quiet, and never uses standard output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from atoll.telemetry.units import human_bytes, human_time
 
 
 def show(events: Iterable[Event], *, tick_s: float = 0.1, terminal: bool = False, width: int = 100) -> str:
-    """What is written when these events come in, one per tick."""
+    """What the sink writes for these events, one per tick."""
     file, ticks = io.StringIO(), count()
     console = Console(file=file, width=width, force_terminal=terminal, color_system=None, legacy_windows=False)
     with ConsoleSink("demo", console=console, clock=lambda: next(ticks) * tick_s) as sink:
@@ -75,17 +75,17 @@ def test_a_whole_run_reads_as_expected_in_a_file(script) -> None:
     assert text.endswith("10.0 kB sent per island, 0:01:22 of virtual time, 68 % of it computing\n")
 
 
-def test_islands_that_come_and_go_are_told() -> None:
+def test_joining_and_leaving_islands_have_a_line() -> None:
     joined = IslandJoined(island=2, round=5, virtual_time_s=61.0, donor=0, sent_bytes=4096)
     text = show([joined, IslandLeft(island=1, round=6, virtual_time_s=75.0)])
     assert text == "round 5: island 2 joined at 0:01:01, 4.10 kB from island 0\nround 6: island 1 left at 0:01:15\n"
 
 
-def test_an_island_that_nobody_could_give_anything_is_told_without_a_donor() -> None:
+def test_an_island_that_caught_up_without_a_donor_has_a_line() -> None:
     assert show([CaughtUp(island=2, donor=None, round=5, start_s=1.0, end_s=1.0, sent_bytes=0)]) == "round 5: island 2 caught up\n"
 
 
-def test_checkpoints_are_told_sparingly_and_the_others_counted() -> None:
+def test_lines_about_checkpoints_are_rate_limited_and_count_the_withheld_ones() -> None:
     lines = show((Saved(round=number, name=f"round-{number}") for number in range(700)), tick_s=0.1).splitlines()
     second = re.fullmatch(r"round (\d+): saved round-\1 \(and (\d+) more since the last such line\)", lines[1])
     assert lines[0] == "round 0: saved round-0"
@@ -132,7 +132,7 @@ def test_names_are_shown_as_they_are_and_not_taken_for_markup() -> None:
     assert "[red]run[/red]: DDP on 1 island," in show([started])
 
 
-def test_quiet_says_nothing(script, capfd) -> None:
+def test_a_quiet_sink_writes_nothing(script, capfd) -> None:
     with ConsoleSink("demo", quiet=True) as sink:
         for event in script().events():
             sink.emit(event)
@@ -189,13 +189,13 @@ def test_a_bar_never_goes_back_when_a_worker_leaves(async_script) -> None:
     assert shares == [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
 
 
-def test_a_resumed_run_with_a_hub_goes_by_what_the_engine_says(async_script) -> None:
+def test_a_resumed_run_with_a_hub_shows_the_progress_of_the_engine(async_script) -> None:
     events = [event for event in async_script(rounds=10).events() if isinstance(event, Dispatched | RoundFinished)]
     text = show([Progress(phase="resume", done=30, total=50, note="from round 6"), *events[-4:]], tick_s=10.0)
     assert text.splitlines()[-1].startswith("demo: training  60 %  loss 4.000  updates 50  3 workers")
 
 
-def test_updates_that_are_not_taken_are_told_with_their_reason() -> None:
+def test_refused_and_returned_rounds_have_a_line() -> None:
     refused = Refused(island=2, round=7, virtual_time_s=61.0, reason="it holds NaN")
     returned = Returned(island=1, round=9, shard=4, steps=50, virtual_time_s=75.0)
     assert show([refused, returned]).splitlines() == [
@@ -204,7 +204,7 @@ def test_updates_that_are_not_taken_are_told_with_their_reason() -> None:
     ]
 
 
-def test_skipped_updates_and_void_rounds_are_told_with_their_islands() -> None:
+def test_skipped_updates_and_failed_rounds_have_a_line() -> None:
     out = show(
         [
             UpdateSkipped(round=3, islands=[1], virtual_time_s=2.0),

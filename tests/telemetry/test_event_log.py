@@ -1,4 +1,4 @@
-"""The log: what is written is read back, a cut tail is survived, and every failure says what to do."""
+"""The log reads back as written, survives a truncated tail, and every error says what to do."""
 
 from __future__ import annotations
 
@@ -135,12 +135,12 @@ def test_a_malformed_line_is_named_by_file_and_number(tmp_path, line: str) -> No
         next(events)
 
 
-def test_a_missing_log_says_what_a_run_folder_holds(tmp_path) -> None:
+def test_a_missing_log_error_says_what_a_run_folder_holds(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot read .*events\.jsonl.*run\.json"):
         list(read_events(tmp_path / "events.jsonl"))
 
 
-def test_a_full_disk_says_to_free_space_and_how_to_go_on() -> None:
+def test_a_full_disk_error_says_to_free_space_and_how_to_resume() -> None:
     sink = JsonlSink("/dev/full")
     with pytest.raises(CheckpointError, match=r"cannot write /dev/full: No space left.*Free some space.*--resume /dev"):
         sink.emit(saved(1))

@@ -48,7 +48,7 @@ from atoll.telemetry.plots import comparison_figure, run_figure
 ROUNDS = 3
 
 
-def met(number: int, what: str, arrived_s: list[float], end_s: float, *, background: bool) -> Exchanged:
+def exchange(number: int, what: str, arrived_s: list[float], end_s: float, *, background: bool) -> Exchanged:
     begin_s = float(number)
     return Exchanged(
         round=number,
@@ -71,9 +71,9 @@ def measured_round(number: int) -> Iterator[Event]:
     for island, (start_s, end_s) in enumerate([(0.01, 0.51), (0.02, 0.72)]):
         loss, work = 3.0 - 0.1 * number, {"steps": 0, "batches": 1, "tokens": 100}
         yield Computed(island=island, round=number, start_s=number + start_s, end_s=number + end_s, loss=loss, **work)
-    yield met(number, "reduce_scatter", [0.02, 0.05], 0.30, background=True)
-    yield met(number, "all_gather", [0.28, 0.29], 0.55, background=True)
-    yield met(number, "total", [0.56, 0.75], 0.95, background=False)
+    yield exchange(number, "reduce_scatter", [0.02, 0.05], 0.30, background=True)
+    yield exchange(number, "all_gather", [0.28, 0.29], 0.55, background=True)
+    yield exchange(number, "total", [0.56, 0.75], 0.95, background=False)
     done = number + 1
     totals = {"tokens": 200 * done, "local_updates": 2 * done, "sent_bytes_per_island": 3000.0 * done}
     moment = {"virtual_time_s": None, "wall_time_s": number + 0.96}
@@ -158,7 +158,7 @@ def test_a_simulated_run_keeps_its_virtual_time_whatever_its_process_took(simula
     assert summary.time_s == summary.virtual_time_s
 
 
-def test_a_real_run_that_is_not_over_tells_its_time_so_far(tmp_path) -> None:
+def test_the_progress_of_an_unfinished_real_run_has_its_wall_time(tmp_path) -> None:
     progress = read_progress(write(tmp_path / "run", measured(2, finished=False)))
     assert (progress.virtual_time_s, progress.wall_time_s) == (None, 1.96)
     assert progress.utilisation == pytest.approx((0.5 + 0.7) / 1.96)
@@ -174,11 +174,11 @@ def test_the_parts_of_measured_time_add_up_and_no_second_counts_twice(real) -> N
         assert island.waited_s == pytest.approx(2.95 - ROUNDS * (computed_s + 0.7 - hidden_s))
 
 
-def test_where_the_time_went_is_told_of_every_real_run(tmp_path, script) -> None:
+def test_every_real_run_reports_its_overlap(tmp_path, script) -> None:
     events = list(script().events())
     assert read_summary(write(tmp_path / "sim", events)).overlap is None
-    told = read_summary(write(tmp_path / "dist", on_real_machines(events))).overlap
-    assert told == read_overlap(tmp_path / "sim")
+    found = read_summary(write(tmp_path / "dist", on_real_machines(events))).overlap
+    assert found == read_overlap(tmp_path / "sim")
 
 
 def test_a_log_reads_the_same_on_either_clock(tmp_path, script, async_script) -> None:
@@ -218,7 +218,7 @@ def test_a_table_of_runs_on_two_clocks_fits_a_narrow_terminal(real, tmp_path, sc
     )
 
 
-def test_times_on_different_clocks_have_no_ratio_and_the_sentence_says_so(real, simulated) -> None:
+def test_times_on_different_clocks_are_not_compared(real, simulated) -> None:
     assert sentence(comparison([simulated, real])) == (
         "demo-acco ends 0.1 worse than demo-ddp (2.20 against 2.10), with 1/2 of the bytes; "
         "virtual times (demo-ddp) and wall times (demo-acco) are not compared."
@@ -242,7 +242,7 @@ def test_of_many_runs_on_two_clocks_none_is_called_the_fastest(real, simulated) 
     assert "is fastest (0:00:02.970)" in sentence(comparison([real] * 5))
 
 
-def test_a_real_run_and_its_simulation_are_told_apart_by_their_engines(tmp_path, script) -> None:
+def test_a_real_run_and_its_simulation_are_labelled_by_their_engines(tmp_path, script) -> None:
     events = list(script().events())
     both = [write(tmp_path / "a", events), write(tmp_path / "b", on_real_machines(events))]
     assert [row.label for row in comparison(both).rows] == ["demo-ddp (sim)", "demo-ddp (dist)"]
@@ -250,7 +250,7 @@ def test_a_real_run_and_its_simulation_are_told_apart_by_their_engines(tmp_path,
     assert sentence(comparison(both)).startswith("demo-ddp (dist) matches demo-ddp (sim)'s 2.35 with the same bytes; virtual")
 
 
-def test_one_real_run_alone_says_that_its_time_was_measured(real) -> None:
+def test_one_real_run_alone_names_the_wall_clock(real) -> None:
     assert sentence(comparison([real])).endswith("in 0:00:02.970 of wall time.")
 
 
@@ -264,7 +264,7 @@ def test_the_axis_of_times_names_its_clock(real, simulated) -> None:
     assert list(comparison_figure([real]).axes[1].get_lines()[0].get_xdata()) == pytest.approx([0.96, 1.96, 2.96])
 
 
-def test_a_figure_of_runs_on_two_clocks_names_both_and_says_whose_is_whose(real, simulated) -> None:
+def test_a_plot_of_runs_on_two_clocks_names_the_clock_of_each(real, simulated) -> None:
     tokens, times, _ = comparison_figure([simulated, real]).axes
     assert times.get_xlabel() == "virtual or wall time (s)"
     labels = [line.get_label() for line in tokens.get_lines()]
@@ -303,7 +303,7 @@ def test_a_trace_of_measured_times_has_no_overlap_on_a_row_and_all_that_was_comp
 # ---------------------------------------------------------------------------------------------------------- those who watch
 
 
-def test_the_console_tells_the_limit_and_the_time_on_the_wall() -> None:
+def test_the_console_shows_the_exchange_limit_and_wall_time() -> None:
     file, ticks = io.StringIO(), count()
     console = Console(file=file, width=160, force_terminal=False, color_system=None)
     with ConsoleSink("demo", console=console, clock=lambda: float(next(ticks))) as sink:
@@ -329,8 +329,8 @@ def test_tensorboard_has_curves_against_wall_time_and_none_against_virtual_time(
 
 def test_a_report_of_a_real_run_has_its_table_its_figures_and_its_trace(real, capsys) -> None:
     report_run(real, as_json=False)
-    told = capsys.readouterr().out
-    assert "wall" in told
-    assert "virtual" not in told
-    assert "6 of them in the background of computing" in told
+    found = capsys.readouterr().out
+    assert "wall" in found
+    assert "virtual" not in found
+    assert "6 of them in the background of computing" in found
     assert {"plot.png", "overlap.png", "trace.json"} <= {path.name for path in real.iterdir()}

@@ -1,4 +1,4 @@
-"""Where the islands' time went: the parts add up, and what is hidden is what was computed meanwhile."""
+"""The parts of each island's time add up, and the hidden part of an exchange is the part that the island computed through."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def computed(island: int, start_s: float, end_s: float) -> Computed:
     return Computed(island=island, round=0, start_s=start_s, end_s=end_s, steps=1, batches=0.5, tokens=8, loss=1.0)
 
 
-def met(start_s: float, end_s: float, *, background: bool) -> Exchanged:
+def exchange(start_s: float, end_s: float, *, background: bool) -> Exchanged:
     return Exchanged(
         round=0,
         what="mean",
@@ -64,7 +64,12 @@ def test_each_islands_time_adds_up_and_the_mean_share_is_the_runs_utilisation(al
 
 
 def test_what_is_hidden_is_the_part_of_an_exchange_that_was_computed_through() -> None:
-    events = [met(1.0, 4.0, background=True), computed(0, 0.0, 2.0), computed(0, 3.0, 3.5), met(5.0, 6.0, background=False)]
+    events = [
+        exchange(1.0, 4.0, background=True),
+        computed(0, 0.0, 2.0),
+        computed(0, 3.0, 3.5),
+        exchange(5.0, 6.0, background=False),
+    ]
     (island,) = overlap_of(events).islands
     assert (island.exchanged_s, island.hidden_s, island.batches) == (4.0, 1.5, 1.0)
 
@@ -75,7 +80,7 @@ def test_data_parallel_training_hides_nothing_and_equal_islands_of_acco_hide_all
     assert summary_of(simulate(ACCO(), steps=4, cluster=equal)).hidden == pytest.approx(1.0)
 
 
-def test_a_fast_island_that_goes_on_contributes_more_and_nobody_waits() -> None:
+def test_with_free_batches_a_fast_island_computes_more_and_no_island_waits() -> None:
     free = summary_of(simulate(ACCO(batch="free", clock="samples"), steps=12, cluster=UNEQUAL))
     fixed = summary_of(simulate(ACCO(), steps=12, cluster=UNEQUAL))
     assert free.islands[0].batches > 2 * free.islands[2].batches
@@ -84,13 +89,13 @@ def test_a_fast_island_that_goes_on_contributes_more_and_nobody_waits() -> None:
     assert fixed.islands[0].computed_s < 0.5 * fixed.islands[0].present_s
 
 
-def test_an_island_that_comes_late_is_present_from_then_on() -> None:
+def test_a_joiner_is_present_from_its_join_on() -> None:
     done = simulate(ZeRO1(), steps=8, cluster=Cluster(islands=2, pool=(1, 2), step_time_s=(1.0,)))
     early, late = summary_of(done).islands
     assert 0 < late.present_s < 0.6 * early.present_s
 
 
-def test_rounds_that_were_void_and_updates_that_were_skipped_are_counted_and_told() -> None:
+def test_failed_rounds_and_skipped_updates_are_counted_and_reported() -> None:
     summary = summary_of(simulate(ZeRO1(), steps=6, cluster=Cluster(islands=2, lost=(Lost(island=1, round=2),))))
     assert (summary.failed, summary.skipped) == (1, 0)
     assert section_lines(OVERLAP, summary) == ["failed     1 round, because an island missed the exchange"]
@@ -98,7 +103,7 @@ def test_rounds_that_were_void_and_updates_that_were_skipped_are_counted_and_tol
     assert "2 updates" in section_lines(OVERLAP, skipped)[0]
 
 
-def test_a_folder_is_read_where_there_is_something_to_tell(tmp_path, script, async_script) -> None:
+def test_overlap_is_reported_if_an_exchange_ran_in_the_background(tmp_path, script, async_script) -> None:
     plain = script().write(tmp_path / "plain")
     assert not reports_overlap(plain)
     assert read_summary(plain).overlap is None
@@ -115,7 +120,7 @@ def test_a_folder_is_read_where_there_is_something_to_tell(tmp_path, script, asy
     assert found["background"] == found["exchanges"]
 
 
-def test_a_void_round_is_reports_overlap(tmp_path) -> None:
+def test_a_failed_round_is_reported(tmp_path) -> None:
     with JsonlSink(tmp_path / "events.jsonl") as sink:
         sink.emit(RunStarted(recipe="r", algorithm="ZeRO1", islands=2, params=1, steps=2, seed=0))
         assert not reports_overlap(tmp_path)

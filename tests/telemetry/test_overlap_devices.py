@@ -1,4 +1,4 @@
-"""Runs of two levels: devices are told apart, and nothing is counted twice."""
+"""Runs of two levels: each device has its own figures, and nothing is counted twice."""
 
 import json
 import re
@@ -30,7 +30,7 @@ CLUSTER = Cluster(
 
 
 def two_levels():
-    """The log of a run in which an island is not heard, and leaves and comes back."""
+    """The log of a run in which an island misses an exchange, leaves and rejoins."""
     started = RunStarted(recipe="two", algorithm="DiLoCo over ACCO", islands=2, params=6, steps=10, seed=0, devices_per_island=2)
     done = simulate(
         DiLoCo(inner_steps=2),
@@ -42,7 +42,7 @@ def two_levels():
     return [started, *done.events], done.finished
 
 
-def test_events_of_islands_are_told_of_each_device_and_bytes_stay_what_they_are():
+def test_events_of_islands_become_events_of_devices_with_the_same_bytes():
     events, _ = two_levels()
     spread = list(by_device(events))
     for kind in (Exchanged, CaughtUp, IslandJoined):
@@ -87,14 +87,14 @@ def test_the_report_names_islands_and_devices():
     assert all(name in section(overlap_of(two_levels()[0])) for name in ("device", "0.0", "0.1", "1.0", "1.1"))
 
 
-def test_a_report_that_cannot_list_all_devices_says_devices():
+def test_a_report_counts_the_devices_that_it_does_not_list():
     started = RunStarted(recipe="two", algorithm="DiLoCo over ACCO", islands=9, params=6, steps=1, seed=0, devices_per_island=2)
     work = {"round": 0, "start_s": 0.0, "end_s": 1.0, "steps": 1, "batches": 1, "tokens": 8, "loss": 1.0}
     some = [Computed(island=island, device=device, **work) for island in range(9) for device in range(2)]
     assert "and 2 more devices; " in section(overlap_of([started, *some]))
 
 
-def test_each_level_is_told_by_itself_and_the_two_are_all():
+def test_the_two_levels_add_up_to_all_exchanges():
     events, finished = two_levels()
     summary = overlap_of(events)
     inside, between = summary.inside, summary.between
@@ -118,7 +118,7 @@ def test_the_report_has_a_line_for_each_level():
     assert re.fullmatch(rf"between    \d exchanges, {human_bytes(finished.sent_bytes_per_island)} per island, none hidden", between)
 
 
-def test_two_levels_are_reports_overlap_also_where_nothing_is_hidden(tmp_path):
+def test_two_levels_are_reported_even_if_nothing_is_hidden(tmp_path):
     log = tmp_path / "events.jsonl"
     log.write_text(RunStarted(recipe="one", algorithm="DiLoCo", islands=2, params=6, steps=1, seed=0).to_json() + "\n")
     assert not reports_overlap(tmp_path)
@@ -145,7 +145,7 @@ def test_each_device_has_rows_of_its_own_in_a_trace(tmp_path):
     assert names == {"two (DiLoCo over ACCO)", "device 0.0", "device 0.1", "device 1.0", "device 1.1"}
 
 
-def test_a_trace_names_the_devices_that_skipped_and_those_that_gave(tmp_path):
+def test_a_trace_names_devices_that_skipped_and_donors(tmp_path):
     skipped = UpdateSkipped(round=3, islands=[1], virtual_time_s=1.0, inside=1)
     events = two_levels()[0]
     log = [*events, skipped]
@@ -155,12 +155,12 @@ def test_a_trace_names_the_devices_that_skipped_and_those_that_gave(tmp_path):
     assert {e["args"]["donor"] for e in trace if e["name"] in ("catch up", "join")} == {"0.0"}
 
 
-def test_a_skipped_update_says_whose_devices():
+def test_the_line_of_a_skipped_update_names_the_devices():
     event = UpdateSkipped(round=3, islands=[1], virtual_time_s=1.0, inside=2)
     assert event_text(event) == "round 3: gradients of device 2.1 are not finite, so all devices of island 2 skip the update"
 
 
-def test_a_finished_run_of_two_levels_tells_its_inner_bytes():
+def test_a_finished_run_of_two_levels_has_its_inner_bytes():
     events, _ = two_levels()
     finished = next(event for event in events if isinstance(event, RunFinished))
     inside = [event for event in events if isinstance(event, Exchanged) and event.inside is not None]

@@ -102,7 +102,7 @@ def test_an_unfinished_run_can_be_drawn(tmp_path, script) -> None:
     assert plot_run(folder, tmp_path / "run.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_a_run_without_evaluations_is_named(tmp_path) -> None:
+def test_the_error_names_a_run_without_evaluations(tmp_path) -> None:
     (tmp_path / "events.jsonl").touch()
     with pytest.raises(AtollError, match="has not been evaluated yet"):
         plot_comparison([tmp_path], tmp_path / "figure.png")
@@ -179,7 +179,7 @@ def test_the_figure_is_written_also_while_the_run_goes_on(tmp_path, async_script
     assert plot_run(folder, tmp_path / "new" / "figure.png", "asynchrony").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_without_a_hub_or_without_an_arrival_is_named(tmp_path, script, async_script) -> None:
+def test_asynchrony_of_a_run_without_arrivals_cannot_be_drawn(tmp_path, script, async_script) -> None:
     with pytest.raises(AtollError, match="has no arrivals"):
         plot_run(script().write(tmp_path / "sync"), tmp_path / "figure.png", "asynchrony")
     with JsonlSink(tmp_path / "events.jsonl") as sink:
@@ -265,7 +265,7 @@ def test_a_run_that_has_just_begun_is_drawn_as_far_as_it_is(acco, tmp_path) -> N
     assert plot_run(tmp_path / "young", tmp_path / "new" / "figure.png", "overlap").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_with_a_hub_or_without_exchanges_is_named(tmp_path, async_script) -> None:
+def test_overlap_of_a_run_without_exchanges_cannot_be_drawn(tmp_path, async_script) -> None:
     with pytest.raises(AtollError, match="has no exchanges"):
         plot_run(async_script().write(tmp_path / "hub"), tmp_path / "figure.png", "overlap")
     (tmp_path / "empty").mkdir()

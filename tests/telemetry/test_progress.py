@@ -23,7 +23,7 @@ def test_utilisation_equals_the_engines_at_the_end(script) -> None:
     assert totals.utilisation(totals.finished.virtual_time_s) == pytest.approx(totals.finished.utilisation)
 
 
-def test_an_island_counts_only_while_it_is_there() -> None:
+def test_an_island_counts_only_while_it_is_present() -> None:
     totals = RunningTotals()
     for event in (
         started(2),
@@ -37,13 +37,13 @@ def test_an_island_counts_only_while_it_is_there() -> None:
     assert totals.utilisation(10.0) == pytest.approx((10 / 10 + 2 / 4) / 2)
 
 
-def test_nothing_is_claimed_where_the_beginning_was_not_seen() -> None:
+def test_utilisation_is_unknown_without_the_beginning_of_the_log() -> None:
     totals = RunningTotals()
     totals.take(computed(0, 50.0, 60.0))
     assert totals.utilisation(60.0) is None
 
 
-def test_nothing_is_claimed_where_no_island_reports_its_work() -> None:
+def test_utilisation_is_unknown_without_reported_work() -> None:
     totals = RunningTotals()
     totals.take(started(2))
     assert totals.utilisation(60.0) is None
@@ -86,7 +86,7 @@ def test_utilisation_of_a_run_with_a_hub_is_what_its_workers_really_computed(asy
         assert utilisation(now_s, *seen) == pytest.approx(sum(really.values()) / run.islands / now_s)
 
 
-def test_a_round_under_way_counts_at_the_pace_of_the_last() -> None:
+def test_a_round_under_way_counts_at_the_speed_of_the_last() -> None:
     first = (started(1), sent_off(0, 1.0), four_steps(0, 1.0, 3.0), sent_off(0, 5.0, number=2))
     assert utilisation(6.0, *first) == pytest.approx((2 + 1) / 6)
     assert utilisation(10.0, *first) == pytest.approx((2 + 2) / 10), "it has been sending its update since 7.0"
@@ -110,7 +110,7 @@ def test_a_lost_round_has_taken_its_time_and_takes_no_more(end) -> None:
     assert utilisation(10.0, started(1), sent_off(0, 1.0), other, end) == pytest.approx(3 / 10)
 
 
-def test_an_update_that_comes_twice_does_not_end_the_round_under_way() -> None:
+def test_a_second_delivery_does_not_end_the_round_under_way() -> None:
     twice = Refused(island=0, round=1, virtual_time_s=6.0, reason="delivered twice")
     begun = (started(1), sent_off(0, 1.0), four_steps(0, 1.0, 5.0), sent_off(0, 6.0, number=2))
     assert utilisation(8.0, *begun, twice) == utilisation(8.0, *begun) == pytest.approx((4 + 2) / 8)

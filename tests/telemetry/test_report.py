@@ -32,7 +32,7 @@ def test_the_section_has_every_figure_and_fits_into_eighty_columns(tmp_path, asy
         assert row[4] == f"{100 * worker.computed_s / worker.present_s:.0f}"
 
 
-def test_what_went_wrong_is_told_only_if_something_did(tmp_path, async_script) -> None:
+def test_failures_are_reported_only_if_there_were_any(tmp_path, async_script) -> None:
     summary = read_asynchrony(async_script().write(tmp_path / "run"))
     assert "refused" not in section_lines(ASYNCHRONY, summary)[0]
     worse = replace(summary, applied=10, left_out=2, refused=3, returned=1)

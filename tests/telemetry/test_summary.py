@@ -1,4 +1,4 @@
-"""Summaries come from the folder alone and say what the log says."""
+"""Summaries are read from the folder alone and agree with the log."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_accuracy_of_earlier_weights_is_not_given_for_that_of_the_last(tmp_p
     assert read_summary(folder).val_accuracy is None
 
 
-def test_a_summary_says_what_the_last_event_says(tmp_path, script) -> None:
+def test_a_summary_has_the_figures_of_the_last_event(tmp_path, script) -> None:
     run = script(islands=3, seed=7)
     folder = run.write(tmp_path / "run")
     finished = next(event for event in run.events() if isinstance(event, RunFinished))
@@ -73,13 +73,13 @@ def test_a_summary_says_what_the_last_event_says(tmp_path, script) -> None:
     assert (summary.wall_time_s, summary.resumed_from_round, summary.run_dir) == (12.5, 0, str(folder))
 
 
-def test_an_unfinished_run_says_how_far_it_is_and_how_to_resume(tmp_path, script) -> None:
+def test_the_error_of_an_unfinished_run_has_its_progress_and_the_command_to_resume(tmp_path, script) -> None:
     folder = script(finished=False).write(tmp_path / "run")
     with pytest.raises(AtollError, match=rf"last finished round is 4 \(step 20 of 20\).*`atoll run --resume {folder}`"):
         read_summary(folder)
 
 
-def test_a_run_killed_before_its_first_round_says_so(tmp_path) -> None:
+def test_a_run_killed_before_its_first_round_has_no_finished_round(tmp_path) -> None:
     (tmp_path / "run.json").write_text('{"recipe": "demo-ddp", "seed": 3}')
     with pytest.raises(AtollError, match=r"demo-ddp\) is not finished: no round is finished.*--resume"):
         read_summary(tmp_path)
@@ -95,7 +95,7 @@ def test_a_log_cut_in_its_last_line_is_an_unfinished_run(tmp_path, script) -> No
         read_summary(folder)
 
 
-def test_progress_tells_the_same_story_as_the_summary_once_finished(tmp_path, script) -> None:
+def test_progress_agrees_with_the_summary_of_a_finished_run(tmp_path, script) -> None:
     folder = script(islands=3).write(tmp_path / "run")
     progress, summary = read_progress(folder), read_summary(folder)
     assert progress.finished
@@ -107,7 +107,7 @@ def test_progress_tells_the_same_story_as_the_summary_once_finished(tmp_path, sc
     assert progress.utilisation == pytest.approx(summary.utilisation)
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path) -> None:
+def test_the_error_names_a_folder_that_is_no_run(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"is not the folder of a run: run\.json cannot be read"):
         read_summary(tmp_path)
 
@@ -127,7 +127,7 @@ def test_a_log_without_its_beginning_is_refused(tmp_path, script) -> None:
         read_summary(tmp_path)
 
 
-def test_the_process_that_finished_the_run_says_where_it_began(tmp_path, script) -> None:
+def test_the_summary_has_the_round_that_the_last_process_began_at(tmp_path, script) -> None:
     folder = script().write(tmp_path / "run")
     lines = [
         '{"what": "started", "round": 0, "wall_time_s": 0.0}',

@@ -60,7 +60,7 @@ def total_s(spans: list[dict[str, Any]], category: str) -> float:
     return sum(span["dur"] for span in spans if span["cat"] == category) / 1e6
 
 
-def met(start_s: float, end_s: float, arrived_s: list[float], heard: list[bool], what: str = "mean") -> Exchanged:
+def exchange(start_s: float, end_s: float, arrived_s: list[float], heard: list[bool], what: str = "mean") -> Exchanged:
     islands = list(range(len(heard)))
     return Exchanged(
         round=1,
@@ -81,7 +81,7 @@ def computed(island: int, start_s: float, end_s: float) -> Computed:
 
 
 def test_spans_on_one_row_never_overlap(tmp_path, script) -> None:
-    found = rows(records(script(islands=3, step_s=0.1, meet_s=1 / 3, rounds=50).write(tmp_path / "run")))
+    found = rows(records(script(islands=3, step_s=0.1, exchange_s=1 / 3, rounds=50).write(tmp_path / "run")))
     assert len(found) == 7
     for spans in found.values():
         for one, two in pairwise(spans):
@@ -94,7 +94,7 @@ def test_computing_waiting_and_communicating_add_up_to_the_run(tmp_path, script)
     for island, computed_s in enumerate(run.computed_s):
         network = found[f"island {island}", "network"]
         assert total_s(found[f"island {island}", "computing"], "computing") == pytest.approx(computed_s)
-        assert total_s(network, "communicating") == pytest.approx(run.rounds * run.meet_s)
+        assert total_s(network, "communicating") == pytest.approx(run.rounds * run.exchange_s)
         waited_s, talked_s = total_s(network, "waiting"), total_s(network, "communicating")
         assert computed_s + waited_s + talked_s == pytest.approx(run.rounds * run.round_s)
 
@@ -105,15 +105,17 @@ def test_the_counter_ends_at_all_bytes_sent(tmp_path, script) -> None:
     assert counts == [number * run.islands * run.payload_bytes for number in range(1, run.rounds + 1)]
 
 
-def test_evaluations_are_moments_with_their_metrics(tmp_path, script) -> None:
+def test_evaluations_are_instants_with_their_metrics(tmp_path, script) -> None:
     run = script()
     moments = [r for r in records(run.write(tmp_path / "run")) if r["ph"] == "i"]
     evaluations = [event for event in run.events() if isinstance(event, Evaluated)]
     assert [(m["ts"], m["args"]["loss"]) for m in moments] == [(1e6 * e.virtual_time_s, e.metrics["loss"]) for e in evaluations]
 
 
-def test_an_island_may_talk_while_it_computes(tmp_path) -> None:
-    folder = log(tmp_path, computed(0, 0.0, 10.0), met(2.0, 5.0, [1.0], [True]), met(5.0, 6.0, [3.0], [True], "all_gather"))
+def test_an_island_may_communicate_while_it_computes(tmp_path) -> None:
+    folder = log(
+        tmp_path, computed(0, 0.0, 10.0), exchange(2.0, 5.0, [1.0], [True]), exchange(5.0, 6.0, [3.0], [True], "all_gather")
+    )
     found = rows(records(folder))
     assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 0", "computing"]] == [("compute, round 1", 0.0, 10.0)]
     assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 0", "network"]] == [
@@ -123,8 +125,8 @@ def test_an_island_may_talk_while_it_computes(tmp_path) -> None:
     ]
 
 
-def test_an_island_that_comes_too_late_is_shown_as_missed(tmp_path) -> None:
-    found = rows(records(log(tmp_path, met(2.0, 5.0, [2.0, 4.0, 9.0], [True, False, False]))))
+def test_an_island_that_arrives_too_late_has_missed_the_exchange(tmp_path) -> None:
+    found = rows(records(log(tmp_path, exchange(2.0, 5.0, [2.0, 4.0, 9.0], [True, False, False]))))
     assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 1", "network"]] == [("mean (missed)", 4.0, 1.0)]
     assert ("island 2", "network") not in found
 
@@ -148,13 +150,13 @@ def test_a_trace_is_valid_json_even_if_a_loss_is_not_a_number(tmp_path) -> None:
     assert span["args"]["loss"] == "nan"
 
 
-def test_a_run_without_a_timeline_is_named(tmp_path) -> None:
+def test_an_empty_log_has_no_trace(tmp_path) -> None:
     with pytest.raises(AtollError, match="nothing on its timeline"):
         write_trace(log(tmp_path), tmp_path / "trace.json")
 
 
 def test_exchanges_in_the_background_have_a_row_of_their_own(tmp_path) -> None:
-    hidden, plain = replace(met(2.0, 5.0, [1.0], [True]), background=True), met(4.0, 6.0, [4.0], [True], "total")
+    hidden, plain = replace(exchange(2.0, 5.0, [1.0], [True]), background=True), exchange(4.0, 6.0, [4.0], [True], "total")
     found = rows(records(log(tmp_path, computed(0, 0.0, 10.0), hidden, plain)))
     assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found["island 0", "background"]] == [
         ("wait", 1.0, 1.0),
@@ -177,7 +179,7 @@ def test_no_row_of_a_run_that_hides_its_exchanges_overlaps_itself(tmp_path, algo
             assert one["ts"] + one["dur"] <= two["ts"] + 1e-3
 
 
-def test_what_went_wrong_and_what_was_resharded_are_on_the_timeline(tmp_path) -> None:
+def test_failures_and_resharding_are_on_the_timeline(tmp_path) -> None:
     skipped = UpdateSkipped(round=3, islands=[0, 2], virtual_time_s=1.0)
     failed = RoundFailed(round=4, what="all_gather", islands=[1], virtual_time_s=2.0)
     trace = records(log(tmp_path, skipped, failed, Recut(round=5, islands=[0, 1], start_s=2.0, end_s=3.0, sent_bytes=[30, 40])))

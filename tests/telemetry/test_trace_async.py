@@ -46,7 +46,7 @@ def rows(trace: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, An
     return result
 
 
-def told(spans: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
+def bounds_s(spans: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     return [(span["name"], span["ts"] / 1e6, span["dur"] / 1e6) for span in spans]
 
 
@@ -60,18 +60,18 @@ def dispatched(number: int, at_s: float, island: int = 0) -> Dispatched:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_the_rows_of_a_worker_say_what_its_account_says(tmp_path, async_script, finished: bool) -> None:
+def test_the_rows_of_a_worker_agree_with_its_times(tmp_path, async_script, finished: bool) -> None:
     folder = async_script(rounds=20, transfer_s=1 / 3, finished=finished).write(tmp_path / "run")
     found = rows(records(folder))
     for spans in found.values():
         assert all(one["ts"] + one["dur"] <= two["ts"] + 1e-6 for one, two in pairwise(spans))
     for worker in read_asynchrony(folder).workers:
-        rounds, talk = found[f"island {worker.island}", "computing"], found[f"island {worker.island}", "network"]
+        rounds, network = found[f"island {worker.island}", "computing"], found[f"island {worker.island}", "network"]
         assert total_s(rounds, "computing") == pytest.approx(worker.computed_s)
         assert sum(span["cat"] == "computing" for span in rounds) == worker.rounds
-        assert total_s(talk, "waiting") == pytest.approx(worker.waited_s)
+        assert total_s(network, "waiting") == pytest.approx(worker.waited_s)
         # The pull of a round that is still under way is drawn, and is no part of what arrived.
-        assert total_s(talk, "communicating") + total_s(rounds, "unfinished") == pytest.approx(
+        assert total_s(network, "communicating") + total_s(rounds, "unfinished") == pytest.approx(
             worker.talked_s + worker.unfinished_s
         )
 
@@ -93,8 +93,13 @@ def test_the_network_row_has_pull_push_and_wait(tmp_path) -> None:
     computed = Computed(start_s=1.0, end_s=5.0, batches=4, tokens=8, loss=2.0, **numbers)
     late = arrived(pushed_s=5.0, virtual_time_s=5.5, shard=3, version=9, staleness=2, sent_bytes=8, **numbers)
     found = rows(records(log(tmp_path, dispatched(7, 0.0), computed, late, dispatched(8, 7.0))))
-    assert told(found["island 0", "network"]) == [("pull", 0.0, 1.0), ("push", 5.0, 0.5), ("wait", 5.5, 1.5), ("pull", 7.0, 0.0)]
-    assert told(found["island 0", "computing"]) == [("round 7", 1.0, 4.0)]
+    assert bounds_s(found["island 0", "network"]) == [
+        ("pull", 0.0, 1.0),
+        ("push", 5.0, 0.5),
+        ("wait", 5.5, 1.5),
+        ("pull", 7.0, 0.0),
+    ]
+    assert bounds_s(found["island 0", "computing"]) == [("round 7", 1.0, 4.0)]
 
 
 def test_the_cluster_has_windows_and_evaluations_and_no_rounds(tmp_path, async_script) -> None:
@@ -103,7 +108,7 @@ def test_the_cluster_has_windows_and_evaluations_and_no_rounds(tmp_path, async_s
     found = rows(trace)
     cluster = {row: spans for (process, row), spans in found.items() if process == "demo-async (AsyncLocalSGD)"}
     windows = [event for event in run.events() if isinstance(event, WindowClosed)]
-    assert told(cluster.pop("windows")) == [
+    assert bounds_s(cluster.pop("windows")) == [
         (f"window {e.window}", pytest.approx(e.opened_s), pytest.approx(e.virtual_time_s - e.opened_s)) for e in windows
     ]
     assert not cluster
@@ -125,7 +130,7 @@ def test_the_counters_follow_version_staleness_and_bytes(tmp_path, async_script)
     assert counter("bytes sent")[-1] == sent
 
 
-def test_a_worker_that_dies_in_mid_round_leaves_a_lost_round_and_moments(tmp_path) -> None:
+def test_a_worker_that_dies_in_mid_round_leaves_a_lost_round_and_instants(tmp_path) -> None:
     trace = records(
         log(
             tmp_path,
@@ -139,13 +144,13 @@ def test_a_worker_that_dies_in_mid_round_leaves_a_lost_round_and_moments(tmp_pat
         )
     )
     found = rows(trace)
-    assert told(found["island 0", "computing"]) == [("round 0 (lost)", 1.0, 2.0), ("round 1 (lost)", 9.5, 2.5)]
-    assert told(found["island 0", "network"]) == [("pull", 0.0, 1.0), ("wait", 8.0, 0.5), ("pull", 8.5, 1.0)]
+    assert bounds_s(found["island 0", "computing"]) == [("round 0 (lost)", 1.0, 2.0), ("round 1 (lost)", 9.5, 2.5)]
+    assert bounds_s(found["island 0", "network"]) == [("pull", 0.0, 1.0), ("wait", 8.0, 0.5), ("pull", 8.5, 1.0)]
     moments = [(r["name"], r["ts"] / 1e6) for r in trace if r["ph"] == "i"]
     assert moments == [("left", 3.0), ("returned", 3.0), ("joined", 8.0), ("refused", 9.0), ("refused", 12.0)]
 
 
 def test_a_worker_that_leaves_before_it_has_the_weights_never_has_them(tmp_path) -> None:
     found = rows(records(log(tmp_path, dispatched(0, 0.0), IslandLeft(island=0, round=0, virtual_time_s=0.25))))
-    assert told(found["island 0", "network"]) == [("pull", 0.0, 0.25)]
+    assert bounds_s(found["island 0", "network"]) == [("pull", 0.0, 0.25)]
     assert ("island 0", "computing") not in found
