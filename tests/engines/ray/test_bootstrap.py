@@ -1,4 +1,4 @@
-"""The way to Ray: without it all the rest can be imported, and what cannot be reached is said at once."""
+"""Starting and joining Ray."""
 
 import os
 import signal
@@ -13,30 +13,30 @@ from atoll.core.errors import ConfigError
 from atoll.engines.ray import bootstrap
 
 
-def test_all_that_runs_on_ray_can_be_imported_without_it():
+def test_all_modules_import_without_ray():
     names = "atoll.engines.ray.engine, atoll.engines.ray.launch, atoll.cli.run_ray"
     text = f"import sys\nsys.modules['ray'] = None\nimport {names}\nassert sys.modules['ray'] is None"
     subprocess.run([sys.executable, "-c", text], check=True, timeout=60)
 
 
-def test_a_missing_library_is_named_with_its_extra(monkeypatch):
+def test_missing_ray_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r'pip install "atoll\[ray\]"'):
         bootstrap.check_installed()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:no", "nobody.invalid:1", ":"])
-def test_an_address_that_is_none_is_refused_with_advice(address):
+def test_an_unreachable_address_is_refused(address):
     with pytest.raises(ConfigError, match=r"nothing listens there .*leave it out to start one"):
         bootstrap.check_reachable(address)
 
 
-def test_somebody_who_listens_is_found():
+def test_a_listening_address_is_reachable():
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert bootstrap.check_reachable(f"127.0.0.1:{server.getsockname()[1]}") == "127.0.0.1"
 
 
-def test_a_token_is_new_for_every_ray_and_its_owners_alone(tmp_path):
+def test_each_local_ray_has_a_new_token_that_only_its_owner_reads(tmp_path):
     with bootstrap._new_token(tmp_path) as path:
         first = path.read_text()
     assert not path.exists(), "it is gone with the Ray that it was made for"
@@ -45,7 +45,7 @@ def test_a_token_is_new_for_every_ray_and_its_owners_alone(tmp_path):
         assert path.stat().st_mode & 0o077 == 0
 
 
-def test_the_object_store_has_room_for_what_is_wanted_and_leaves_memory_for_the_rest():
+def test_the_capacity_of_the_object_store_is_limited():
     all_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert bootstrap.store_capacity(0) == 128 * 2**20
     assert bootstrap.store_capacity(129 * 2**20) == 129 * 2**20
@@ -53,8 +53,8 @@ def test_the_object_store_has_room_for_what_is_wanted_and_leaves_memory_for_the_
 
 
 @pytest.fixture(autouse=True)
-def sigterm_as_before():
-    """What a test has it do is over with the test: whatever is started later would inherit it."""
+def restored_sigterm_handler():
+    """Later processes would inherit a handler that a test has set."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -86,30 +86,30 @@ def fake_ray(monkeypatch, *, connected_to=None, fails=None):
 
 
 @pytest.fixture
-def somebody():
-    """An address at which somebody listens."""
+def address():
+    """An address with a listening socket."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_an_error_of_the_run_is_not_taken_for_one_of_joining(monkeypatch, somebody):
+def test_an_error_of_the_run_is_not_reported_as_a_failed_join(monkeypatch, address):
     _, calls = fake_ray(monkeypatch)
-    with pytest.raises(ConnectionResetError, match="my own data"), bootstrap.cluster(somebody):
+    with pytest.raises(ConnectionResetError, match="my own data"), bootstrap.cluster(address):
         raise ConnectionResetError("of my own data server")
-    assert calls == [somebody, "shutdown"]
+    assert calls == [address, "shutdown"]
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no"), Refused("another token. It is")])
-def test_a_cluster_that_cannot_be_joined_is_refused_with_advice(monkeypatch, somebody, error):
+def test_a_cluster_that_cannot_be_joined_is_refused(monkeypatch, address, error):
     fake_ray(monkeypatch, fails=error)
     with (
         pytest.raises(ConfigError, match=r"could not be joined there \((no|another token)\).*its token is in"),
-        bootstrap.cluster(somebody),
+        bootstrap.cluster(address),
     ):
         pass
 
 
-def test_a_process_that_is_connected_elsewhere_is_not_taken_to_be_where_it_was_told_to_go(monkeypatch):
+def test_a_process_connected_to_another_cluster_is_refused(monkeypatch):
     ray, calls = fake_ray(monkeypatch, connected_to="10.0.0.1:6379")
     with bootstrap.cluster("10.0.0.1:6379") as found:
         assert found is ray
@@ -118,17 +118,17 @@ def test_a_process_that_is_connected_elsewhere_is_not_taken_to_be_where_it_was_t
     assert calls == [], "what was connected before stays so"
 
 
-def test_who_ends_a_process_by_sigterm_is_heard_by_the_program_and_not_by_ray(monkeypatch, somebody):
+def test_the_programs_sigterm_handler_stays(monkeypatch, address):
     fake_ray(monkeypatch)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with bootstrap.cluster(somebody):
+        with bootstrap.cluster(address):
             assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_each_ray_of_our_own_is_met_with_its_own_token(tmp_path):
+def test_each_local_ray_uses_its_own_token(tmp_path):
     text = """if True:
         import os, pathlib, sys
         from atoll.engines.ray import bootstrap
@@ -146,7 +146,7 @@ def test_each_ray_of_our_own_is_met_with_its_own_token(tmp_path):
     assert "secondsecond" in second
 
 
-def test_the_environment_is_left_as_it_was(monkeypatch):
+def test_the_environment_is_restored(monkeypatch):
     monkeypatch.setenv("ATOLL_TEST_KEPT", "before")
     monkeypatch.delenv("ATOLL_TEST_NEW", raising=False)
     with bootstrap._environment({"ATOLL_TEST_KEPT": "during", "ATOLL_TEST_NEW": "x"}):

@@ -159,7 +159,7 @@ def test_a_run_shows_events_and_ends_with_the_hubs_weights():
     assert params.same_bits(WEIGHTS)
     assert sink.of(Saved) == [saved]
     assert [arguments[:2] for arguments in hub.of("status")][:2] == [[-1, 0], [1, 1]], "it says what it has heard"
-    assert hub.of("set_live_workers") == [], "the first hub knows nobody else's workers"
+    assert hub.of("set_live_workers") == [], "the first hub has no record of other workers"
 
 
 def test_a_restarted_hub_learns_the_live_workers():
@@ -192,17 +192,17 @@ def test_metrics_carry_the_number_and_epoch_of_their_request():
 
 
 def test_dead_workers_are_replaced_during_an_evaluation():
-    judging = threading.Event()
+    evaluating = threading.Event()
     hub = FakeHub([status(evaluations=[request(1), request(2)]), status(), status(), over()])
 
     def evaluate(params, buffers):
-        assert judging.wait(20)
+        assert evaluating.wait(20)
         return {"loss": 1.0}
 
     engine, ray, _, logged = engine_of(hub, evaluate)
     ray.dead = {"incarnation 0"}
     engine.run()
-    judging.set()
+    evaluating.set()
     assert hub.of("worker_died") == [[0, 0]]
     assert "worker 0 has died" in logged[0]
     assert hub.of("evaluated") == []

@@ -131,7 +131,7 @@ def test_a_worker_that_ended_is_replaced_only_if_the_run_continues():
     pool, _, logged, died = pool_of()
     pool.dies(0, 12)
     pool.turn()
-    assert (pool.incarnations, died) == ({0: 0, 1: 1}, []), "the hub told it that the run is over, which will be heard here too"
+    assert (pool.incarnations, died) == ({0: 0, 1: 1}, []), "the next status says whether the run is over"
     pool.turn()
     assert (pool.incarnations, died) == ({0: 2, 1: 1}, [(0, 0)])
     assert "it ended by itself" in logged[0]

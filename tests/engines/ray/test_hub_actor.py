@@ -314,7 +314,7 @@ def test_a_hub_that_died_after_the_end_is_followed_by_one_that_ends_the_same():
     together(*(lambda n=n: work(one, store, n, n) for n in (0, 1)))
     first = finish_run(one)
     two = hub(store, storage)
-    assert two.finish() is None, "its weights are not judged yet"
+    assert two.finish() is None, "its weights are not evaluated yet"
     again = finish_run(two)
     assert (again.digest, again.local_updates) == (first.digest, 40)
     assert len(storage.of(RunFinished)) == 1
@@ -430,7 +430,7 @@ def test_weights_for_evaluation_are_published_while_the_next_update_is_applied()
     while len(storage.of(Arrived)) < 2:
         assert process.status(-1, 0, 0, 0.01).error is None
     assert process.finish() is None
-    assert not process.status(-1, 0, 0, 0.0).evaluated, "the run is over, and what is on its way is not judged yet"
+    assert not process.status(-1, 0, 0, 0.0).evaluated, "the run is over, and the last weights are not evaluated yet"
     store.may_put.set()
     for push in pushes:
         push.join(TIMEOUT_S)

@@ -155,7 +155,7 @@ def test_a_round_of_another_hub_with_the_same_number_is_rejected():
     assert two.push(theirs, delta(), 8.0) == "unknown"
     assert two.hub.version == 1
     assert not again.of(Refused), "the log would say it of this hub's round"
-    assert two.pull(0, 0, theirs.round_id, 8.0)[2], "and its worker begins anew"
+    assert two.pull(0, 0, theirs.round_id, 8.0)[2], "its worker resets its optimizer"
 
 
 def test_an_unknown_worker_is_asked_to_register():
@@ -197,8 +197,8 @@ def test_the_last_weights_are_always_evaluated_and_the_figures_come_at_the_end()
     )
     state.record_metrics(state.evaluation_due, {"loss": 1.25, "accuracy": 0.5})
     finished = state.finish(2.0, 0)
-    judged = sink.of(Evaluated)[0]
-    assert (judged.loss, judged.accuracy, judged.wall_time_s) == (1.25, 0.5, 1.5)
+    evaluated = sink.of(Evaluated)[0]
+    assert (evaluated.loss, evaluated.accuracy, evaluated.wall_time_s) == (1.25, 0.5, 1.5)
     assert (finished.val_loss, finished.wall_time_s, finished.local_updates) == (1.25, 2.0, 8)
     assert finished.digest == state.params.digest()
     assert sink.events[-1] is finished
@@ -252,7 +252,7 @@ def test_an_unusable_update_is_refused_and_its_data_dispatched_again(what, loss,
     assert (again.work, again.round > task.round) == (task.work, True)
     assert says in sink.of(Refused)[0].reason
     assert state.accounting.ledgers[0].computed_s == 1.0, "it was busy all the same"
-    assert state.pull(0, 0, bad.round_id, 1.0)[::2] == ("train", False), "it has begun anew by itself"
+    assert state.pull(0, 0, bad.round_id, 1.0)[::2] == ("train", False), "the worker has reset its optimizer already"
     assert state.hub.version == 0
 
 

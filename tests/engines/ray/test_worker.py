@@ -160,7 +160,7 @@ def test_a_worker_pulls_again_after_lost_weights(tmp_path):
     one, hub, _ = worker(tmp_path, ["lost", "train", "finished"])
     assert one.work() == 1
     assert hub.pulls[:2] == [None, None]
-    assert len(hub.asked_again) == 1, "a hub that lives would publish the same reference again"
+    assert len(hub.asked_again) == 1, "a live hub would publish the same reference again"
     assert "are lost" in (tmp_path / "worker.log").read_text()
 
 

@@ -1,4 +1,4 @@
-"""A real run of two islands that is broken in several ways ends as it should: nothing lost, nothing twice, nobody apart."""
+"""A real run of two islands with faults of several kinds: no data is lost or read twice, and no island diverges."""
 
 import json
 from itertools import pairwise
@@ -86,7 +86,7 @@ def test_all_islands_hold_the_same_bits_after_each_commit(broken):
     assert report.diverged == ()
 
 
-def test_damaged_messages_and_a_death_in_the_exchange_each_cost_an_attempt(broken):
+def test_corrupted_messages_and_a_kill_in_the_exchange_each_cost_an_attempt(broken):
     folder, _ = broken
     report, costly = (
         elastic_report(folder),
@@ -95,7 +95,7 @@ def test_damaged_messages_and_a_death_in_the_exchange_each_cost_an_attempt(broke
     assert report.attempts - report.commits >= len(costly)
 
 
-def test_deltas_that_are_not_finite_or_absurdly_long_are_refused_and_their_units_done_again(broken):
+def test_unusable_deltas_are_refused_and_their_units_leased_again(broken):
     folder, _ = broken
     words = {"nan": "its delta is not finite", "huge": "its delta has a norm of"}
     reasons = [event.reason[:23] for event in read_events(folder / "events.jsonl", [Refused])]
@@ -103,13 +103,13 @@ def test_deltas_that_are_not_finite_or_absurdly_long_are_refused_and_their_units
     assert elastic_report(folder).returned >= len(reasons)
 
 
-def test_whoever_dies_is_started_again_and_that_is_said(broken):
+def test_a_dead_island_is_restarted_and_logged(broken):
     folder, said = broken
     deaths = ["island-0001 has died (by SIGKILL) and is started again"] * done(folder).count("kill_in_delta")
     assert [text for text in said if "has died" in text] == deaths
 
 
-def test_a_log_that_could_not_be_written_for_a_while_has_every_commit(broken):
+def test_a_log_on_a_full_disk_catches_up_with_every_commit(broken):
     folder, _ = broken
     rounds = [event.round for event in read_events(folder / "events.jsonl", [Attended])]
     assert elastic_report(folder).injected["FullDisk"] == 1
@@ -117,7 +117,7 @@ def test_a_log_that_could_not_be_written_for_a_while_has_every_commit(broken):
 
 
 @pytest.mark.skipif(NO_NAMESPACES is not None, reason=str(NO_NAMESPACES))
-def test_an_island_that_is_cut_off_is_gone_without_and_comes_back_by_itself(broken):
+def test_the_quorum_continues_without_a_cut_off_island_which_rejoins(broken):
     folder, said = broken
     noted = [json.loads(line) for line in (folder / "chaos.jsonl").read_text().splitlines()]
     cut = next(number for number, one in enumerate(noted) if one.get("injected", {}).get("fault") == "Cut")

@@ -40,7 +40,7 @@ def processes():
     """Two that have the title of Ray's, and one that has not."""
     started = [
         subprocess.Popen([title, "-c", "input()"], executable=sys.executable, stdin=subprocess.PIPE)
-        for title in ("ray::HubActor", "ray::WorkerActor.work", "somebody else")
+        for title in ("ray::HubProcess", "ray::WorkerProcess.work", "another program")
     ]
     until(lambda: all(title_of(process) for process in started))  # which a process has a moment after it has begun
     yield started
@@ -54,7 +54,7 @@ def write(folder, name, *lines):
     (folder / "logs" / f"{name}.log").write_text("".join(f"01:02:03 {line}\n" for line in lines))
 
 
-def test_hub_and_workers_are_found_as_their_logs_last_name_them(tmp_path, processes):
+def test_the_latest_processes_are_found_in_the_logs(tmp_path, processes):
     hub, worker, other = (process.pid for process in processes)
     write(tmp_path, "hub", f"hub on {NODE}, process {other}, 1 thread(s)", f"hub on {NODE}, process {hub}, 1 thread(s)")
     write(tmp_path, "worker-0", f"worker 0: incarnation 0: process {worker} on {NODE}, 1 thread(s)", "worker 0: round 3: duplicate")
@@ -66,7 +66,7 @@ def test_hub_and_workers_are_found_as_their_logs_last_name_them(tmp_path, proces
     assert [found[name].poll() is None for name in (HUB, "worker-0", "worker-1")] == [True, True, False], "not one with its number"
 
 
-def test_a_script_kills_a_hub_and_its_clock_begins_with_the_first_update_that_arrives(tmp_path, processes):
+def test_the_clock_starts_at_the_first_arrived_update(tmp_path, processes):
     hub, worker, _ = processes
     write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
     chaos = FaultInjector(FaultScript(faults=(TimedFault(at_s=5.0, fault=Kill(victim=HUB)),)), tmp_path / "chaos.jsonl")
@@ -80,7 +80,7 @@ def test_a_script_kills_a_hub_and_its_clock_begins_with_the_first_update_that_ar
     assert worker.poll() is None
 
 
-# ---------------------------------------------------------------------------------------------- by whoever drives such a run
+# ---------------------------------------------------------------------------------------------- RayFaultInjector ----------
 
 
 def script(*faults):
@@ -91,7 +91,7 @@ def done(folder):
     return [json.loads(line) for line in (folder / CHAOS_LOG).read_text().splitlines()]
 
 
-def test_faults_happen_while_whoever_drives_waits_and_victims_elsewhere_are_skipped(tmp_path, processes):
+def test_faults_are_injected_in_a_thread_and_skipped_on_other_machines(tmp_path, processes):
     hub, worker, _ = processes
     write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
     write(tmp_path, "worker-0", f"worker 0: incarnation 0: process {worker.pid} on {NODE}, 1 thread(s)")
@@ -106,7 +106,7 @@ def test_faults_happen_while_whoever_drives_waits_and_victims_elsewhere_are_skip
     assert killed["injected"] == {"fault": "Kill", "victim": HUB, "pid": hub.pid}
 
 
-def test_a_hub_that_is_frozen_is_thawed_when_the_run_ends_whatever_it_ends_with(tmp_path, processes):
+def test_a_frozen_hub_continues_when_the_run_ends_with_an_exception(tmp_path, processes):
     hub, *_ = processes
     write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
 
@@ -121,7 +121,7 @@ def test_a_hub_that_is_frozen_is_thawed_when_the_run_ends_whatever_it_ends_with(
     assert [list(one)[1] for one in done(tmp_path)] == ["injected", "reverted"]
 
 
-def test_a_fault_that_cannot_be_written_down_does_not_happen_and_is_told_at_the_end(tmp_path, processes):
+def test_a_fault_that_cannot_be_logged_is_not_injected_and_raises_at_the_end(tmp_path, processes):
     hub, *_ = processes
     write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
     chaos = RayFaultInjector(script(Kill(victim=HUB)), tmp_path)
@@ -135,7 +135,7 @@ def test_a_fault_that_cannot_be_written_down_does_not_happen_and_is_told_at_the_
     assert hub.poll() is None
 
 
-def test_what_can_happen_to_a_run_on_ray_is_let_through():
+def test_faults_of_ray_processes_are_accepted():
     check_ray_script(
         script(Kill(victim=HUB), Freeze(victim="worker-1", for_s=1.0), FullDisk(victim=HUB, file_bytes=1, for_s=1.0)), 2
     )
@@ -159,6 +159,6 @@ def test_what_can_happen_to_a_run_on_ray_is_let_through():
         ),
     ],
 )
-def test_what_cannot_happen_to_a_run_on_ray_is_refused_and_what_can_is_named(script, says):
+def test_other_faults_are_refused_with_what_is_allowed(script, says):
     with pytest.raises(ConfigError, match=says):
         check_ray_script(script, 2)

@@ -30,26 +30,26 @@ def attended(number, participating=2, digest="aaaaaaaa", attempts=1):
     )
 
 
-def test_a_whole_account_is_right_in_any_order():
+def test_complete_data_in_any_order_has_no_violations():
     assert exactly_once_violations([leased(1, (0, 0, 10), (1, 1, 0)), leased(2, (1, 0, 0), (0, 1, 10))], units=4) == []
 
 
-def test_a_unit_that_is_twice_is_found():
+def test_a_duplicate_unit_is_found():
     assert exactly_once_violations([leased(1, (0, 0, 0)), leased(2, (1, 0, 0))]) == [
         "shard 0: batches 0 to 10 are in commits 1 and 2"
     ]
 
 
-def test_a_unit_that_is_missing_is_found():
+def test_a_missing_unit_is_found():
     assert exactly_once_violations([leased(1, (0, 0, 0)), leased(2, (1, 0, 20))]) == ["shard 0: batches 10 to 20 are in no commit"]
 
 
-def test_a_unit_that_was_dropped_is_told_of_and_missing_nowhere_else():
+def test_a_dropped_unit_is_reported_once():
     account = [leased(1, (0, 0, 0), dropped=[(1, 0, 10)]), leased(2, (1, 0, 20))]
     assert exactly_once_violations(account, units=3) == ["shard 0: batches 10 to 20 were refused too often, and dropped"]
 
 
-def test_a_last_unit_that_is_missing_is_found_by_their_number():
+def test_a_missing_last_unit_is_found_by_the_count():
     assert exactly_once_violations([leased(1, (0, 0, 0))], units=2) == ["1 units are in commits; 2 were expected"]
 
 
@@ -93,7 +93,7 @@ def write(folder, island, *processes):
     (folder / "logs" / f"{name}.log").write_text("\n".join(lines) + "\n")
 
 
-def test_a_report_adds_up_what_happened(folder):
+def test_a_report_counts_commits_data_and_faults(folder):
     report = elastic_report(folder, units=6)
     assert (report.commits, report.attempts, report.succeeded) == (4, 5, 0.8)
     assert (report.delivered, report.returned, report.data) == (6, 1, ())
@@ -101,17 +101,17 @@ def test_a_report_adds_up_what_happened(folder):
     assert (report.compared, report.diverged, report.unseen) == (7, (), 0)
 
 
-def test_recovery_is_told_from_the_kill_to_the_others_commit_and_to_the_work_of_the_next_process(folder):
+def test_recovery_times_run_to_the_next_commit_and_to_the_next_work_of_the_victim(folder):
     (recovery,) = elastic_report(folder).recoveries
     assert (recovery.victim, recovery.commit_s, recovery.back_s) == ("island-0001", 1.5, 2.5)
 
 
-def test_an_island_that_holds_other_bits_is_named(folder):
+def test_a_diverged_island_is_named(folder):
     write(folder, 1, (7, [(1, 2, "aaaaaaaa"), (2, 3, "bbbbbbb0")]))
     assert elastic_report(folder).diverged == ("island-0001 held bbbbbbb0 after round 2, and the log has bbbbbbbb",)
 
 
-def test_a_commit_that_one_island_alone_has_is_counted_apart(folder):
+def test_a_commit_in_only_one_islands_log_is_unseen(folder):
     write(folder, 1, (7, [(3, 9, "eeeeeeee")]))
     assert (elastic_report(folder).unseen, elastic_report(folder).diverged) == (1, ())
 

@@ -76,7 +76,12 @@ def own_ray(*, cpus: int, gpus: int, store_bytes: int, folder: Path) -> Iterator
 def cluster(address: str) -> Iterator[Any]:
     """A connection to an existing cluster."""
     if _is_connected():
-        yield _connected_to(address)
+        found = library().get_runtime_context().gcs_address
+        if found != address:
+            raise ConfigError(
+                f"--ray-address {address}: this process is already connected to Ray at {found}. Give that, or ray.shutdown() first."
+            )
+        yield library()
         return
     host = check_reachable(address)
     settings = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
@@ -95,16 +100,6 @@ def cluster(address: str) -> Iterator[Any]:
             yield ray
         finally:
             ray.shutdown()
-
-
-def _connected_to(address: str) -> Any:
-    ray = library()
-    found = ray.get_runtime_context().gcs_address
-    if found != address:
-        raise ConfigError(
-            f"--ray-address {address}: this process is already connected to Ray at {found}. Give that, or ray.shutdown() first."
-        )
-    return ray
 
 
 def check_reachable(address: str) -> str:

@@ -36,11 +36,8 @@ class HubClient:
         return min(wanted_s, self._timeout_s / 2)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """The hub's reply. A hub may have executed the call and died before it replied, so the method must be idempotent.
-
-        Raises:
-            ExchangeFailed: there was no reply within the timeout.
-        """
+        """The hub's reply. A hub may have executed the call and died before it replied, so the method must be idempotent. Raises
+        ExchangeFailed without a reply within the timeout."""
         began_s, logged_s, reply = time.monotonic(), -_LOG_EVERY_S, None
         while True:
             if reply is None:
@@ -64,11 +61,7 @@ class HubClient:
 
     def fetch(self, weights: tuple[Any, ...]) -> Any:
         """Fetches what the reference in this tuple refers to; None if the object store has lost it. Then the hub publishes it again
-        on demand.
-
-        Raises:
-            ExchangeFailed: the hub, which owns the object, did not reply within the timeout.
-        """
+        on demand. Raises ExchangeFailed if the hub, which owns the object, does not reply within the timeout."""
         began_s = time.monotonic()
         while True:
             try:

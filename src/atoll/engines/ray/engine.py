@@ -34,14 +34,8 @@ _LOG_EVERY_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPoolSpec:
-    """The workers of a run.
-
-    Attributes:
-        workers: the expected number.
-        max_workers: number of slots. Workers beyond the expected number start when the cluster has room for them.
-        worker: spec of the worker with this slot and incarnation.
-        cpus, gpus: of each worker.
-    """
+    """The workers of a run: the expected number, the number of slots, the spec for a slot and an incarnation, and the resources of
+    each. Workers beyond the expected number start when the cluster has room for them."""
 
     workers: int
     max_workers: int
@@ -83,11 +77,8 @@ class WorkerPool:
         return PooledWorker(spec, *started, time.monotonic())
 
     def supervise(self, status: HubStatus) -> None:
-        """Replaces dead workers and tells the hub of them. Logs missing and overdue workers every 30 s.
-
-        Raises:
-            AtollError: a worker has ended with an error that its replacement would end with, too.
-        """
+        """Replaces dead workers and tells the hub of them. Logs missing and overdue workers every 30 s. Raises the AtollError of a
+        worker whose replacement would end with it, too."""
         for number, (incarnation, was_accepted) in status.workers.items():
             if was_accepted and incarnation == self.workers[number].spec.incarnation:
                 self._deaths.pop(number, None)
@@ -130,13 +121,8 @@ class WorkerPool:
 
     def _log_missing(self, status: HubStatus) -> None:
         now_s, registered = time.monotonic(), {number: incarnation for number, (incarnation, _) in status.workers.items()}
-        missing = [
-            number
-            for number, worker in self.workers.items()
-            if number < self._spec.workers
-            and registered.get(number) != worker.spec.incarnation
-            and now_s - worker.started_s > _LOG_EVERY_S
-        ]
+        late = [n for n, worker in self.workers.items() if n < self._spec.workers and now_s - worker.started_s > _LOG_EVERY_S]
+        missing = [number for number in late if registered.get(number) != self.workers[number].spec.incarnation]
         if missing and now_s - self._logged_missing_s > _LOG_EVERY_S:
             self._logged_missing_s = now_s
             free = {name: amount for name, amount in self._ray.available_resources().items() if name in ("CPU", "GPU")}
@@ -159,16 +145,8 @@ class WorkerPool:
 
 
 class RayEngine:
-    """Runs one asynchronous algorithm on Ray.
-
-    Args:
-        ray: the library, connected.
-        evaluate: computes metrics of weights and buffers.
-        sink: takes events; the hub writes the event log.
-        steps: inner steps per island, for the progress.
-        timeout_s: how long to wait for a hub that does not reply.
-        log: takes a line for each process that died or does not reply.
-    """
+    """Runs one asynchronous algorithm on Ray. `evaluate` computes the metrics of weights and buffers; `steps` are the inner steps
+    per island, for the progress. Events go to `sink`, lines on dead and hanging processes to `log`."""
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ import torch
 from atoll.core.errors import AtollError, ExchangeFailed
 from atoll.core.events import Evaluated, HubLoad, RunFinished
 from atoll.core.flat_tree import Tree
+from atoll.engines.accounting import clock_fields
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.hub_checkpoints import CheckpointWriter, recover
 from atoll.engines.ray.hub_state import HubState, StartBarrier
@@ -40,8 +41,8 @@ from atoll.engines.ray.messages import (
     arrays_of,
     dtype_name,
     ignore_read_only_warning,
-    received_tree,
     tree_bytes,
+    tree_view,
 )
 
 _LOAD_EVERY_S = 10.0
@@ -63,10 +64,8 @@ class WeightPublisher:
             found = next((reference for other, reference in self._published if other is tree), None)
             if found is None:
                 found = self._put(tree_bytes(tree))
-                self._published = [(other, reference) for other, reference in self._published if not other.deleted][
-                    -_MAX_PUBLISHED:
-                ]
-                self._published.append((tree, found))
+                kept = [(other, reference) for other, reference in self._published if not other.deleted]
+                self._published = [*kept[-_MAX_PUBLISHED:], (tree, found)]
             return found
 
     def forget(self, reference: Any) -> None:
@@ -110,22 +109,21 @@ class LoadMeter:
             now_s, pushes = self.now(), self._pushes
             passed_s = now_s - self._since_s
             event = HubLoad(
-                virtual_time_s=None,
-                wall_time_s=wall_time_s,
                 seconds=passed_s,
                 pushes=pushes,
                 busy=(self._applied_s + snapshot_s) / passed_s if passed_s > 0 else 0.0,
                 apply_s=self._applied_s / pushes if pushes else 0.0,
                 waited_s=self._waited_s / pushes if pushes else 0.0,
                 most_waiting=self._most_waiting,
+                **clock_fields(wall_time_s, real=True),
             )
             self.reset(now_s)
         return event
 
 
 class EvaluationQueue:
-    """Weights that are to be evaluated: claimed under the hub's lock, published without it, and then offered to the driving process
-    as requests. A caller of any method but `publish` holds the lock."""
+    """Weights that are to be evaluated: claimed under the hub's lock, published without it, then requests to the driving process.
+    A caller of any method but `publish` holds the lock."""
 
     def __init__(self, state: HubState, publisher: WeightPublisher, changed: threading.Condition) -> None:
         self._state, self._publisher, self._changed = state, publisher, changed
@@ -133,8 +131,7 @@ class EvaluationQueue:
         """Weights to publish, with their buffers, and trees whose memory is not reused before that."""
         self._requests: dict[int, EvaluationRequest] = {}
         self._publishing = threading.Lock()
-        self.newest = 0
-        """Number of the newest request."""
+        self.newest = 0  # number of the newest request
 
     @property
     def outstanding(self) -> int:
@@ -301,7 +298,7 @@ class HubProcess:
     def push(self, update: UpdateMessage, array: ByteArray) -> PushStatus:
         """Applies a worker's update; `array` has the bytes of its delta."""
         arrived_s = self._load.arrived()
-        delta = received_tree(array, self._spec.layout, self._spec.dtype)
+        delta = tree_view(array, self._spec.layout, self._spec.dtype) if array.nbytes == self._state.params.nbytes else None
         with self._changed:
             lock_s = self._load.now()
             status = self._apply(update, delta)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from atoll.core.errors import CheckpointError
 from atoll.core.events import Event, HubRestarted, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
+from atoll.engines.accounting import clock_fields
 from atoll.engines.ray.hub_state import HubState
 from atoll.engines.ray.messages import HubProcessSpec, LostRounds
 from atoll.engines.wall_clock import WallClock
@@ -73,8 +74,7 @@ def recover(spec: HubProcessSpec, epoch: int) -> RecoveredHub:
                 round=state.accounting.totals.round,
                 lost_rounds=lost.rounds,
                 lost_local_updates=lost.local_updates,
-                virtual_time_s=None,
-                wall_time_s=clock.now_s(),
+                **clock_fields(clock.now_s(), real=True),
             )
         )
         source = "the run's initial weights, since there is no checkpoint" if saved is None else f"checkpoint {saved.name}"

@@ -27,7 +27,7 @@ from atoll.core.errors import TrainingDiverged
 from atoll.core.events import Evaluated, IslandJoined, IslandLeft, Refused, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
-from atoll.engines.accounting import ComputeSpan, Ledger, RunAccounting, dispatched, refused, returned, window_closed
+from atoll.engines.accounting import ComputeSpan, Ledger, RunAccounting, clock_fields, dispatched, refused, returned, window_closed
 from atoll.engines.ray.messages import HubSettings, PullStatus, PushStatus, RoundId, UpdateMessage, tensors_of
 from atoll.replica.local_replica import ComputeResult
 from atoll.runs.cluster import draw
@@ -125,11 +125,6 @@ class HubState:
     def params(self) -> Tree:
         return self.hub.params
 
-    @property
-    def _round(self) -> int:
-        """Number of finished rounds."""
-        return self.accounting.totals.round
-
     # ------------------------------------------------------------------------------------------------------ workers and time
 
     def join(self, incarnations: Mapping[int, int], now_s: float) -> None:
@@ -140,8 +135,8 @@ class HubState:
         for worker, incarnation in incarnations.items():
             self.slots[worker] = WorkerSlot(incarnation, now_s)
             if not starting:
-                times = {"virtual_time_s": None, "wall_time_s": now_s}
-                self._emit(IslandJoined(island=worker, round=self._round, donor=None, sent_bytes=0, **times))
+                fields = {"island": worker, "round": self.accounting.totals.round, **clock_fields(now_s, real=True)}
+                self._emit(IslandJoined(donor=None, sent_bytes=0, **fields))
         given = self._settings.speeds
         speeds = {worker: given[worker % len(given)] if given else None for worker in incarnations}
         self._process(self.hub.join_all(speeds, now_s))
@@ -152,7 +147,7 @@ class HubState:
         out = self.hub.scheduler.workers[worker].out
         if out is not None:
             self._log_dispatch(out, out.time_s)
-        self._emit(IslandLeft(island=worker, round=self._round, virtual_time_s=None, wall_time_s=now_s))
+        self._emit(IslandLeft(island=worker, round=self.accounting.totals.round, virtual_time_s=None, wall_time_s=now_s))
         self._process(self.hub.leave(worker, now_s, self._next_arrival_s(now_s)))
 
     def pull(self, worker: int, incarnation: int, last: RoundId | None, now_s: float) -> tuple[PullStatus, Dispatch | None, bool]:
@@ -188,12 +183,11 @@ class HubState:
         round, or is late: it may arrive at any moment."""
         arrivals = []
         for number, worker in self.hub.scheduler.workers.items():
-            if number == but or worker.out is None:
-                continue
-            step_s = self.slots[number].step_s if number in self.slots else None
-            if step_s is None or worker.out.time_s + step_s * worker.out.steps < now_s:
-                return None
-            arrivals.append(worker.out.time_s + step_s * worker.out.steps)
+            if number != but and worker.out is not None:
+                step_s = self.slots[number].step_s if number in self.slots else None
+                if step_s is None or worker.out.time_s + step_s * worker.out.steps < now_s:
+                    return None
+                arrivals.append(worker.out.time_s + step_s * worker.out.steps)
         return min(arrivals, default=None)
 
     def overdue(self, now_s: float) -> dict[int, float]:
@@ -206,8 +200,6 @@ class HubState:
                 if out_s > limit_s:
                     found[number] = out_s
         return found
-
-    # --------------------------------------------------------------------------------------------------------------- rounds
 
     def round_id(self, dispatch: Dispatch) -> RoundId:
         return dispatch.round, self._round_epochs[dispatch.round]
@@ -324,8 +316,6 @@ class HubState:
                 f"worker {refusal.worker} has pushed {slot.refusals} unusable updates in a row: {refusal.reason}. The run stops; "
                 f"its checkpoints are valid. Lower the learning rate, set train.clip_norm, or look at this worker's machine."
             )
-
-    # ------------------------------------------------------------------------------------------------------------ evaluation
 
     def request_evaluation(self, now_s: float) -> None:
         self.evaluation_due = self.accounting.evaluation_due(now_s)

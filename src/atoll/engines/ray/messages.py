@@ -67,8 +67,6 @@ class UpdateMessage(NamedTuple):
     Attributes:
         begin_s: when the worker had its weights.
         pushed_s: when it began to send.
-        computed: its compute spans.
-        buffers: of its module.
     """
 
     worker: int
@@ -118,9 +116,6 @@ class HubStatus(NamedTuple):
     done: bool
     evaluated: bool
     error: Exception | None
-
-
-# --------------------------------------------------------------------------------------------------- what a hub is made of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,9 +211,6 @@ class HubProcessSpec:
     warm_start_tokens: int
 
 
-# -------------------------------------------------------------------------------------------------------- weights as bytes
-
-
 def tree_bytes(tree: Tree) -> ByteArray:
     """The bytes of a Tree's buffer: a view of it in CPU memory, else a copy."""
     array: ByteArray = tree.flat.detach().cpu().view(torch.uint8).numpy()
@@ -230,13 +222,8 @@ def dtype_name(tree: Tree) -> str:
 
 
 def tree_view(array: ByteArray, layout: Layout, dtype: str) -> Tree:
-    """A Tree over these bytes, only to be read."""
+    """A Tree over these bytes, only to be read. Their number must be the layout's."""
     return Tree(layout, torch.from_numpy(array).view(getattr(torch, dtype)))
-
-
-def received_tree(array: ByteArray, layout: Layout, dtype: str) -> Tree | None:
-    """A Tree over received bytes; None if their length is wrong."""
-    return tree_view(array, layout, dtype) if array.nbytes == layout.numel * getattr(torch, dtype).itemsize else None
 
 
 def tree_copy(array: ByteArray, layout: Layout, dtype: str, device: str) -> Tree:

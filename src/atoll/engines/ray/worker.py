@@ -59,9 +59,7 @@ class WorkerProcessSpec:
     """What a worker process is made of.
 
     Attributes:
-        worker: its slot.
-        incarnation: higher than that of each worker that had the slot before.
-        load: loads the data.
+        worker, incarnation: its slot, and a number higher than that of each worker that had the slot before.
         pause_s: extra sleep per batch, to play a slower machine.
         timeout_s: how long it waits for a hub that does not reply.
     """
@@ -87,8 +85,8 @@ class WorkerProcess:
         self._about = f"process {os.getpid()} on {platform.node()}, {spec.threads} thread(s)"
         self._log(f"incarnation {spec.incarnation}: {self._about}")
         self._clock = WallClock()
-        self._factory: ReplicaFactory | None = None
-        self._replica: LocalReplica | None = None
+        self._factory: ReplicaFactory
+        self._replica: LocalReplica
         self._last: RoundId | None = None
 
     def _log(self, text: str) -> None:
@@ -111,6 +109,7 @@ class WorkerProcess:
     def _work(self) -> int:
         rounds, spec = 0, self._spec
         self._factory = spec.load()
+        self._replica = self._factory.replica(spec.worker)
         self._register()
         while True:
             wait_s = self._client.wait_s(_PULL_WAIT_S)
@@ -129,20 +128,16 @@ class WorkerProcess:
                     pass
 
     def _register(self) -> None:
-        assert self._factory is not None
-        self._reset("the hub does not know this worker" if self._last is not None else "")
+        if self._last is not None:
+            self._reset("the hub does not know this worker")
         reason = self._client.call("register", self._spec.worker, self._spec.incarnation, self._factory.fingerprint, self._about)
         if reason:
             raise ConfigError(reason)
 
     def _reset(self, why: str) -> None:
-        """Starts with a fresh inner optimizer, unless there is no reason and a replica exists."""
-        if self._replica is None or why:
-            assert self._factory is not None
-            self._replica = self._factory.replica(self._spec.worker)
-        self._last = None
-        if why:
-            self._log(f"resets its optimizer: {why}")
+        """Continues with a fresh inner optimizer."""
+        self._replica, self._last = self._factory.replica(self._spec.worker), None
+        self._log(f"resets its optimizer: {why}")
 
     def _round(self, task: TaskMessage) -> int:
         """Trains one round and pushes the delta. Returns the number of rounds: 0 if the weights were lost."""
@@ -150,7 +145,6 @@ class WorkerProcess:
         array = self._client.fetch(task.weights)
         if array is None:
             return 0
-        assert self._replica is not None
         assert task.work is not None
         params = tree_copy(array, self._replica.weights.layout, task.dtype, self._replica.device)
         del array  # frees its room in the object store
@@ -170,8 +164,6 @@ class WorkerProcess:
         return 1
 
     def _push(self, round_id: RoundId, begin_s: float, computed: Sequence[ComputeRecord], delta: Tree) -> None:
-        assert self._replica is not None
-        assert self._factory is not None
         spec, pushed_s, buffers = self._spec, self._clock.now_s(), arrays_of(self._replica.buffers())
         update = UpdateMessage(spec.worker, spec.incarnation, round_id, begin_s, pushed_s, tuple(computed), buffers)
         reference = self._ray.put(tree_bytes(delta))  # once, also for a repeated push
