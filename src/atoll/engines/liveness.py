@@ -1,20 +1,20 @@
 """Liveness of the processes of a run: which of them are alive, and which of them failed first.
 
-- `FailureDetector` takes a peer for dead after a limit of silence. It is told the time and has no thread: every engine can use it,
-  with any way of hearing from a peer.
+- `FailureDetector` takes a peer for dead after a limit of silence. The caller tells it the time and the heartbeats that it reads.
 - `Heartbeat` calls a function at an interval on a thread of its own. `store_heartbeat` makes one that counts in a torch store.
 - `HeartbeatMonitor` reads another rank's count in that store.
 - `FailureAttribution` finds the rank that failed first. A rank that misses a peer ends too, so its peers miss it in turn.
 
-A closed connection reveals a dead process, but only to the processes that exchange over it. Between exchanges a rank waits for
-values in a store, which knows nothing of failures: there, heartbeats tell.
+A closed connection reveals a dead process, but only to the processes that exchange over it. A rank that waits for a value in a
+store needs heartbeats: the store knows nothing of failures.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -29,31 +29,33 @@ Peer = TypeVar("Peer", bound=Hashable)
 
 
 class FailureDetector(Generic[Peer]):
-    """Takes a peer for dead when it has been silent for longer than a limit.
+    """Takes a peer for dead when its heartbeat has not changed for longer than a limit.
 
-    >>> detector = FailureDetector(["a", "b"], limit_s=10.0, now_s=0.0)
-    >>> detector.heard("a", now_s=8.0)
-    >>> detector.silent_s("a", now_s=11.0), detector.failed(now_s=11.0)
-    (3.0, ['b'])
+    >>> detector = FailureDetector(limit_s=10.0)
+    >>> detector.observe("a", heartbeat=1, now_s=0.0)
+    >>> detector.observe("a", heartbeat=1, now_s=8.0)  # the same heartbeat again is no sign of life
+    >>> detector.is_alive("a", now_s=9.0), detector.is_alive("a", now_s=11.0)
+    (True, False)
     """
 
-    def __init__(self, peers: Collection[Peer], *, limit_s: float, now_s: float) -> None:
+    def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._heard_s = dict.fromkeys(peers, now_s)
+        self._heard: dict[Peer, tuple[object, float]] = {}
 
-    def heard(self, peer: Peer, now_s: float) -> None:
-        self._heard_s[peer] = now_s
-
-    def remove(self, peer: Peer) -> None:
-        """The peer has left: its silence means nothing."""
-        self._heard_s.pop(peer, None)
+    def observe(self, peer: Peer, heartbeat: object, now_s: float) -> None:
+        """The peer's heartbeat, as it is read now: it is a sign of life if it differs from the last one."""
+        if peer not in self._heard or self._heard[peer][0] != heartbeat:
+            self._heard[peer] = (heartbeat, now_s)
 
     def silent_s(self, peer: Peer, now_s: float) -> float:
-        return now_s - self._heard_s[peer]
+        """How long ago the heartbeat last changed; infinity for an unknown peer."""
+        return now_s - self._heard[peer][1] if peer in self._heard else math.inf
 
-    def failed(self, now_s: float) -> list[Peer]:
-        """The peers that have been silent for longer than the limit."""
-        return [peer for peer in self._heard_s if self.silent_s(peer, now_s) > self.limit_s]
+    def is_alive(self, peer: Peer, now_s: float) -> bool:
+        return self.silent_s(peer, now_s) <= self.limit_s
+
+    def forget(self, peer: Peer) -> None:
+        self._heard.pop(peer, None)
 
 
 class Heartbeat:
@@ -92,23 +94,19 @@ class HeartbeatMonitor:
     """Watches another rank's heartbeat and exit reason in the store. A caller may ask in a tight loop: the store is read once a
     second."""
 
-    def __init__(self, store: Store, rank: int, *, limit_s: float | None = None) -> None:
-        now_s = time.monotonic()
+    def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._detector = FailureDetector([rank], limit_s=SILENCE_LIMIT_S if limit_s is None else limit_s, now_s=now_s)
-        self._count, self._read_s, self._exit_reason = "", 0.0, ""
+        self._detector: FailureDetector[int] = FailureDetector(SILENCE_LIMIT_S)
+        self._detector.observe(rank, "", time.monotonic())
+        self._read_s, self._exit_reason = 0.0, ""
 
     def silent_s(self) -> float:
-        """How long ago the rank's count last changed."""
+        """How long ago the rank's heartbeat last changed."""
         now_s = time.monotonic()
         if now_s - self._read_s > _READ_S:
             self._read_s = now_s
-            self._exit_reason = FailureAttribution(self._store, self._rank, [self._rank]).exit_reason(0)
-            key = _heartbeat_key(self._rank)
-            count = self._store.get(key).decode() if self._store.check([key]) else ""
-            if count != self._count:
-                self._count = count
-                self._detector.heard(self._rank, now_s)
+            self._exit_reason = _get(self._store, _exit_key(self._rank))
+            self._detector.observe(self._rank, _get(self._store, _heartbeat_key(self._rank)), now_s)
         return self._detector.silent_s(self._rank, now_s)
 
     def failure(self) -> str:
@@ -150,15 +148,23 @@ class FailureAttribution:
     def record_exit_reason(self, text: str) -> None:
         """This process ends for a reason of its own, which its peers can then report."""
         with suppress(RuntimeError):  # the store may be gone
-            self._store.set(f"exit-reason/{self._rank}", text)
+            self._store.set(_exit_key(self._rank), text)
 
     def exit_reason(self, rank: int) -> str:
         """The reason that this rank of the group recorded when it ended; empty if it recorded none."""
-        key = f"exit-reason/{self._ranks[rank]}"
         with suppress(RuntimeError):
-            return self._store.get(key).decode() if self._store.check([key]) else ""
+            return _get(self._store, _exit_key(self._ranks[rank]))
         return ""
 
     def _missed_by(self, rank: int) -> int | None:
-        key = f"missing/{rank}"
-        return int(self._store.get(key)) if self._store.check([key]) else None
+        missed = _get(self._store, f"missing/{rank}")
+        return int(missed) if missed else None
+
+
+def _exit_key(rank: int) -> str:
+    return f"exit-reason/{rank}"
+
+
+def _get(store: Store, key: str) -> str:
+    """The value of a key; empty if it was never set."""
+    return store.get(key).decode() if store.check([key]) else ""

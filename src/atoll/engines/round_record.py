@@ -180,7 +180,8 @@ class EventAggregator:
                 result = ComputeResult([one.loss], one.tokens, moved=False)
                 span = ComputeSpan(one.start_s, one.end_s, one.steps, one.batches, result)
                 yield self._accounting.computed(self._islands[island], span, device=device if self._inside else None)
-        yield from self._exchanges_between_islands(records)
+        for exchanges in zip(*(record.exchanges for record in records), strict=True):
+            yield self._exchanged([exchanges[at : at + self._devices] for at in range(0, len(exchanges), self._devices)])
         update = last_update(records[0].exchanges)
         if update is not None and update.unusable:
             yield self._update_skipped([self._islands[rank] for rank in update.nonfinite], update.end_s)
@@ -188,47 +189,24 @@ class EventAggregator:
         for island in range(len(records) // self._devices if self._inside else 0):
             yield from self._exchanges_inside(island, records[island * self._devices : (island + 1) * self._devices])
 
-    def _exchanges_between_islands(self, records: Sequence[RoundRecord]) -> Iterator[Event]:
-        """Each device exchanges with its counterparts, all at about the same time: that is one exchange between islands."""
-        for exchanges in zip(*(record.exchanges for record in records), strict=True):
-            by_island = [exchanges[at : at + self._devices] for at in range(0, len(exchanges), self._devices)]
-            yield self._exchanged(
-                exchanges,
-                arrived_s=[max(x.arrived_s for x in devices) for devices in by_island],
-                sent_bytes=[sum(x.sent_bytes for x in devices) for devices in by_island],
-                control_bytes=[sum(x.control_bytes for x in devices) for devices in by_island],
-            )
-
     def _exchanges_inside(self, island: int, records: Sequence[RoundRecord]) -> Iterator[Event]:
         for exchanges in zip(*(record.island_exchanges for record in records), strict=True):
-            yield self._exchanged(
-                exchanges,
-                arrived_s=[x.arrived_s for x in exchanges],
-                sent_bytes=[x.sent_bytes for x in exchanges],
-                control_bytes=[x.control_bytes for x in exchanges],
-                inside=island,
-            )
+            yield self._exchanged([[exchange] for exchange in exchanges], island)
         for devices in records[0].island_skipped:
             yield self._update_skipped(devices, records[0].island_exchanges[-1].end_s, island)
 
-    def _exchanged(
-        self,
-        exchanges: Sequence[ExchangeRecord],
-        *,
-        arrived_s: list[float],
-        sent_bytes: list[int],
-        control_bytes: list[int],
-        inside: int | None = None,
-    ) -> Exchanged:
+    def _exchanged(self, members: Sequence[Sequence[ExchangeRecord]], inside: int | None = None) -> Exchanged:
+        """One exchange between islands, each of whose devices exchanges with its counterparts; or between devices of an island."""
+        first = members[0][0]
         return self._accounting.exchanged(
-            exchanges[0].what,
-            islands=self._islands if inside is None else range(len(arrived_s)),
-            arrived_s=arrived_s,
-            end_s=max(exchange.end_s for exchange in exchanges),
-            sent_bytes=sent_bytes,
-            control_bytes=control_bytes,
-            weight=exchanges[0].weight,
-            background=exchanges[0].background,
+            first.what,
+            islands=self._islands if inside is None else range(len(members)),
+            arrived_s=[max(exchange.arrived_s for exchange in devices) for devices in members],
+            end_s=max(exchange.end_s for devices in members for exchange in devices),
+            sent_bytes=[sum(exchange.sent_bytes for exchange in devices) for devices in members],
+            control_bytes=[sum(exchange.control_bytes for exchange in devices) for devices in members],
+            weight=first.weight,
+            background=first.background,
             inside=inside,
         )
 

@@ -87,12 +87,7 @@ class CommunicationThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end in the calling thread. Its requests go to the communication thread."""
-        try:
-            request = coroutine.send(None)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        return _finish(coroutine, request, lambda request: request.call() if request.waits else self.call(request.call))
+        return _drive(coroutine, lambda request: request.call() if request.waits else self.call(request.call))
 
     def launch(self, coroutine: Coroutine[Any, Any, T]) -> BackgroundTask[T]:
         """Run a coroutine up to its first request here and now, and from there on the communication thread."""
@@ -102,7 +97,7 @@ class CommunicationThread:
             done: Future[T] = Future()
             done.set_result(end.value)
             return BackgroundTask(done)
-        return BackgroundTask(self._submit(lambda: _finish(coroutine, request, lambda request: request.call())))
+        return BackgroundTask(self._submit(lambda: _drive(coroutine, lambda request: request.call(), request)))
 
     def close(self, *, wait: bool = True) -> None:
         """Accept no further request; with `wait`, return when all queued requests are done."""
@@ -113,10 +108,11 @@ class CommunicationThread:
             self._thread.join()
 
 
-def _finish(coroutine: Coroutine[Any, Any, T], request: Request[Any], fulfil: Callable[[Request[Any]], Any]) -> T:
+def _drive(coroutine: Coroutine[Any, Any, T], fulfil: Callable[[Request[Any]], Any], request: Request[Any] | None = None) -> T:
+    """Run a coroutine to its end: from the start, or from the request that it awaits."""
     try:
         while True:
-            request = coroutine.send(fulfil(request))
+            request = coroutine.send(None if request is None else fulfil(request))
     except StopIteration as end:
         result: T = end.value
         return result

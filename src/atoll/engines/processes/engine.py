@@ -153,9 +153,8 @@ class ProcessEngine:
         model.cancelled = self._report_progress
         if isinstance(model, ShardedModel):
             return FsdpDevice(model, self.context, setup.params, pause_s=setup.pause_s, **common)
-        replica = ProcessReplica(
-            model, clock=self.clock, on_computed=self._recorder.add_computed, pause_s=setup.pause_s, where=self._describe
-        )
+        on_computed = self._recorder.add_computed
+        replica = ProcessReplica(model, clock=self.clock, on_computed=on_computed, pause_s=setup.pause_s, where=self._describe)
         if self._inside is None:
             return SingleDevice(model, replica, self.context.rank)
         timeout = ExchangeTimeout(self._timeout.fixed_s)

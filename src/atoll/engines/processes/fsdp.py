@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from atoll.algorithms.fsdp import FSDP
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.flat_tree import Tree, empty
-from atoll.core.protocols import Gradient, Replica, Weigh, Work, Workload
+from atoll.core.protocols import Work, Workload
 from atoll.engines.processes.collectives import LOST
-from atoll.engines.processes.island_role import CheckpointPart, PartLoader
+from atoll.engines.processes.island_role import CheckpointPart, PartLoader, SlicedReplica
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.round_record import ComputeRecord, RoundRecorder
 from atoll.engines.wall_clock import WallClock
@@ -72,16 +72,13 @@ class ShardedModel:
                 fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.module, mesh=mesh, mp_policy=policy)
         self.weights = ModuleWeights(self.module)
-        self._optimizer = torch_optimizer(algorithm.rule, *self.groups())  # type: ignore[arg-type]
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+        self._optimizer = torch_optimizer(algorithm.rule, matrices, others)  # type: ignore[arg-type]
 
     @property
     def batches_per_step(self) -> int:
         return self._algorithm.accumulation
-
-    def groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters with weight decay, which are the matrices, and the others."""
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        return [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
 
     def step(self, assign: Callable[[], Work], schedule: int) -> tuple[float, int]:
         """One optimizer step, on the batches of an accumulation. Returns their mean loss, and their tokens."""
@@ -146,7 +143,7 @@ class ShardedModel:
         copy_buffers(self.module, state["buffers"])
 
 
-class FsdpDevice:
+class FsdpDevice(SlicedReplica):
     """One device of an island that FSDP2 trains. An IslandRole, and the Replica that it trains.
 
     Args:
@@ -169,9 +166,6 @@ class FsdpDevice:
         self.model, self._part, self._pause_s = model, f"device-{context.rank}", pause_s
         self._assign, self._recorder, self._clock = assign, recorder, clock
         model.weights.write(self.shard(params))
-
-    def replica(self) -> Replica:
-        return self
 
     def shard(self, params: Tree) -> Tree:
         layout = self.model.weights.layout
@@ -210,17 +204,6 @@ class FsdpDevice:
         self._recorder.record.island_updates += steps
         loss, end_s = math.fsum(losses) / steps, self._clock.now_s()
         self._recorder.add_computed(ComputeRecord(start_s, end_s, 0, float(batches), tokens, loss, True))
-
-    async def gradient(
-        self,
-        work: Work,
-        *,
-        at: Tree | None = None,
-        onto: Gradient | None = None,
-        weigh: Weigh = "batches",
-        wide: bool = False,
-    ) -> Gradient:
-        raise ConfigError("an island that FSDP2 trains has no gradient to give. Use DiLoCo between islands, or inside=none.")
 
     def parts(self) -> dict[str, CheckpointPart]:
         return {self._part: CheckpointPart(self.model.state())}

@@ -144,7 +144,28 @@ class SingleDevice:
             self.model.restore(state)
 
 
-class DeviceGroup:
+class SlicedReplica:
+    """The Replica of a slice of an island's weights: it trains, and has no gradients."""
+
+    def replica(self) -> Any:
+        return self
+
+    async def gradient(
+        self,
+        work: Work,
+        *,
+        at: Tree | None = None,
+        onto: Gradient | None = None,
+        weigh: Weigh = "batches",
+        wide: bool = False,
+    ) -> Gradient:
+        raise ConfigError(
+            "an island whose devices have an algorithm of their own (inside) trains, and has no gradient to give. Use an "
+            "algorithm between islands that trains, such as DiLoCo, or inside=none."
+        )
+
+
+class DeviceGroup(SlicedReplica):
     """One of several devices that train an island together. An IslandRole, and the Replica that it trains.
 
     Args:
@@ -194,9 +215,6 @@ class DeviceGroup:
 
     # ------------------------------------------------------------------------------------------------ seen from the island
 
-    def replica(self) -> Replica:
-        return self
-
     def shard(self, params: Tree) -> Tree:
         return params.shard(self._group.rank, self._group.size)
 
@@ -224,20 +242,6 @@ class DeviceGroup:
         for step in range(0, steps, self._algorithm.steps_per_round):
             self._schedule = work.schedule + step
             await self._round()
-
-    async def gradient(
-        self,
-        work: Work,
-        *,
-        at: Tree | None = None,
-        onto: Gradient | None = None,
-        weigh: Weigh = "batches",
-        wide: bool = False,
-    ) -> Gradient:
-        raise ConfigError(
-            "an island whose devices have an algorithm of their own (inside) trains, and has no gradient to give. Use an "
-            "algorithm between islands that trains, such as DiLoCo, or inside=none."
-        )
 
     # ----------------------------------------------------------------------------------------------------------- a round
 

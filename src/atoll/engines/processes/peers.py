@@ -172,18 +172,10 @@ class ProcessPeers:
             end_s = self._clock.now_s()
             if self._timeout is not None:
                 self._timeout.finish()
-            record = ExchangeRecord(
-                what,
-                arrived_s,
-                end_s,
-                group.sent_bytes - sent,
-                group.control_bytes - control,
-                outcome.weight,
-                background,
-                outcome.nonfinite,
-            )
+            counted = group.sent_bytes - sent, group.control_bytes - control
+            record = ExchangeRecord(what, arrived_s, end_s, *counted, outcome.weight, background, outcome.nonfinite)
             unusable = record.makes_update and (bool(outcome.nonfinite) or outcome.weight == 0)
-            self._on_exchange(replace(record, unusable=True) if unusable else record)
+            self._on_exchange(replace(record, unusable=unusable))
             return outcome.result
 
         return Request(timed)

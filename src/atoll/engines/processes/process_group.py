@@ -111,11 +111,8 @@ class RankContext:
             raise ConfigError(
                 "inside=FSDP on GPUs needs NCCL between the devices of an island. Use --backend nccl, or inside=ZeRO1."
             )
-        group = _new_group(self._islands(), self.rank, self.backend, timeout_s)
+        group = _new_group(_islands(self.size, self.devices_per_island), self.rank, self.backend, timeout_s)
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=("device",))
-
-    def _islands(self) -> list[list[int]]:
-        return [list(range(first, first + self.devices_per_island)) for first in range(0, self.size, self.devices_per_island)]
 
     def close(self) -> None:
         self.heartbeat.close()
@@ -177,12 +174,15 @@ def create_context(
         )
 
     counterparts = collectives([list(range(device, size, devices)) for device in range(devices)], backend)
-    neighbours = [list(range(first, first + devices)) for first in range(0, size, devices)]
-    island_devices = collectives(neighbours, backend) if inside else None
+    island_devices = collectives(_islands(size, devices), backend) if inside else None
     all_ranks = collectives([list(range(size))], "gloo")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     heartbeat = store_heartbeat(store, rank)
     return RankContext(rank, size, local_rank, devices, store, all_ranks, counterparts, island_devices, heartbeat, backend)
+
+
+def _islands(size: int, devices: int) -> list[list[int]]:
+    return [list(range(first, first + devices)) for first in range(0, size, devices)]
 
 
 def _new_group(groups: list[list[int]], rank: int, backend: str, timeout_s: float) -> Any:

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -73,16 +74,13 @@ class GlooTransport:
         # Receives first: gloo sends nothing before the receiver has announced its buffer. On a slow link that announcement would
         # queue behind the payload of the other direction, and one end would idle for the time of a piece.
         messages = [self._receive(rank, tensor) for rank, tensor in receives.items()]
-        messages += [self._send(rank, tensor) for rank, tensor in outgoing.items()]
+        for rank, tensor in outgoing.items():
+            messages.append(_Message(_start(partial(self._group.send, [tensor], rank, 0), rank, "send to"), rank, "send to"))
         return lambda timeout_s: _wait(messages, timeout_s)
-
-    def _send(self, rank: int, tensor: Tensor) -> _Message:
-        work = _start(lambda: self._group.send([tensor], rank, 0), rank, "send to")
-        return _Message(work, rank, "send to")
 
     def _receive(self, rank: int, tensor: Tensor) -> _Message:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
-        work = _start(lambda: self._group.recv([host], rank, 0), rank, "hear from")
+        work = _start(partial(self._group.recv, [host], rank, 0), rank, "hear from")
         return _Message(work, rank, "hear from", None if host is tensor else lambda: tensor.copy_(host, non_blocking=True))
 
 
