@@ -1,4 +1,4 @@
-"""Coroutines without an event loop: one thread computes, another one owns the line."""
+"""Coroutines without an event loop: one thread computes, another one communicates."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,80 +10,80 @@ from atoll.engines.processes.communication_thread import CommunicationThread, Re
 
 
 @pytest.fixture
-def line():
-    line = CommunicationThread()
-    yield line
-    line.close()
+def thread():
+    thread = CommunicationThread()
+    yield thread
+    thread.close()
 
 
-def who():
+def current():
     return threading.current_thread().name
 
 
-def test_exchanges_happen_on_the_line_and_all_else_where_it_is_driven(line):
+def test_requests_run_on_the_communication_thread_and_the_rest_on_the_callers(thread):
     async def main():
-        return who(), await Request(who), who()
+        return current(), await Request(current), current()
 
-    here, there, again = line.run(main())
-    assert (here, again) == (who(), who())
+    here, there, again = thread.run(main())
+    assert (here, again) == (current(), current())
     assert there == "communication"
 
 
-def test_a_flight_begins_here_and_goes_on_beside(line):
-    """What it copies before its first exchange is copied when `launch` returns; the rest waits for nobody."""
+def test_a_launched_coroutine_starts_here_and_continues_in_the_background(thread):
+    """What it copies before its first request is copied when `launch` returns."""
     gate, steps = threading.Event(), []
 
-    async def flight():
-        steps.append(who())
+    async def background():
+        steps.append(current())
         await Request(gate.wait)
-        steps.append(who())
+        steps.append(current())
         return "there"
 
     async def main():
-        flying = line.launch(flight())
-        assert steps == [who()]
-        assert not flying.done()
+        task = thread.launch(background())
+        assert steps == [current()]
+        assert not task.done()
         gate.set()
-        return await flying, flying.done()
+        return await task, task.done()
 
-    assert line.run(main()) == ("there", True)
+    assert thread.run(main()) == ("there", True)
     assert steps[1] == "communication"
 
 
-def test_a_flight_without_an_exchange_is_over_at_once(line):
-    async def flight():
+def test_a_launched_coroutine_without_a_request_is_done_at_once(thread):
+    async def background():
         return 7
 
     async def main():
-        flying = line.launch(flight())
-        return flying.done(), await flying
+        task = thread.launch(background())
+        return task.done(), await task
 
-    assert line.run(main()) == (True, 7)
+    assert thread.run(main()) == (True, 7)
 
 
-def test_what_goes_wrong_in_a_flight_is_raised_where_it_is_awaited(line):
+def test_an_error_in_the_background_is_raised_where_the_task_is_awaited(thread):
     def fail():
         raise ConnectionError("the other end is gone")
 
-    async def flight():
+    async def background():
         await Request(fail)
 
     async def main():
-        await line.launch(flight())
+        await thread.launch(background())
 
     with pytest.raises(ConnectionError, match="the other end is gone"):
-        line.run(main())
+        thread.run(main())
 
 
-def test_a_line_takes_one_torch_thread_and_leaves_the_others_theirs():
+def test_the_communication_thread_takes_one_torch_thread_and_leaves_the_others_theirs():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        line = CommunicationThread()
-        assert line.call(torch.get_num_threads) == 1
+        thread = CommunicationThread()
+        assert thread.call(torch.get_num_threads) == 1
         assert torch.get_num_threads() == 3
         with ThreadPoolExecutor(1) as another:
             assert another.submit(torch.get_num_threads).result() == 3
-        line.close()
+        thread.close()
     finally:
         torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Runs on real processes: the simulator's weights, losses, tokens and bytes, and times that were measured."""
+"""Runs on real processes have the simulator's weights, losses, tokens and bytes."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ SAME = ("rounds", "outer_steps", "steps", "tokens", "local_updates", *SENT, "val
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_weights_losses_tokens_and_bytes_are_the_simulators(four, size):
-    # Large enough for whole vectors in every slice: torch's kernels round otherwise there than at the ends.
+    # Large enough for whole SIMD vectors in every slice: torch's kernels round differently at the ends of a buffer.
     workload = Regression(hidden=150, batches=RegressionBatches(num_shards=size))
     for algorithm in ALGORITHMS:
         steps = 4 * algorithm.steps_per_round
@@ -53,7 +53,7 @@ def test_weights_losses_tokens_and_bytes_are_the_simulators(four, size):
 
 @pytest.mark.parametrize("wire", ["own", "fp32"])
 @pytest.mark.parametrize("kind", [ZeRO1, ACCO, DPU, WP])
-def test_a_model_all_in_bfloat16_has_the_simulators_weights_in_all_their_digits(four, kind, wire):
+def test_a_bfloat16_model_has_the_simulators_master_weights(four, kind, wire):
     workload, algorithm = Regression(hidden=150, dtype=torch.bfloat16), kind(optimizer=RULE, wire=wire)
     expected = simulate(algorithm, steps=4, cluster=Cluster(islands=2), workload=workload)
     first, _ = four.run(run_on_processes, algorithm, workload, 4, size=2)
@@ -63,8 +63,7 @@ def test_a_model_all_in_bfloat16_has_the_simulators_weights_in_all_their_digits(
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_who_shares_a_shard_with_somebody_slower_reads_the_same_as_on_processes(four, devices):
-    """Nobody there hears who asks first."""
+def test_a_shard_shared_with_a_slower_rank_is_read_as_in_the_simulator(four, devices):
     workload = Regression(hidden=3, batches=RegressionBatches(num_shards=1, shard_examples=256))
     cluster = Cluster(islands=2, devices_per_island=devices, step_time_s=(1.0, 5.0))
     inner = ACCO(optimizer=RULE, pieces_per_half=2)
@@ -77,7 +76,7 @@ def test_who_shares_a_shard_with_somebody_slower_reads_the_same_as_on_processes(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("inside", [kind(optimizer=RULE) for kind in (DDP, ZeRO1, ACCO)], ids=lambda a: type(a).__name__)
-def test_islands_of_two_devices_give_the_simulators_two_levels(four, inside, dtype):
+def test_islands_of_two_devices_have_the_simulators_weights(four, inside, dtype):
     workload, algorithm = Regression(hidden=3, dtype=dtype), DiLoCo(inner_steps=2)
     cluster = Cluster(islands=2, devices_per_island=2)
     expected = simulate(algorithm, steps=6, cluster=cluster, workload=workload, inside=inside)
@@ -88,7 +87,7 @@ def test_islands_of_two_devices_give_the_simulators_two_levels(four, inside, dty
 
 
 @pytest.mark.parametrize("inside", [kind(optimizer=RULE) for kind in (DDP, ZeRO1, FSDP)], ids=lambda a: type(a).__name__)
-def test_two_devices_to_an_island_are_one_with_the_double_batch_within_rounding(fresh_four, inside):
+def test_two_devices_train_as_one_with_twice_the_batch_within_rounding(fresh_four, inside):
     halves, steps = RegressionBatches(num_shards=4, batch_size=4, shard_examples=32), 6
     together, *_ = fresh_four.run(
         run_on_processes, DiLoCo(inner_steps=3), Regression(hidden=3, batches=halves), steps, None, inside, 2
@@ -108,12 +107,12 @@ def test_fsdp2_clips_accumulates_and_follows_the_schedule_as_zero1_does(fresh_fo
     plain, *_ = fresh_four.run(run_on_processes, outer, workload, 6, None, ZeRO1(**settings), 2)
     torch.testing.assert_close(sharded.params.flat, plain.params.flat, rtol=1e-5, atol=1e-6)
     other, *_ = fresh_four.run(run_on_processes, outer, workload, 6, None, ZeRO1(**{**settings, "clip_norm": None}), 2)
-    assert not torch.allclose(sharded.params.flat, other.params.flat, rtol=1e-3), "or clipping is not seen here"
+    assert not torch.allclose(sharded.params.flat, other.params.flat, rtol=1e-3), "else the test does not see clipping"
 
 
 @dataclass(frozen=True)
 class Doubled:
-    """Two shards of other batches as one, with batches of both."""
+    """Two shards as one, with the batches of both."""
 
     halves: RegressionBatches
 

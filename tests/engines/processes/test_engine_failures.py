@@ -1,4 +1,4 @@
-"""Gradients and losses that are no numbers, islands that come apart, and what is said of it on every rank."""
+"""Gradients and losses that are not finite, and islands that diverge: every rank says so."""
 
 import math
 import re
@@ -26,7 +26,7 @@ SYNCHRONOUS = [DDP(optimizer=RULE), ZeRO1(optimizer=RULE), ACCO(optimizer=RULE)]
 
 @dataclass(frozen=True)
 class Poisoned(RegressionBatches):
-    """One shard has targets that are no numbers, at some positions or from one on."""
+    """One shard has NaN targets, at some positions or from one on."""
 
     bad_shard: int = 1
     bad: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ def named(algorithm):
 
 
 def attempted(group, algorithm, workload, steps, inside=None, devices=1):
-    """What was raised on this rank, how many rounds were over then, and what was reported."""
+    """The error of this rank, its finished rounds, and its events."""
     engine, sink = engine_of(context_of(group, devices, inside=inside is not None), algorithm, workload, steps, None, inside)
     error = None
     try:
@@ -54,11 +54,11 @@ def attempted(group, algorithm, workload, steps, inside=None, devices=1):
     return error, engine.round, sink.events
 
 
-# -------------------------------------------------------------------------------------------------------- left out by all
+# -------------------------------------------------------------------------------------------------------- skipped updates
 
 
 @pytest.mark.parametrize("algorithm", SYNCHRONOUS, ids=named)
-def test_an_update_that_one_islands_gradients_spoil_is_left_out_by_all_as_in_the_simulator(four, algorithm):
+def test_all_islands_skip_an_update_with_nonfinite_gradients_as_in_the_simulator(four, algorithm):
     workload = Regression(hidden=3, batches=Poisoned(bad=(1, 3)))
     expected = simulate(algorithm, steps=6, cluster=Cluster(islands=3), workload=workload)
     results = four.run(run_on_processes, algorithm, workload, 6, size=3)
@@ -74,7 +74,7 @@ def test_an_update_that_one_islands_gradients_spoil_is_left_out_by_all_as_in_the
 
 
 @pytest.mark.parametrize("algorithm", SYNCHRONOUS, ids=named)
-def test_too_many_in_a_row_end_the_run_on_all_ranks_and_the_weights_stand(four, algorithm):
+def test_too_many_skipped_updates_in_a_row_end_the_run_on_all_ranks(four, algorithm):
     workload = Regression(hidden=3, batches=Poisoned(bad_from=0))
     results = four.run(attempted, algorithm, workload, 30, size=3)
     for error, rounds, _ in results:
@@ -83,10 +83,10 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks_and_the_weights_stand(four, 
         assert rounds == MAX_SKIPPED - 1
     losses = [event.loss for event in results[0][2] if isinstance(event, Evaluated)]
     assert len(losses) == MAX_SKIPPED
-    assert len(set(losses)) == 1, "each round was judged, and nothing had changed"
+    assert len(set(losses)) == 1, "each round was evaluated, and the weights did not change"
 
 
-def test_too_many_inside_an_island_end_the_run_there_and_say_which_it_was(four):
+def test_too_many_skipped_updates_inside_an_island_end_the_run_and_name_the_island(four):
     workload = Regression(hidden=3, batches=Poisoned(bad_shard=2, bad_from=0))
     told = outcomes(4, inside_attempt, workload)
     for rank in (2, 3):
@@ -100,33 +100,33 @@ def inside_attempt(group, workload):
     return str(error)
 
 
-# ----------------------------------------------------------------------------------------------------------------- the end
+# ----------------------------------------------------------------------------------------------------------------- divergence
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_says_where_it_was(four):
-    """The island that trained on it stops at once; the others miss it."""
+def test_a_nan_loss_ends_the_run_and_is_located(four):
+    """The island that trained on it ends at once; the others miss it."""
     workload = Regression(batches=Poisoned(bad=(4,)))
-    (_, first), (_, second) = outcomes(2, told_of, DiLoCo(inner_steps=3), workload, 9)
+    (_, first), (_, second) = outcomes(2, error_text, DiLoCo(inner_steps=3), workload, 9)
     assert second.startswith("the loss is nan on island 1 in round 1, at inner step 4.")
     assert "checkpoints from before this round are valid" in second
     assert re.search(r"could not (hear from|send to) rank 1", first)
 
 
-def told_of(group, algorithm, workload, steps):
+def error_text(group, algorithm, workload, steps):
     error, *_ = attempted(group, algorithm, workload, steps)
     return str(error)
 
 
 def test_weights_that_are_no_longer_finite_end_the_run_on_all_ranks(four):
-    """The outer step overflows, though every loss was a number."""
+    """The outer step overflows, though every loss was finite."""
     algorithm = DiLoCo(inner_steps=2, outer=SGD(lr=1e38))
     for error, *_ in four.run(attempted, algorithm, Regression(), 8, size=2):
         assert isinstance(error, TrainingDiverged)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Astray(DiLoCo):
-    """One island adds something of its own to what all agreed on."""
+class Diverging(DiLoCo):
+    """One island changes the weights after the exchange."""
 
     who: int = 1
 
@@ -135,8 +135,8 @@ class Astray(DiLoCo):
         return replace(after, params=after.params + 1e-3) if peers.rank == self.who else after
 
 
-def test_islands_that_hold_other_weights_than_they_agreed_on_are_named_on_all_ranks(four):
-    for error, rounds, events in four.run(attempted, Astray(inner_steps=2, who=2), Regression(), 4, size=4):
+def test_diverged_islands_are_named_on_all_ranks(four):
+    for error, rounds, events in four.run(attempted, Diverging(inner_steps=2, who=2), Regression(), 4, size=4):
         assert isinstance(error, ExchangeFailed)
         assert "islands [2] hold other weights than island 0 after round 2" in str(error)
         assert rounds == 2

@@ -1,4 +1,4 @@
-"""Whole runs on real processes, in all the ways in which they could differ from the simulator's and must not."""
+"""Whole runs on real processes, in the ways in which they could differ from the simulator's."""
 
 import time
 from dataclasses import dataclass
@@ -42,15 +42,15 @@ def of(events, kind):
     return [event for event in events if isinstance(event, kind)]
 
 
-# ------------------------------------------------------------------------------------------------- where buffers are cut
+# ------------------------------------------------------------------------------------------------------------ piece sizes
 
 
-def cut_into(group, algorithm, workload, steps, piece_bytes):
-    """A run whose messages have at most so many bytes."""
-    world = context_of(group)
+def run_in_pieces(group, algorithm, workload, steps, piece_bytes):
+    """A run with messages of at most `piece_bytes`."""
+    context = context_of(group)
     own = dist.new_group(timeout=timedelta(seconds=60))
-    world.counterparts = GroupCollectives(own, timeout_s=60.0, piece_bytes=piece_bytes)
-    engine, _ = engine_of(world, algorithm, workload, steps)
+    context.counterparts = GroupCollectives(own, timeout_s=60.0, piece_bytes=piece_bytes)
+    engine, _ = engine_of(context, algorithm, workload, steps)
     finished = engine.run()
     params = engine.params().copy()
     engine.close()
@@ -58,21 +58,21 @@ def cut_into(group, algorithm, workload, steps, piece_bytes):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=named)
-def test_pieces_that_divide_nothing_and_are_smaller_than_any_tensor_change_no_bit(four, algorithm):
+def test_small_pieces_change_no_bit(four, algorithm):
     workload, steps = Regression(hidden=3, batches=RegressionBatches(num_shards=3)), 2 * algorithm.steps_per_round
     expected = simulate(algorithm, steps=steps, cluster=Cluster(islands=3), workload=workload)
     for piece_bytes in (1, 12):  # one element, and three of a tensor's fifteen
-        results = four.run(cut_into, algorithm, workload, steps, piece_bytes, size=3)
+        results = four.run(run_in_pieces, algorithm, workload, steps, piece_bytes, size=3)
         assert all(params.equal(expected.params) for params, _ in results)
         assert results[0][1].sent_bytes_per_island == expected.finished.sent_bytes_per_island
 
 
-# ------------------------------------------------------------------------------------------------------- who reads what
+# ------------------------------------------------------------------------------------------------------------ data shards
 
 
 @dataclass(frozen=True)
-class Watched(RegressionBatches):
-    """Remembers what was read."""
+class RecordedReads(RegressionBatches):
+    """Records what is read."""
 
     @cached_property
     def read(self):
@@ -83,7 +83,7 @@ class Watched(RegressionBatches):
         return super().batch(shard, position)
 
 
-def watched(group, algorithm, workload, steps):
+def run_and_record_reads(group, algorithm, workload, steps):
     """The weights, and what this rank read. The replica looks at the first batch once more, to see whether it draws dropout."""
     engine, _ = engine_of(context_of(group), algorithm, workload, steps)
     workload.batches.read.clear()
@@ -95,11 +95,11 @@ def watched(group, algorithm, workload, steps):
 
 
 @pytest.mark.parametrize("algorithm", [ALGORITHMS[0], DiLoCo(inner_steps=2)], ids=named)
-def test_where_shards_are_fewer_than_processes_each_batch_is_read_once_and_the_bits_are_the_simulators(four, algorithm):
+def test_with_fewer_shards_than_processes_each_batch_is_read_once_and_the_bits_are_the_simulators(four, algorithm):
     steps, batches = 4 * algorithm.steps_per_round, 8
-    workload = Regression(hidden=3, batches=Watched(num_shards=3))
+    workload = Regression(hidden=3, batches=RecordedReads(num_shards=3))
     expected = simulate(algorithm, steps=steps, cluster=Cluster(islands=4), workload=workload)
-    results = four.run(watched, algorithm, workload, steps)
+    results = four.run(run_and_record_reads, algorithm, workload, steps)
     assert all(params.equal(expected.params) for params, _ in results)
     read = sorted(place for _, places in results for place in places)
     shared = [(0, position) for position in range(2 * batches)]  # by ranks 0 and 3
@@ -120,7 +120,7 @@ def refused(group, algorithm, workload):
     return None
 
 
-def test_each_process_draws_dropout_of_its_own_as_the_simulators_islands_do(four):
+def test_each_process_draws_the_dropout_of_its_island_in_the_simulator(four):
     workload = Regression(hidden=4, dropout=0.5)
     for algorithm in ALGORITHMS:
         steps = 3 * algorithm.steps_per_round
@@ -129,11 +129,11 @@ def test_each_process_draws_dropout_of_its_own_as_the_simulators_islands_do(four
         assert first.params.equal(expected.params), algorithm
 
 
-# ---------------------------------------------------------------------------------------------------- what is reported
+# ----------------------------------------------------------------------------------------------------------------- events
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, DiLoCo(inner_steps=2, weighting="examples")], ids=named)
-def test_exchanges_and_comparisons_are_the_simulators_but_for_their_times(four, algorithm):
+def test_events_are_the_simulators_except_for_their_times(four, algorithm):
     workload, steps = Regression(hidden=3), 3 * algorithm.steps_per_round
     expected = simulate(algorithm, steps=steps, cluster=Cluster(islands=3), workload=workload)
     first, *_ = four.run(run_on_processes, algorithm, workload, steps, size=3)
@@ -150,18 +150,18 @@ def test_exchanges_and_comparisons_are_the_simulators_but_for_their_times(four, 
         assert one.mean_norm == pytest.approx(two.mean_norm, rel=1e-5)
         assert one.cosine_mean == pytest.approx(two.cosine_mean, abs=1e-5)
         assert one.cosine_std == pytest.approx(two.cosine_std, abs=1e-5)
-    assert _stretches(first.events) == _stretches(expected.events)
+    assert _spans(first.events) == _spans(expected.events)
     for one, two in zip(of(first.events, RoundFinished), expected.of(RoundFinished), strict=True):
         for name in ("round", "islands", "steps", "tokens", "local_updates", "sent_bytes_per_island"):
             assert getattr(one, name) == getattr(two, name), name
         assert one.loss == pytest.approx(two.loss, rel=1e-12)
 
 
-def _stretches(events):
+def _spans(events):
     return sorted((e.round, e.island, e.steps, e.batches, e.tokens, e.loss) for e in of(events, Computed))
 
 
-def test_times_are_on_the_real_clock_and_in_order(four):
+def test_times_are_on_the_wall_clock_and_in_order(four):
     first, *_ = four.run(run_on_processes, ALGORITHMS[2], Regression(hidden=3), 9, size=3)
     finished = of(first.events, RoundFinished)
     times = [event.wall_time_s for event in finished]
@@ -174,7 +174,7 @@ def test_times_are_on_the_real_clock_and_in_order(four):
     assert (limit.limit_s, limit.why) == (60.0, "as given")
 
 
-def judged(group, algorithm, workload, steps, evaluate_every, save_every):
+def evaluated_rounds(group, algorithm, workload, steps, evaluate_every, save_every):
     saved = []
     options = {"evaluate_every": evaluate_every, "save_every": save_every, "save": lambda engine: saved.append(engine.round)}
     engine, sink = engine_of(context_of(group), algorithm, workload, steps, **options)
@@ -183,7 +183,7 @@ def judged(group, algorithm, workload, steps, evaluate_every, save_every):
     return [(e.round, e.steps, e.loss) for e in of(sink.events, Evaluated)], saved
 
 
-def test_evaluations_and_saves_come_after_the_same_rounds_as_the_simulators(four):
+def test_evaluations_and_checkpoints_follow_the_same_rounds_as_the_simulators(four):
     workload, algorithm, steps, saved = Regression(hidden=3), DiLoCo(inner_steps=2), 14, []
     sink = Recorder()
     simulated = SimEngine(
@@ -200,24 +200,24 @@ def test_evaluations_and_saves_come_after_the_same_rounds_as_the_simulators(four
         save_every=3,
     )
     simulated.run()
-    (events, rounds), (silent, too) = four.run(judged, algorithm, workload, steps, 2, 3, size=2)
+    (events, rounds), (silent, too) = four.run(evaluated_rounds, algorithm, workload, steps, 2, 3, size=2)
     assert events == [(e.round, e.steps, e.loss) for e in of(sink.events, Evaluated)]
     assert [round for round, _, _ in events] == [0, 2, 4, 6, 7]
     assert rounds == too == saved == [3, 6, 7]
     assert silent == []
 
 
-def paced(group, algorithm, workload, steps, pause_s):
+def run_with_pause(group, algorithm, workload, steps, pause_s):
     engine, sink = engine_of(context_of(group), algorithm, workload, steps, pause_s=pause_s)
     engine.run()
     engine.close()
     return sink.events
 
 
-def test_who_is_told_to_pause_takes_so_much_longer_for_each_batch(four):
+def test_a_pause_adds_to_the_time_of_each_batch(four):
     pause_s = 0.01
     for algorithm in (ALGORITHMS[3], DiLoCo(inner_steps=3)):
-        events, _ = four.run(paced, algorithm, Regression(), 3, pause_s, size=2)
+        events, _ = four.run(run_with_pause, algorithm, Regression(), 3, pause_s, size=2)
         for event in of(events, Computed):
             assert event.end_s - event.start_s >= pause_s * event.batches
 
@@ -225,7 +225,7 @@ def test_who_is_told_to_pause_takes_so_much_longer_for_each_batch(four):
 # ------------------------------------------------------------------------------------------------------------ free batches
 
 
-def freely(group, algorithm, workload, steps):
+def run_free(group, algorithm, workload, steps):
     engine, sink = engine_of(context_of(group), algorithm, workload, steps)
     finished = engine.run()
     own = engine.parts()[f"own-{engine.context.rank}"].value
@@ -234,9 +234,9 @@ def freely(group, algorithm, workload, steps):
     return params, finished, sink.events, engine.round, engine.steps_taken, own["pending_tokens"]
 
 
-def test_free_batches_end_at_the_same_commit_everywhere_and_every_piece_counts_once(four):
+def test_free_batches_end_at_the_same_commit_on_all_ranks_and_every_piece_counts_once(four):
     algorithm = ACCO(optimizer=RULE, batch="free")
-    results = four.run(freely, algorithm, Regression(hidden=3, batches=RegressionBatches(num_shards=3)), 6, size=3)
+    results = four.run(run_free, algorithm, Regression(hidden=3, batches=RegressionBatches(num_shards=3)), 6, size=3)
     params, finished, events, rounds, steps, _ = results[0]
     assert all(other[0].equal(params) for other in results)
     assert {(other[3], other[4]) for other in results} == {(rounds, steps)}
@@ -249,11 +249,11 @@ def test_free_batches_end_at_the_same_commit_everywhere_and_every_piece_counts_o
         assert {event.island for event in of(events, Computed) if event.round == round} == {0, 1, 2}
 
 
-# ------------------------------------------------------------------------------------------------------- the first rank's time
+# ------------------------------------------------------------------------------------------------------------- evaluation
 
 
 def evaluate_slowly(group, workload, timeout_s, takes_s):
-    """The first evaluation takes longer than an exchange may."""
+    """The first evaluation takes longer than the timeout of an exchange."""
     until_s = time.monotonic() + takes_s
 
     def evaluate(params, buffers):
@@ -267,5 +267,5 @@ def evaluate_slowly(group, workload, timeout_s, takes_s):
     return engine.round
 
 
-def test_who_waits_for_an_evaluation_does_not_take_the_first_rank_for_dead(four):
+def test_an_evaluation_that_is_longer_than_the_timeout_fails_no_exchange(four):
     assert four.run(evaluate_slowly, Regression(), 0.8, 1.3, size=3) == [2, 2, 2]

@@ -1,4 +1,4 @@
-"""Islands of several devices: what they send, and what one process per island would have trained."""
+"""Islands of several devices: their bytes, their events, and the weights of one process with the whole batch."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ WORKLOAD = Regression(hidden=3)
 
 @dataclass(frozen=True)
 class Pairs:
-    """What the two devices of an island read, as one batch."""
+    """The batches of the two devices of an island, as one."""
 
     single: RegressionBatches
 
@@ -58,7 +58,7 @@ def of(events, kind):
     return [event for event in events if isinstance(event, kind)]
 
 
-def played(group, algorithm, workload, steps, inside=None, devices=1):
+def run_and_count(group, algorithm, workload, steps, inside=None, devices=1):
     engine, sink = engine_of(context_of(group, devices, inside=inside is not None), algorithm, workload, steps, None, inside)
     before = engine.context.counterparts.sent_bytes
     finished = engine.run()
@@ -68,9 +68,9 @@ def played(group, algorithm, workload, steps, inside=None, devices=1):
     return params, finished, sink.events, sent_bytes
 
 
-def test_two_devices_that_agree_on_every_gradient_train_as_one_process_with_twice_the_batch(four):
-    together = four.run(played, OUTER, WORKLOAD, 8, INSIDE[0], 2)
-    alone = four.run(played, OUTER, Regression(Pairs(WORKLOAD.batches), hidden=3), 8, size=2)
+def test_two_devices_with_ddp_train_as_one_process_with_twice_the_batch(four):
+    together = four.run(run_and_count, OUTER, WORKLOAD, 8, INSIDE[0], 2)
+    alone = four.run(run_and_count, OUTER, Regression(Pairs(WORKLOAD.batches), hidden=3), 8, size=2)
     assert all(params.equal(together[0][0]) for params, *_ in together)
     torch.testing.assert_close(together[0][0].flat, alone[0][0].flat, rtol=1e-5, atol=1e-6)
     assert together[0][1].tokens == alone[0][1].tokens
@@ -78,19 +78,19 @@ def test_two_devices_that_agree_on_every_gradient_train_as_one_process_with_twic
 
 
 @pytest.mark.parametrize("inside", INSIDE, ids=named)
-def test_each_device_sends_between_islands_half_of_what_it_would_send_alone(four, inside):
-    _, _, _, alone = zip(*four.run(played, OUTER, WORKLOAD, 6, size=2), strict=True)
-    _, _, _, together = zip(*four.run(played, OUTER, WORKLOAD, 6, inside, 2), strict=True)
+def test_each_of_two_devices_sends_half_the_bytes_between_islands(four, inside):
+    _, _, _, alone = zip(*four.run(run_and_count, OUTER, WORKLOAD, 6, size=2), strict=True)
+    _, _, _, together = zip(*four.run(run_and_count, OUTER, WORKLOAD, 6, inside, 2), strict=True)
     assert [2 * sent_bytes for sent_bytes in together] == [alone[0], alone[0], alone[1], alone[1]]
     assert alone[0] > 0
 
 
 @pytest.mark.parametrize("inside", INSIDE, ids=named)
-def test_events_of_both_levels_are_the_simulators_but_for_their_times(four, inside):
+def test_events_of_both_levels_are_the_simulators_except_for_their_times(four, inside):
     expected = simulate(OUTER, steps=6, cluster=Cluster(islands=2, devices_per_island=2), workload=WORKLOAD, inside=inside)
-    (_, _, events, _), *_ = four.run(played, OUTER, WORKLOAD, 6, inside, 2)
-    assert stretches(events) == stretches(expected.events)
-    assert meetings(events) == meetings(expected.events)
+    (_, _, events, _), *_ = four.run(run_and_count, OUTER, WORKLOAD, 6, inside, 2)
+    assert spans(events) == spans(expected.events)
+    assert exchanges(events) == exchanges(expected.events)
     for one, two in zip(of(events, Compared), expected.of(Compared), strict=True):
         assert one.norms == pytest.approx(two.norms, rel=1e-5)
         assert one.mean_norm == pytest.approx(two.mean_norm, rel=1e-5)
@@ -102,17 +102,17 @@ def test_events_of_both_levels_are_the_simulators_but_for_their_times(four, insi
     assert finished[0] == finished[1]
 
 
-def stretches(events):
+def spans(events):
     return sorted((e.round, e.island, e.device, e.batches, e.tokens, e.loss) for e in of(events, Computed))
 
 
-def meetings(events):
-    """Payload only: the simulator counts fewer control bytes, and asks nobody whether there is something to take in."""
+def exchanges(events):
+    """Payload only: the simulator counts fewer control bytes, and does not ask whether there are weights to load."""
     places = [(e.round, -1 if e.inside is None else e.inside, e.what, e.sent_bytes) for e in of(events, Exchanged)]
     return sorted(place for place in places if place[2] != "total")
 
 
-def test_what_a_device_may_not_do_on_a_slice_is_refused(four):
+def test_an_algorithm_that_needs_whole_weights_is_refused(four):
     told = four.run(refused, DiLoCo(inner_steps=2, pruned=0.5), INSIDE[0])
     assert all("algorithm.pruned=0.5" in text and "pruned=0" in text for text in told)
 
@@ -127,7 +127,7 @@ def refused(group, algorithm, inside):
 
 @dataclass(frozen=True)
 class Poisoned(RegressionBatches):
-    """One device reads a batch whose targets are no numbers."""
+    """One device reads a batch with NaN targets."""
 
     def batch(self, shard, position):
         inputs, targets = super().batch(shard, position)
@@ -135,10 +135,10 @@ class Poisoned(RegressionBatches):
 
 
 @pytest.mark.parametrize("inside", INSIDE, ids=named)
-def test_an_update_that_a_device_spoils_is_left_out_by_its_island_alone(four, inside):
+def test_only_the_island_of_a_device_with_nonfinite_gradients_skips_the_update(four, inside):
     workload = Regression(hidden=3, batches=Poisoned())
     expected = simulate(OUTER, steps=6, cluster=Cluster(islands=2, devices_per_island=2), workload=workload, inside=inside)
-    (params, finished, events, _), *_ = four.run(played, OUTER, workload, 6, inside, 2)
+    (params, finished, events, _), *_ = four.run(run_and_count, OUTER, workload, 6, inside, 2)
     assert params.equal(expected.params)
     skipped = [[(e.round, e.islands, e.inside) for e in of(es, UpdateSkipped)] for es in (events, expected.events)]
     assert skipped[0] == skipped[1]

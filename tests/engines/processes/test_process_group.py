@@ -17,61 +17,61 @@ from atoll.engines.processes.process_group import (
 from atoll.testing.processes import context_of
 
 
-def introduced(group, devices):
-    """Everybody's place, and whom it hears on each of its wires."""
-    world = context_of(group, devices, inside=devices > 1)
+def place_and_groups(group, devices):
+    """This rank's place, and the ranks of each of its groups."""
+    context = context_of(group, devices, inside=devices > 1)
     heard = [
-        None if wire is None else [row[0] for row in wire.all_gather_numbers(world.rank)]
-        for wire in (world.counterparts, world.island_devices)
+        None if group_ is None else [row[0] for row in group_.all_gather_numbers(context.rank)]
+        for group_ in (context.counterparts, context.island_devices)
     ]
-    return world.island, world.device, world.is_rank_zero, *heard
+    return context.island, context.device, context.is_rank_zero, *heard
 
 
-def asked(group, words):
-    """Whether all agree."""
-    world = context_of(group)
+def check(group, words):
+    """The error if not all ranks have the same text."""
+    context = context_of(group)
     try:
-        world.check_equal("data", words[world.rank], "data")
+        context.check_equal("data", words[context.rank], "data")
     except AtollError as error:
         return error
     return None
 
 
-def waited(group):
-    """The first rank waits for a word that nobody leaves, and the other for one that is left later."""
-    world = context_of(group)
-    error, limit_s = None, world.all_ranks.timeout_s
-    if world.is_rank_zero:
-        world.all_ranks.timeout_s = 0.2
+def wait_for_values(group):
+    """Rank 0 waits for a value that is never set, and rank 1 for one that is set later."""
+    context = context_of(group)
+    error, limit_s = None, context.all_ranks.timeout_s
+    if context.is_rank_zero:
+        context.all_ranks.timeout_s = 0.2
         try:
-            world.get("never", of=1)
+            context.get("never", of=1)
         except ExchangeFailed as failed:
             error = failed
-        world.all_ranks.timeout_s = limit_s
-        world.set("now", "here I am")
-    world.barrier()
-    return error, world.get("now", of=0)
+        context.all_ranks.timeout_s = limit_s
+        context.set("now", "here I am")
+    context.barrier()
+    return error, context.get("now", of=0)
 
 
-def test_ranks_are_dealt_out_to_islands_in_order_and_talk_with_their_counterparts(four):
-    assert four.run(introduced, 2) == [
+def test_ranks_belong_to_islands_in_order_and_are_grouped_with_their_counterparts(four):
+    assert four.run(place_and_groups, 2) == [
         (0, 0, True, [0.0, 2.0], [0.0, 1.0]),
         (0, 1, False, [1.0, 3.0], [0.0, 1.0]),
         (1, 0, False, [0.0, 2.0], [2.0, 3.0]),
         (1, 1, False, [1.0, 3.0], [2.0, 3.0]),
     ]
-    assert four.run(introduced, 1, size=3) == [(rank, 0, rank == 0, [0.0, 1.0, 2.0], None) for rank in range(3)]
+    assert four.run(place_and_groups, 1, size=3) == [(rank, 0, rank == 0, [0.0, 1.0, 2.0], None) for rank in range(3)]
 
 
-def test_who_has_something_else_than_the_first_rank_is_named_everywhere(four):
-    assert four.run(asked, ["same"] * 3, size=3) == [None] * 3
-    for error in four.run(asked, ["one", "other", "one", "third"]):
+def test_ranks_that_differ_from_rank_0_are_named_on_all_ranks(four):
+    assert four.run(check, ["same"] * 3, size=3) == [None] * 3
+    for error in four.run(check, ["one", "other", "one", "third"]):
         assert isinstance(error, ConfigError)
         assert "ranks [1, 3] have data that differ from rank 0's" in str(error)
 
 
-def test_a_word_that_nobody_leaves_is_waited_for_no_longer_than_allowed(four):
-    (error, word), (nothing, too) = four.run(waited, size=2)
+def test_a_value_that_is_never_set_is_waited_for_up_to_the_timeout(four):
+    (error, word), (nothing, too) = four.run(wait_for_values, size=2)
     assert "rank 0 waited" in str(error)
     assert "for rank 1 to set never: it takes longer" in str(error)
     assert (nothing, word, too) == (None, "here I am", "here I am")
@@ -85,7 +85,7 @@ def refused(group):
     return None
 
 
-def test_processes_that_make_up_no_islands_are_refused(four):
+def test_a_number_of_processes_that_the_devices_do_not_divide_is_refused(four):
     assert all("3 processes cannot be islands of 2 devices" in text for text in four.run(refused, size=3))
 
 
@@ -100,17 +100,17 @@ def test_a_process_knows_whether_torchrun_started_it(monkeypatch):
     assert torchrun_world_size() == 3
 
 
-def test_one_process_alone_meets_itself(monkeypatch):
+def test_one_process_is_a_group_of_its_own(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     store, rank, size = init_process_group(30.0)
-    world = create_context(store, rank, size)
-    assert (world.rank, world.size, world.is_rank_zero) == (0, 1, True)
-    world.barrier()
+    context = create_context(store, rank, size)
+    assert (context.rank, context.size, context.is_rank_zero) == (0, 1, True)
+    context.barrier()
     whole = torch.arange(3.0)
-    world.counterparts.all_gather(whole)
-    assert world.counterparts.sent_bytes == 0
-    world.close()
+    context.counterparts.all_gather(whole)
+    assert context.counterparts.sent_bytes == 0
+    context.close()
 
 
 class Group:
