@@ -332,5 +332,6 @@ def test_a_report_of_a_real_run_has_its_table_its_figures_and_its_trace(real, ca
     found = capsys.readouterr().out
     assert "wall" in found
     assert "virtual" not in found
+    assert "…" not in found, "a column is cut"
     assert "6 of them in the background of computing" in found
     assert {"plot.png", "overlap.png", "trace.json"} <= {path.name for path in real.iterdir()}

@@ -37,7 +37,7 @@ from atoll.runs.folder import RunFolder, default_path, write_text
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.workloads import Loaded, fingerprint, island_workload, needs_weights, plain_workload
 from atoll.telemetry.event_log import JsonlSink, read_events
-from atoll.telemetry.sinks import Fanout, ResumableSink
+from atoll.telemetry.sinks import Fanout, ResumableSink, TensorBoardSink
 from atoll.telemetry.summary import Summary, read_summary
 
 TOKENIZER = "tokenizer.json"
@@ -203,8 +203,6 @@ class Execution:
     def _more_sinks(self, *, resuming: bool) -> list[Sink]:
         if not self._run.keep.tensorboard:
             return []
-        from atoll.telemetry.sinks import TensorBoardSink
-
         return [TensorBoardSink(self._folder.path / "tensorboard", replay=read_events(self._folder.events) if resuming else None)]
 
     def _data(self) -> Loaded:

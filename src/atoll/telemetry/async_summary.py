@@ -2,7 +2,7 @@
 
 The time that a worker is present has four parts, which add up to it: computing; communicating (pulling weights and pushing
 updates); waiting for a dispatch, which is the cost of a grace window; and rounds without a result, because they were under way at
-the end or were lost. A worker mostly computes in those rounds, but only an arrival tells for how long.
+the end or were lost. A worker mostly computes in those rounds, but the log has their duration only with an arrival.
 """
 
 from __future__ import annotations

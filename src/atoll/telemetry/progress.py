@@ -16,7 +16,7 @@ _STALENESS_WINDOW = 20
 
 
 class RunningTotals:
-    """Takes events one by one and keeps the latest of each kind that tells how far the run is.
+    """Takes events one by one and keeps the latest of each kind that shows how far the run is.
 
     >>> totals = RunningTotals()
     >>> totals.take(ev.RunStarted(recipe="demo", algorithm="DDP", islands=2, params=10, steps=4, seed=0))

@@ -52,7 +52,7 @@ def render(section: ReportSection, summary: Any) -> RenderableType:
     if rows:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for heading in rows[0]:
-            table.add_column(heading, justify="right", no_wrap=True)
+            table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)  # all columns fit into 80 characters
         for row in rows[:_MAX_ROWS]:
             table.add_row(*row.values())
         parts.append(table)
