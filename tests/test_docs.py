@@ -1,5 +1,7 @@
 """The pages are true: code runs, command lines are understood, tables are complete, links lead somewhere."""
 
+import __future__
+
 import dataclasses
 import importlib
 import inspect
@@ -226,7 +228,7 @@ def executed(tmp_path, monkeypatch, capsys):
     def execute(page):
         names = {}
         for block in blocks(page, "python"):
-            exec(compile(block, page.name, "exec"), names)
+            exec(compile(block, page.name, "exec", __future__.annotations.compiler_flag), names)
         return names, *capsys.readouterr()
 
     return execute

@@ -83,8 +83,8 @@ def test_an_island_that_is_not_heard_keeps_the_shared_fields_and_goes_on_from_it
     algorithm, replica = DiLoCo(inner_steps=1), FakeReplica(moves_by=-1.0)
     state = one_round(algorithm, replica, ScriptedPeers(ones(), heard=False), params=ones())
     assert torch.equal(state.params["w"], torch.ones(3))
-    assert state.adrift is not None
-    assert torch.equal(state.adrift["w"], torch.zeros(3))
+    assert state.local is not None
+    assert torch.equal(state.local["w"], torch.zeros(3))
     one_round(algorithm, replica, peers := ScriptedPeers(), params=ones(), state=state)
     assert torch.equal(replica.params()["w"], torch.full((3,), -1.0))
     assert torch.equal(peers.sent[0]["w"], torch.full((3,), 2.0))
@@ -94,12 +94,12 @@ def test_an_island_that_is_not_heard_keeps_the_shared_fields_and_goes_on_from_it
 def test_the_next_delta_after_a_miss_is_measured_from_the_global_weights_or_from_the_agreed_ones(missed, delta):
     algorithm = DiLoCo(inner_steps=1, missed=missed)
     fresh = algorithm.init(ones(1.0), ScriptedPeers())
-    behind = replace(fresh, adrift=ones(0.0))
+    behind = replace(fresh, local=ones(0.0))
     newest = {"params": ones(10.0), "outer": algorithm.outer.init(ones())}
     peers = ScriptedPeers(newest=newest)
     state = one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=ones(), state=behind)
     assert torch.equal(peers.sent[0]["w"], torch.full((3,), delta))
-    assert state.adrift is None
+    assert state.local is None
     # Whatever the delta was measured from, the step is taken from the newest global weights.
     assert float(state.params["w"][0]) == pytest.approx(10.0 - 0.7 * 1.9 * delta)
 

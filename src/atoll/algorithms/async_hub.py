@@ -20,15 +20,14 @@ refused changes no weight. A worker whose update was unusable is sent off again;
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atoll.algorithms.async_scheduler import Closing, Decision, Dispatch, Return, Scheduler
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Task
-from atoll.core.pytree import memories, memory_of
-from atoll.optim.in_place import HubRule, hub_algorithm
+from atoll.core.pytree import WeightLeases
+from atoll.optim.in_place import HubStep
 
 
 class Push(NamedTuple):
@@ -89,14 +88,11 @@ class Hub:
     ) -> None:
         self.algorithm = algorithm
         self.state = algorithm.init(params)
-        self._in_place = hub_algorithm(algorithm, self.state)
+        self._step = HubStep(algorithm, self.state)
         self.scheduler = Scheduler(algorithm.plan, examples, updates, draw)
         self.version = 0
         """Updates applied so far."""
-        self._sent: dict[int, Tree] = {}
-        """The weights that each worker was sent off with."""
-        self._holders: Counter[int | None] = Counter()
-        """How many workers are out with weights that lie there in memory."""
+        self._dispatched = WeightLeases()
 
     @property
     def params(self) -> Tree:
@@ -110,7 +106,7 @@ class Hub:
 
     def task(self, dispatch: Dispatch) -> Task:
         """What goes to a worker that is sent off."""
-        return Task(self._sent[dispatch.worker], dispatch.steps, dispatch.work)
+        return Task(self._dispatched.leased[dispatch.worker], dispatch.steps, dispatch.work)
 
     # ------------------------------------------------------------------------------------------------------------- events
 
@@ -125,7 +121,7 @@ class Hub:
     def leave(self, worker: int, now_s: float, next_s: float | None = None) -> list[Outcome]:
         """A worker is gone, whatever it was doing."""
         decisions = self.scheduler.leave(worker, now_s, self.version, next_s)
-        self._forget(worker)
+        self._dispatched.end(worker, self.state)
         return self._send(decisions)
 
     def give_up(self, worker: int, now_s: float) -> list[Outcome]:
@@ -147,29 +143,16 @@ class Hub:
             return self._refuse(push, now_s, reason or "", dispatch)
         before = self.tick(now_s, now_s)  # a window that had run out sends off its workers with the weights it closed with
         staleness = self.version - dispatch.version
-        arrival = Arrival(push.delta, self._sent[push.worker], staleness, len(self.scheduler.workers))
+        arrival = Arrival(push.delta, self._dispatched.leased[push.worker], staleness, len(self.scheduler.workers))
         old = self.state
-        self.state, applied_from = self._step(arrival)
+        self.state, temporary = self._step(old, arrival)
         counted, moved = self.state is not old, self.state.params is not old.params
         self.version += counted
-        self._recycle(old.params, *applied_from)
+        self._dispatched.recycle([old.params, *temporary], self.state)
         window, after = self.scheduler.arrive(push.worker, now_s, self.version, next_s, push.seconds)
-        self._forget(push.worker)
+        self._dispatched.end(push.worker, self.state)
         applied = Applied(dispatch, window, now_s, self.version, staleness, counted, moved, norm)
         return [*before, applied, *self._send(after)]
-
-    def _step(self, arrival: Arrival) -> tuple[Any, list[Tree]]:
-        """The next State, and Trees that were made for this step alone."""
-        owned = [arrival.delta] if arrival.delta.donated else []
-        if self._in_place is self.algorithm:  # a pure step may read the delta more than once
-            plain = Tree(arrival.delta.layout, arrival.delta.flat)
-            return self.algorithm.step(self.state, arrival._replace(delta=plain)), owned
-        rules = [rule for rule in vars(self._in_place).values() if isinstance(rule, HubRule)]
-        for rule in rules:
-            rule.gradients.clear()
-        state = self._in_place.step(self.state, arrival)
-        made = [tree for rule in rules for tree in rule.gradients if tree is not arrival.delta]
-        return state, [*owned, *made]
 
     def _look_at(self, push: Push, dispatch: Dispatch | None) -> tuple[str | None, float]:
         """Why an update cannot be taken, if it cannot, and the norm of its delta, if that could be looked at."""
@@ -196,50 +179,31 @@ class Hub:
         """Whoever is sent off now is given the present weights."""
         for decision in decisions:
             if isinstance(decision, Dispatch):
-                self._forget(decision.worker)
-                self._sent[decision.worker] = self.params
-                self._holders[memory_of(self.params)] += 1
+                self._dispatched.end(decision.worker, self.state)
+                self._dispatched.lease(decision.worker, self.params)
         return list(decisions)
-
-    def _forget(self, worker: int) -> None:
-        """A worker no longer holds what it was sent off with."""
-        held = self._sent.pop(worker, None)
-        if held is not None:
-            self._holders[memory_of(held)] -= 1
-            self._recycle(held)
-
-    def _recycle(self, *trees: Tree) -> None:
-        """Puts buffers back into circulation that nobody holds any more: neither the hub's State nor a worker that is out."""
-        used = memories(self.state)
-        for tree in trees:
-            memory = memory_of(tree)
-            if memory is not None and memory not in used and not self._holders[memory]:
-                del self._holders[memory]
-                tree.release()
 
     # ------------------------------------------------------------------------------------------------------------- saving
 
     def hold(self) -> list[Tree]:
-        """The present weights and those that workers are out with: no buffer of theirs is reused until they are let go."""
-        held = list({id(tree): tree for tree in (self.params, *self._sent.values())}.values())
-        for tree in held:
-            self._holders[memory_of(tree)] += 1
+        """The present weights and those that workers have: no buffer of theirs is reused until `let_go`."""
+        held = list({id(tree): tree for tree in (self.params, *self._dispatched.leased.values())}.values())
+        self._dispatched.pin(held)
         return held
 
     def let_go(self, held: Sequence[Tree]) -> None:
-        for tree in held:
-            self._holders[memory_of(tree)] -= 1
-            self._recycle(tree)
+        self._dispatched.unpin(held, self.state)
 
     def to_parts(self) -> dict[str, Any]:
         """All of its state: the algorithm's, the weights that workers are out with (each once), and plain data."""
-        versions = {id(tree): f"{number}" for number, tree in enumerate({id(t): t for t in self._sent.values()}.values())}
+        dispatched = self._dispatched.leased
+        versions = {id(tree): f"{number}" for number, tree in enumerate({id(t): t for t in dispatched.values()}.values())}
         return {
             "state": self.state,
-            "versions": {versions[id(tree)]: tree for tree in self._sent.values()},
+            "versions": {versions[id(tree)]: tree for tree in dispatched.values()},
             "plain": {
                 "version": self.version,
-                "sent": [[worker, versions[id(tree)]] for worker, tree in self._sent.items()],
+                "sent": [[worker, versions[id(tree)]] for worker, tree in dispatched.items()],
                 "scheduler": self.scheduler.to_parts(),
             },
         }
@@ -247,6 +211,5 @@ class Hub:
     def from_parts(self, state: Any, versions: Mapping[str, Tree], plain: Mapping[str, Any]) -> None:
         self.state = state
         self.version = plain["version"]
-        self._sent = {worker: versions[name] for worker, name in plain["sent"]}
-        self._holders = Counter(memory_of(tree) for tree in self._sent.values())
+        self._dispatched = WeightLeases({worker: versions[name] for worker, name in plain["sent"]})
         self.scheduler.from_parts(plain["scheduler"])

@@ -34,8 +34,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, Correction, Hub, Plan, Replica, Rule, shared
 from atoll.optim.delayed_nesterov import DelayedNesterov
-from atoll.optim.in_place import scaled
-from atoll.optim.staleness import check_weight, weight_of
+from atoll.optim.staleness import check_weight, weight_of, weighted
 
 
 @dataclass(frozen=True)
@@ -113,4 +112,4 @@ class AsyncLocalSGD:
         weight = weight_of(self.weight, arrival.workers)
         if self.correction is not None:
             return self.correction.correct(params, arrival, weight)
-        return scaled(arrival.delta, weight)
+        return weighted(arrival.delta, weight)

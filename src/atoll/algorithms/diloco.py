@@ -36,7 +36,7 @@ class DiLoCoState:
 
     params: Tree = shared(donated=True)
     outer: Any = shared(donated=True)
-    adrift: Tree | None = own()
+    local: Tree | None = own()
     """This island's own weights, if the others have not heard of them: it goes on from there."""
 
 
@@ -80,7 +80,7 @@ class DiLoCo:
 
     async def round(self, state: DiLoCoState, replica: Replica, peers: Peers) -> DiLoCoState:
         work = peers.work(self.inner_steps)
-        replica.load(state.params if state.adrift is None else state.adrift)
+        replica.load(state.params if state.local is None else state.local)
         await replica.train(self.inner_steps, work)
 
         last_agreed = state.params
@@ -91,9 +91,9 @@ class DiLoCo:
 
         mean = await peers.mean(delta, weight=self._weight(work), compare=True)
         if not mean.heard:
-            return replace(state, adrift=replica.params())
+            return replace(state, local=replica.params())
         if mean.weight == 0:
-            return replace(state, adrift=None)
+            return replace(state, local=None)
         params, outer = self.outer.update(state.params, mean.value, state.outer)
         return DiLoCoState(params, outer)
 

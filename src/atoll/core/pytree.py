@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -58,3 +59,37 @@ def memory_of(leaf: Any) -> int | None:
     if isinstance(leaf, Tree):
         return None if leaf.deleted else leaf.flat.untyped_storage().data_ptr()
     return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None
+
+
+class WeightLeases:
+    """The weights that each worker was dispatched with. A buffer returns to the pool when neither the State nor a worker has it."""
+
+    def __init__(self, leased: Mapping[int, Tree] | None = None) -> None:
+        self.leased = dict(leased or {})
+        self._count = Counter(memory_of(tree) for tree in self.leased.values())
+
+    def lease(self, worker: int, params: Tree) -> None:
+        self.leased[worker] = params
+        self.pin([params])
+
+    def end(self, worker: int, state: Any) -> None:
+        """The worker has no weights any more."""
+        params = self.leased.pop(worker, None)
+        if params is not None:
+            self.unpin([params], state)
+
+    def pin(self, trees: Iterable[Tree]) -> None:
+        self._count.update(memory_of(tree) for tree in trees)
+
+    def unpin(self, trees: Iterable[Tree], state: Any) -> None:
+        for tree in trees:
+            self._count[memory_of(tree)] -= 1
+            self.recycle([tree], state)
+
+    def recycle(self, trees: Iterable[Tree], state: Any) -> None:
+        used = memories(state)
+        for tree in trees:
+            memory = memory_of(tree)
+            if memory is not None and memory not in used and not self._count[memory]:
+                del self._count[memory]
+                tree.release()

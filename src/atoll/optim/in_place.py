@@ -22,6 +22,7 @@ from torch import Tensor
 from atoll.core.chunked_elementwise import CHUNK, trees_in
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.memoize import once
+from atoll.core.protocols import Arrival, AsyncAlgorithm
 
 F = TypeVar("F", bound=Callable[..., Any])
 A = TypeVar("A")
@@ -72,12 +73,35 @@ class HubRule:
 
 
 def hub_algorithm(algorithm: A, state: Any) -> A:
-    """The algorithm with its rules updated in place, if its State declares fields that are donated."""
-    if not (is_dataclass(algorithm) and any(f.metadata.get("donated") for f in fields(state))):
+    """The algorithm with its rules updated in place, if its State declares fields that are donated; else itself."""
+    if not (is_dataclass(algorithm) and is_dataclass(state) and any(f.metadata.get("donated") for f in fields(state))):
         return algorithm
     rules = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
     in_place = {name: HubRule(rule) for name, rule in rules.items() if isinstance(rule, InPlaceRule)}
     return cast(A, replace(cast(Any, algorithm), **in_place))
+
+
+class HubStep:
+    """A hub's step for one arrival, in the buffers that the hub owns.
+
+    A pure algorithm, which declares nothing donated, may read the delta more than once: it gets a plain handle.
+    """
+
+    def __init__(self, algorithm: AsyncAlgorithm[Any], state: Any) -> None:
+        self._algorithm = hub_algorithm(algorithm, state)
+        self._is_pure = self._algorithm is algorithm
+        self._rules = [] if self._is_pure else [rule for rule in vars(self._algorithm).values() if isinstance(rule, HubRule)]
+
+    def __call__(self, state: Any, arrival: Arrival) -> tuple[Any, list[Tree]]:
+        """The next State, and Trees that nothing but this step needed."""
+        delta = arrival.delta
+        temporary = [delta] if delta.donated else []
+        if self._is_pure:
+            arrival = arrival._replace(delta=Tree(delta.layout, delta.flat))
+        for rule in self._rules:
+            rule.gradients.clear()
+        state = self._algorithm.step(state, arrival)
+        return state, [*temporary, *(tree for rule in self._rules for tree in rule.gradients if tree is not delta)]
 
 
 # ---------------------------------------------------------------------------------------------------- what rules are made of
@@ -86,13 +110,6 @@ def hub_algorithm(algorithm: A, state: Any) -> A:
 def kept(tree: Tree) -> Tree:
     """A Tree that an update leaves as it is: itself, or its buffer under a plain name if it is donated."""
     return tree.claim() if tree.donated else tree
-
-
-def scaled(tree: Tree, factor: float) -> Tree:
-    """The Tree times a factor, in its buffer if it is donated; itself if the factor is 1."""
-    if factor == 1:
-        return tree
-    return tree.claim().mul_(factor) if tree.donated else tree * factor
 
 
 def old_and_new(params: Tree) -> tuple[Tree, Tree]:

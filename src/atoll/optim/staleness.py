@@ -26,7 +26,7 @@ from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival
-from atoll.optim.in_place import old_and_new, scaled, windows
+from atoll.optim.in_place import old_and_new, windows
 from atoll.optim.validation import at_least_zero
 
 Weight: TypeAlias = float | Literal["1/k", "sqrt(k)/k"]
@@ -64,7 +64,7 @@ class Polynomial:
         """The smaller delta (the delta itself, if it is not late); none beyond the threshold."""
         if self.threshold is not None and arrival.staleness > self.threshold:
             return None
-        return scaled(arrival.delta, weight * self.factor(arrival.staleness))
+        return weighted(arrival.delta, weight * self.factor(arrival.staleness))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,13 @@ class DelayCompensation:
             if weight != 1:
                 out.mul_(weight)
         return moved
+
+
+def weighted(delta: Tree, weight: float) -> Tree:
+    """The delta times its weight, in its own buffer if it is donated; itself if the weight is 1."""
+    if weight == 1:
+        return delta
+    return delta.claim().mul_(weight) if delta.donated else delta * weight
 
 
 def weight_of(weight: Weight, workers: int) -> float:

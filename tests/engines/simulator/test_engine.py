@@ -234,7 +234,7 @@ class Hoarder(DiLoCo):
         replica.load(state.params)
         await replica.train(self.inner_steps, peers.work(self.inner_steps))
         mean = await peers.mean(state.params - replica.params())
-        kept = mean.value.flat if state.adrift is None else state.adrift
+        kept = mean.value.flat if state.local is None else state.local
         params = state.params.add(mean.value, -1.0).add(Tree(state.params.layout, kept), -0.1)
         return DiLoCoState(params, state.outer, mean.value.flat)
 
@@ -243,7 +243,7 @@ class Hoarder(DiLoCo):
 class Copier(Hoarder):
     async def round(self, state, replica, peers):
         state = await super().round(state, replica, peers)
-        return replace(state, adrift=state.adrift.clone())
+        return replace(state, local=state.local.clone())
 
 
 @pytest.mark.parametrize("islands", [1, 3])

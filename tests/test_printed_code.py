@@ -1,0 +1,48 @@
+"""What the pages print of an algorithm is the text that stands in its file, and that text holds no buffer bookkeeping."""
+
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import atoll
+from atoll.optim.sgd import Nesterov
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CLASSES = {kind.__name__: kind for kind in (atoll.DiLoCo, atoll.ACCO, atoll.AsyncLocalSGD, Nesterov)}
+PRINTED = re.compile(r"^```python\n# ([A-Z]\w*)\.(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+BOOKKEEPING = re.compile(r"\.(donate|claim|borrow|release|give|lent|take)\(|\bdel \w+(,|$)|update_in_place|\bin place\b|last reader")
+
+
+def printed(page):
+    """The methods that a page prints: class, method, text."""
+    return PRINTED.findall(page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_printed_method_is_the_one_in_the_package(page):
+    for kind, method, text in printed(page):
+        assert text == textwrap.dedent(inspect.getsource(getattr(CLASSES[kind], method))), f"{kind}.{method} in {page.name}"
+
+
+@pytest.mark.parametrize(
+    ("page", "methods"),
+    [
+        ("README.md", {"DiLoCo.round", "ACCO.round", "AsyncLocalSGD.round", "AsyncLocalSGD.step"}),
+        ("docs/design.md", {"DiLoCo.round", "ACCO.round", "Nesterov.update"}),
+        ("docs/diloco.md", {"DiLoCo.round"}),
+        ("docs/acco.md", {"ACCO.round", "ACCO._estimate", "ACCO._commit"}),
+        ("docs/async_local_sgd.md", {"AsyncLocalSGD.round", "AsyncLocalSGD.step"}),
+    ],
+)
+def test_the_pages_print_the_algorithms(page, methods):
+    assert {f"{kind}.{method}" for kind, method, _ in printed(ROOT / page)} == methods
+
+
+@pytest.mark.parametrize("path", sorted(path for path in (ROOT / "src/atoll/algorithms").glob("*.py")), ids=lambda path: path.name)
+def test_an_algorithm_holds_no_buffer_bookkeeping(path):
+    found = [line for line in path.read_text().splitlines() if BOOKKEEPING.search(line)]
+    assert not found, f"{path.name}: engines decide what is computed in place"
