@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CLASSES = {kind.__name__: kind for kind in (atoll.DiLoCo, atoll.ACCO, atoll.AsyncLocalSGD, Nesterov)}
 PRINTED = re.compile(r"^```python\n# ([A-Z]\w*)\.(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
-BOOKKEEPING = re.compile(r"\.(donate|claim|borrow|release|give|lent|take)\(|\bdel \w+(,|$)|update_in_place|\bin place\b|last reader")
+BOOKKEEPING = re.compile(
+    r"\.(donate|claim|borrow|release|give|lent|take)\(|\bdel \w+(,|$)|update_in_place|\bin place\b|last reader"
+)
 
 
 def printed(page):
