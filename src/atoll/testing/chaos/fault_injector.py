@@ -39,8 +39,7 @@ class FaultyLink(Protocol):
 
     def shape(self, mbit_per_s: float) -> None: ...
 
-    def restore(self) -> None:
-        """To its normal rate."""
+    def restore(self) -> None: ...
 
 
 LastingFault = Freeze | FullDisk | Cut | Slow

@@ -11,12 +11,8 @@ from atoll.testing.namespaces import NetworkNamespace, inside_namespace, star_ne
 
 
 class ShapedLink:
-    """A link between network namespaces. A fault_injector.FaultyLink.
-
-    Args:
-        ends: of the link, from `atoll.testing.namespaces.linked_pair` or `star_network`.
-        mbit_per_s: its normal rate; None: unshaped.
-    """
+    """A link between network namespaces, its ends from `atoll.testing.namespaces`. A fault_injector.FaultyLink. `mbit_per_s` is its
+    normal rate; None: unshaped."""
 
     def __init__(self, ends: Sequence[NetworkNamespace], mbit_per_s: float | None = None) -> None:
         self._ends, self._rate = tuple(ends), mbit_per_s
@@ -41,8 +37,7 @@ class NamespaceNetwork:
     def __init__(self, ends: Mapping[str, tuple[NetworkNamespace, NetworkNamespace]]) -> None:
         self._ends = ends
         self.links = {name: ShapedLink(pair) for name, pair in ends.items()}
-        self.address = ends[LIGHTHOUSE][0].address
-        """Of the lighthouse."""
+        self.address = ends[LIGHTHOUSE][0].address  # of the lighthouse
 
     def inside(self, name: str, command: Sequence[str]) -> list[str]:
         """The command that starts a process in the namespace of this name."""

@@ -58,25 +58,21 @@ def check_ray_script(script: FaultScript, workers: int) -> None:
     names = [HUB, *(f"worker-{number}" for number in range(workers))]
     allowed = f"Kill, Freeze and FullDisk of {', '.join(names)}"
     if script.update_faults:
-        islands = {fault.island for fault in script.update_faults}
+        islands = sorted({fault.island for fault in script.update_faults})
         raise ConfigError(
-            f"a fault script has update faults of {_listed(islands)}, which only elastic islands (--elastic) have. A run on Ray "
+            f"a fault script has update faults of {', '.join(islands)}, which only elastic islands (--elastic) have. A run on Ray "
             f"takes {allowed}. Leave out update_faults."
         )
     if script.links:
         raise ConfigError(
-            f"a fault script names the links {_listed(script.links)}; a run on Ray has none, since Ray connects its processes. It "
-            f"takes {allowed}. Leave out Cut and Slow."
+            f"a fault script names the links {', '.join(sorted(script.links))}; a run on Ray has none, since Ray connects its "
+            f"processes. It takes {allowed}. Leave out Cut and Slow."
         )
-    unknown = script.victims - set(names)
+    unknown = sorted(script.victims - set(names))
     if unknown:
         raise ConfigError(
-            f"a fault script has the victims {_listed(unknown)}; the run starts {', '.join(names)}. Name one of these."
+            f"a fault script has the victims {', '.join(unknown)}; the run starts {', '.join(names)}. Name one of these."
         )
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names))
 
 
 class RayFaultInjector:

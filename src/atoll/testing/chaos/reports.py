@@ -81,9 +81,6 @@ def report_text(report: ElasticReport | HubReport) -> str:
     return "\n".join(f"{name:<14}{text}" for name, text in report.rows())
 
 
-# -------------------------------------------------------------------------------------------------------------- elastic runs
-
-
 @dataclass(frozen=True, kw_only=True)
 class KillRecovery:
     """How an elastic run recovered from a kill at `at_s` on the script's clock: `commit_s` seconds to the next commit of the other
@@ -264,9 +261,6 @@ def kill_recoveries(actions: Sequence[Mapping[str, Any]], commits: Mapping[str, 
             commit_s=after[0][0] - at_s if after else None,
             back_s=back_s - at_s if back_s is not None else None,
         )
-
-
-# ----------------------------------------------------------------------------------------------------------- runs with a hub
 
 
 @dataclass(frozen=True, kw_only=True)
