@@ -47,12 +47,12 @@ class FailureDetector(Generic[Peer]):
         if peer not in self._heard or self._heard[peer][0] != heartbeat:
             self._heard[peer] = (heartbeat, now_s)
 
-    def silent_s(self, peer: Peer, now_s: float) -> float:
-        """How long ago the heartbeat last changed; infinity for an unknown peer."""
-        return now_s - self._heard[peer][1] if peer in self._heard else math.inf
+    def heard_s(self, peer: Peer) -> float:
+        """When the heartbeat last changed; minus infinity for an unknown peer."""
+        return self._heard[peer][1] if peer in self._heard else -math.inf
 
     def is_alive(self, peer: Peer, now_s: float) -> bool:
-        return self.silent_s(peer, now_s) <= self.limit_s
+        return now_s - self.heard_s(peer) <= self.limit_s
 
     def forget(self, peer: Peer) -> None:
         self._heard.pop(peer, None)
@@ -65,7 +65,8 @@ class Heartbeat:
     def __init__(self, beat: Callable[[int], object], *, interval_s: float = HEARTBEAT_S) -> None:
         self._beat, self._interval_s = beat, interval_s
         self._closed = threading.Event()
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         number = 0
@@ -76,8 +77,11 @@ class Heartbeat:
             except (OSError, RuntimeError):
                 return
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = False) -> None:
+        """Stop; with `wait`, return when a beat that is under way is over."""
         self._closed.set()
+        if wait:
+            self._thread.join()
 
 
 def store_heartbeat(store: Store, rank: int) -> Heartbeat:
@@ -107,7 +111,7 @@ class HeartbeatMonitor:
             self._read_s = now_s
             self._exit_reason = _get(self._store, _exit_key(self._rank))
             self._detector.observe(self._rank, _get(self._store, _heartbeat_key(self._rank)), now_s)
-        return self._detector.silent_s(self._rank, now_s)
+        return now_s - self._detector.heard_s(self._rank)
 
     def failure(self) -> str:
         """Why the rank is taken for dead, for an error message; empty while it is alive."""

@@ -148,7 +148,7 @@ def test_the_wait_before_a_checkpoint_is_restored_includes_the_time_of_setting_u
     if has_state:
         with pytest.raises(Waits):
             first()
-        island._registry._seen["island-0001"] = (1, time.monotonic() - long_s)
+        island._registry._detector._heard["island-0001"] = (1, time.monotonic() - long_s)
     assert first() == "round 4, from its checkpoint"
     island.close(wait=False)
 

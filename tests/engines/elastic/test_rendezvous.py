@@ -75,7 +75,7 @@ def test_a_forgotten_island_is_read_again_when_it_registers_anew(client, monkeyp
     here.refresh()
     assert sorted(here.alive()) == ["gone", "here"]
     for registry in (here, gone, again):
-        registry._closed.set()
+        registry.close()
 
 
 def test_an_island_without_heartbeats_is_not_alive(client, monkeypatch):
@@ -133,4 +133,4 @@ def test_two_threads_never_refresh_at_once(client, monkeypatch):
         for _ in range(2):
             pool.submit(registry.refresh)
     assert together == [1, 1, 1]
-    registry._closed.set()
+    registry.close()

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.optional_imports import require
+from atoll.engines.liveness import FailureDetector, Heartbeat
 
 HEARTBEAT_S = 0.5
 SILENT_S = 3.0
@@ -157,22 +158,16 @@ class Registry:
 
     def __init__(self, address: str, name: str, entry: Callable[[], Mapping[str, Any]]) -> None:
         self._client, self._name, self._entry = RegistryClient(address), name, entry
-        self._closed, self._refreshing = threading.Event(), threading.Lock()
+        self._refreshing = threading.Lock()
         self._heartbeats = 0
-        self._seen: dict[str, tuple[int, float]] = {}
-        """Each island's last heartbeat, and when this island first read it."""
+        self._detector: FailureDetector[str] = FailureDetector(SILENT_S)
         self._entries: dict[str, dict[str, Any]] = {}
         self._forgotten: dict[str, int] = {}
         """Islands that were silent for too long, and how often each had registered by then."""
         self.reachable_since_s = math.inf
         """Since when every request to the registry has succeeded; infinity if the last one failed."""
         self.refresh()
-        self._thread = threading.Thread(target=self._beat, name="registry", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        while not self._closed.wait(HEARTBEAT_S):
-            self.refresh()
+        self._heartbeat = Heartbeat(lambda number: self.refresh(), interval_s=HEARTBEAT_S)
 
     def refresh(self) -> None:
         """Send a heartbeat and read the others'. Threads take turns: a store has one connection and answers in order."""
@@ -191,23 +186,21 @@ class Registry:
     def _note_heartbeats(self, registered: Mapping[str, int]) -> None:
         now_s = time.monotonic()
         for name, entry in self._entries.items():
-            if name not in self._seen or self._seen[name][0] != entry["heartbeat"]:
-                self._seen[name] = (entry["heartbeat"], now_s)
-            elif now_s - self._seen[name][1] > FORGOTTEN_S:
+            self._detector.observe(name, entry["heartbeat"], now_s)
+            if now_s - self._detector.heard_s(name) > FORGOTTEN_S:
                 self._forgotten[name] = registered[name]
-                del self._seen[name]
+                self._detector.forget(name)
 
     def alive(self) -> dict[str, dict[str, Any]]:
         """The entries of all islands with a recent heartbeat, this one included."""
         now_s = time.monotonic()
-        return {name: e for name, e in list(self._entries.items()) if now_s - self._seen.get(name, (0, 0.0))[1] < SILENT_S}
+        return {name: e for name, e in list(self._entries.items()) if self._detector.is_alive(name, now_s)}
 
     def stateless_since_s(self) -> float:
         """Since when no other live island reports a state. Minus infinity if none has since this island registered; a time in the
         future if one does."""
         holders = [name for name, e in list(self._entries.items()) if name != self._name and e["version"] >= 0]
-        return max((self._seen.get(name, (0, 0.0))[1] + SILENT_S for name in holders), default=-math.inf)
+        return max((self._detector.heard_s(name) + SILENT_S for name in holders), default=-math.inf)
 
     def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
+        self._heartbeat.close(wait=True)
