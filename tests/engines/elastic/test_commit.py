@@ -102,8 +102,8 @@ def islands():
         one.close()
 
 
-def names_of(wire, names):
-    wire.all_gather_numbers(1.0)
+def names_of(collectives, names):
+    collectives.all_gather_numbers(1.0)
     return names
 
 
@@ -157,17 +157,17 @@ def test_of_two_islands_of_one_name_the_later_ends(islands):
 def test_when_a_member_dies_in_an_exchange_the_survivors_repeat_it_in_a_later_epoch(islands):
     group, begun = islands("a", "b", "c"), []
 
-    def dies(wire, names):
-        wire.all_gather_numbers(1.0)
+    def dies(collectives, names):
+        collectives.all_gather_numbers(1.0)
         raise Died
 
-    def goes_on(wire, names):
+    def goes_on(collectives, names):
         begun.append(names)
-        wire.all_gather_numbers(1.0)
+        collectives.all_gather_numbers(1.0)
         flat = torch.ones(300_000)
-        wire.reduce_scatter(flat, [1.0] * wire.size)
-        wire.all_gather(flat)
-        wire.all_gather_numbers(1.0)
+        collectives.reduce_scatter(flat, [1.0] * collectives.size)
+        collectives.all_gather(flat)
+        collectives.all_gather_numbers(1.0)
         return float(flat[-1])
 
     commits = group.commit({"a": goes_on, "b": dies, "c": goes_on})
@@ -182,8 +182,8 @@ def test_when_a_member_dies_in_an_exchange_the_survivors_repeat_it_in_a_later_ep
 def test_an_exchange_without_agreement_is_repeated(islands):
     tries = []
 
-    def act(wire, names):
-        wire.all_gather_numbers(1.0)
+    def act(collectives, names):
+        collectives.all_gather_numbers(1.0)
         tries.append(names)
         if len(tries) <= 2:
             raise Disagreement("a bit has flipped")
@@ -194,10 +194,10 @@ def test_an_exchange_without_agreement_is_repeated(islands):
 
 
 def test_bytes_of_failed_attempts_are_counted(islands):
-    def act(wire, names):
-        wire.all_gather_numbers(1.0)
-        if len(tried.setdefault(wire.rank, [])) < 2:
-            tried[wire.rank].append(wire.control_bytes)
+    def act(collectives, names):
+        collectives.all_gather_numbers(1.0)
+        if len(tried.setdefault(collectives.rank, [])) < 2:
+            tried[collectives.rank].append(collectives.control_bytes)
             raise Disagreement("a bit has flipped")
         return [protocol._wasted_control_bytes for protocol in group.protocols.values()]
 
@@ -228,7 +228,7 @@ def test_a_stopped_member_is_given_up_though_its_connections_stand(islands, monk
     group, goes_on, stopped = islands("a", "b", "c"), threading.Event(), threading.Event()
     group.before_status["c"] = lambda: stopped.is_set() and goes_on.wait(20.0)
 
-    def stops(wire, names):
+    def stops(collectives, names):
         group.members["c"]._server.shutdown()  # whose heartbeats stop with the process
         stopped.set()
         goes_on.wait(20.0)
@@ -265,10 +265,10 @@ def test_of_two_islands_with_a_damaging_link_the_one_with_the_folder_stays(islan
     for name, has_folder in folders.items():
         group.add(name, has_folder).join()
 
-    def act(wire, names):
-        wire.all_gather_numbers(1.0)
+    def act(collectives, names):
+        collectives.all_gather_numbers(1.0)
         if len(names) == 2:
-            raise Disagreement("a bit has flipped", [names[1 - wire.rank]])
+            raise Disagreement("a bit has flipped", [names[1 - collectives.rank]])
         return names
 
     commits = group.commit({"a": act, "b": act})

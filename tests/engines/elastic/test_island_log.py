@@ -202,7 +202,7 @@ def test_the_write_lease_is_taken_back_from_an_island_that_is_behind_and_not_fro
     leader_log, engine, log = island._leader_log, island._engine, RunFolder(live.folder).events
     for number in (1, 2, 3):
         engine.version = StateVersion(number, number)
-        island._commits.append(CommitRecord(engine.version, False, [attended(number)]), NO_VERSION)
+        island._commit_log.append(CommitRecord(engine.version, False, [attended(number)]), NO_VERSION)
         if number < 3:
             leader_log._up_to_date(engine)
     other = EventLogLease(log, 0)

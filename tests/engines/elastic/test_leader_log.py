@@ -103,19 +103,19 @@ class Island:
         if not folder.exists():
             create_elastic(run, Elastic(processes=1), folder, ["test"])
         run, cache = run.resolved, Cache()
-        self.engine, self.commits_seen, self.evaluator, self.logged = Engine(), CommitLog(), Evaluator(), []
+        self.engine, self.commit_log, self.evaluator, self.logged = Engine(), CommitLog(), Evaluator(), []
         self.folder, plain, warm = (
             RunFolder(folder),
             plain_workload(run, load_data(run, cache)),
             WarmStart(self.engine.params, 0, 1.0),
         )
         self.leader_log = LeaderLog(
-            run, self.folder, plain, warm, self.evaluator, ORIGIN, cache, self.commits_seen, self.logged.append
+            run, self.folder, plain, warm, self.evaluator, ORIGIN, cache, self.commit_log, self.logged.append
         )
 
     def commit(self, number, epoch, *, leader="a"):
         self.engine.reach(number, epoch)
-        self.commits_seen.append(CommitRecord(self.engine.version, False, [finished(number), attended(number, epoch)]), NO_VERSION)
+        self.commit_log.append(CommitRecord(self.engine.version, False, [finished(number), attended(number, epoch)]), NO_VERSION)
         self.leader_log.append(self.engine, SimpleNamespace(opening=False, leader=leader))
 
     def events(self, kind):

@@ -184,7 +184,7 @@ def serving(name, version, confirmed=True, published=True):
     server = SnapshotServer("127.0.0.1", lambda: status)
     metadata = {"version": list(version), "wall_time_s": 0.0}
     if published:
-        server.publish(Snapshot({"metadata": metadata, "structure": pack({})[0], "origin": ORIGIN, "commits": []}))
+        server.publish(Snapshot({"metadata": metadata, "structure": pack({})[0], "origin": ORIGIN, "commit_log": []}))
     return server
 
 

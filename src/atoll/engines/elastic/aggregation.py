@@ -181,45 +181,51 @@ class ValidatedMean:
         if proposal.tree is None:
             nothing = Tree.of({"nothing": torch.zeros(0)})
             return self._vote(exchange, proposal.report, nothing, [], {}, 0.0)
-        wire, tree = exchange.collectives, proposal.tree
-        rows = self._announce(wire, tree, proposal.weight)
+        collectives, tree = exchange.collectives, proposal.tree
+        rows = self._announce(collectives, tree, proposal.weight)
         deltas = [*map(_summary, rows)]
         rejected = self._validator.rejections(deltas)
         weights = [0.0 if rank in rejected else one.weight for rank, one in enumerate(deltas)]
         total = float(sum(weights))
         record = RoundRecord(list(proposal.report.record.computed))
-        record.tokens = sum(one.tokens for one in record.computed) if weights[wire.rank] else 0
+        record.tokens = sum(one.tokens for one in record.computed) if weights[collectives.rank] else 0
         mean = tree.copy() if total else tree.zeros()
         if total:
-            sums = [row[3 + wire.rank] for row in rows]
+            sums = [row[3 + collectives.rank] for row in rows]
             record.similarities = self._average(exchange, mean, weights, sums, compare=proposal.compare)
         times_s = proposal.arrived_s, self._clock.now_s()
-        sent = wire.sent_bytes + exchange.wasted_bytes
-        control = wire.control_bytes + exchange.wasted_control_bytes + self._vote_bytes
+        sent = collectives.sent_bytes + exchange.wasted_bytes
+        control = collectives.control_bytes + exchange.wasted_control_bytes + self._vote_bytes
         record.exchanges = [ExchangeRecord("mean", *times_s, sent, control, total, False, tuple(rejected), total == 0)]
         return self._vote(exchange, replace(proposal.report, record=record), mean, rows, rejected, total)
 
-    def _announce(self, wire: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
+    def _announce(self, collectives: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
         """All members' summaries, and the checksums of the slices that each sends, by receiving rank."""
         finite = tree.is_finite() if weight else True
         norm = tree.norm() if weight and finite else 0.0
-        return wire.all_gather_numbers(weight, finite, norm, *(_slice_sums(tree, wire.size) if weight else [0] * wire.size))
+        return collectives.all_gather_numbers(
+            weight, finite, norm, *(_slice_sums(tree, collectives.size) if weight else [0] * collectives.size)
+        )
 
     def _average(
         self, exchange: Exchange, mean: Tree, weights: Sequence[float], sums: Sequence[float], *, compare: bool
     ) -> list[DeltaSimilarity]:
-        wire, names = exchange.collectives, exchange.names
-        received = [0] * wire.size
-        products = torch.zeros(wire.size, wire.size, dtype=torch.float64) if compare else None
+        collectives, names = exchange.collectives, exchange.names
+        received = [0] * collectives.size
+        products = torch.zeros(collectives.size, collectives.size, dtype=torch.float64) if compare else None
 
         def add_to_checksum(rank: int, piece: torch.Tensor) -> None:
             received[rank] = checksum(piece, received[rank])
 
-        wire.reduce_scatter(mean.flat, weights, inner_products=products, on_received=add_to_checksum, divide_by=float(sum(weights)))
-        damaged = [name for rank, name in enumerate(names) if weights[rank] and rank != wire.rank and received[rank] != sums[rank]]
+        collectives.reduce_scatter(
+            mean.flat, weights, inner_products=products, on_received=add_to_checksum, divide_by=float(sum(weights))
+        )
+        damaged = [
+            name for rank, name in enumerate(names) if weights[rank] and rank != collectives.rank and received[rank] != sums[rank]
+        ]
         if damaged:
             raise Disagreement(f"the delta of {', '.join(damaged)} does not match its checksum: it was damaged on the way", damaged)
-        wire.all_gather(mean.flat)
+        collectives.all_gather(mean.flat)
         return [DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights))] if products is not None else []
 
     def _vote(
@@ -232,23 +238,23 @@ class ValidatedMean:
         weight: float,
     ) -> Agreement:
         """Compare all that was received with all members. Only this shows that all members received what a member sent."""
-        wire, names = exchange.collectives, exchange.names
-        before_bytes = wire.control_bytes
+        collectives, names = exchange.collectives, exchange.names
+        before_bytes = collectives.control_bytes
         try:
-            texts = wire.all_gather_text(replace(report, now_s=self._clock.now_s()).to_text())
+            texts = collectives.all_gather_text(replace(report, now_s=self._clock.now_s()).to_text())
         except (ValueError, OverflowError, RuntimeError) as error:  # no text, or of no possible length
             raise Disagreement(f"an island's report was damaged on the way: {error}") from error
-        parts = zip(_slice_sums(value, wire.size), exchange.states, rows or [()] * wire.size, texts, strict=True)
+        parts = zip(_slice_sums(value, collectives.size), exchange.states, rows or [()] * collectives.size, texts, strict=True)
         sums = [combine_checksums([total], f"{[*state]}{[*row]}{text}") for total, state, row, text in parts]
-        digests = wire.all_gather_numbers(*sums)
+        digests = collectives.all_gather_numbers(*sums)
         if any(one != digests[0] for one in digests):
-            me = wire.rank
+            me = collectives.rank
             suspects = [name for rank, name in enumerate(names) if _differs(digests, rank, me) or _differs(digests, me, rank)]
             raise Disagreement(f"islands came to different means, or received different messages ({digests})", suspects)
-        self._vote_bytes = wire.control_bytes - before_bytes
+        self._vote_bytes = collectives.control_bytes - before_bytes
         reports = [*map(IslandReport.from_text, texts)]
         now_s = max(one.now_s for one in reports)
-        return Agreement(value, [*map(_summary, rows)], rejected, weight, reports, now_s, wire.rank)
+        return Agreement(value, [*map(_summary, rows)], rejected, weight, reports, now_s, collectives.rank)
 
 
 def _slice_sums(tree: Tree, size: int) -> list[int]:

@@ -144,16 +144,16 @@ class CommitProtocol:
         self._check_missing_peers(held.version, quorum.names, began_s)
         limit_s = _CONNECT_S if quorum.connected else self._check_members(quorum)
         group = self._membership.connect(quorum, limit_s)
-        wire = GroupCollectives(group, timeout_s=self._timeout.start(), names=quorum.names)
+        collectives = GroupCollectives(group, timeout_s=self._timeout.start(), names=quorum.names)
         self._status.exchanging = True
         monitor = QuorumMonitor(quorum.others, group, self._scaled(_SILENT_S))
         try:
             with monitor:
-                commit = self._exchange(wire, monitor, quorum, held, proposal)
+                commit = self._exchange(collectives, monitor, quorum, held, proposal)
         except BaseException as error:
             self._status.exchanging = False
-            self._wasted_bytes += wire.sent_bytes
-            self._wasted_control_bytes += wire.control_bytes
+            self._wasted_bytes += collectives.sent_bytes
+            self._wasted_control_bytes += collectives.control_bytes
             suspects = {*(error.suspects if isinstance(error, Disagreement) else ())}
             self._status.suspects |= suspects | ({monitor.failed} if monitor.failed else set())
             if monitor.failed and isinstance(error, ExchangeFailed):
@@ -165,14 +165,14 @@ class CommitProtocol:
         return commit
 
     def _exchange(
-        self, wire: GroupCollectives, monitor: QuorumMonitor, quorum: Quorum, held: _OwnState, proposal: Proposal
+        self, collectives: GroupCollectives, monitor: QuorumMonitor, quorum: Quorum, held: _OwnState, proposal: Proposal
     ) -> Commit:
         """Compare the members' states, and exchange the proposal among those that hold the valid one."""
         version = held.version
         self._last_epoch = max(self._last_epoch, version.epoch)
         confirmed, has_folder = self._status.confirmed, quorum.own.has_folder
         state = *version, not held.opening, self._last_epoch + 1, held.digest, confirmed, has_folder
-        rows = wire.all_gather_numbers(*state)
+        rows = collectives.all_gather_numbers(*state)
         damaged = [name for name, row in zip(quorum.names, rows, strict=True) if not _is_possible(row)]
         if damaged:
             raise Disagreement(f"the state that {', '.join(damaged)} announced is impossible: it was damaged on the way", damaged)
@@ -186,13 +186,13 @@ class CommitProtocol:
             raise StaleState(newest, DIVERGED if newest == version else f"the quorum holds {newest}, and this island {version}")
         if not any(states[rank].confirmed for rank in valid):
             raise UnconfirmedState
-        stale = [rank for rank in range(wire.size) if rank not in (*valid, *diverged)]
-        wire.remove(stale)
+        stale = [rank for rank in range(collectives.size) if rank not in (*valid, *diverged)]
+        collectives.remove(stale)
         monitor.ignore(stale)
         names = tuple(name for rank, name in enumerate(quorum.names) if rank not in stale)
         epoch = self._last_epoch = attempt_epoch(names, first)
         announced = [row for rank, row in enumerate(rows) if rank not in stale]
-        result = self._mean(Exchange(wire, names, announced, self._wasted_bytes, self._wasted_control_bytes), proposal)
+        result = self._mean(Exchange(collectives, names, announced, self._wasted_bytes, self._wasted_control_bytes), proposal)
         return Commit(names, tuple(quorum.names[rank] for rank in diverged), epoch, self._failures + 1, result)
 
     # -------------------------------------------------------------------------------------------------------------- membership

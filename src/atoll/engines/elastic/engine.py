@@ -127,7 +127,7 @@ class ElasticEngine:
         self._accounting = ElasticAccounting()
         self.accounting = self._accounting.accounting
         self._validator = UpdateValidator(plan.refused_above)
-        self._commits = CommitProtocol(
+        self._protocol = CommitProtocol(
             membership, ValidatedMean(self._validator, self.clock), status, ExchangeTimeout(None), log, patience_s=plan.patience_s
         )
         self._batches_per_round = algorithm.steps_per_round * getattr(algorithm, "accumulation", 1)
@@ -135,7 +135,7 @@ class ElasticEngine:
         self.leases = DataLeases(shards=batches.num_shards, batches=self._batches_per_round, units=rounds * plan.islands)
         self.replica = make_replica()
         self._thread = CommunicationThread(self.replica.device)
-        self.peers = ElasticPeers(self._commits, self._thread, self.clock)
+        self.peers = ElasticPeers(self._protocol, self._thread, self.clock)
         self.state = algorithm.init(params.copy(), self.peers)
         refuse_unreplicated(algorithm, self.state)
         self._rounds_without_delta = 0
@@ -167,10 +167,10 @@ class ElasticEngine:
     @property
     def peer_addresses(self) -> Mapping[str, str]:
         """The other participants of the last commit. The quorum waits for those that are alive."""
-        return self._commits.peers
+        return self._protocol.peers
 
     def expect_peers(self, addresses: Mapping[str, str]) -> None:
-        self._commits.peers = {name: address for name, address in addresses.items() if name != self.name}
+        self._protocol.peers = {name: address for name, address in addresses.items() if name != self.name}
 
     def close(self, *, wait: bool = True) -> None:
         self._thread.close(wait=wait)
@@ -181,7 +181,7 @@ class ElasticEngine:
         self._observes = False
         self.version = StateVersion(self.version.round, self.version.epoch + _EPOCH_GAP)
         self.leases.settle(())
-        self._commits.peers, self._status.confirmed = {}, True
+        self._protocol.peers, self._status.confirmed = {}, True
         self._digest = self._compute_digest()
 
     # ---------------------------------------------------------------------------------------------------------------- a round
@@ -289,7 +289,7 @@ class ElasticEngine:
             **self._replicated(),
             "version": list(self.version),
             "wall_time_s": self.clock.now_s(),
-            "peers": {**self._commits.peers, self.name: self._status.address},
+            "peers": {**self._protocol.peers, self.name: self._status.address},
             "rounds_without_delta": self._rounds_without_delta,
             "digest": self.digest,
         }

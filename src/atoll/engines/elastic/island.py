@@ -87,7 +87,7 @@ class IslandProcess:
         self._registry = Registry(address, name, self.status.to_json)
         limit_s = max(self._spec.limit_s * 2, 60.0)
         self._membership = Membership(self.status, host, join_info.lighthouse, limit_s, log)
-        self._commits = CommitLog()
+        self._commit_log = CommitLog()
         self._interposer = interpose(self.status, log) if interpose is not None else None
         self._set_up(limit_s)
 
@@ -112,9 +112,9 @@ class IslandProcess:
         self._leader_log: LeaderLog | None = None
         if folder is not None:
             evaluator = Evaluator(workload, device, dtype_of(run))
-            self._leader_log = LeaderLog(run, folder, plain, warm, evaluator, origin, cache, self._commits, self._log)
+            self._leader_log = LeaderLog(run, folder, plain, warm, evaluator, origin, cache, self._commit_log, self._log)
         self._origin = {**origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
-        sources = self._registry, self._membership, folder, self._leader_log, self._commits
+        sources = self._registry, self._membership, folder, self._leader_log, self._commit_log
         self._recovery = Recovery(self._name, *sources, self._origin, self._log, limit_s)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
         membership: QuorumSource = self._membership
@@ -186,7 +186,7 @@ class IslandProcess:
     def _record(self, committed: CommittedRound) -> None:
         """Publish a commit to joiners, log it, and write it if this island leads."""
         engine = self._engine
-        self._commits.append(CommitRecord(engine.version, committed.opening, committed.events), committed.written)
+        self._commit_log.append(CommitRecord(engine.version, committed.opening, committed.events), committed.written)
         self._publish()
         if not committed.opening:  # every island logs its own digest, so that the leader's need not be trusted
             work = "with" if committed.includes_work_of(self._name) else "without"
@@ -199,8 +199,8 @@ class IslandProcess:
 
     def _publish(self) -> None:
         structure, tensors = pack(self._engine.shared())
-        commits, origin = self._commits.to_parts(), self._origin
-        header = {"metadata": self._engine.metadata(), "structure": structure, "commits": commits, "origin": origin}
+        commits, origin = self._commit_log.to_parts(), self._origin
+        header = {"metadata": self._engine.metadata(), "structure": structure, "commit_log": commits, "origin": origin}
         self._server.publish(Snapshot(header, tensors))
         self.status.version = self._engine.version
         self.status.exchanging = False

@@ -221,11 +221,11 @@ class LeaderLog:
         evaluator: Evaluator,
         origin: Mapping[str, str | None],
         cache: Cache,
-        commits: CommitLog,
+        commit_log: CommitLog,
         log: Callable[[str], object],
     ) -> None:
         self._run, self._folder, self._workload, self._warm, self._evaluator = run, folder, workload, warm, evaluator
-        self._origin, self._commits, self._log = dict(origin), commits, log
+        self._origin, self._commit_log, self._log = dict(origin), commit_log, log
         self._execution = Execution(run, folder, None, (), cache)
         self.checkpoints = Checkpoints(folder.checkpoints, run.keep.checkpoints)
         self.lease: EventLogLease | None = None
@@ -291,7 +291,7 @@ class LeaderLog:
             if not lease.is_held:
                 raise _LostWhileSaving
 
-        lines = self._commits.lines(engine.version)
+        lines = self._commit_log.lines(engine.version)
         metadata = {**self._origin, "engine": engine.metadata(), "steps": engine.steps_taken, "lines": lines}
         try:
             lease.sync()  # recovery from the checkpoint looks for its commit in the log
@@ -316,7 +316,7 @@ class LeaderLog:
             self.release()  # the holder is behind. From a holder that is ahead this island, frozen meanwhile, takes nothing
         taken_over = self.lease is None
         self.lease = self.lease or self._take_over(engine)
-        for record in self._commits:
+        for record in self._commit_log:
             if record.version > self._written:
                 for event in record.events:
                     self.lease.emit(event)
@@ -334,7 +334,7 @@ class LeaderLog:
             return self._take_lease()
 
     def _take_lease(self) -> EventLogLease:
-        epochs, seen = self._commits.epochs, file_identity(self._folder.events)
+        epochs, seen = self._commit_log.epochs, file_identity(self._folder.events)
         keep_bytes, self._written = committed_prefix(self._folder.events, epochs)
         missing = range(max(self._written.round, 0) + 1, min(epochs, default=0))
         if missing:
@@ -437,5 +437,5 @@ class LeaderLog:
         check_origin(checkpoint, self._origin, engine.name)
         shared: dict[str, Any] = self.checkpoints.load(checkpoint, "shared", engine.shared())
         engine.restore(checkpoint.metadata["engine"], shared)
-        self._commits.from_parts([[*engine.version, False, checkpoint.metadata.get("lines", ())]])
+        self._commit_log.from_parts([[*engine.version, False, checkpoint.metadata.get("lines", ())]])
         engine.resume_alone()

@@ -25,8 +25,8 @@ class ElasticPeers:
     """Islands as equals, any of which may vanish at any moment. A protocols.Peers, for algorithms that take one mean per round and
     replicate all of their state."""
 
-    def __init__(self, commits: CommitProtocol, thread: CommunicationThread, clock: WallClock) -> None:
-        self._commits, self._thread, self._clock = commits, thread, clock
+    def __init__(self, protocol: CommitProtocol, thread: CommunicationThread, clock: WallClock) -> None:
+        self._protocol, self._thread, self._clock = protocol, thread, clock
         self._held = StateVersion(0, 0), 0
         self._unit: DataUnit | None = None
         self._work: Work | None = None
@@ -51,7 +51,7 @@ class ElasticPeers:
         return self._thread.call(lambda: self._commit(Proposal(report), opening=True))
 
     def _commit(self, proposal: Proposal, *, opening: bool = False) -> Commit:
-        commit = self._commits.commit(*self._held, proposal, opening=opening)
+        commit = self._protocol.commit(*self._held, proposal, opening=opening)
         self.rank, self.size = commit.result.rank, len(commit.names)
         return commit
 

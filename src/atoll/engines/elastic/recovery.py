@@ -48,7 +48,7 @@ class Recovery:
     """Brings one island's engine up to date.
 
     Args:
-        commits: takes over the donor's recent commits.
+        commit_log: takes over the donor's recent commits.
         origin: of this island's run, data and software, which the donor's must equal.
         limit_s: how long this island waits while neither the registry nor an island with the state answers.
     """
@@ -60,13 +60,13 @@ class Recovery:
         membership: Membership,
         folder: RunFolder | None,
         leader_log: LeaderLog | None,
-        commits: CommitLog,
+        commit_log: CommitLog,
         origin: Mapping[str, str | None],
         log: Callable[[str], object],
         limit_s: float = 1200.0,
     ) -> None:
         self._name, self._registry, self._membership, self._folder = name, registry, membership, folder
-        self._leader_log, self._commits, self._origin, self._log, self._limit_s = leader_log, commits, origin, log, limit_s
+        self._leader_log, self._commit_log, self._origin, self._log, self._limit_s = leader_log, commit_log, origin, log, limit_s
         self._answered_s = math.inf
         """When an island with the state, or the registry, last answered."""
         self.checkpoint: Checkpoint | None = None
@@ -206,7 +206,7 @@ class Recovery:
         except ExchangeFailed as error:
             self._log(str(error))
             return ""
-        self._commits.from_parts(snapshot.header["commits"])
+        self._commit_log.from_parts(snapshot.header["commit_log"])
         if self._leader_log is not None:
             self._leader_log.release()  # another island may have written since
         source = "" if holder.confirmed else ", which fetched it itself: no island answers that confirmed it"
