@@ -21,7 +21,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.weight_prediction import WP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.events import Exchanged, RoundFinished
 from atoll.core.protocols import Algorithm
 from atoll.optim.adam import AdamW

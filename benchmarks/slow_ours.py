@@ -8,7 +8,7 @@ from typing import Any
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, HoldsWeights
 from atoll.core.pytree import recycle

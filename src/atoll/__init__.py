@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from atoll.algorithms.ddp import DDP as DDP
     from atoll.algorithms.delayed_update import DPU as DPU
     from atoll.algorithms.diloco import DiLoCo as DiLoCo
-    from atoll.algorithms.fsdp import FSDP as FSDP
     from atoll.algorithms.weight_prediction import WP as WP
-    from atoll.algorithms.zero1 import ZeRO1 as ZeRO1
+    from atoll.algorithms.zero import FSDP as FSDP
+    from atoll.algorithms.zero import ZeRO1 as ZeRO1
     from atoll.core.errors import AtollError as AtollError
     from atoll.core.errors import ConfigError as ConfigError
     from atoll.core.flat_tree import Tree as Tree
@@ -83,9 +83,9 @@ _HOME = {
     "DDP": "atoll.algorithms.ddp",
     "DPU": "atoll.algorithms.delayed_update",
     "DiLoCo": "atoll.algorithms.diloco",
-    "FSDP": "atoll.algorithms.fsdp",
+    "FSDP": "atoll.algorithms.zero",
     "WP": "atoll.algorithms.weight_prediction",
-    "ZeRO1": "atoll.algorithms.zero1",
+    "ZeRO1": "atoll.algorithms.zero",
     "Gaussians": "atoll.data.gaussians",
     "Instructions": "atoll.data.instructions",
     "IID": "atoll.data.partition",

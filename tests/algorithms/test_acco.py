@@ -8,7 +8,7 @@ from torch import nn
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Evaluated, Exchanged
 from atoll.core.flat_tree import Tree, trainable

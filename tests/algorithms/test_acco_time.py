@@ -7,7 +7,7 @@ import pytest
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.events import Computed, Exchanged, RoundFinished
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD

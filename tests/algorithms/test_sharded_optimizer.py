@@ -12,7 +12,7 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.sharded_optimizer import Sharded
 from atoll.algorithms.weight_prediction import WP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.events import Exchanged, UpdateSkipped
 from atoll.core.flat_tree import Tree

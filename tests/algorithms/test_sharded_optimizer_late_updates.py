@@ -7,7 +7,7 @@ import torch
 
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.weight_prediction import WP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Computed, Exchanged, RoundFailed, RoundFinished, UpdateSkipped
 from atoll.core.flat_tree import Tree

@@ -17,7 +17,7 @@ from atoll import recipes
 from atoll.cli import run_processes
 from atoll.core.config.overrides import override
 from atoll.core.events import Computed, RoundFinished, RunFinished, RunStarted, Saved
-from atoll.core.tensor_file import load_tree
+from atoll.core.serialization import load_tree
 from atoll.engines.processes.rank_log import log_of
 from atoll.engines.processes.run_plan import Order
 from atoll.engines.processes.spec import Dist

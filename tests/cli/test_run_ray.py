@@ -31,7 +31,7 @@ from atoll.core.events import (
     RunStarted,
     Saved,
 )
-from atoll.core.tensor_file import load_tree
+from atoll.core.serialization import load_tree
 from atoll.telemetry import read_events
 from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Freeze, Kill, TimedFault

@@ -17,7 +17,7 @@ from atoll.core.errors import AtollError, CheckpointError, ConfigError
 from atoll.core.events import Arrived, Evaluated, Exchanged, RoundFinished, Saved, WarmStartFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import sharded, shared
-from atoll.core.tensor_file import load_tree, read_tensors
+from atoll.core.serialization import load_tree, read_tensors
 from atoll.engines import driver
 from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.driver import Cache

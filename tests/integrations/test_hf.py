@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW

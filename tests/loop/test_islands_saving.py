@@ -11,7 +11,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW

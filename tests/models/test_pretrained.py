@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.tensor_file import read_tensors, write_tensors
+from atoll.core.serialization import read_tensors, write_tensors
 from atoll.models.pretrained import Pretrained
 from atoll.replica.flat_parameters import trainable_weights
 from atoll.testing.pretrained import save_tiny_model

@@ -8,7 +8,7 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.events import Evaluated
-from atoll.core.tensor_file import read_tensors
+from atoll.core.serialization import read_tensors
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.runs.run import candidates

@@ -9,7 +9,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Work
 from atoll.models.gpt import GPT

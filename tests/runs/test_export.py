@@ -12,7 +12,7 @@ import atoll
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError, ConfigError, DataError
-from atoll.core.tensor_file import read_tensors
+from atoll.core.serialization import read_tensors
 from atoll.recipes import toy_sync
 from atoll.runs.export import export, load_exported, trained
 from atoll.runs.run import candidates

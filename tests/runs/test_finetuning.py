@@ -11,7 +11,7 @@ import torch
 import atoll
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.events import Evaluated, Saved
 from atoll.core.flat_tree import Tree

@@ -12,7 +12,7 @@ import pytest
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.overrides import override
 from atoll.core.config.settings import describe

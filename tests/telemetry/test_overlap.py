@@ -12,7 +12,7 @@ from rich.console import Console
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.events import Computed, Exchanged, RoundFailed, RoundFinished, RunStarted, UpdateSkipped
 from atoll.runs.cluster import Cluster, Lost
 from atoll.runs.network import Link

@@ -6,7 +6,7 @@ import torch
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.weight_prediction import WP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import torch_threads

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import recipes
-from atoll.algorithms.fsdp import FSDP
+from atoll.algorithms.zero import FSDP
 from atoll.cli.commands import interruptible, run_of, show_result, sinks_of
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Sink

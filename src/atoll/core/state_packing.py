@@ -29,7 +29,7 @@ from atoll.core.config.json_records import find_type, full_name
 from atoll.core.errors import CheckpointError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
-from atoll.core.tensor_file import layout_from_json, layout_to_json
+from atoll.core.serialization import layout_from_json, layout_to_json
 
 
 class Packed(NamedTuple):

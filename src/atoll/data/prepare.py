@@ -18,9 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from atoll.core.atomic_files import replacing
 from atoll.core.errors import DataError
 from atoll.core.events import Progress
+from atoll.core.serialization import replacing
 from atoll.data.corpus import Corpus, Document, open_corpus
 from atoll.data.holdout_split import TRAIN, VALIDATION, Split, SplitPlanner, split_documents
 from atoll.data.token_store import Tokens, TokenWriter, encode_documents, open_token_file, token_writer

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atoll.core.atomic_files import replacing
 from atoll.core.errors import DataError
+from atoll.core.serialization import replacing
 from atoll.data.corpus import Document
 from atoll.data.tokenizer import Ids, Tokenizer, dtype_for
 

@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 
-from atoll.core.atomic_files import sync_folder
 from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.serialization import read_tensors, sync_folder, write_tensors
 from atoll.core.state_packing import Packed, pack, unpack
-from atoll.core.tensor_file import read_tensors, write_tensors
 
 FORMAT = 1
 _META = "meta.json"

@@ -23,7 +23,7 @@ from atoll.core.errors import AtollError, CheckpointError, ConfigError
 from atoll.core.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Batches, Sink, Workload
-from atoll.core.tensor_file import load_tree, read_tensors, save_tree, write_tensors
+from atoll.core.serialization import load_tree, read_tensors, save_tree, write_tensors
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.build import Engine, engine_of

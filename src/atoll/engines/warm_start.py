@@ -17,7 +17,7 @@ from atoll.core.errors import TrainingDiverged
 from atoll.core.events import Progress
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink, Work, Workload
-from atoll.core.tensor_file import load_tree, read_tensors, save_tree
+from atoll.core.serialization import load_tree, read_tensors, save_tree
 from atoll.engines.build import loss_of, replica_of
 from atoll.optim.schedules import WSD, at
 from atoll.replica.local_replica import torch_threads

@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import torch
 
-from atoll.core.atomic_files import replacing
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.optional_imports import require
 from atoll.core.protocols import Algorithm
+from atoll.core.serialization import replacing
 from atoll.integrations.trainer_context import TrainerContext
 from atoll.integrations.trainer_context import alone as alone
 from atoll.loop.islands import Islands

@@ -22,10 +22,8 @@ from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
-from atoll.optim.fused_kernels import Moments, fused_adamw
-from atoll.optim.in_place import check_layouts, release_donated, rule_update
-from atoll.optim.schedules import Schedule, at, check_lr
-from atoll.optim.validation import at_least_zero, below_one
+from atoll.optim.in_place import Moments, check_layouts, fused_adamw, release_donated, rule_update
+from atoll.optim.schedules import Schedule, at, at_least_zero, below_one, check_lr
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Parts of a buffer as (start, stop), in order."""

@@ -38,8 +38,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Rule
 from atoll.optim.in_place import InPlaceRule, check_layouts, kept, old_and_new, release_donated, rule_update, windows
-from atoll.optim.schedules import Schedule, at, check_lr
-from atoll.optim.validation import below_one
+from atoll.optim.schedules import Schedule, at, below_one, check_lr
 
 # ------------------------------------------------------------------------------------------------------ Delayed Nesterov
 

@@ -17,7 +17,20 @@ from typing import TypeAlias
 
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
-from atoll.optim.validation import at_least_zero
+
+_FLOAT32_MAX = 3.4e38
+
+
+def at_least_zero(name: str, value: float) -> None:
+    """Refuse what cannot be a rate or a small constant."""
+    if not 0 <= value < _FLOAT32_MAX:
+        raise ConfigError(f"{name}={value} must be a number of at least 0 that fits into float32. Use 0 to switch it off.")
+
+
+def below_one(name: str, value: float) -> None:
+    """Refuse what cannot be the share of an average that is kept."""
+    if not 0 <= value < 1:
+        raise ConfigError(f"{name}={value} is outside [0, 1): what is kept would never fade. 0.9 is usual, 0 keeps nothing.")
 
 
 @dataclass(frozen=True, kw_only=True)

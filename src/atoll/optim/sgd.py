@@ -20,10 +20,8 @@ from torch import Tensor
 from atoll.core.chunked_elementwise import elementwise
 from atoll.core.config.type_checks import check_types
 from atoll.core.flat_tree import Tree
-from atoll.optim.fused_kernels import fused_momentum
-from atoll.optim.in_place import check_layouts, old_and_new, release_donated, rule_update, windows
-from atoll.optim.schedules import Schedule, at, check_lr
-from atoll.optim.validation import at_least_zero, below_one
+from atoll.optim.in_place import check_layouts, fused_momentum, old_and_new, release_donated, rule_update, windows
+from atoll.optim.schedules import Schedule, at, at_least_zero, below_one, check_lr
 
 
 class SGDState(NamedTuple):

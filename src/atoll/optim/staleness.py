@@ -27,7 +27,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival
 from atoll.optim.in_place import old_and_new, windows
-from atoll.optim.validation import at_least_zero
+from atoll.optim.schedules import at_least_zero
 
 Weight: TypeAlias = float | Literal["1/k", "sqrt(k)/k"]
 """What every delta is multiplied by: a number, or one that follows from the number of workers k."""

@@ -15,7 +15,7 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.weight_prediction import WP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.protocols import Algorithm, AsyncAlgorithm
 from atoll.data.text import Text
 from atoll.models.gpt import GPT

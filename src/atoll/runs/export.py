@@ -24,7 +24,7 @@ from torch import nn
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree, trainable
-from atoll.core.tensor_file import load_tree, read_tensors, write_tensors
+from atoll.core.serialization import load_tree, read_tensors, write_tensors
 from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions, load_model_tokenizer
 from atoll.data.text import Text

@@ -34,9 +34,9 @@ import numpy as np
 import torch
 
 import atoll
-from atoll.core.atomic_files import replacing
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.errors import ConfigError
+from atoll.core.serialization import replacing
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from atoll.algorithms.fsdp import FSDP
+from atoll.algorithms.zero import FSDP
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Event, RunFinished
 from atoll.core.flat_tree import Tree

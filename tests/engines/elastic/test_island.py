@@ -24,7 +24,7 @@ from atoll.core.events import (
     RoundFinished,
     RunFinished,
 )
-from atoll.core.tensor_file import load_tree
+from atoll.core.serialization import load_tree
 from atoll.data.text import Text
 from atoll.engines.build import replica_of
 from atoll.engines.driver import run as simulate

@@ -14,7 +14,7 @@ from atoll.cli import run_elastic as command
 from atoll.core.errors import CheckpointError, ConfigError, DataError
 from atoll.core.events import RunFinished, RunStarted, Saved
 from atoll.core.flat_tree import Tree
-from atoll.core.tensor_file import save_tree
+from atoll.core.serialization import save_tree
 from atoll.engines.elastic.launch import place_again
 from atoll.engines.elastic.recovery import NoState
 from atoll.engines.elastic.rendezvous import free_port, listen

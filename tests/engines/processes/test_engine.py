@@ -9,9 +9,8 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.fsdp import FSDP
 from atoll.algorithms.weight_prediction import WP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import FSDP, ZeRO1
 from atoll.core.events import Compared, Computed, Evaluated, Exchanged, RoundFinished
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine

@@ -10,7 +10,7 @@ import torch
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import AtollError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Evaluated, RoundFinished, UpdateSkipped
 from atoll.engines.accounting import MAX_SKIPPED

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from atoll import recipes
-from atoll.algorithms.fsdp import FSDP
+from atoll.algorithms.zero import FSDP
 from atoll.core.config.json_records import from_json
 from atoll.core.errors import AtollError, CheckpointError, ConfigError
 from atoll.core.events import Saved
-from atoll.core.tensor_file import load_tree
+from atoll.core.serialization import load_tree
 from atoll.engines.processes.python_api import resume_on, run_on
 from atoll.engines.processes.rank import Share, _sharded_of
 from atoll.engines.processes.rank_log import RankLog, log_of

@@ -14,8 +14,7 @@ import torch
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.fsdp import FSDP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import FSDP, ZeRO1
 from atoll.core.errors import AtollError, CheckpointError, ExchangeFailed
 from atoll.core.events import LimitSet
 from atoll.core.flat_tree import Tree

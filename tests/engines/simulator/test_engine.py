@@ -10,7 +10,7 @@ import torch
 
 from atoll.algorithms.ddp import DDP, DDPState
 from atoll.algorithms.diloco import DiLoCo, DiLoCoState
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Computed, Exchanged, UpdateSkipped
 from atoll.core.flat_tree import Tree

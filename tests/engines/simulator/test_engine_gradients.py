@@ -9,7 +9,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.weight_prediction import WP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Computed, Exchanged, IslandJoined, RoundFailed, RoundFinished, UpdateSkipped
 from atoll.core.protocols import whole_steps

@@ -8,7 +8,7 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.weight_prediction import WP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.events import MemoryCounted
 from atoll.engines.simulator.memory_counter import is_counted
 from atoll.optim.adam import AdamW

@@ -10,7 +10,7 @@ import torch
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.weight_prediction import WP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Computed, Exchanged
 from atoll.core.flat_tree import Tree

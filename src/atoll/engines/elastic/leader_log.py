@@ -17,7 +17,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.core.atomic_files import replacing
 from atoll.core.errors import CheckpointError
 from atoll.core.events import (
     Attended,
@@ -32,6 +31,7 @@ from atoll.core.events import (
     from_json,
 )
 from atoll.core.protocols import Workload
+from atoll.core.serialization import replacing
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.driver import Execution, is_finished
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from atoll.algorithms.fsdp import FSDP
+from atoll.algorithms.zero import FSDP
 from atoll.core.errors import ExchangeFailed, TrainingDiverged
 from atoll.core.events import LimitSet, Progress, RunFinished
 from atoll.core.flat_tree import Tree

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
-from atoll.algorithms.fsdp import FSDP
+from atoll.algorithms.zero import FSDP
 from atoll.core.errors import ConfigError
 from atoll.core.events import Progress, Saved, WarmStartFinished
 from atoll.core.flat_tree import Tree

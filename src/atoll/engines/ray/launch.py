@@ -22,7 +22,7 @@ from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.events import Progress, WarmStartFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
-from atoll.core.tensor_file import save_tree
+from atoll.core.serialization import save_tree
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.driver import Execution, Result, check_workload, digest_of, is_finished, refuse_impossible
 from atoll.engines.processes.spec import refuse_too_many_devices

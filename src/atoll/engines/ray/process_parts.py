@@ -15,7 +15,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Arrived
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Workload
-from atoll.core.tensor_file import load_tree
+from atoll.core.serialization import load_tree
 from atoll.engines.build import loss_of, replica_of
 from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.ray import bootstrap

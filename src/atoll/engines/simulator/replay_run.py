@@ -10,7 +10,7 @@ from atoll.core.config.json_records import from_json
 from atoll.core.errors import ConfigError
 from atoll.core.events import Progress
 from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
-from atoll.core.tensor_file import load_tree
+from atoll.core.serialization import load_tree
 from atoll.engines.build import loss_of, replica_of
 from atoll.engines.driver import check_workload, is_finished
 from atoll.engines.simulator.replay import replay

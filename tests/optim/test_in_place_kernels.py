@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.optim.fused_kernels import Moments, fused_adamw
+from atoll.optim.in_place import Moments, fused_adamw
 
 torch.set_num_threads(1)
 

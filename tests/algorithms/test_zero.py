@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from atoll.algorithms.ddp import DDP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Exchanged, Recut, RoundFailed
 from atoll.core.flat_tree import Tree

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointError
 from atoll.core.flat_tree import Tree
-from atoll.core.tensor_file import LAYOUT, layout_from_json, layout_to_json, load_tree, read_tensors, save_tree, write_tensors
+from atoll.core.serialization import LAYOUT, layout_from_json, layout_to_json, load_tree, read_tensors, save_tree, write_tensors
 
 torch.set_num_threads(1)
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from atoll.algorithms.fsdp import FSDP
-from atoll.algorithms.zero1 import ZeRO1
+from atoll.algorithms.zero import FSDP, ZeRO1
 from atoll.core.events import Exchanged
 from atoll.optim.adam import AdamW
 from atoll.runs.cluster import Cluster
