@@ -20,7 +20,7 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import Computed, Event, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.engines.simulator.batched_compute import BatchedCompute, BatchMode
-from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.engine import SimEngine, SimSetup
 from atoll.models.gpt import Decoder
 from atoll.optim.adam import AdamW
 from atoll.replica.forward_backward import Loss
@@ -178,16 +178,18 @@ def islands_measured(cell: Cell, subject: Subject, bare: Bare) -> dict[str, Any]
     told: list[str] = []
     together = together_of(cell, subject, lambda how, why: told.append(why))
     engine = SimEngine(
-        algorithm=DiLoCo(inner_steps=cell.inner_steps),
-        cluster=Cluster(islands=cell.islands, threads_per_island=1),
-        params=Tree.of(subject.module()),
-        batches=subject.batches,
-        make_replica=lambda island: replica_of(subject),
-        evaluate=lambda params, buffers: {"loss": 0.0},
-        sink=clock,
-        steps=(1 + cell.turns) * cell.inner_steps,
-        evaluate_every=1 + cell.turns,
-        together=together,
+        DiLoCo(inner_steps=cell.inner_steps),
+        SimSetup(
+            cluster=Cluster(islands=cell.islands, threads_per_island=1),
+            params=Tree.of(subject.module()),
+            batches=subject.batches,
+            make_replica=lambda island: replica_of(subject),
+            evaluate=lambda params, buffers: {"loss": 0.0},
+            sink=clock,
+            steps=(1 + cell.turns) * cell.inner_steps,
+            evaluate_every=1 + cell.turns,
+            batched_compute=together,
+        ),
         count_memory=False,  # rounds in which it is counted take longer, and the first are all of them
     )
     engine.run()
@@ -202,7 +204,7 @@ def together_of(cell: Cell, subject: Subject, tell: Callable[[str, str], object]
         return None
     how: BatchMode = "auto" if cell.way == "auto" else "stacked"
     rows = 1 if cell.way == "recorded" else cell.islands
-    return BatchedCompute(how, rows, subject.loss, compiled=is_cuda(subject.device), tell=tell)
+    return BatchedCompute(how, rows, subject.loss, compiled=is_cuda(subject.device), on_decision=tell)
 
 
 def chosen_by(together: BatchedCompute) -> Way:

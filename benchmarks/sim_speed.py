@@ -23,7 +23,7 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.flat_tree import Tree
 from atoll.engines.build import TextWorkload, island_workload, loss_of, replica_of
-from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.engine import SimEngine, SimSetup
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import at
 from atoll.runs.run import Run, candidates
@@ -119,14 +119,16 @@ def simulate(plan: SpeedPlan, steps: int) -> None:
     with TemporaryDirectory(prefix="atoll-benchmark-") as folder:
         sink = JsonlSink(Path(folder) / "events.jsonl")
         engine = SimEngine(
-            algorithm=run.algorithm,
-            cluster=run.cluster,
-            params=Tree.of(workload.module()),
-            batches=workload.batches,
-            make_replica=partial(replica_of, run, workload, loss_of(run, workload)),
-            evaluate=lambda params, buffers: {"loss": 0.0},
-            sink=sink,
-            steps=steps,
+            run.algorithm,
+            SimSetup(
+                cluster=run.cluster,
+                params=Tree.of(workload.module()),
+                batches=workload.batches,
+                make_replica=partial(replica_of, run, workload, loss_of(run, workload)),
+                evaluate=lambda params, buffers: {"loss": 0.0},
+                sink=sink,
+                steps=steps,
+            ),
         )
         engine.run()
         sink.close()

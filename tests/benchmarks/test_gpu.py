@@ -232,8 +232,8 @@ def test_a_recorded_way_is_a_stack_of_one_row_and_auto_may_stack_all(b, monkeypa
     ],
 )
 def test_islands_one_after_the_other_are_recorded_where_a_stack_of_one_row_was_kept(b, settled, way):
-    together = b.gpu_loops.Together("auto", 4, lambda module, batch: None, compiled=False, tell=print)
-    together.from_part({**settled, "settled": True, "pays_from": 2})
+    together = b.gpu_loops.BatchedCompute("auto", 4, lambda module, batch: None, compiled=False, on_decision=print)
+    together.from_part({**settled, "decided": True, "min_jobs": 2})
     assert b.gpu_loops.chosen_by(together) == way
 
 

@@ -8,7 +8,7 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Work
-from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.engine import SimEngine, SimSetup
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.replica.evaluator import Evaluator
@@ -126,14 +126,16 @@ def test_a_replica_that_was_saved_goes_on_to_the_bit(fresh):
 def half_run(algorithm, workload=WORKLOAD):
     sink = Recorder()
     engine = SimEngine(
-        algorithm=algorithm,
-        cluster=Cluster(islands=2),
-        params=initial_weights(workload, "cpu", HALF),
-        batches=workload.batches,
-        make_replica=lambda island: LocalReplica(workload, optimizer=AdamW(lr=0.01), dtype=HALF),
-        evaluate=Evaluator(workload, dtype=HALF),
-        sink=sink,
-        steps=20,
+        algorithm,
+        SimSetup(
+            cluster=Cluster(islands=2),
+            params=initial_weights(workload, "cpu", HALF),
+            batches=workload.batches,
+            make_replica=lambda island: LocalReplica(workload, optimizer=AdamW(lr=0.01), dtype=HALF),
+            evaluate=Evaluator(workload, dtype=HALF),
+            sink=sink,
+            steps=20,
+        ),
     )
     return engine, engine.run()
 

@@ -13,7 +13,7 @@ from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.batched_compute import BatchedCompute
-from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.engine import SimEngine, SimSetup
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import LocalReplica, RoundStart
@@ -54,7 +54,7 @@ def seed_of(run: Run, number: int) -> int:
     return run.seed * 100_003 + number
 
 
-def together_of(run: Run, workload: Workload, sink: Sink) -> BatchedCompute | None:
+def batched_compute_of(run: Run, workload: Workload, sink: Sink) -> BatchedCompute | None:
     """What computes for several islands at a time; none where each has threads of its own."""
     if run.train.together == "apart" or (run.train.together == "auto" and device_of(run) == "cpu"):
         return None
@@ -63,7 +63,7 @@ def together_of(run: Run, workload: Workload, sink: Sink) -> BatchedCompute | No
         run.world.islands * run.world.devices_per_island,
         workload.loss,
         compiled=run.train.compile,
-        tell=lambda how, why: sink.emit(Arranged(how=how, why=why)),
+        on_decision=lambda how, why: sink.emit(Arranged(how=how, why=why)),
     )
 
 
@@ -104,12 +104,12 @@ def engine_of(
         "steps": run.train.steps,
         "seed": run.seed,
         "save": save,
-        "together": together_of(run, workload, sink),
+        "batched_compute": batched_compute_of(run, workload, sink),
     }
     every = (run.keep.evaluate_every, run.keep.save_every)
     if isinstance(run.algorithm, AsyncAlgorithm):  # intervals are steps per island there too, and count the steps of all
         evaluate_every, save_every = (steps * run.world.islands for steps in every)
-        return AsyncSimEngine(algorithm=run.algorithm, evaluate_every=evaluate_every, save_every=save_every, **common), evaluator
+        return AsyncSimEngine(run.algorithm, SimSetup(evaluate_every=evaluate_every, save_every=save_every, **common)), evaluator
     evaluate_every, save_every = (run.rounds(steps) for steps in every)
-    common |= {"evaluate_every": evaluate_every, "save_every": save_every}
-    return SimEngine(algorithm=run.algorithm, inside=run.inside, **common), evaluator
+    setup = SimSetup(evaluate_every=evaluate_every, save_every=save_every, **common)
+    return SimEngine(run.algorithm, setup, inside=run.inside), evaluator

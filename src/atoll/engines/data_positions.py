@@ -1,4 +1,4 @@
-"""Who reads what: positions in the shards of the data, in a synchronous run."""
+"""Data positions of a synchronous run: which batches each reader gets."""
 
 from __future__ import annotations
 
@@ -14,50 +14,51 @@ from atoll.core.protocols import Batches, Work
 
 
 class DataPositions:
-    """Deals out the data. Reader i reads shard i, or i modulo the number of shards where there are fewer: those who share a shard
-    never read the same batch."""
+    """The position in each shard. Reader i reads shard i modulo the number of shards; readers of one shard never read the same
+    batch."""
 
     def __init__(self, batches: Batches) -> None:
         self.positions = [Fraction(0)] * batches.num_shards
-        """In each shard, in batches."""
+        """In batches."""
         self._batches = batches
-        self._dealt: dict[int, deque[tuple[int, Work]]] = {}
-        """How many batches, or pieces, and which, readers were dealt in this round before they asked."""
+        self._assigned: dict[int, deque[tuple[int, Work]]] = {}
+        """Work, and its batches or pieces, that readers were assigned in this round before they asked."""
 
     def begin_round(self) -> None:
-        """What was dealt to readers who did not ask for it in the last one is read by nobody."""
-        self._dealt.clear()
-
-    def assign_in_step(self, reader: int, count: int, pieces: int, schedule: int, readers: Iterable[int]) -> Work:
-        """The same where readers ask alike in a round: whoever asks first has all who share its shard dealt theirs, in order, so
-        that it does not matter who is faster: processes that do not hear of each other's asking deal so."""
-        if not self._dealt.get(reader):
-            for other in readers:
-                if (other - reader) % self._batches.num_shards == 0:
-                    self._dealt.setdefault(other, deque()).append((count, self.assign(other, count, pieces, schedule)))
-        dealt, work = self._dealt[reader].popleft()
-        if (dealt, work.pieces) != (count, pieces):  # it asks otherwise than the others
-            return self.assign(reader, count, pieces, schedule)
-        return replace(work, schedule=schedule)
+        """Discards what readers were assigned in the last round and did not ask for."""
+        self._assigned.clear()
 
     def assign(self, reader: int, count: int, pieces: int, schedule: int) -> Work:
-        """So many batches, or pieces of them, for this reader, who is at this position of the schedule."""
+        """The next `count` batches, or pieces of batches, for a reader at this schedule position."""
         shard = reader % self._batches.num_shards
-        start = math.ceil(self.positions[shard] * pieces)  # who reads other pieces than the last one begins with a whole one
+        start = math.ceil(self.positions[shard] * pieces)  # a reader of other pieces than the last begins with a whole one
         self.positions[shard] = Fraction(start + count, pieces)
         return Work(shard=shard, start=start, schedule=schedule, examples=self._batches.examples(shard), pieces=pieces)
 
+    def assign_in_step(self, reader: int, count: int, pieces: int, schedule: int, readers: Iterable[int]) -> Work:
+        """The same, if all readers ask for the same in a round. The first request assigns work to all readers of the shard in
+        order, so the result does not depend on which reader is faster. Processes that do not see each other's requests assign
+        in this way, too."""
+        if not self._assigned.get(reader):
+            for other in readers:
+                if (other - reader) % self._batches.num_shards == 0:
+                    self._assigned.setdefault(other, deque()).append((count, self.assign(other, count, pieces, schedule)))
+        assigned, work = self._assigned[reader].popleft()
+        if (assigned, work.pieces) != (count, pieces):  # this reader asks for something else
+            return self.assign(reader, count, pieces, schedule)
+        return replace(work, schedule=schedule)
+
     def check_readers(self, readers: int, *algorithms: Any) -> None:
-        """Refuses what has more readers than shards and does not ask alike: nobody would know how far the others have read."""
+        """Rejects more readers than shards if their batches per round differ: none would know how far the others have read."""
         shards = len(self.positions)
         if readers > shards and not same_batches_everywhere(*algorithms):
             raise ConfigError(
-                f"{readers} processes read {shards} shards of the data, and with batch=free nobody knows how far the others have "
-                f"read. Use data.shards={readers}, or batch=fixed."
+                f"{readers} processes read {shards} shards of the data, and with batch=free no process knows how far the others "
+                f"have read. Use data.shards={readers}, or batch=fixed."
             )
 
     def examples(self, readers: Iterable[int]) -> int:
-        """How many examples the shards of these readers hold."""
+        """The number of examples in the shards of these readers."""
         return sum(self._batches.examples(shard) for shard in {reader % self._batches.num_shards for reader in readers})
 
     def to_parts(self) -> list[tuple[int, int]]:
@@ -67,10 +68,10 @@ class DataPositions:
         self.positions = [Fraction(*position) for position in parts]
 
     def set(self, shard: int, position: tuple[int, int]) -> None:
-        """Put a shard's position, as a ratio of whole numbers."""
+        """Sets the position of a shard, given as a ratio of integers."""
         self.positions[shard] = Fraction(*position)
 
 
 def same_batches_everywhere(*algorithms: Any) -> bool:
-    """Whether all who run these ask for as many batches in a round."""
+    """Whether all members that run these algorithms ask for the same number of batches in a round."""
     return all(getattr(algorithm, "batch", None) != "free" for algorithm in algorithms)

@@ -14,7 +14,7 @@ from atoll.core.events import Arrived, Event, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Workload
 from atoll.engines.simulator.async_engine import AsyncSimEngine
-from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.engine import SimEngine, SimSetup
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import InnerRule, LocalReplica, RoundStart
@@ -154,27 +154,27 @@ def simulator(
     """
     what: Workload = workload or Regression()
     sink = sink or Recorder()
-    options: dict[str, Any] = {
-        "cluster": cluster or Cluster(islands=4),
-        "params": params or Tree.of(what.module()),
-        "batches": what.batches,
-        "make_replica": lambda island: LocalReplica(
+    setup = SimSetup(
+        cluster=cluster or Cluster(islands=4),
+        params=params or Tree.of(what.module()),
+        batches=what.batches,
+        make_replica=lambda island: LocalReplica(
             what,
             optimizer=inner or SGD(lr=0.05),
             clip_norm=clip_norm,
             round_start=RoundStart(fresh_optimizer),
             seed=1000 * seed + island,
         ),
-        "evaluate": Evaluator(what),
-        "sink": sink,
-        "steps": steps,
-        "seed": seed,
-        "evaluate_every": evaluate_every,
-        "save": save,
-    }
+        evaluate=Evaluator(what),
+        sink=sink,
+        steps=steps,
+        seed=seed,
+        evaluate_every=evaluate_every,
+        save=save,
+    )
     if isinstance(algorithm, AsyncAlgorithm):
-        return AsyncSimEngine(algorithm=algorithm, **options), sink
-    return SimEngine(algorithm=algorithm, inside=inside, **options), sink
+        return AsyncSimEngine(algorithm, setup), sink
+    return SimEngine(algorithm, setup, inside=inside), sink
 
 
 def simulate(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], *, steps: int, **options: Any) -> SimulatedRun:

@@ -16,7 +16,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Compared, Computed, Evaluated, Exchanged, LimitSet, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.engine import SimEngine, SimSetup
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
@@ -187,17 +187,19 @@ def test_evaluations_and_checkpoints_follow_the_same_rounds_as_the_simulators(fo
     workload, algorithm, steps, saved = Regression(hidden=3), DiLoCo(inner_steps=2), 14, []
     sink = Recorder()
     simulated = SimEngine(
-        algorithm=algorithm,
-        cluster=Cluster(islands=2),
-        params=Tree.of(workload.module()),
-        batches=workload.batches,
-        make_replica=lambda island: LocalReplica(workload, optimizer=SGD(lr=0.05), seed=island),
-        evaluate=Evaluator(workload),
-        sink=sink,
-        steps=steps,
-        evaluate_every=2,
-        save=lambda engine: saved.append(engine.round),
-        save_every=3,
+        algorithm,
+        SimSetup(
+            cluster=Cluster(islands=2),
+            params=Tree.of(workload.module()),
+            batches=workload.batches,
+            make_replica=lambda island: LocalReplica(workload, optimizer=SGD(lr=0.05), seed=island),
+            evaluate=Evaluator(workload),
+            sink=sink,
+            steps=steps,
+            evaluate_every=2,
+            save=lambda engine: saved.append(engine.round),
+            save_every=3,
+        ),
     )
     simulated.run()
     (events, rounds), (silent, too) = four.run(evaluated_rounds, algorithm, workload, steps, 2, 3, size=2)

@@ -25,6 +25,7 @@ from atoll.core.events import (
 )
 from atoll.core.flat_tree import Tree
 from atoll.engines.simulator.async_engine import AsyncSimEngine
+from atoll.engines.simulator.engine import SimSetup
 from atoll.optim.adam import AdamW
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.sgd import SGD, Momentum, Nesterov
@@ -58,15 +59,17 @@ def engine_of(cluster, *, steps=6, workload=None, evaluate=None, algorithm=PLAIN
     """An engine whose every argument can be given."""
     what, sink = workload or Regression(RegressionBatches(num_shards=2)), Recorder()
     engine = AsyncSimEngine(
-        algorithm=algorithm,
-        cluster=cluster,
-        params=Tree.of(what.module()),
-        batches=what.batches,
-        make_replica=lambda island: LocalReplica(what, optimizer=SGD(lr=0.05), seed=island),
-        evaluate=evaluate or Evaluator(what),
-        sink=sink,
-        steps=steps,
-        **options,
+        algorithm,
+        SimSetup(
+            cluster=cluster,
+            params=Tree.of(what.module()),
+            batches=what.batches,
+            make_replica=lambda island: LocalReplica(what, optimizer=SGD(lr=0.05), seed=island),
+            evaluate=evaluate or Evaluator(what),
+            sink=sink,
+            steps=steps,
+            **options,
+        ),
     )
     return engine, sink
 

@@ -127,7 +127,7 @@ def trainings(made):
 def test_measuring_leaves_no_trace():
     workload, made = replicas(3)
     before = made[0].params()
-    together = BatchedCompute("auto", 3, workload.loss, compiled=False, tell=print)
+    together = BatchedCompute("auto", 3, workload.loss, compiled=False, on_decision=print)
     together._measure(trainings(made))
     assert made[0].params().equal(before)
     assert not made[0].optimizer.state
@@ -135,20 +135,20 @@ def test_measuring_leaves_no_trace():
 
 
 @pytest.mark.parametrize(
-    ("one_s", "all_s", "how", "pays_from"),
+    ("one_s", "all_s", "how", "min_jobs"),
     [(0.01, 0.015, "stacked", 2), (0.01, 0.025, "stacked", 3), (0.01, 0.04, "apart", 4), (1.0, 0.1, "apart", 2)],
 )
-def test_auto_takes_what_was_faster(one_s, all_s, how, pays_from, monkeypatch):
+def test_auto_takes_what_was_faster(one_s, all_s, how, min_jobs, monkeypatch):
     workload, made = replicas(3)
     times = iter([one_s, all_s])
-    monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
     told = []
-    together = BatchedCompute("auto", 3, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together = BatchedCompute("auto", 3, workload.loss, compiled=False, on_decision=lambda *news: told.append(news))
     answers = together(trainings(made))
     together.report()
     together.report()
     assert together.how == how
-    assert together._pays_from == pays_from
+    assert together._min_jobs == min_jobs
     assert [news[0] for news in told] == [how]
     assert [len(trained.losses) for _, trained in answers] == [2, 2, 2]
 
@@ -162,10 +162,10 @@ def test_auto_takes_what_was_faster(one_s, all_s, how, pays_from, monkeypatch):
     ],
 )
 def test_why_islands_compute_apart_is_told(rows, pass_s, why, monkeypatch):
-    monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
     workload, made = replicas(rows)
     times, told = iter([pass_s, 3 * pass_s]), []
-    together = BatchedCompute("auto", rows, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together = BatchedCompute("auto", rows, workload.loss, compiled=False, on_decision=lambda *news: told.append(news))
     together(trainings(made))
     together.report()
     assert told == [("apart", why)]
@@ -175,9 +175,9 @@ def test_why_islands_compute_apart_is_told(rows, pass_s, why, monkeypatch):
 def test_who_goes_on_computes_as_was_settled_before_and_measures_nothing(one_s, all_s, monkeypatch):
     workload, made = replicas(3)
     times, told = iter([one_s, all_s]), []
-    monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
     first, second = (
-        BatchedCompute("auto", 3, workload.loss, compiled=False, tell=lambda *news: told.append(news)) for _ in range(2)
+        BatchedCompute("auto", 3, workload.loss, compiled=False, on_decision=lambda *news: told.append(news)) for _ in range(2)
     )
     unsettled = first.to_part()
     first(trainings(made))
@@ -195,12 +195,12 @@ def test_who_goes_on_computes_as_was_settled_before_and_measures_nothing(one_s, 
 def test_what_cannot_be_stacked_computes_apart_and_says_why():
     workload, made = replicas(2, micro_batches=2)
     told = []
-    together = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together = BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=lambda *news: told.append(news))
     together(trainings(made))
     together.report()
     assert told == [("apart", "each batch is cut into micro-batches, because one fills the device")]
     with pytest.raises(ConfigError, match=r"train\.together=stacked: each batch is cut"):
-        BatchedCompute("stacked", 2, workload.loss, compiled=False, tell=print)(trainings(made))
+        BatchedCompute("stacked", 2, workload.loss, compiled=False, on_decision=print)(trainings(made))
 
 
 class Shorter(RepeatedBatch):
@@ -212,12 +212,12 @@ class Shorter(RepeatedBatch):
 
 
 def test_where_batches_differ_in_shape_auto_goes_on_apart_and_says_why(monkeypatch):
-    monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
     workload = DecoderWorkload(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
     alone, stacked = ([LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)] for _ in range(2))
     jobs = [TrainJob(replica, 3, Work(shard=number, start=0, schedule=0, examples=1)) for number, replica in enumerate(stacked)]
     times, told = iter([0.01, 0.012]), []
-    together = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news))
+    together = BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=lambda *news: told.append(news))
     answers = together(jobs)
     together.report()
     for number, replica in enumerate(alone):
@@ -234,16 +234,16 @@ def test_where_batches_differ_in_shape_auto_goes_on_apart_and_says_why(monkeypat
     ]
     assert [gradient.tokens for gradient, _ in together(asks)] == [16, 8]
     times = iter([0.01, 0.012])
-    fresh = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=print)
+    fresh = BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=print)
     assert [gradient.tokens for gradient, _ in fresh(asks)] == [16, 8]
     assert fresh.how == "apart"
     with pytest.raises(ConfigError, match=r"train\.together=stacked: batches have the shapes .* Use train\.together=auto"):
-        BatchedCompute("stacked", 2, workload.loss, compiled=False, tell=print)(jobs)
+        BatchedCompute("stacked", 2, workload.loss, compiled=False, on_decision=print)(jobs)
 
 
 def test_a_stack_is_gone_when_it_is_closed_and_made_again_when_it_is_needed():
     workload, made = replicas(2)
-    together = BatchedCompute("stacked", 2, workload.loss, compiled=False, tell=print)
+    together = BatchedCompute("stacked", 2, workload.loss, compiled=False, on_decision=print)
     together(trainings(made))
     gone = weakref.ref(together._all)
     gc.disable()
@@ -259,10 +259,10 @@ def test_a_stack_is_gone_when_it_is_closed_and_made_again_when_it_is_needed():
 
 
 def test_a_stack_whose_batches_differ_is_gone_at_once(monkeypatch):
-    monkeypatch.setattr("atoll.engines.simulator.batched_compute._timed", lambda compute, device: next(times))
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
     workload = DecoderWorkload(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
     made, times = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)], iter([0.01, 0.012])
-    together = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=print)
+    together = BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=print)
     first, second = (
         [TrainJob(replica, 1, Work(shard=shard, start=start, schedule=0, examples=1)) for shard, replica in enumerate(made)]
         for start in (0, 1)
@@ -289,7 +289,7 @@ def test_a_stack_that_there_is_no_room_for_is_gone_at_once(monkeypatch):
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._FILLED_S", 60.0)  # on a machine that is busy, too
     workload = DecoderWorkload.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)]
-    together, told = BatchedCompute("auto", 2, workload.loss, compiled=False, tell=lambda *news: told.append(news)), []
+    together, told = BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=lambda *news: told.append(news)), []
     gc.disable()
     try:
         together([TrainJob(one, 1, Work(shard=at, start=0, schedule=0, examples=1)) for at, one in enumerate(replicas)])
@@ -309,7 +309,9 @@ def test_a_module_that_fails_stacked_computes_apart():
     workload = Asks.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     made = [LocalReplica(Asks(workload.model, workload.batches, 13), optimizer=AdamW(lr=0.01)) for _ in range(2)]
     told = []
-    together = BatchedCompute("auto", 2, made[0]._passes.plain_loss, compiled=False, tell=lambda *news: told.append(news))
+    together = BatchedCompute(
+        "auto", 2, made[0]._forward_backward.plain_loss, compiled=False, on_decision=lambda *news: told.append(news)
+    )
     assert [len(trained.losses) for _, trained in together(trainings(made))] == [2, 2]
     together.report()
     assert told[0][0] == "apart"

@@ -17,7 +17,7 @@ from atoll.testing.simulated_runs import Regression
 
 
 def computing(threads=1):
-    return ComputePool(Cluster(threads_per_island=threads), sign_of_life=lambda: None)
+    return ComputePool(Cluster(threads_per_island=threads), report_progress=lambda: None)
 
 
 def replica(dropout=0.0):
@@ -27,15 +27,15 @@ def replica(dropout=0.0):
 def test_what_was_begun_is_there_when_it_is_asked_for_in_any_order():
     pool = computing()
     with pool.open(replica()):
-        futures = [pool.begin(lambda number=number: number * number) for number in range(20)]
+        futures = [pool.submit(lambda number=number: number * number) for number in range(20)]
         assert [pool.result(future) for future in reversed(futures)] == [number * number for number in reversed(range(20))]
 
 
 def test_an_error_in_a_computation_comes_out_where_its_result_is_asked_for():
     pool = computing()
     with pool.open(replica()):
-        future = pool.begin(lambda: 1 / 0)
-        assert pool.result(pool.begin(lambda: "others go on")) == "others go on"
+        future = pool.submit(lambda: 1 / 0)
+        assert pool.result(pool.submit(lambda: "others go on")) == "others go on"
         with pytest.raises(ZeroDivisionError):
             pool.result(future)
 
@@ -45,24 +45,24 @@ def test_nothing_can_be_begun_before_it_is_open_or_after():
     with pool.open(replica()):
         pass
     with pytest.raises(AssertionError, match="comes first"):
-        pool.begin(lambda: None)
+        pool.submit(lambda: None)
 
 
 def test_something_aside_is_done_at_once_also_without_a_pool():
     pool = computing()
     here = threading.current_thread()
-    assert pool.aside(threading.current_thread) is here
+    assert pool.run(threading.current_thread) is here
     with pool.open(replica()):
-        assert pool.aside(threading.current_thread) is not here
+        assert pool.run(threading.current_thread) is not here
 
 
 def test_work_that_draws_random_numbers_is_done_one_after_the_other_and_something_aside_waits_its_turn():
     """Torch's generators are the process's. Two that wait for each other to begin therefore wait in vain."""
     pool, meeting = computing(), threading.Barrier(2, timeout=0.05)
     with pool.open(replica(dropout=0.5)):
-        first = pool.begin(meeting.wait)
+        first = pool.submit(meeting.wait)
         with pytest.raises(threading.BrokenBarrierError):
-            pool.aside(meeting.wait)
+            pool.run(meeting.wait)
         with pytest.raises(threading.BrokenBarrierError):
             pool.result(first)
 
@@ -71,7 +71,7 @@ def test_work_that_draws_random_numbers_is_done_one_after_the_other_and_somethin
 def test_every_computation_has_the_clusters_number_of_torch_threads_and_the_callers_is_put_back(threads):
     pool = computing(threads)
     with pool.open(replica()):
-        assert pool.result(pool.begin(torch.get_num_threads)) == threads
+        assert pool.result(pool.submit(torch.get_num_threads)) == threads
         assert torch.get_num_threads() == threads
     assert torch.get_num_threads() == 1
 
@@ -79,7 +79,7 @@ def test_every_computation_has_the_clusters_number_of_torch_threads_and_the_call
 def test_the_number_of_torch_threads_is_put_back_also_after_an_error():
     pool = computing(2)
     with pytest.raises(ZeroDivisionError), pool.open(replica()):
-        pool.result(pool.begin(lambda: 1 / 0))
+        pool.result(pool.submit(lambda: 1 / 0))
     assert torch.get_num_threads() == 1
 
 
@@ -89,7 +89,7 @@ def test_nobody_waits_for_a_round_that_nobody_asks_for(error):
     pool, mine, begun = computing(), replica(), threading.Event()
     mine.stopped = lambda: begun.set() or pool.closing()
     with pytest.raises(error) if error else nullcontext(), pool.open(mine):
-        future = pool.begin(lambda: mine.train(10**6, Work(shard=0, start=0, schedule=0, examples=1)))
+        future = pool.submit(lambda: mine.train(10**6, Work(shard=0, start=0, schedule=0, examples=1)))
         assert begun.wait(timeout=60)
         if error:
             raise error
@@ -111,7 +111,7 @@ def test_a_second_interrupt_does_not_leave_threads_behind(monkeypatch):
 
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", impatient)
     with pool.open(replica()):
-        assert pool.result(pool.begin(lambda: 3)) == 3
+        assert pool.result(pool.submit(lambda: 3)) == 3
     assert calls == [True, True]
 
 

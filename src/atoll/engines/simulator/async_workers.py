@@ -1,4 +1,4 @@
-"""Simulated workers: each one, what it is handed in a round (its hub), and all of them together."""
+"""Simulated workers of a hub: the state of each one, the hub that it sees in a round, and its timing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from atoll.algorithms.async_scheduler import Dispatch
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Task as Sent
+from atoll.core.protocols import Task
 from atoll.engines.accounting import ComputeSpan, RunAccounting
 from atoll.engines.simulator.compute_pool import ComputePool
 from atoll.engines.simulator.virtual_clock import ClockTask, Wait
@@ -21,129 +21,113 @@ from atoll.runs.cluster import Cluster
 
 @dataclass
 class SimWorker:
-    """A worker that is there."""
+    """A worker that is present."""
 
     id: int
     replica: LocalReplica
-    since_s: float
-    """Up to when its presence is in the accounting."""
+    accounted_s: float
+    """Until when its presence is accounted."""
     dispatch: Dispatch | None = None
-    """With what it is out."""
+    """Its present round."""
     begin_s: float = 0.0
-    """When it has what it was sent off with."""
+    """When it has received the weights of this round."""
     end_s: float = 0.0
     """When it will have trained."""
     arrival_s: float = math.inf
-    """When what it brings will be there."""
+    """When its update will arrive at the hub."""
     steps_before: int = 0
-    """Those that its replica had taken by then."""
-    before: dict[str, Any] | None = None
-    """Its inner optimizer and randomness when it was sent off; none where nothing is saved."""
+    """Steps of its replica before this round."""
+    replica_before: dict[str, Any] | None = None
+    """The replica's state before this round; None if the run saves nothing."""
     task: ClockTask | None = None
-    stretches: list[ComputeSpan] = field(default_factory=list)
+    spans: list[ComputeSpan] = field(default_factory=list)
     """Of this round."""
     refusals: int = 0
     """In a row."""
 
     def resumable(self) -> dict[str, Any]:
-        """What a checkpoint holds of its replica: as it was when it was sent off; of one that waits, as it is."""
+        """The replica's state for a checkpoint: as it was before the present round, or as it is if there is none."""
         if self.dispatch is None:
             return self.replica.state()
-        assert self.before is not None, "an engine that saves notes what a round begins with"
-        return self.before
+        assert self.replica_before is not None, "an engine that saves keeps the state before each round"
+        return self.replica_before
 
 
-class TakesPushes(Protocol):
-    """What an engine does for a worker's hub."""
+class PushReceiver(Protocol):
+    """Takes the pushes of workers."""
 
-    def start_pushing(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, task: ClockTask) -> None: ...
+    def start_push(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, task: ClockTask) -> None: ...
 
 
 class SimHub:
-    """The hub, seen from one worker in one round."""
+    """The hub, seen from one worker in one round. A protocols.Hub."""
 
-    def __init__(self, engine: TakesPushes, worker: SimWorker, dispatch: Dispatch, sent: Sent) -> None:
-        self._engine, self._worker, self._dispatch, self._sent = engine, worker, dispatch, sent
+    def __init__(self, receiver: PushReceiver, worker: SimWorker, dispatch: Dispatch, task: Task) -> None:
+        self._receiver, self._worker, self._dispatch, self._task = receiver, worker, dispatch, task
         self.pushed = False
 
-    async def pull(self) -> Sent:
-        sent: Sent = await Wait(lambda task: task.resume_at(self._worker.begin_s, lambda: self._sent))
-        return sent
+    async def pull(self) -> Task:
+        task: Task = await Wait(lambda waiting: waiting.resume_at(self._worker.begin_s, lambda: self._task))
+        return task
 
     async def push(self, delta: Tree) -> None:
         self.pushed = True
-        await Wait(partial(self._engine.start_pushing, self._worker, self._dispatch, delta.donate()))
+        await Wait(partial(self._receiver.start_push, self._worker, self._dispatch, delta.donate()))
 
 
 class SimWorkers:
-    """All workers that are there: when each will come, and how long it was here and computed.
-
-    Args:
-        cluster: how fast they are, and over what lines they talk.
-        seed: of what the cluster draws.
-        accounting: take presence and computing.
-        computing: where they compute.
-        make_replica: makes a worker's replica, with a fresh optimizer.
-    """
+    """All present workers, with their timing and their ledgers."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        seed: int,
-        accounting: RunAccounting,
-        computing: ComputePool,
-        make_replica: Callable[[int], LocalReplica],
+        self, cluster: Cluster, seed: int, accounting: RunAccounting, pool: ComputePool, make_replica: Callable[[int], LocalReplica]
     ) -> None:
-        self.workers: dict[int, SimWorker] = {}
-        self._cluster, self._seed, self._accounting, self._computing = cluster, seed, accounting, computing
+        self.present: dict[int, SimWorker] = {}
+        self._cluster, self._seed, self._accounting, self._pool = cluster, seed, accounting, pool
         self._make_replica = make_replica
-        self._habits: ModuleTraits | None = None
+        self._traits: ModuleTraits | None = None
 
-    def admit(self, island: int, now_s: float) -> None:
-        self.workers[island] = SimWorker(island, self.replica(island), now_s)
+    def add(self, island: int, now_s: float) -> None:
+        self.present[island] = SimWorker(island, self.new_replica(island), now_s)
 
-    def replica(self, island: int) -> LocalReplica:
-        """A new one. It is made aside from others that train: making a module may draw from the generators that they draw from."""
-        replica = self._computing.aside(lambda: self._make_replica(island))
-        replica.cancelled = self._computing.closing
-        if self._habits is None:  # all are of one kind: find out once
-            self._habits = replica.traits
-        replica.traits = self._habits
+    def new_replica(self, island: int) -> LocalReplica:
+        """Made on the pool, because making a module may draw from the generators that training replicas draw from."""
+        replica = self._pool.run(lambda: self._make_replica(island))
+        replica.cancelled = self._pool.closing
+        if self._traits is None:  # the traits are the same for all replicas
+            self._traits = replica.traits
+        replica.traits = self._traits
         return replica
-
-    # ------------------------------------------------------------------------------------------------- what can be foreseen
 
     def speed(self, island: int) -> float:
         """In steps per second."""
         return 1 / self._cluster.step_time(island, self._seed)
 
-    def duration_s(self, island: int, round: int, batches: float, stretch: int = 0) -> float:
-        """Of a round's so-manieth stretch of computing."""
-        jitter = self._cluster.jitter(island, f"{round}.{stretch}" if stretch else round, batches, self._seed)
+    def duration_s(self, island: int, round: int, batches: float, span: int = 0) -> float:
+        """Of the compute span with this number in a round."""
+        jitter = self._cluster.jitter(island, f"{round}.{span}" if span else round, batches, self._seed)
         return batches * (self._cluster.step_time(island, self._seed) * jitter)
 
-    def foresee(self, worker: SimWorker, dispatch: Dispatch, num_bytes: int) -> None:
-        """When the worker will have its weights, have trained, and be there."""
-        line = self._cluster.line(worker.id)
-        worker.begin_s = dispatch.time_s + line.latency_s + num_bytes / line.down_bytes_per_s
+    def predict(self, worker: SimWorker, dispatch: Dispatch, num_bytes: int) -> None:
+        """Predicts when the worker has its weights, has trained, and its update arrives."""
+        link = self._cluster.line(worker.id)
+        worker.begin_s = dispatch.time_s + link.latency_s + num_bytes / link.down_bytes_per_s
         worker.end_s = worker.begin_s + self.duration_s(worker.id, dispatch.round, dispatch.steps)
-        worker.arrival_s = worker.end_s + line.latency_s + num_bytes / line.up_bytes_per_s
+        worker.arrival_s = worker.end_s + link.latency_s + num_bytes / link.up_bytes_per_s
 
     def next_arrival_s(self, but: int | None = None) -> float:
-        """When the next of those who are out will be there. Exact for a round that pulls, trains once and pushes."""
-        return min((w.arrival_s for w in self.workers.values() if w.dispatch is not None and w.id != but), default=math.inf)
+        """The predicted time of the next arrival. It is exact for a round that pulls, trains once and pushes."""
+        return min((w.arrival_s for w in self.present.values() if w.dispatch is not None and w.id != but), default=math.inf)
 
-    # ------------------------------------------------------------------------------------------------------------ the accounting
+    def close(self, worker: SimWorker, now_s: float) -> None:
+        """Accounts a worker that leaves, or that is present at the end of the run."""
+        self.account_presence(worker, now_s)
+        self.account_lost_computing(worker, now_s)
 
-    def settle(self, worker: SimWorker, now_s: float) -> None:
-        """The worker goes, or the run is over: how long it was there, and how long it computed in a round that brought nothing."""
-        self.note_presence(worker, now_s)
-        self.count_computing(worker, now_s)
+    def account_presence(self, worker: SimWorker, now_s: float) -> None:
+        self._accounting.ledgers[worker.id].present_s += now_s - worker.accounted_s
+        worker.accounted_s = now_s
 
-    def note_presence(self, worker: SimWorker, now_s: float) -> None:
-        self._accounting.ledgers[worker.id].present_s += now_s - worker.since_s
-        worker.since_s = now_s
-
-    def count_computing(self, worker: SimWorker, now_s: float) -> None:
+    def account_lost_computing(self, worker: SimWorker, now_s: float) -> None:
+        """Accounts the computing of a round whose update is lost or refused."""
         if worker.dispatch is not None:
             self._accounting.ledgers[worker.id].computed_s += max(0.0, min(now_s, worker.end_s) - worker.begin_s)

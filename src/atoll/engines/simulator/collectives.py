@@ -1,7 +1,7 @@
-"""Where the islands of one round meet, or the devices of one island: what each exchange comes to, costs and reports.
+"""Collectives between the islands of one simulated round, or between the devices of one island: results, costs and events.
 
-All come to the same meetings in the same order. A meeting takes place when the last one has come, and is over for all at the same
-moment.
+All members make the same calls in the same order. An exchange starts when the last member has arrived, and ends at the same moment
+for all of them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from atoll.runs import network
 from atoll.runs.network import CONTROL_BYTES, Cost, Link, Topology
 
 _CONTROL_BYTES = {"mean": 2 * CONTROL_BYTES, "reduce_scatter": 2 * CONTROL_BYTES, "total": CONTROL_BYTES, "all_gather": 0}
-"""What is told each peer at an exchange: a weight, and whether what comes with it is finite; a number; nothing."""
+"""Control bytes to each peer: a weight and whether the tree is finite; a number; nothing."""
 
 
 class RoundAborted(Exception):
-    """An exchange that needs everybody did without somebody. The engine ends the round there, for all."""
+    """A collective that needs every island missed some. The engine ends the round for all islands."""
 
-    def __init__(self, what: str, silent: list[int], time_s: float) -> None:
-        super().__init__(f"{what} without islands {silent}")
-        self.what, self.silent, self.time_s = what, silent, time_s
+    def __init__(self, what: str, missing: list[int], time_s: float) -> None:
+        super().__init__(f"{what} without islands {missing}")
+        self.what, self.missing, self.time_s = what, missing, time_s
 
 
 class Contribution(NamedTuple):
-    """An island at a meeting."""
+    """One member's part of an exchange."""
 
     rank: int
     task: ClockTask
@@ -45,185 +45,173 @@ class Contribution(NamedTuple):
 
 @dataclass
 class SimCollectives:
-    """Where the islands of one round meet, or the devices of one island.
+    """The exchanges of one round.
 
     Args:
-        round: its number.
-        islands: who is there, in rank order.
-        heard: whether each of them is heard in this round.
-        links: each one's line.
-        topology: of the exchanges.
-        report: takes events.
-        accounting: counts the bytes that each island sent.
-        inside: the island whose devices meet, if they do.
-        devices: of each island, where islands meet: each tells its counterparts.
+        islands: the numbers of the members, in rank order.
+        heard: whether the messages of each member arrive in this round.
+        links: of each member.
+        topology: of means; slices always travel on a ring.
+        accounting: counts bytes, and knows the round.
+        sink: takes events.
+        inside: the island whose devices are the members; None if islands are.
+        devices: per island; each sends control bytes to its counterparts.
     """
 
-    round: int
     islands: Sequence[int]
     heard: Sequence[bool]
     links: Sequence[Link]
     topology: Topology
-    report: Sink
     accounting: RunAccounting
+    sink: Sink
     inside: int | None = None
     devices: int = 1
     committed: bool = False
-    """Whether an exchange of this round carried any weight, or everybody came to a reduce-scatter."""
+    """Whether an exchange of this round had any weight, or was a reduce-scatter."""
     left_out: set[int] = field(default_factory=set)
-    """Ranks that a mean of this round went on without."""
+    """Ranks that a mean of this round left out."""
     skipped: UpdateSkipped | None = None
-    """If gradients of this round were of no use, because somebody's were not finite or nobody had any: what there is to report."""
+    """Set if the last gradients of this round were not finite, or had no weight."""
     kept: Set[int] = frozenset()
     """Memory of the States that the round began with."""
     results: list[Tree] = field(default_factory=list)
-    """What exchanges made; all islands hold the same object."""
+    """Trees that exchanges made; all members hold the same object."""
     _waiting: dict[int, list[Contribution]] = field(default_factory=dict)
-    _subjects: dict[int, str] = field(default_factory=dict)
+    _operations: dict[int, str] = field(default_factory=dict)
 
-    def arrive(self, call: int, what: str, arrival: Contribution, option: bool) -> None:
-        """`option` is a mean's `compare` or a reduce-scatter's `wide`."""
-        if what != "total" and not (math.isfinite(arrival.weight) and arrival.weight >= 0):
+    def contribute(self, call: int, what: str, mine: Contribution, option: bool) -> None:
+        """Joins the exchange number `call`. `option` is a mean's `compare` or a reduce-scatter's `wide`."""
+        if what != "total" and not (math.isfinite(mine.weight) and mine.weight >= 0):
             raise ExchangeFailed(
-                f"{self.name(arrival.rank)} comes to a {what} with a weight of {arrival.weight}. "
-                f"Give it a finite weight of 0 or more."
+                f"{self.name(mine.rank)} comes to a {what} with a weight of {mine.weight}. Give it a finite weight of 0 or more."
             )
-        subject = self._subjects.setdefault(call, what)
-        if subject != what:
+        expected = self._operations.setdefault(call, what)
+        if expected != what:
             raise ExchangeFailed(
-                f"in round {self.round} {self.name(arrival.rank)} comes to a {what}, but the others are at a {subject}. "
-                f"All islands must make the same calls in the same order."
+                f"in round {self.accounting.totals.round} {self.name(mine.rank)} comes to a {what}, but the others are at a "
+                f"{expected}. All islands must make the same calls in the same order."
             )
-        arrivals = self._waiting.setdefault(call, [])
-        arrivals.append(arrival)
-        if len(arrivals) == len(self.islands):
+        contributions = self._waiting.setdefault(call, [])
+        contributions.append(mine)
+        if len(contributions) == len(self.islands):
             del self._waiting[call]
-            self._hold(what, sorted(arrivals, key=lambda a: a.rank), option)
+            self._exchange(what, sorted(contributions, key=lambda c: c.rank), option)
 
-    def gather_anew(self, whole: Tree, start_s: float) -> float:
-        """Everybody sends its slice of these weights, without being asked. When that is over."""
-        ranks = range(len(self.islands))
+    def gather_weights(self, whole: Tree, start_s: float) -> float:
+        """Every member sends its slice of these weights, outside of the algorithm's calls. Returns when that ends."""
+        count = len(self.islands)
         cost = network.all_gather(whole.numel, whole.flat.element_size(), self.links)
-        self.report.emit(
-            self.accounting.exchanged(
-                "all_gather",
-                islands=self.islands,
-                arrived_s=[start_s for _ in ranks],
-                end_s=start_s + cost.seconds,
-                sent_bytes=cost.sent_bytes,
-                control_bytes=[0 for _ in ranks],
-                weight=float(len(ranks)),
-                inside=self.inside,
-            )
+        event = self.accounting.exchanged(
+            "all_gather",
+            islands=self.islands,
+            arrived_s=[start_s] * count,
+            end_s=start_s + cost.seconds,
+            sent_bytes=cost.sent_bytes,
+            control_bytes=[0] * count,
+            weight=float(count),
+            inside=self.inside,
         )
-        return start_s + cost.seconds
+        self.sink.emit(event)
+        return event.end_s
 
     def name(self, rank: int) -> str:
-        """What this rank is called."""
-        who = self.islands[rank]
-        return f"island {who}" if self.inside is None else f"device {who} of island {self.inside}"
+        number = self.islands[rank]
+        return f"island {number}" if self.inside is None else f"device {number} of island {self.inside}"
 
     def waiting(self) -> list[str]:
-        """Who still waits at which meeting, in words."""
-        return [
-            f"{self.name(arrival.rank)} in {self._subjects[call]}"
-            for call, arrivals in self._waiting.items()
-            for arrival in arrivals
-        ]
+        """Which members wait in which collective, in words."""
+        pairs = [(call, one) for call, contributions in self._waiting.items() for one in contributions]
+        return [f"{self.name(one.rank)} in {self._operations[call]}" for call, one in pairs]
 
-    def _hold(self, what: str, arrivals: list[Contribution], option: bool) -> None:
-        """The last one has come: compute the outcome, and let everybody go on when it is over."""
-        heard = [a for a in arrivals if self.heard[a.rank]]
-        start_s = max(arrival.time_s for arrival in arrivals)
-        if what != "mean" and len(heard) < len(arrivals):  # without every slice there is no whole
-            silent = [self.islands[a.rank] for a in arrivals if a not in heard]
-            raise RoundAborted(what, silent, start_s + max(link.latency_s for link in self.links))
+    def _exchange(self, what: str, arrived: list[Contribution], option: bool) -> None:
+        heard = [c for c in arrived if self.heard[c.rank]]
+        start_s = max(c.time_s for c in arrived)
+        if what != "mean" and len(heard) < len(arrived):  # a slice is missing
+            missing = [self.islands[c.rank] for c in arrived if c not in heard]
+            raise RoundAborted(what, missing, start_s + max(link.latency_s for link in self.links))
         cost = self._cost(what, heard)
-        weight = float(len(heard)) if what == "all_gather" else float(sum(a.weight for a in heard))
+        weight = float(len(heard)) if what == "all_gather" else float(sum(c.weight for c in heard))
         self.committed = self.committed or what == "reduce_scatter" or (weight > 0 and what != "total")
-        ranks = [a.rank for a in heard]
-        self.left_out |= {a.rank for a in arrivals} - set(ranks)
-        sent = [cost.sent_bytes[ranks.index(a.rank)] if a.rank in ranks else 0 for a in arrivals]
-        told_bytes = self.devices * _CONTROL_BYTES[what] * (len(heard) - 1)
-        control = [told_bytes if a.rank in ranks else 0 for a in arrivals]
-        self.report.emit(
-            self.accounting.exchanged(
-                what,
-                islands=self.islands,
-                heard=[a.rank in ranks for a in arrivals],
-                arrived_s=[a.time_s for a in arrivals],
-                end_s=start_s + cost.seconds,
-                sent_bytes=sent,
-                control_bytes=control,
-                weight=weight,
-                background=arrivals[0].task.flight,
-                inside=self.inside,
-            )
+        ranks = [c.rank for c in heard]
+        self.left_out |= {c.rank for c in arrived} - set(ranks)
+        control_bytes = self.devices * _CONTROL_BYTES[what] * (len(heard) - 1)
+        event = self.accounting.exchanged(
+            what,
+            islands=self.islands,
+            heard=[c.rank in ranks for c in arrived],
+            arrived_s=[c.time_s for c in arrived],
+            end_s=start_s + cost.seconds,
+            sent_bytes=[cost.sent_bytes[ranks.index(c.rank)] if c.rank in ranks else 0 for c in arrived],
+            control_bytes=[control_bytes if c.rank in ranks else 0 for c in arrived],
+            weight=weight,
+            background=arrived[0].task.flight,
+            inside=self.inside,
         )
-        outcome = self._outcome(what, arrivals, heard, wide=option)
+        self.sink.emit(event)
+        results = self._results(what, arrived, heard, weight, wide=option)
         if what in ("reduce_scatter", "mean") and heard:
-            self._look_whether_it_is_of_use(outcome[heard[0].rank], heard, start_s + cost.seconds)
+            self._check_usable(results[heard[0].rank], heard, event.end_s)
         if what == "mean" and option and heard and self.inside is None:
-            found = products([a.tree for a in heard])
-            self.report.emit(self.accounting.compared(found, outcome[heard[0].rank].value.norm()))
+            found = products([c.tree for c in heard])
+            self.sink.emit(self.accounting.compared(found, results[heard[0].rank].value.norm()))
         if what in ("mean", "reduce_scatter"):
-            self._release_contributions(arrivals)
-        for arrival in arrivals:
-            result = outcome[arrival.rank]
-            arrival.task.resume_at(start_s + cost.seconds, lambda result=result: result)  # type: ignore[misc]
+            self._release_contributions(arrived)
+        for one in arrived:
+            one.task.resume_at(event.end_s, lambda result=results[one.rank]: result)  # type: ignore[misc]
 
-    def _release_contributions(self, arrivals: Sequence[Contribution]) -> None:
-        """Contributions are donated. A State that a round may have to go back to is not: its buffers are `kept`."""
-        for tree in {id(arrival.tree): arrival.tree for arrival in arrivals}.values():
+    def _release_contributions(self, arrived: Sequence[Contribution]) -> None:
+        """Contributions are donated, except for a State that the round may have to be repeated from: its buffers are `kept`."""
+        for tree in {id(one.tree): one.tree for one in arrived}.values():
             if not tree.borrowed and memory_of(tree) not in self.kept:
                 tree.release()
 
     def _cost(self, what: str, heard: Sequence[Contribution]) -> Cost:
-        if not heard:  # everybody tried, nobody got through
+        if not heard:  # every island sent, and no message arrived
             return Cost(max(link.latency_s for link in self.links), [])
-        links, item_bytes = [self.links[a.rank] for a in heard], heard[0].tree.flat.element_size()
+        links, item_bytes = [self.links[c.rank] for c in heard], heard[0].tree.flat.element_size()
         if what == "mean":
             return network.all_reduce(heard[0].tree.numel, item_bytes, links, self.topology)
-        if what == "total":  # a few bytes around the ring, which are control bytes
+        if what == "total":  # a few bytes, which count as control bytes
             cost = network.all_reduce(len(heard), CONTROL_BYTES, links, self.topology)
             return Cost(cost.seconds, [0] * len(heard))
         if what == "reduce_scatter":
             return network.reduce_scatter(heard[0].tree.numel, item_bytes, links)
-        return network.all_gather(sum(a.tree.numel for a in heard), item_bytes, links)
+        return network.all_gather(sum(c.tree.numel for c in heard), item_bytes, links)
 
-    def _look_whether_it_is_of_use(self, outcome: Scattered | Mean, arrivals: Sequence[Contribution], time_s: float) -> None:
-        """The last exchange of a round is what its update is made of."""
+    def _check_usable(self, result: Scattered | Mean, heard: Sequence[Contribution], time_s: float) -> None:
+        """The last exchange of a round decides whether its update is skipped."""
         self.skipped = None
-        if not (outcome.finite and outcome.weight > 0):
-            culprits = [self.islands[a.rank] for a in arrivals if not a.tree.is_finite()]
-            self.skipped = UpdateSkipped(round=self.round, islands=culprits, virtual_time_s=time_s, inside=self.inside)
+        if not (result.finite and result.weight > 0):
+            nonfinite = [self.islands[c.rank] for c in heard if not c.tree.is_finite()]
+            number = self.accounting.totals.round
+            self.skipped = UpdateSkipped(round=number, islands=nonfinite, virtual_time_s=time_s, inside=self.inside)
 
-    def _outcome(self, what: str, arrivals: Sequence[Contribution], heard: Sequence[Contribution], *, wide: bool) -> dict[int, Any]:
-        """What each rank is given."""
-        trees = [arrival.tree for arrival in heard]
+    def _results(
+        self, what: str, arrived: Sequence[Contribution], heard: Sequence[Contribution], weight: float, *, wide: bool
+    ) -> dict[int, Any]:
+        """The result of the exchange, by rank."""
+        trees = [c.tree for c in heard]
         if what == "mean":
-            weight = float(sum(a.weight for a in heard))
-            value = weighted_mean(trees, [a.weight for a in heard]) if weight > 0 else arrivals[0].tree.zeros()
+            value = weighted_mean(trees, [c.weight for c in heard]) if weight > 0 else arrived[0].tree.zeros()
             self.results.append(value)
-            ranks, finite = {a.rank for a in heard}, all_finite(trees)
-            return {a.rank: Mean(value, weight, a.rank in ranks, finite) for a in arrivals}
-        total = float(sum(a.weight for a in heard))
+            ranks, finite = {c.rank for c in heard}, all_finite(trees)
+            return {c.rank: Mean(value, weight, c.rank in ranks, finite) for c in arrived}
         if what == "total":
-            return {a.rank: total for a in arrivals}
+            return {c.rank: weight for c in arrived}
         if what == "all_gather":
             whole = _joined(trees, self.results)
-            return {a.rank: whole for a in arrivals}
+            return {c.rank: whole for c in arrived}
         finite = all_finite(trees)
         whole = ordered_sum([tree.wide() if wide else tree for tree in trees], [1.0] * len(trees))
         self.results.append(whole)
-        return {a.rank: Scattered(whole.shard(a.rank, len(arrivals)), total, finite) for a in arrivals}
+        return {c.rank: Scattered(whole.shard(c.rank, len(arrived)), weight, finite) for c in arrived}
 
 
 def ordered_sum(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
-    """The weighted sum, added up in rank order, and rounded after every product and every sum: every engine does it so, and
-    therefore has these bits, also where it sums slice by slice (what is rounded once is rounded otherwise at the end of a buffer).
+    """The weighted sum in rank order, rounded after every product and every sum. Every engine computes it so, also slice by slice,
+    and therefore gets the same bits; a fused multiply-add would round the end of a buffer differently.
 
-    What weighs nothing is left out, whatever it holds: an island that is healing brings no sensible values.
+    A tree of weight 0 is left out, because its values need not be finite.
     """
     (first, weight), *rest = [(tree, weight) for tree, weight in zip(trees, weights, strict=True) if weight]
     total = first * weight
@@ -233,7 +221,7 @@ def ordered_sum(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
 
 
 def _joined(shards: Sequence[Tree], results: list[Tree]) -> Tree:
-    """The whole of which these are the shards: the buffer that they lie in already, where a reduce-scatter left them there."""
+    """The whole of these shards: the buffer of an earlier reduce-scatter, if they still lie in it."""
     for whole in results:
         if not whole.deleted and all(
             shard.flat.data_ptr() == whole.shard(rank, len(shards)).flat.data_ptr() and shard.flat.dtype == whole.flat.dtype

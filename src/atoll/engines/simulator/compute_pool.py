@@ -1,8 +1,8 @@
-"""Computing in the simulator: real training, whose length the virtual clock decides.
+"""Computing in the simulator: real training, whose duration the virtual clock decides.
 
-Work is handed in at the virtual moment it begins and asked for at the moment it ends. On a CPU a pool of threads takes it: islands
-compute side by side, and the order in which real threads finish changes nothing. On one GPU it lies until somebody asks for some of
-it, and is then computed together, see `together`.
+The engine submits a job at the virtual moment it begins, and asks for the result at the moment it ends. On a CPU a pool of threads
+computes, so islands run in parallel, and the order in which real threads finish changes nothing. On one GPU jobs are queued until
+the engine asks for one of them, and then computed as a batch by `BatchedCompute`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -22,113 +21,111 @@ from atoll.core.flat_tree import forget_spare_buffers
 from atoll.core.protocols import Sink
 from atoll.engines.accounting import ComputeSpan, RunAccounting
 from atoll.engines.simulator.batched_compute import BatchedCompute
+from atoll.engines.simulator.peers import Compute
 from atoll.engines.simulator.virtual_clock import ClockTask, Wait
-from atoll.replica.local_replica import ComputeJob, ComputeResult, LocalReplica, torch_threads
+from atoll.replica.local_replica import ComputeJob, LocalReplica, torch_threads
 from atoll.runs.cluster import Cluster
 
 T = TypeVar("T")
-_SIGN_OF_LIFE_S = 1.0  # between two reports while something computes
-_TURN_S = 0.0002
+_PROGRESS_S = 1.0
+"""Seconds between two progress reports during a wait."""
+_SWITCH_S = 0.0002
 
 
 class ComputePool:
-    """The pool of one run.
+    """The threads of one run, each with the torch threads of one island.
 
     Args:
-        cluster: says with how many torch threads an island computes.
-        sign_of_life: called about once a second while something is waited for.
-        together: computes what several islands have to do, if they have one device; none has each compute by itself.
+        cluster: has the number of torch threads.
+        report_progress: called about once a second while the engine waits.
+        batched: computes jobs of several islands at once on one device; None computes each by itself.
     """
 
-    def __init__(self, cluster: Cluster, sign_of_life: Callable[[], None], together: BatchedCompute | None = None) -> None:
+    def __init__(self, cluster: Cluster, report_progress: Callable[[], None], batched: BatchedCompute | None = None) -> None:
         self._threads = cluster.threads_per_island
-        self.together = together
-        self._filed: dict[Future[Any], ComputeJob] = {}
-        self._sign_of_life = sign_of_life
+        self._batched, self._report_progress = batched, report_progress
+        self._queue: dict[Future[Any], ComputeJob] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._closing = False
 
     @contextmanager
     def open(self, replica: LocalReplica) -> Iterator[None]:
-        """While this is open, work can be handed in. `replica` is one of those that will compute; all are of one kind.
-
-        One CPU thread setting holds throughout: reductions depend on it in the last bits.
-        """
+        """Accepts jobs of replicas like this one. The number of torch threads is fixed, because the last bits of sums depend on
+        it."""
         self._closing = False
         try:
             pool = _Pool(self._workers(replica), self._threads)
-            with torch_threads(self._threads), _frequent_turns(), pool as self._pool:
+            with torch_threads(self._threads), _short_switch_interval(), pool as self._pool:
                 try:
                     yield
                 finally:
                     self._closing = True  # before the pool waits for its threads
         finally:
             self._pool = None
-            self._filed.clear()
-            if self.together is not None:
-                self.together.close()
+            self._queue.clear()
+            if self._batched is not None:
+                self._batched.close()
             forget_spare_buffers()
 
     def closing(self) -> bool:
-        """Whether nobody will ask for what is being computed. Replicas look at it between two steps: a run that is over, or was
-        interrupted, does not wait for the end of a round."""
+        """Whether the engine no longer needs results. Replicas check it before each step, so that the end of a run, or an
+        interrupt, does not wait for the end of a round."""
         return self._closing
 
     def _workers(self, replica: LocalReplica) -> int:
         if replica.draws_randomness:
-            return 1  # torch's generators are the process's: two islands at a time would draw from each other's
+            return 1  # torch's generators are global: two islands at a time would draw from each other's
         if replica.device != "cpu":
-            return 1  # one device computes for all: threads would only get into each other's way
+            return 1  # one device computes for all islands
         return max(1, (os.cpu_count() or 1) // self._threads)
 
     def to_part(self) -> dict[str, Any] | None:
-        """How islands share their device, as far as that is settled: for a checkpoint."""
-        return self.together.to_part() if self.together is not None else None
+        """How islands share the device, for a checkpoint."""
+        return self._batched.to_part() if self._batched is not None else None
 
     def from_part(self, part: dict[str, Any] | None) -> None:
-        if self.together is not None and part is not None:
-            self.together.from_part(part)
+        if self._batched is not None and part is not None:
+            self._batched.from_part(part)
 
-    def begin(self, function: Callable[[], T]) -> Future[T]:
-        """Start computing, or file it."""
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Starts computing, or queues a job for `BatchedCompute`."""
         assert self._pool is not None, "open() comes first"
-        if self.together is None or not isinstance(function, ComputeJob):
+        if self._batched is None or not isinstance(function, ComputeJob):
             return self._pool.submit(function)
         future: Future[Any] = Future()
-        self._filed[future] = function
+        self._queue[future] = function
         return future
 
-    def aside(self, function: Callable[[], T]) -> T:
-        """Do something now that must not happen beside work that draws random numbers."""
-        return function() if self._pool is None else self.result(self.begin(function))
+    def run(self, function: Callable[[], T]) -> T:
+        """Runs the function on the pool if it is open, else here. It is never parallel to jobs that draw random numbers."""
+        return function() if self._pool is None else self.result(self.submit(function))
 
     def result(self, future: Future[T]) -> T:
-        """Wait for what was begun."""
-        if future in self._filed:
-            self._compute_what_was_filed()
-        return self._waited_for(future)
+        if future in self._queue:
+            self._compute_queue()
+        return self._wait_for(future)
 
-    def _compute_what_was_filed(self) -> None:
+    def _compute_queue(self) -> None:
         assert self._pool is not None
-        assert self.together is not None
-        filed, self._filed = self._filed, {}
-        answers = self._waited_for(self._pool.submit(self.together, list(filed.values())))
-        self.together.report()
-        for future, answer in zip(filed, answers, strict=True):
+        assert self._batched is not None
+        queue, self._queue = self._queue, {}
+        answers = self._wait_for(self._pool.submit(self._batched, list(queue.values())))
+        self._batched.report()
+        for future, answer in zip(queue, answers, strict=True):
             future.set_result(answer)
 
-    def _waited_for(self, future: Future[T]) -> T:
-        while not wait([future], timeout=_SIGN_OF_LIFE_S).done:
-            self._sign_of_life()
+    def _wait_for(self, future: Future[T]) -> T:
+        while not wait([future], timeout=_PROGRESS_S).done:
+            self._report_progress()
         return future.result()
 
 
 @contextmanager
-def _frequent_turns() -> Iterator[None]:
-    """While islands compute on threads, Python lets them take turns more often than every 5 ms. The loop of the virtual clock is
-    all Python, and each operation of a thread that computes would wait for it so long."""
+def _short_switch_interval() -> Iterator[None]:
+    """The loop of the virtual clock is pure Python. With Python's default of 5 ms, each operation of a computing thread would wait
+    that long for it."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(_TURN_S)
+    sys.setswitchinterval(_SWITCH_S)
     try:
         yield
     finally:
@@ -136,8 +133,7 @@ def _frequent_turns() -> Iterator[None]:
 
 
 class _Pool(ThreadPoolExecutor):
-    """Threads to compute on, each with its own number of torch threads. What has not begun when it closes is of no use: a run that
-    is over leaves rounds behind which nobody waits for, and so does an error."""
+    """Cancels at its end what has not begun: nobody needs these results after the run, or after an error."""
 
     def __init__(self, workers: int, torch_threads: int) -> None:
         super().__init__(workers, "island", initializer=torch.set_num_threads, initargs=(torch_threads,))
@@ -148,74 +144,54 @@ class _Pool(ThreadPoolExecutor):
                 self.shutdown(wait=True, cancel_futures=True)
                 return
             except KeyboardInterrupt:
-                continue  # a process that ends beside threads that compute is aborted; they end with the step they are in
-
-
-Function = Callable[[], tuple[Any, ComputeResult]]
+                continue  # threads end with their present step; a process that exits before them would abort
 
 
 class TimedCompute:
-    """Has islands, or their devices, compute.
+    """Computes for islands, or their devices, under the virtual clock, and accounts each compute span."""
 
-    Args:
-        cluster: says how long it takes.
-        seed: of what the cluster draws.
-        computing: where it really happens.
-        accounting: where it is entered.
-        sink: takes what is reported of it.
-    """
-
-    def __init__(self, cluster: Cluster, seed: int, computing: ComputePool, accounting: RunAccounting, sink: Sink) -> None:
+    def __init__(self, cluster: Cluster, seed: int, pool: ComputePool, accounting: RunAccounting, sink: Sink) -> None:
         self._cluster, self._seed = cluster, seed
-        self._computing, self._accounting, self._sink = computing, accounting, sink
-        self._begun: dict[tuple[int, int | None], Future[tuple[Any, ComputeResult]]] = {}
-        """What each is computing."""
+        self._pool, self._accounting, self._sink = pool, accounting, sink
+        self._running: dict[tuple[int, int | None], Future[Any]] = {}
 
     def wait(
         self,
         island: int,
-        function: Function,
+        function: Compute,
         *,
         steps: int,
         batches: float,
-        count: Callable[[int], None],
+        count_tokens: Callable[[int], None],
         device: int | None = None,
         draw: str | None = None,
     ) -> Wait:
-        """A stretch of so many batches that begins when it is awaited; `count` is told its tokens at the end, and `draw` names what
-        its length is drawn by, if not its own number."""
-        return Wait(partial(self._start, island, device, function, steps, batches, count, draw))
+        """A compute span that begins when it is awaited. At its end `count_tokens` gets its tokens. `draw` names the random draw of
+        its duration, if it is not its own number."""
 
-    def _start(
-        self,
-        island: int,
-        device: int | None,
-        function: Function,
-        steps: int,
-        batches: float,
-        count: Callable[[int], None],
-        draw: str | None,
-        task: ClockTask,
-    ) -> None:
-        ledger = self._accounting.ledger(island, device)
-        number = ledger.spans if draw is None else f"batch {draw}"
-        stretch = number if device is None else f"{number}.{device}"
-        step_s = self._cluster.step_time(island, self._seed) * self._cluster.jitter(island, stretch, batches, self._seed)
-        ledger.spans += 1
-        start_s, end_s = task.now_s, task.now_s + batches * step_s
-        future = self._begun[island, device] = self._computing.begin(function)
+        def start(task: ClockTask) -> None:
+            ledger = self._accounting.ledger(island, device)
+            number = ledger.spans if draw is None else f"batch {draw}"
+            span = number if device is None else f"{number}.{device}"
+            step_s = self._cluster.step_time(island, self._seed) * self._cluster.jitter(island, span, batches, self._seed)
+            ledger.spans += 1
+            start_s, end_s = task.now_s, task.now_s + batches * step_s
+            future = self._running[island, device] = self._pool.submit(function)
 
-        def finish() -> Any:
-            result, trained = self._computing.result(future)
-            del self._begun[island, device]
-            self._sink.emit(self._accounting.computed(island, ComputeSpan(start_s, end_s, steps, batches, trained), device=device))
-            count(trained.tokens)
-            return result
+            def finish() -> Any:
+                result, computed = self._pool.result(future)
+                del self._running[island, device]
+                event = self._accounting.computed(island, ComputeSpan(start_s, end_s, steps, batches, computed), device=device)
+                self._sink.emit(event)
+                count_tokens(computed.tokens)
+                return result
 
-        task.resume_at(end_s, finish)
+            task.resume_at(end_s, finish)
 
-    def see_through(self) -> None:
-        """Wait for what was begun and what nobody will ask for: replicas are busy with it."""
-        for future in self._begun.values():
-            self._computing.result(future)
-        self._begun.clear()
+        return Wait(start)
+
+    def drain(self) -> None:
+        """Waits for spans that the aborted round has begun: their replicas are busy until then."""
+        for future in self._running.values():
+            self._pool.result(future)
+        self._running.clear()

@@ -1,11 +1,11 @@
-"""The devices of one island, which train it together: an algorithm between them over fast lines, and another between islands.
+"""Two-level training: the devices of one island run an algorithm over fast links, and islands run another between them.
 
-To the algorithm between islands the devices are one Replica. Its `train(n)` is n steps of the algorithm inside, which each device
-runs under the clock of all: its own model, its own slice of the optimizer, its own shard of the data. Weights that islands agreed
-on are put into all devices by the algorithm's own `rebase`; moments stay where they are, and are sent to nobody outside.
+To the inter-island algorithm the devices are one Replica. Its `train(n)` is n steps of the intra-island algorithm, which each
+device runs under the same virtual clock, with its own model, optimizer slice and data shard. Weights that the islands agreed on
+enter all devices by the algorithm's `rebase`; moments stay on their device.
 
-An island that is given weights has each of its devices take a slice off the slow line, so the whole is gathered inside before
-training begins. Devices of one island always hear each other.
+When an island loads weights, each device receives a slice over the slow link, and the devices gather the whole before training.
+Devices of one island always hear each other.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from atoll.engines.accounting import RunAccounting
 from atoll.engines.replicated_state import adopt_shared, donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.engines.simulator.collectives import SimCollectives
 from atoll.engines.simulator.compute_pool import TimedCompute
-from atoll.engines.simulator.peers import SimPeers, SimReplica
+from atoll.engines.simulator.peers import Compute, SimPeers, SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.replica.flat_parameters import FlatModule
-from atoll.replica.local_replica import ComputeResult, LocalReplica
+from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
 from atoll.runs.two_level import at_position
 
 
 class WeightHolder(Protocol):
-    """An island among islands, or a device among those of one island."""
+    """An island, or a device of an island, whose replica keeps gathered weights from round to round."""
 
     state: Any
     replica: LocalReplica
 
 
 def held_weights(algorithm: HoldsWeights, members: Iterable[WeightHolder]) -> Tree:
-    """What replicas hold between two rounds. Members are in rank order."""
+    """The weights that replicas hold between two rounds, joined from the States of all members in rank order."""
     return Tree.join([algorithm.held(member.state) for member in members])
 
 
 def load_held_weights(algorithm: Any, members: Iterable[WeightHolder]) -> None:
-    """Have all replicas hold it, if the algorithm is of this kind."""
+    """Loads them into all replicas, if the algorithm `HoldsWeights`."""
     if isinstance(algorithm, HoldsWeights):
         members = list(members)
         whole = held_weights(algorithm, members)
@@ -56,20 +56,20 @@ def load_held_weights(algorithm: Any, members: Iterable[WeightHolder]) -> None:
 
 
 def check_held_weights(algorithm: Any, members: Mapping[str, WeightHolder], round: int) -> None:
-    """Replicas must hold the weights that their slices make up. Members are by name, in rank order."""
+    """Raises ExchangeFailed if a replica holds other weights than the slices of all members, given by name in rank order."""
     if not isinstance(algorithm, HoldsWeights):
         return
     whole = held_weights(algorithm, members.values())
-    for name, differs in zip(members, _who_differs(whole, [member.replica for member in members.values()]), strict=True):
+    for name, differs in zip(members, _differing(whole, [member.replica for member in members.values()]), strict=True):
         if differs:
             raise ExchangeFailed(
-                f"{name} holds other weights than all slices make up, after round {round}. An algorithm that has `held` must "
-                f"load what it gathered into the replica before a round ends."
+                f"after round {round} {name} holds other weights than the joined slices of all members. An algorithm that has "
+                f"`held` must load what it gathered into the replica before a round ends."
             )
 
 
-def _who_differs(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
-    """Which replicas hold other weights than these. A GPU is asked once for all of them."""
+def _differing(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
+    """Which replicas hold other weights than these. The host reads the answer for all replicas from the GPU at once."""
     flat = all(isinstance(replica.weights, FlatModule) for replica in replicas)  # others would lend a copy
     lent = [replica.weights.borrowed() for replica in replicas if flat and whole.flat.device.type != "cpu"]
     if not lent or any(weights.layout != whole.layout for weights in lent):
@@ -78,17 +78,21 @@ def _who_differs(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
     return found
 
 
+def unshared_fields(state: Any) -> dict[str, Any]:
+    """The own and sharded fields of a State."""
+    return {**fields_owned(state, Owner.OWN), **fields_owned(state, Owner.SHARDED)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class IntraIsland:
     """What the devices of all islands have in common.
 
     Args:
-        algorithm: what they do together.
-        cluster: how many an island has, and the line between them.
-        accounting: their accounts.
-        stretches: has them compute.
-        deal: deals out the data, by reader, batches, pieces and position of the schedule: device j of island i is reader
-            i * devices + j.
+        algorithm: that the devices of an island run.
+        cluster: has the number of devices and the link between them.
+        accounting: of the run.
+        timed_compute: computes for devices.
+        assign: assigns data by reader, batches, pieces and schedule position. Device j of island i is reader i * devices + j.
         sink: takes events.
         make_replica: makes the replica of a reader.
     """
@@ -96,21 +100,19 @@ class IntraIsland:
     algorithm: Algorithm[Any]
     cluster: Cluster
     accounting: RunAccounting
-    stretches: TimedCompute
-    deal: Callable[[int, int, int, int], Work]
+    timed_compute: TimedCompute
+    assign: Callable[[int, int, int, int], Work]
     sink: Sink
     make_replica: Callable[[int], LocalReplica]
 
     def readers(self, island: int) -> range:
-        """The island's devices among those of all islands."""
+        """The numbers of the island's devices among those of all islands."""
         count = self.cluster.devices_per_island
         return range(island * count, (island + 1) * count)
 
 
 @dataclass
 class IslandDevice:
-    """One device of an island."""
-
     replica: LocalReplica
     state: Any
     clock_s: float = 0.0
@@ -118,54 +120,44 @@ class IslandDevice:
 
 
 class IslandDevices:
-    """The devices of one island.
+    """The devices of one island, beginning with the weights `params`."""
 
-    Args:
-        inside: what all islands' devices have in common.
-        island: whose they are.
-        params: the weights that they begin with.
-    """
-
-    def __init__(self, inside: IntraIsland, island: int, params: Tree) -> None:
-        self._inside, self._island = inside, island
-        self._room = self._new_room()
+    def __init__(self, intra: IntraIsland, island: int, params: Tree) -> None:
+        self._intra, self._island = intra, island
+        self._collectives = self._new_collectives()
         self._schedule = 0
-        self._moved = False
-        """Whether there are weights that the devices still have to hand each other."""
+        self._must_gather = False
+        """Whether each device has only its slice of the weights that were loaded last."""
         self._dtype = params.flat.dtype
-        """Of the weights that came in, and so of those that go out."""
+        """Of loaded weights, and so of `params()`."""
         self._committed_tokens = 0
         self._skipped_in_a_row = 0
-        mine = params.copy()  # buffers of States go back into circulation; the caller keeps its own
+        mine = params.copy()  # States reuse their buffers; the caller keeps its own
         self.members = [
-            IslandDevice(inside.make_replica(reader), inside.algorithm.init(mine, SimPeers(self, self._room, rank)))
-            for rank, reader in enumerate(inside.readers(island))
+            IslandDevice(intra.make_replica(reader), intra.algorithm.init(mine, SimPeers(self, self._collectives, rank)))
+            for rank, reader in enumerate(intra.readers(island))
         ]
         for device in self.members:
             device.state = adopt_shared("a device", device.state, shared_fields(self.members[0].state))
-        load_held_weights(inside.algorithm, self.members)
+        load_held_weights(intra.algorithm, self.members)
 
-    # ------------------------------------------------------------------------------------------------ seen from the island
-
-    def under(self, loop: VirtualClock) -> IslandReplica:
-        """What the algorithm between islands is handed in a round."""
-        return IslandReplica(self, loop)
+    # ----------------------------------------------------------------------------------------- for the inter-island algorithm
 
     def load(self, params: Tree) -> None:
-        """All devices go on from these weights, unless they hold them already: an island that the others did not hear goes on."""
+        """Rebases all devices on these weights, unless the island has them already, as after a mean that left it out."""
         self._dtype = params.flat.dtype
         if self.params().same_bits(params):
             return
-        algorithm: Any = self._inside.algorithm
+        algorithm: Any = self._intra.algorithm
         whole, before, count = params.copy(), [device.state for device in self.members], len(self.members)
         for rank, device in enumerate(self.members):
             mine = whole.shard(rank, count) if isinstance(algorithm, HoldsWeights) else whole
-            device.state = algorithm.rebase(device.state, mine, SimPeers(self, self._room, rank))
-            self._inside.accounting.totals.dropped_tokens += device.uncommitted_tokens - pending_tokens(device.state)
+            device.state = algorithm.rebase(device.state, mine, SimPeers(self, self._collectives, rank))
+            self._intra.accounting.totals.dropped_tokens += device.uncommitted_tokens - pending_tokens(device.state)
             device.uncommitted_tokens = pending_tokens(device.state)
         recycle([whole, *before], [device.state for device in self.members])
         load_held_weights(algorithm, self.members)
-        self._moved = True
+        self._must_gather = True
 
     def params(self) -> Tree:
         """The island's weights, borrowed."""
@@ -177,107 +169,100 @@ class IslandDevices:
         return whole.cast(self._dtype).borrow()
 
     def take_tokens(self) -> int:
-        """Tokens in updates of the devices since this was last asked."""
+        """Tokens of the devices' updates since the last call."""
         tokens, self._committed_tokens = self._committed_tokens, 0
         return tokens
 
     def waiting(self) -> list[str]:
-        """Which devices still wait for others, in words."""
-        return self._room.waiting()
+        """Which devices wait in which collective, in words."""
+        return self._collectives.waiting()
 
     # ----------------------------------------------------------------------------------------------------------- a round
 
     def begin(self, task: ClockTask) -> None:
-        """The weights that came in, if any did, reach all devices."""
+        """Gathers loaded weights on all devices."""
         start_s = end_s = task.now_s
-        if self._moved and len(self.members) > 1:
-            end_s = self._gather(start_s)
-        self._moved = False
+        if self._must_gather and len(self.members) > 1:
+            algorithm = self._intra.algorithm
+            whole = held_weights(algorithm, self.members) if isinstance(algorithm, HoldsWeights) else self.params()
+            end_s = self._new_collectives().gather_weights(whole, start_s)
+        self._must_gather = False
         for device in self.members:
             device.clock_s = end_s
         task.resume_at(end_s, lambda: None)
 
-    def _gather(self, start_s: float) -> float:
-        """Each device has a slice and sends it to the others. When that is over."""
-        algorithm = self._inside.algorithm
-        whole = held_weights(algorithm, self.members) if isinstance(algorithm, HoldsWeights) else self.params()
-        return self._new_room().gather_anew(whole, start_s)
-
-    def start_round(self, loop: VirtualClock, schedule: int, task: ClockTask) -> None:
-        """One round of the algorithm inside, at this position of the schedule. `task` goes on when the last device is through."""
-        self._room, self._schedule = self._new_room(), schedule
-        algorithm = at_position(self._inside.algorithm, schedule)
-        before, under_way = [device.state for device in self.members], set(range(len(self.members)))
+    def start_round(self, clock: VirtualClock, schedule: int, task: ClockTask) -> None:
+        """Starts a round of the intra-island algorithm at this schedule position. `task` resumes when the last device is done."""
+        self._collectives, self._schedule = self._new_collectives(), schedule
+        algorithm = at_position(self._intra.algorithm, schedule)
+        before, running = [device.state for device in self.members], set(range(len(self.members)))
 
         def leave(rank: int, peers: SimPeers, over: ClockTask) -> None:
-            self._leave_round(rank, peers, over)
-            under_way.discard(rank)
-            if not under_way:
-                self._close_round(before)
+            if peers.has_flight:
+                raise ExchangeFailed(
+                    f"{self._collectives.name(rank)} leaves a round with a flight open. Await it within the round."
+                )
+            device = self.members[rank]
+            device.clock_s, device.state = over.now_s, owned(over.result)
+            running.discard(rank)
+            if not running:
+                self._end_round(before)
                 task.resume_at(max(device.clock_s for device in self.members), lambda: None)
 
         for rank, device in enumerate(self.members):
-            peers = SimPeers(self, self._room, rank, loop)
+            peers = SimPeers(self, self._collectives, rank, clock)
             # Devices always hear each other, so no round inside has to be repeated.
             coroutine = algorithm.round(donated(device.state), SimReplica(self, rank, device.replica), peers)
-            loop.spawn(self._room.name(rank), coroutine, device.clock_s, partial(leave, rank, peers))
-        self._room.kept = memories(before)
+            clock.spawn(self._collectives.name(rank), coroutine, device.clock_s, partial(leave, rank, peers))
+        self._collectives.kept = memories(before)
 
-    def _leave_round(self, rank: int, peers: SimPeers, over: ClockTask) -> None:
-        device, name = self.members[rank], self._room.name(rank)
-        if peers.flying:
-            raise ExchangeFailed(f"{name} leaves a round with a flight open. Await it within the round.")
-        device.clock_s, device.state = over.now_s, owned(over.result)
-
-    def _close_round(self, before: Sequence[Any]) -> None:
-        """All devices are through: they must hold the same shared fields, and from now on the same objects."""
-        skipped, after = self._room.skipped, [device.state for device in self.members]
-        self._inside.accounting.totals.local_updates += len(self.members)
+    def _end_round(self, before: Sequence[Any]) -> None:
+        """All devices must have equal shared fields, and hold the same objects from now on."""
+        accounting = self._intra.accounting
+        skipped, after = self._collectives.skipped, [device.state for device in self.members]
+        accounting.totals.local_updates += len(self.members)
         for rank, device in enumerate(self.members):
-            device.state = adopt_shared(self._room.name(rank), device.state, shared_fields(after[0]))
-            waiting = pending_tokens(device.state)  # they belong to the next update
-            self._committed_tokens += 0 if skipped else device.uncommitted_tokens - waiting
-            device.uncommitted_tokens = waiting
-        recycle([*before, *after, *self._room.results], [device.state for device in self.members])
-        forget()  # a round between islands has many of these
-        self._skipped_in_a_row = self._inside.accounting.count_skipped(skipped, self._skipped_in_a_row, self._inside.sink)
+            device.state = adopt_shared(self._collectives.name(rank), device.state, shared_fields(after[0]))
+            pending = pending_tokens(device.state)  # they belong to the next update
+            self._committed_tokens += 0 if skipped else device.uncommitted_tokens - pending
+            device.uncommitted_tokens = pending
+        recycle([*before, *after, *self._collectives.results], [device.state for device in self.members])
+        forget()  # a round between islands has many rounds inside
+        self._skipped_in_a_row = accounting.count_skipped(skipped, self._skipped_in_a_row, self._intra.sink)
 
     def check(self) -> None:
-        """After a round between islands: devices hold the weights that their slices make up."""
-        names = {self._room.name(rank): device for rank, device in enumerate(self.members)}
-        check_held_weights(self._inside.algorithm, names, self._inside.accounting.totals.round)
+        """After a round between islands: replicas must hold the weights that their slices make up."""
+        names = {self._collectives.name(rank): device for rank, device in enumerate(self.members)}
+        check_held_weights(self._intra.algorithm, names, self._intra.accounting.totals.round)
 
     @property
     def steps_per_round(self) -> int:
-        return self._inside.algorithm.steps_per_round
+        return self._intra.algorithm.steps_per_round
 
-    def _new_room(self) -> SimCollectives:
-        cluster, count = self._inside.cluster, self._inside.cluster.devices_per_island
+    def _new_collectives(self) -> SimCollectives:
+        cluster, count = self._intra.cluster, self._intra.cluster.devices_per_island
         return SimCollectives(
-            round=self._inside.accounting.totals.round,
             islands=range(count),
             heard=[True] * count,
             links=[cluster.inside] * count,
             topology="ring",
-            report=self._inside.sink,
-            accounting=self._inside.accounting,
+            accounting=self._intra.accounting,
+            sink=self._intra.sink,
             inside=self._island,
         )
 
-    # ------------------------------------------------------------------------------------------- what devices ask for (Host)
+    # ----------------------------------------------------------------------------------------------- a PeerHost for devices
 
-    def compute(
-        self, device: int, function: Callable[[], tuple[Any, ComputeResult]], *, steps: int, batches: float, draw: str | None = None
-    ) -> Wait:
-        count = partial(self._count, self.members[device])
-        wait = self._inside.stretches.wait
-        return wait(self._island, function, steps=steps, batches=batches, count=count, device=device, draw=draw)
+    def compute(self, device: int, function: Compute, *, steps: int, batches: float, draw: str | None = None) -> Wait:
+        count = partial(self._count_tokens, self.members[device])
+        wait = self._intra.timed_compute.wait
+        return wait(self._island, function, steps=steps, batches=batches, count_tokens=count, device=device, draw=draw)
 
-    def _count(self, device: IslandDevice, tokens: int) -> None:
+    def _count_tokens(self, device: IslandDevice, tokens: int) -> None:
         device.uncommitted_tokens += tokens
 
-    def hand_out(self, device: int, steps: int, batches: int, pieces: int) -> Work:
-        return self._inside.deal(self._inside.readers(self._island)[device], batches, pieces, self._schedule)
+    def assign_work(self, device: int, steps: int, batches: int, pieces: int) -> Work:
+        return self._intra.assign(self._intra.readers(self._island)[device], batches, pieces, self._schedule)
 
     def catch_up(self, device: int, state: Any) -> None:
         return None
@@ -285,39 +270,38 @@ class IslandDevices:
     # -------------------------------------------------------------------------------------------------------------- saving
 
     def parts(self) -> dict[str, Any]:
-        """All that a checkpoint must hold. Between two rounds of islands only."""
+        """The devices' part of a checkpoint. Between two rounds of islands only."""
         return {
             "shared": shared_fields(self.members[0].state),
             "skipped_in_a_row": self._skipped_in_a_row,
             "devices": [
-                {"rest": unshared_fields(d.state), "replica": d.replica.state(), "uncommitted_tokens": d.uncommitted_tokens}
+                {"unshared": unshared_fields(d.state), "replica": d.replica.state(), "uncommitted_tokens": d.uncommitted_tokens}
                 for d in self.members
             ],
         }
 
     def like(self) -> dict[str, Any]:
-        """What a checkpoint's part is like, for whoever reads it."""
+        """The types of `parts`."""
         return {
             "shared": shared_fields(self.members[0].state),
-            "devices": [{"rest": unshared_fields(device.state)} for device in self.members],
+            "devices": [{"unshared": unshared_fields(device.state)} for device in self.members],
         }
 
     def restore(self, parts: dict[str, Any]) -> None:
-        """Go on from what `parts` returned."""
         self._skipped_in_a_row = parts["skipped_in_a_row"]
         for device, part in zip(self.members, parts["devices"], strict=True):
-            rest = trees_to_device(part["rest"], device.replica.device)
-            device.state = with_shared(device.state, {**parts["shared"], **rest})
+            unshared = trees_to_device(part["unshared"], device.replica.device)
+            device.state = with_shared(device.state, {**parts["shared"], **unshared})
             device.replica.restore(part["replica"])
             device.uncommitted_tokens = part["uncommitted_tokens"]
-        load_held_weights(self._inside.algorithm, self.members)
+        load_held_weights(self._intra.algorithm, self.members)
 
 
 class IslandReplica:
-    """An island of several devices, seen by the algorithm between islands. A protocols.Replica."""
+    """An island of several devices, seen by the inter-island algorithm. A protocols.Replica."""
 
-    def __init__(self, devices: IslandDevices, loop: VirtualClock) -> None:
-        self._devices, self._loop = devices, loop
+    def __init__(self, devices: IslandDevices, clock: VirtualClock) -> None:
+        self._devices, self._clock = devices, clock
 
     def load(self, params: Tree) -> None:
         self._devices.load(params)
@@ -326,10 +310,10 @@ class IslandReplica:
         return self._devices.params()
 
     async def train(self, steps: int, work: Work) -> None:
-        """Where each device reads is dealt out inside; of `work` the position on the schedule counts."""
+        """Devices get their own data positions; of `work` only the schedule position counts."""
         await Wait(self._devices.begin)
         for step in range(0, steps, self._devices.steps_per_round):
-            await Wait(partial(self._devices.start_round, self._loop, work.schedule + step))
+            await Wait(partial(self._devices.start_round, self._clock, work.schedule + step))
         self._devices.check()
 
     async def gradient(
@@ -345,8 +329,3 @@ class IslandReplica:
             "an island whose devices have an algorithm of their own (inside) trains, and has no gradient to give. Use an "
             "algorithm between islands that trains, such as DiLoCo, or inside=none."
         )
-
-
-def unshared_fields(state: Any) -> dict[str, Any]:
-    """The fields of a State that are not shared."""
-    return {**fields_owned(state, Owner.OWN), **fields_owned(state, Owner.SHARDED)}
