@@ -193,7 +193,7 @@ def test_a_run_that_everybody_left_before_the_first_arrival_is_reported(atoll, t
     settings = sets(*TINY, "train.steps=30", "train.warm_start_steps=0", f"cluster.outages=[{gone}]")
     code, _, err = atoll("run", "demo-async", *settings, "--out", tmp_path / "run")
     assert code == 2
-    assert "nobody is left and nobody will come back, after 0 of 120 local updates" in err
+    assert "no worker is left and none will come back, after 0 of 120 local updates" in err
     assert "Start a new run" in err
     _, out, err = atoll("report", tmp_path / "run")
     assert "no update has arrived at the hub yet" in out

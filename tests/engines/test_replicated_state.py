@@ -7,7 +7,7 @@ from atoll.core.protocols import Gradient
 from atoll.engines.replicated_state import trees_to_device
 
 
-def test_what_waits_in_a_saved_state_goes_where_the_replica_computes():
+def test_trees_of_a_saved_state_move_to_the_replicas_device():
     """A fresh State has no waiting gradient whose device could be taken: the file's would stay where files are read."""
     waiting = Gradient(Tree.of({"w": torch.ones(2)}), weight=1.0, tokens=8)
     placed = trees_to_device({"first": waiting, "dropped": 1.5, "params": (Tree.of({"w": torch.ones(2)}), 3)}, "meta")

@@ -84,7 +84,7 @@ def test_a_recorded_pass_reads_weights_where_they_lie_and_more_shapes_than_are_r
     assert len(replayed._recorded) == _MAX_GRAPHS
 
 
-def test_a_stack_that_does_not_fit_is_left_and_islands_compute_apart():
+def test_a_stack_that_does_not_fit_in_memory_is_freed_and_islands_compute_apart():
     work, made = replicas(2, bf16=False)
     for job in trainings(made):  # takes what an island needs by itself
         job.replica.pass_over(job.first_batch())

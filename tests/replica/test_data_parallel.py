@@ -111,7 +111,7 @@ def test_all_devices_compute_with_the_first_ones_buffers_and_mixed_precisions_ad
     assert float((many.params().flat - one.params().flat).abs().max()) < 1e-5
 
 
-def test_a_state_that_one_device_left_is_gone_on_with_by_several_and_they_hold_copies():
+def test_a_state_saved_on_one_device_resumes_on_several_which_hold_copies():
     workload = Regression(hidden=6)
     one, _ = trained(workload, 1)
     many = LocalReplica(workload, optimizer=AdamW(lr=0.01), clip_norm=0.5, devices=["cpu", "cpu"])

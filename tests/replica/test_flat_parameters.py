@@ -25,7 +25,7 @@ def test_loading_and_reading_give_the_weights_back():
     assert Tree.of(weights.module).equal(other)
 
 
-def test_what_was_read_does_not_change_when_training_goes_on():
+def test_read_weights_do_not_change_in_later_training():
     weights = FlatModule(make())
     before = weights.read()
     digest = before.digest()
@@ -188,7 +188,7 @@ def test_gathered_gradients_are_those_that_were_added_to_zeros_and_of_an_unused_
         assert all(parameter.grad is None for parameter in weights.module.parameters()), "what autograd made is free again"
 
 
-def test_half_precision_adds_up_in_single_if_it_is_asked_to():
+def test_gradients_of_half_precision_accumulate_in_single_precision_on_request():
     weights = FlatModule(make().bfloat16())
     total = None
     for _ in range(4):

@@ -20,7 +20,7 @@ INPUT = torch.ones(4, 3)
     ],
     ids=["neither", "dropout", "running statistics", "both", "statistics of a batch alone"],
 )
-def test_habits_are_found_and_nothing_is_left_of_the_step(layer, expected):
+def test_a_probe_finds_traits_and_undoes_its_pass(layer, expected):
     before, buffers = torch.get_rng_state(), [buffer.clone() for buffer in layer.buffers()]
     assert probe_module(layer, "cpu", lambda: layer(INPUT)) == expected
     assert torch.equal(torch.get_rng_state(), before)

@@ -89,7 +89,7 @@ def test_masters_begin_with_all_digits_of_what_was_loaded():
     assert still.params().equal(full)
 
 
-def test_whoever_asks_for_gradients_alone_pays_for_no_masters():
+def test_a_replica_that_computes_gradients_only_allocates_no_master_weights():
     asked, trained = replica(), replica()
     asked.gradient(work())
     trained.train(1, work())
@@ -109,7 +109,7 @@ def test_clipping_shortens_what_the_masters_are_given():
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_replica_that_was_saved_goes_on_to_the_bit(fresh):
+def test_a_resumed_replica_continues_bit_for_bit(fresh):
     straight, saved = (replica(AdamW(lr=0.01), round_start=RoundStart(fresh_optimizer=fresh)) for _ in range(2))
     for one in (straight, saved):
         one.train(3, work())
@@ -157,7 +157,7 @@ def test_an_asynchronous_worker_has_masters_too():
     assert {worker.replica.params().flat.dtype for worker in workers} == {torch.float32}
 
 
-def test_weights_are_judged_in_half_precision():
+def test_weights_are_evaluated_in_half_precision():
     full = initial_weights(WORKLOAD, "cpu", HALF)
     rounded = Tree(full.layout, full.cast(HALF).wide().flat)
     judge = Evaluator(WORKLOAD, dtype=HALF)

@@ -32,7 +32,7 @@ class Record:
     rest: object
 
 
-def test_a_storage_counts_once_and_as_what_it_was_found_as_first():
+def test_a_storage_counts_once_with_its_first_kind():
     whole, holding = tree(), Storages()
     add_storages(holding, [whole, whole.slice(0, 3)], "gradients")
     add_storages(holding, {"again": (whole["w"],)}, "communication")

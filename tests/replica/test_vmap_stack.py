@@ -175,7 +175,7 @@ class Dropping(DecoderWorkload):
         return super().loss(module, batch) * torch.rand(())
 
 
-def test_what_cannot_be_stacked_is_told():
+def test_replicas_that_cannot_be_stacked_are_reported():
     assert why_not_stackable(LocalReplica(workload(), optimizer=RULES[0])) == ""
     assert "micro-batches" in why_not_stackable(LocalReplica(workload(), optimizer=RULES[0], micro_batches=2))
     assert "master weights" in why_not_stackable(LocalReplica(workload(), optimizer=RULES[0], dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""What engines do with algorithms' States: look at what is shared in them, and hold it equal."""
+"""Replicated and sharded fields of an algorithm's State: compare replicas, reshard slices, mark buffers for a round."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def _owned(tree: Tree) -> Tree:
 
 
 def trees_to_device(value: Any, device: torch.device | str) -> Any:
-    """The value with all of its Trees there: what comes from a file lies elsewhere, where the fresh State had nothing."""
+    """The value with all of its Trees on this device. Trees from a checkpoint are on the CPU."""
     if isinstance(value, dict):
         return {name: trees_to_device(item, device) for name, item in value.items()}
     return _with_trees(value, lambda tree: tree.to(device))
 
 
 def _with_trees(value: Any, change: Callable[[Tree], Tree]) -> Any:
-    """The same Tree, tuple or NamedTuple with every Tree in it changed."""
+    """A Tree, tuple or NamedTuple with `change` applied to every Tree in it."""
     if isinstance(value, Tree):
         return change(value)
     if isinstance(value, tuple):
@@ -70,14 +70,14 @@ def _with_trees(value: Any, change: Callable[[Tree], Tree]) -> Any:
 
 
 def pending_tokens(state: Any) -> int:
-    """Tokens whose gradients wait in the State for a later update."""
+    """Tokens of gradients that the State keeps for a later update."""
     return sum(value.tokens for value in fields_owned(state, Owner.OWN).values() if isinstance(value, Gradient))
 
 
 def adopt_shared(name: str, state: Any, shared: Mapping[str, Any]) -> Any:
-    """Checks that the shared fields have the bits of `shared`, and returns the State with those very objects.
+    """Checks that the shared fields have the bits of `shared`, and returns the State with those objects.
 
-    Islands that hold the same bits then hold them once, and a replica that has come apart is found in the round it happened.
+    The process then holds these fields once for all islands, and finds a diverged island in the round in which it diverged.
     """
     for (path, mine), (_, theirs) in zip(leaves(shared_fields(state)), leaves(shared), strict=True):
         if not _same_bits(mine, theirs):
@@ -97,8 +97,8 @@ def _same_bits(mine: Any, theirs: Any) -> bool:
 
 
 def reshard(slices: Sequence[Any], size: int) -> list[Any]:
-    """What every rank holds a slice of, cut anew for another number of ranks. `slices` are in the order of the old ranks; what is
-    no Tree in them is the same everywhere."""
+    """Cuts sharded values for another number of ranks. `slices` are in the order of the old ranks. Values that are not Trees are
+    equal on all ranks."""
     return [_slice_for(slices, rank, size) for rank in range(size)]
 
 
@@ -117,8 +117,8 @@ def _slice_for(slices: Sequence[Any], rank: int, size: int) -> Any:
 
 
 def reshard_bytes(before: Mapping[int, Any], now: Sequence[int]) -> dict[int, int]:
-    """How many bytes each island that is there now sends, so that all have the slices they lack. `before` are the slices by island,
-    in the order of the old ranks; those of islands that left are sent by nobody."""
+    """The bytes that each present island sends so that all get their new slices. `before` has the slices by island, in the order of
+    the old ranks. Slices of islands that left are not sent."""
     sent = dict.fromkeys(now, 0)
     for slices in zip(*(trees(held) for held in before.values()), strict=True):  # of one tree, by old rank
         numel, item_bytes = sum(tree.numel for tree in slices), slices[0].flat.element_size()

@@ -1,4 +1,4 @@
-"""A worker's round where nothing that it awaits is still to come: what it pulls is there, and what it pushes is kept."""
+"""Runs a worker's round without waiting: its task is known, and its update is returned."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ class _RoundHub:
 
 
 def run_worker_round(algorithm: AsyncAlgorithm[Any], replica: Replica, task: Task) -> Tree:
-    """One round of a worker: how far it moved.
-
-    Raises:
-        ConfigError: the round awaits something else, or ends without a push.
-    """
+    """Runs one round and returns the update that it pushes. Raises ConfigError if it awaits anything else, or pushes nothing."""
     hub = _RoundHub(task)
     coroutine = algorithm.round(replica, hub)
     name = f"{type(algorithm).__name__}.round"

@@ -328,12 +328,6 @@ class LocalReplica:
             "optimizer": moments if self._masters is None else [*moments, *self._masters.tensors()],
         }
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights, gradients, moments and master weights."""
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage() for group in self.tensors().values() for t in group}
-        return sum(storage.nbytes() for storage in held.values())
-
 
 def torch_optimizer(rule: InnerRule, matrices: Sequence[nn.Parameter], rest: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """torch's own optimizer for an inner rule, fused where possible. Weight decay applies to matrices only, unless

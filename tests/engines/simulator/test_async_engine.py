@@ -144,7 +144,7 @@ def test_the_authors_schedule_of_the_first_rounds_under_the_clock():
     assert [(e.local_updates, round(e.virtual_time_s, 9)) for e in done.of(Evaluated)] == [(0, 0.0), (80, 30.0), (160, 46.4)]
 
 
-def test_evaluations_and_checkpoints_come_when_a_multiple_is_passed_and_at_the_end():
+def test_evaluations_and_checkpoints_happen_at_multiples_and_at_the_end():
     saved = []
     engine, sink = engine_of(
         two(), steps=12, evaluate_every=7, save=lambda e: saved.append(e.hub.scheduler.local_updates), save_every=10
@@ -195,7 +195,7 @@ class Normed(Regression):
         return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
 
 
-def test_weights_are_judged_with_the_buffers_of_the_worker_that_came_last():
+def test_weights_are_evaluated_with_the_buffers_of_the_last_arrival():
     """BatchNorm counts its batches: each worker's count is that of its own steps, and goes on from round to round."""
     seen = []
 
@@ -234,7 +234,7 @@ def test_a_worker_that_dies_leaves_its_shard_to_the_others_from_where_it_took_it
     assert (ledger.computed_s, ledger.present_s, ledger.sent_bytes) == (pytest.approx(computed_s), dies_s, 0)
 
 
-def test_a_worker_that_dies_and_comes_back_begins_anew_with_fresh_moments():
+def test_a_worker_that_rejoins_begins_with_fresh_moments():
     cluster = two(outages=(Outage(island=1, start_s=12.0, stop_s=13.0),))
     done = run(cluster=cluster, inner=AdamW(lr=0.01))
     assert when(done, IslandJoined, "virtual_time_s") == [(1, 13.0)]
@@ -246,7 +246,7 @@ def test_a_worker_that_dies_and_comes_back_begins_anew_with_fresh_moments():
     assert float(done.engine.workers[1].replica.state()["optimizer"][0]["step"]) == 3.0
 
 
-def test_a_newcomer_begins_at_once_while_others_wait_in_a_window():
+def test_a_joiner_is_dispatched_at_once_while_others_wait_in_a_window():
     """Grace 5: worker 0 is there at 7 and waits for worker 1, which comes at 10. Worker 2 joins at 8."""
     algorithm = AsyncLocalSGD(inner_steps=3, outer=SGD(lr=0.3), grace_s=5.0)
     cluster = Cluster(islands=3, step_time_s=(1.0, 2.0, 0.1), link=SLOW, outages=(Outage(island=2, start_s=0.0, stop_s=8.0),))
@@ -274,27 +274,27 @@ def test_a_worker_that_waits_may_die_without_holding_up_the_others():
     assert when(done, Arrived, "virtual_time_s") == [(0, 7.0), (1, 10.0), (1, 20.0), (1, 30.0)]
 
 
-def test_everybody_may_come_late():
+def test_all_workers_may_join_late():
     late = tuple(Outage(island=island, start_s=0.0, stop_s=100.0 + island) for island in range(2))
     done = run(cluster=two(outages=late))
     assert when(done, Arrived, "virtual_time_s")[:2] == [(0, 107.0), (1, 111.0)]
     assert done.finished.utilisation > 0.4  # time before they came does not count
 
 
-def test_nobody_left_and_nobody_to_come_is_an_error_and_not_a_hang():
+def test_a_run_without_workers_raises_instead_of_hanging():
     gone = (Outage(island=0, start_s=9.0), Outage(island=1, start_s=12.0))
-    with pytest.raises(ExchangeFailed, match=r"at 12.00 s nobody is left and nobody will come back, after 6 of 12 .*stop_s"):
+    with pytest.raises(ExchangeFailed, match=r"at 12.00 s no worker is left and none will come back, after 6 of 12 .*stop_s"):
         run(cluster=two(outages=gone))
 
 
-def test_a_pause_in_which_nobody_is_there_is_gone_through():
+def test_a_run_survives_a_pause_without_workers():
     gone = (Outage(island=0, start_s=9.0, stop_s=50.0), Outage(island=1, start_s=12.0))
     done = run(cluster=two(outages=gone))
     assert when(done, Arrived, "virtual_time_s") == [(0, 7.0), (1, 10.0), (0, 57.0), (0, 64.0)]
     assert done.engine.accounting.ledgers[0].present_s == pytest.approx(9.0 + 14.0)
 
 
-def test_one_that_comes_as_another_goes_is_there_before_the_other_is_missed():
+def test_of_a_join_and_a_leave_at_one_moment_the_join_comes_first():
     swap = (Outage(island=0, start_s=9.0), Outage(island=1, start_s=0.0, stop_s=9.0))
     done = run(cluster=two(outages=swap))
     assert [type(event).__name__ for event in done.of(IslandJoined, IslandLeft)] == ["IslandJoined", "IslandLeft"]
@@ -401,7 +401,7 @@ def test_a_worker_whose_update_was_unusable_begins_again_with_fresh_moments():
     assert float(done.engine.workers[0].replica.state()["optimizer"][0]["step"]) == 6.0
 
 
-def test_bad_updates_that_do_not_come_in_a_row_do_not_end_the_run():
+def test_refused_updates_with_good_ones_between_do_not_end_the_run():
     bad = {number: wrong("nan") for number in (0, 1, 3, 4, 6, 7)}
     done = run(Faulty(inner_steps=3, outer=SGD(lr=0.3), wrong=bad), steps=12, cluster=Cluster(islands=1, link=FREE), shards=1)
     assert len(done.of(Refused)) == 6
@@ -487,7 +487,7 @@ def test_a_run_of_no_steps_is_refused():
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])
-def test_a_resumed_run_ends_with_the_same_books(after):
+def test_a_resumed_run_ends_with_the_same_accounting(after):
     """Five rounds. Also one that was saved at its last step: what the other was computing then is in its books."""
     saved = []
     cluster = two(lost=(Lost(island=1, round=1),), outages=(Outage(island=0, start_s=15.0, stop_s=16.0),))
@@ -526,7 +526,7 @@ class TrainsTwice:
         return self.inner.step(state, arrival)
 
 
-def test_a_window_ends_when_it_has_run_out_though_somebody_was_foreseen_in_it():
+def test_a_window_ends_at_its_deadline_though_an_arrival_was_predicted_in_it():
     algorithm = TrainsTwice(AsyncLocalSGD(inner_steps=3, outer=SGD(lr=0.3), grace_s=2.0))
     cluster = Cluster(islands=4, step_time_s="very", step_time_jitter=0.3)
     done = simulate(algorithm, steps=30, cluster=cluster, evaluate_every=10**6)

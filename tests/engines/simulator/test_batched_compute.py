@@ -67,7 +67,7 @@ def test_a_run_whose_islands_are_stacked_has_the_numbers_of_one_whose_islands_ar
 
 
 @pytest.mark.parametrize("name", ["diloco", "async"])
-def test_a_stacked_run_that_is_stopped_and_goes_on_has_the_bits_of_one_that_is_not(name, tmp_path):
+def test_a_resumed_stacked_run_has_the_bits_of_one_that_was_not_stopped(name, tmp_path):
     straight = the_run(name, "stacked", tmp_path / "straight")
     again = the_run(name, "stacked", tmp_path / "again")
     assert (straight.folder / "final.safetensors").read_bytes() == (again.folder / "final.safetensors").read_bytes()
@@ -161,7 +161,7 @@ def test_auto_takes_what_was_faster(one_s, all_s, how, min_jobs, monkeypatch):
         (2, 0.01, "it was measured to be faster"),
     ],
 )
-def test_why_islands_compute_apart_is_told(rows, pass_s, why, monkeypatch):
+def test_the_reason_to_compute_apart_is_reported(rows, pass_s, why, monkeypatch):
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
     workload, made = replicas(rows)
     times, told = iter([pass_s, 3 * pass_s]), []
@@ -172,7 +172,7 @@ def test_why_islands_compute_apart_is_told(rows, pass_s, why, monkeypatch):
 
 
 @pytest.mark.parametrize(("one_s", "all_s"), [(0.01, 0.025), (0.01, 0.04)])
-def test_who_goes_on_computes_as_was_settled_before_and_measures_nothing(one_s, all_s, monkeypatch):
+def test_a_resumed_run_keeps_its_decision_and_measures_nothing(one_s, all_s, monkeypatch):
     workload, made = replicas(3)
     times, told = iter([one_s, all_s]), []
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
@@ -192,7 +192,7 @@ def test_who_goes_on_computes_as_was_settled_before_and_measures_nothing(one_s, 
     assert told == [], "the log says so already"
 
 
-def test_what_cannot_be_stacked_computes_apart_and_says_why():
+def test_replicas_that_cannot_be_stacked_compute_apart_with_a_reported_reason():
     workload, made = replicas(2, micro_batches=2)
     told = []
     together = BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=lambda *news: told.append(news))
@@ -211,7 +211,7 @@ class Shorter(RepeatedBatch):
         return torch.randint(13, (2, 5 if shard and position else 9), generator=generator)
 
 
-def test_where_batches_differ_in_shape_auto_goes_on_apart_and_says_why(monkeypatch):
+def test_after_batches_of_different_shapes_auto_computes_apart(monkeypatch):
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
     workload = DecoderWorkload(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
     alone, stacked = ([LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)] for _ in range(2))
@@ -241,7 +241,7 @@ def test_where_batches_differ_in_shape_auto_goes_on_apart_and_says_why(monkeypat
         BatchedCompute("stacked", 2, workload.loss, compiled=False, on_decision=print)(jobs)
 
 
-def test_a_stack_is_gone_when_it_is_closed_and_made_again_when_it_is_needed():
+def test_a_stack_is_freed_by_close_and_made_again_by_the_next_job():
     workload, made = replicas(2)
     together = BatchedCompute("stacked", 2, workload.loss, compiled=False, on_decision=print)
     together(trainings(made))
@@ -258,7 +258,7 @@ def test_a_stack_is_gone_when_it_is_closed_and_made_again_when_it_is_needed():
     assert together._all is not None
 
 
-def test_a_stack_whose_batches_differ_is_gone_at_once(monkeypatch):
+def test_a_stack_with_ragged_batches_is_freed_at_once(monkeypatch):
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
     workload = DecoderWorkload(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
     made, times = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)], iter([0.01, 0.012])
@@ -277,7 +277,7 @@ def test_a_stack_whose_batches_differ_is_gone_at_once(monkeypatch):
         gc.enable()
 
 
-def test_a_stack_that_there_is_no_room_for_is_gone_at_once(monkeypatch):
+def test_a_stack_without_memory_for_moments_is_freed_at_once(monkeypatch):
     made = []
 
     class TooLarge(VmapStack):

@@ -24,14 +24,14 @@ def replica(dropout=0.0):
     return LocalReplica(Regression(hidden=3, dropout=dropout), optimizer=SGD(lr=0.1))
 
 
-def test_what_was_begun_is_there_when_it_is_asked_for_in_any_order():
+def test_results_can_be_asked_for_in_any_order():
     pool = computing()
     with pool.open(replica()):
         futures = [pool.submit(lambda number=number: number * number) for number in range(20)]
         assert [pool.result(future) for future in reversed(futures)] == [number * number for number in reversed(range(20))]
 
 
-def test_an_error_in_a_computation_comes_out_where_its_result_is_asked_for():
+def test_an_error_in_a_job_is_raised_by_result():
     pool = computing()
     with pool.open(replica()):
         future = pool.submit(lambda: 1 / 0)
@@ -84,10 +84,10 @@ def test_the_number_of_torch_threads_is_put_back_also_after_an_error():
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_nobody_waits_for_a_round_that_nobody_asks_for(error):
+def test_closing_does_not_wait_for_rounds_without_a_reader(error):
     """Whether the run is over or was interrupted, a replica gives up at its next step: a million would take minutes."""
     pool, mine, begun = computing(), replica(), threading.Event()
-    mine.stopped = lambda: begun.set() or pool.closing()
+    mine.cancelled = lambda: begun.set() or pool.closing()
     with pytest.raises(error) if error else nullcontext(), pool.open(mine):
         future = pool.submit(lambda: mine.train(10**6, Work(shard=0, start=0, schedule=0, examples=1)))
         assert begun.wait(timeout=60)

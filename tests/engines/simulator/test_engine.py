@@ -68,7 +68,7 @@ def test_more_islands_than_shards_share_them_without_reading_a_batch_twice():
     assert done.engine.positions == [12, 12]
 
 
-def test_loss_that_is_not_finite_stops_the_run_and_says_where():
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_located():
     with pytest.raises(TrainingDiverged, match=r"the loss is (nan|inf) on island \d in round \d"):
         simulate(DiLoCo(inner_steps=50), steps=500, inner=SGD(lr=1e4))
 
@@ -100,7 +100,7 @@ class Divided(DiLoCo):
         return DiLoCoState(state.params + 1e-3 * peers.rank, state.outer)
 
 
-def test_replicas_that_come_apart_are_found_in_the_round_it_happens():
+def test_a_diverged_replica_is_found_in_the_same_round():
     with pytest.raises(ExchangeFailed, match=r"island 1 holds another.params"):
         simulate(Divided(inner_steps=2), steps=10)
 
@@ -113,7 +113,7 @@ class Deserter(DiLoCo):
         return state if peers.rank == 1 else await super().round(state, replica, peers)
 
 
-def test_an_exchange_that_somebody_never_comes_to_is_an_error_not_a_hang():
+def test_an_exchange_that_one_island_skips_is_an_error_not_a_hang():
     with pytest.raises(ExchangeFailed, match=r"round 0 cannot end: island 0 in mean.*the same calls"):
         simulate(Deserter(inner_steps=2), steps=10)
 
@@ -128,7 +128,7 @@ class Confused(DiLoCo):
         return await super().round(state, replica, peers)
 
 
-def test_meeting_for_different_things_is_an_error():
+def test_different_collectives_in_one_call_are_an_error():
     with pytest.raises(ExchangeFailed, match=r"comes to a"):
         simulate(Confused(inner_steps=2), steps=10)
 
@@ -200,7 +200,7 @@ def test_a_gradient_that_was_not_heard_is_lost_and_its_tokens_are_not_counted():
     assert done.finished.tokens == (1 + 2) * 8
 
 
-def test_an_island_alone_is_always_heard():
+def test_a_single_island_loses_no_messages():
     done = simulate(DiLoCo(inner_steps=2), steps=20, cluster=Cluster(islands=1, drop_probability=0.9))
     assert (done.finished.outer_steps, done.finished.virtual_time_s) == (10, pytest.approx(20.0))
 
@@ -218,7 +218,7 @@ class Piecewise(DiLoCo):
         return DiLoCoState(params, outer)
 
 
-def test_work_asked_for_in_pieces_is_the_same_work():
+def test_work_requested_in_parts_is_the_same_work():
     whole, pieces = (
         simulate(kind(inner_steps=4), steps=12, inner=SGD(lr=Cosine(lr=0.1, steps=12))) for kind in (DiLoCo, Piecewise)
     )
@@ -247,7 +247,7 @@ class Copier(Hoarder):
 
 
 @pytest.mark.parametrize("islands", [1, 3])
-def test_memory_that_a_state_still_looks_at_is_not_handed_on(islands):
+def test_memory_that_a_state_still_references_is_not_reused(islands):
     views, copies = (simulate(kind(inner_steps=2), steps=20, cluster=Cluster(islands=islands)) for kind in (Hoarder, Copier))
     assert views.params.equal(copies.params)
 
@@ -311,7 +311,7 @@ def test_a_star_sends_the_payload_once_up_and_takes_two_trips():
     assert done.finished.virtual_time_s == pytest.approx(2 * (1.0 + 2 * 0.5), abs=1e-4)
 
 
-def test_one_slow_line_slows_everybody():
+def test_one_slow_link_slows_all_islands():
     slow = Link(latency_s=2.0)
     done = simulate(DiLoCo(inner_steps=1), steps=1, cluster=Cluster(islands=3, links=(Link(), slow, Link())))
     assert done.finished.virtual_time_s == pytest.approx(1.0 + 2 * 2 * 2.0, abs=1e-4)
@@ -349,7 +349,7 @@ def test_a_total_has_a_number_for_each_peer_and_slices_that_are_gathered_have_no
     assert done.finished.control_bytes_per_island == 5 * 3 * (8 + 8 + 8)
 
 
-def test_an_exchange_in_which_nobody_is_heard_takes_the_greatest_latency():
+def test_an_exchange_whose_messages_are_all_lost_takes_the_greatest_latency():
     lines = (Link(latency_s=0.1), Link(latency_s=0.7))
     done = simulate(DiLoCo(inner_steps=1), steps=1, cluster=Cluster(islands=2, links=lines, drop_probability=1.0))
     assert done.finished.virtual_time_s == pytest.approx(1.0 + 0.7)
@@ -402,7 +402,7 @@ class Reader:
         return DDPState((await peers.mean(state.params)).value, None)
 
 
-def test_pieces_follow_on_and_whoever_reads_whole_batches_begins_with_the_next_whole_one():
+def test_pieces_are_consecutive_and_a_reader_of_whole_batches_begins_with_the_next():
     handed = []
     asked = ((1, 4), (1, 4), (1, 2), (1, 1), (1, 4), (2, 2))
     simulate(Reader(asked, handed), steps=1, cluster=Cluster(islands=1))
@@ -433,8 +433,8 @@ class Forgetful:
         return state.params
 
 
-def test_replicas_that_do_not_hold_what_slices_make_up_are_found_in_the_round_it_happens():
-    with pytest.raises(ExchangeFailed, match=r"island 0 holds other weights.*after round 0.*must load what it gathered"):
+def test_a_replica_that_differs_from_the_joined_slices_is_found_in_the_same_round():
+    with pytest.raises(ExchangeFailed, match=r"after round 0 island 0 holds other weights.*must load what it gathered"):
         simulate(Forgetful(), steps=3, cluster=Cluster(islands=2))
 
 
@@ -468,7 +468,7 @@ def test_a_reduce_scatter_gives_each_its_slice_of_the_sum_and_the_sum_of_weights
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_somebodys_gradients_that_are_not_finite_are_told_to_all_and_reported(wide, value):
+def test_gradients_that_are_not_finite_skip_the_update_on_all_islands(wide, value):
     """Only the last slice looks spoilt, and yet all are told."""
     got, tree = [], Tree.of({"w": torch.tensor([1.0, 1.0, value], dtype=torch.bfloat16)})
     done = simulate(Adding(tree, got, wide), steps=1, cluster=Cluster(islands=3))
@@ -477,7 +477,7 @@ def test_somebodys_gradients_that_are_not_finite_are_told_to_all_and_reported(wi
     assert done.finished.outer_steps == done.finished.tokens == 0
 
 
-def test_an_update_that_nobody_has_anything_for_is_skipped_and_the_run_ends_all_the_same():
+def test_an_update_without_weight_is_skipped_and_the_run_ends():
     got, tree = [], Tree.of({"w": torch.zeros(3)})
     done = simulate(Adding(tree, got, wide=False, weight=0.0), steps=3, cluster=Cluster(islands=2))
     assert [event.islands for event in done.of(UpdateSkipped)] == [[]] * 3

@@ -50,7 +50,7 @@ def test_slices_do_not_travel_over_a_star():
         simulate(ACCO(), steps=2, cluster=Cluster(islands=2, topology="star"))
 
 
-def test_pieces_of_a_batch_are_slow_together():
+def test_pieces_of_a_batch_share_its_jitter():
     """Else cutting batches finer would average delays away."""
     cluster = Cluster(islands=2, step_time_jitter=0.5, link=Link(latency_s=0.0, bandwidth_mbit_per_s=math.inf))
     for pieces in (1, 4):
@@ -69,7 +69,7 @@ class Poison(Regression):
         return loss * math.nan if torch.equal(batch[0], self.batches.batch(1, 1)[0]) else loss
 
 
-def test_data_parallel_training_leaves_out_an_update_that_is_not_finite_and_says_so():
+def test_data_parallel_training_skips_and_reports_an_update_that_is_not_finite():
     workload = Poison(batches=RegressionBatches(num_shards=2))
     done = simulate(DDP(optimizer=SGD(lr=0.05)), steps=3, cluster=Cluster(islands=2), workload=workload)
     assert [(event.round, event.islands) for event in done.of(UpdateSkipped)] == [(1, [1])]

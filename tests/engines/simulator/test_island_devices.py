@@ -191,7 +191,7 @@ def test_flights_inside_are_hidden_and_the_exchange_of_islands_is_not():
 
 
 @pytest.mark.parametrize("inside", INSIDE, ids=repr)
-def test_bytes_over_the_slow_line_are_those_of_diloco_with_as_many_islands(inside):
+def test_bytes_over_the_slow_link_are_those_of_diloco_with_the_same_islands(inside):
     plain = simulate(DiLoCo(inner_steps=3), steps=9, cluster=Cluster(islands=2), workload=Regression(hidden=3))
     done = two_level(inside)
     assert [e.sent_bytes for e in outer_exchanges(done)] == [e.sent_bytes for e in plain.of(Exchanged)]
@@ -202,7 +202,7 @@ def test_bytes_over_the_slow_line_are_those_of_diloco_with_as_many_islands(insid
     assert plain.finished.inside_bytes_per_device is None
 
 
-def test_bytes_inside_are_counted_apart_for_each_device():
+def test_bytes_inside_an_island_are_counted_per_device():
     done = two_level(ZeRO1(optimizer=SGD(lr=0.05)), devices=3)
     sent = sum(sum(e.sent_bytes) for e in inner_exchanges(done))
     assert done.finished.inside_bytes_per_device == pytest.approx(sent / 6)
@@ -241,7 +241,7 @@ def test_each_device_reads_a_shard_of_its_own():
     assert done.finished.tokens == 9 * 6 * 8
 
 
-def test_halves_that_wait_when_weights_come_in_are_dropped_and_counted():
+def test_pending_gradients_are_dropped_and_counted_when_weights_are_loaded():
     """Of ACCO's: each device has one half-batch waiting at the end of each round, and all but the last round's are dropped."""
     done = two_level(ACCO(optimizer=SGD(lr=0.05)), rounds=4)
     states = [device.state for island in done.engine.islands.values() for device in island.devices.members]
@@ -281,7 +281,7 @@ def test_deltas_weigh_by_the_examples_of_all_devices():
 # ------------------------------------------------------------------------------------------------- losses, coming and going
 
 
-def test_an_island_that_is_not_heard_goes_on_and_catches_up():
+def test_an_island_that_was_left_out_continues_and_catches_up():
     """It keeps its weights, its moments and what waits in its devices."""
     cluster = Cluster(islands=2, lost=(Lost(island=1, round=1),))
     done = two_level(ACCO(optimizer=AdamW(lr=0.05)), cluster=cluster, rounds=4)
@@ -292,7 +292,7 @@ def test_an_island_that_is_not_heard_goes_on_and_catches_up():
     assert steps == [12.0, 12.0]
 
 
-def test_an_island_that_comes_back_begins_at_the_runs_position_of_the_schedule():
+def test_a_joiner_begins_at_the_runs_schedule_position():
     """With moments that are new, and a rate of 0 by then: it does not move."""
     schedule = Cosine(lr=0.1, steps=3, floor=0.0)
     cluster = Cluster(islands=2, away=(Away(island=1, start=1, stop=2),))
@@ -367,7 +367,7 @@ def test_same_seed_same_log_and_resuming_between_any_rounds_gives_the_same_bits(
 # -------------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_an_algorithm_between_islands_that_asks_for_gradients_is_refused():
+def test_an_inter_island_algorithm_that_asks_for_gradients_is_rejected():
     with pytest.raises(ConfigError, match=r"inside=ACCO .* ZeRO1 has islands agree .*Use algorithm=DiLoCo"):
         simulator(ZeRO1(), steps=2, inside=ACCO())
 
@@ -399,7 +399,7 @@ def test_an_island_has_no_gradient_to_give():
         two_level_of(Curious(inner_steps=2))
 
 
-def test_devices_that_come_apart_are_found():
+def test_diverged_devices_are_found():
     @dataclass(frozen=True, kw_only=True)
     class Divided(DDP):
         async def round(self, state, replica, peers):
@@ -410,7 +410,7 @@ def test_devices_that_come_apart_are_found():
         two_level(Divided(optimizer=SGD(lr=0.05)))
 
 
-def test_a_device_that_does_not_come_to_a_meeting_is_named_with_those_who_wait():
+def test_devices_that_wait_for_a_missing_one_are_named():
     @dataclass(frozen=True, kw_only=True)
     class Deserter(DDP):
         async def round(self, state, replica, peers):

@@ -45,7 +45,7 @@ def test_a_round_in_steady_state_holds_what_the_formula_has(algorithm, dtype):
     assert [event.peak_bytes for event in last] == [pytest.approx(event.formula_bytes, rel=0.01) for event in last]
 
 
-def test_each_kind_is_told_apart():
+def test_each_kind_of_memory_is_counted_separately():
     assert per_param(counts(ACCO(optimizer=RULE))[-1]) == [4.0, 4.0, 4.0, 6.0, 0.0]
     assert per_param(counts(DPU(optimizer=RULE, warmup=0))[-1]) == [4.0, 4.0, 4.0, 6.0, 0.0]
     assert per_param(counts(DiLoCo(inner_steps=2))[-1])[:1] == [4.0]

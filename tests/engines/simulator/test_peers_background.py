@@ -55,7 +55,7 @@ def run(play, **options):
 # ------------------------------------------------------------------------------------------------------------- what is refused
 
 
-def test_two_flights_at_a_time_are_refused_with_what_to_do():
+def test_two_flights_at_a_time_are_rejected():
     async def play(replica, peers):
         one = peers.background(peers.total(1.0))
         two = peers.background(peers.total(2.0))
@@ -66,7 +66,7 @@ def test_two_flights_at_a_time_are_refused_with_what_to_do():
         run(play)
 
 
-def test_an_exchange_beside_an_open_flight_is_refused_with_what_to_do():
+def test_an_exchange_beside_an_open_flight_is_rejected():
     async def play(replica, peers):
         flight = peers.background(peers.total(1.0))
         await peers.total(2.0)
@@ -78,7 +78,7 @@ def test_an_exchange_beside_an_open_flight_is_refused_with_what_to_do():
         run(play)
 
 
-def test_a_round_that_ends_with_a_flight_open_is_refused_with_what_to_do():
+def test_a_round_that_ends_with_a_flight_open_is_rejected():
     async def play(replica, peers):
         peers.background(peers.total(1.0))
 
@@ -86,7 +86,7 @@ def test_a_round_that_ends_with_a_flight_open_is_refused_with_what_to_do():
         run(play)
 
 
-def test_a_flight_that_somebody_never_joins_is_an_error_not_a_hang():
+def test_a_flight_that_one_island_skips_is_an_error_not_a_hang():
     async def play(replica, peers):
         if peers.rank == 0:
             await peers.background(peers.total(1.0))
@@ -98,7 +98,7 @@ def test_a_flight_that_somebody_never_joins_is_an_error_not_a_hang():
 # --------------------------------------------------------------------------------------------------------------- what happens
 
 
-def test_a_flight_goes_on_while_its_island_computes_and_brings_its_result():
+def test_a_flight_runs_while_its_island_computes_and_returns_its_result():
     """Computing takes 1 s and the exchange 1 s: both together take 1 s, and the event says that it was hidden."""
     brought = []
 
@@ -153,7 +153,7 @@ def test_a_flight_of_several_exchanges_waits_for_the_slowest_at_each():
     assert ends == {0: 1, 1: 7}
 
 
-def test_a_flight_that_needs_no_time_is_over_at_once():
+def test_a_flight_without_waits_is_done_at_once():
     async def play(replica, peers):
         async def nothing():
             return "nothing"

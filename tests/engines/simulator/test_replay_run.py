@@ -70,7 +70,7 @@ def test_a_round_that_is_missing_in_the_log_is_named(tmp_path):
     lines = log.read_text().splitlines(keepends=True)
     begun = next(i for i, line in enumerate(lines) if json.loads(line)["event"] == "Dispatched")
     log.write_text("".join(lines[:begun] + lines[begun + 1 :]))
-    with pytest.raises(ConfigError, match=r"round 0 of worker 0 arrived, but the log does not say with what it was begun"):
+    with pytest.raises(ConfigError, match=r"round 0 of worker 0 arrived, but the log has no dispatch of it"):
         replay_run(folder)
 
 

@@ -9,43 +9,43 @@ def after(seconds, value=None):
     return Wait(lambda task: task.resume_at(task.now_s + seconds, lambda: value))
 
 
-def test_tasks_go_on_in_order_of_time_and_then_of_filing():
-    seen, loop = [], VirtualClock()
+def test_tasks_resume_in_order_of_time_then_of_scheduling():
+    seen, clock = [], VirtualClock()
 
     async def walk(name, *seconds):
         for pause in seconds:
             await after(pause)
             seen.append(name)
 
-    loop.spawn("a", walk("a", 3.0, 1.0), 0.0)
-    loop.spawn("b", walk("b", 1.0, 2.0, 1.0), 0.0)
-    assert loop.run() == []
+    clock.spawn("a", walk("a", 3.0, 1.0), 0.0)
+    clock.spawn("b", walk("b", 1.0, 2.0, 1.0), 0.0)
+    assert clock.run() == []
     assert seen == ["b", "a", "b", "a", "b"]  # at 3 both are due: a filed first; at 4 a filed first again
 
 
 def test_a_long_wait_costs_no_time_and_the_clock_shows_it():
-    loop = VirtualClock()
+    clock = VirtualClock()
 
     async def sleeper():
         return await after(1e9, "rested")
 
-    task = loop.spawn("sleeper", sleeper(), 5.0)
-    loop.run()
+    task = clock.spawn("sleeper", sleeper(), 5.0)
+    clock.run()
     assert (task.result, task.now_s) == ("rested", 5.0 + 1e9)
 
 
 def test_a_task_that_waits_for_nothing_is_named():
-    loop = VirtualClock()
+    clock = VirtualClock()
 
     async def forlorn():
         await Wait(lambda task: None)
 
-    loop.spawn("forlorn", forlorn(), 0.0)
-    assert [task.name for task in loop.run()] == ["forlorn"]
+    clock.spawn("forlorn", forlorn(), 0.0)
+    assert [task.name for task in clock.run()] == ["forlorn"]
 
 
-def test_an_error_in_one_task_closes_the_others_and_comes_out():
-    loop, closed = VirtualClock(), []
+def test_an_error_in_one_task_closes_the_others_and_is_raised():
+    clock, closed = VirtualClock(), []
 
     async def patient():
         try:
@@ -57,14 +57,14 @@ def test_an_error_in_one_task_closes_the_others_and_comes_out():
         await after(1)
         raise ZeroDivisionError
 
-    loop.spawn("patient", patient(), 0.0)
-    loop.spawn("failing", failing(), 0.0)
+    clock.spawn("patient", patient(), 0.0)
+    clock.spawn("failing", failing(), 0.0)
     with pytest.raises(ZeroDivisionError):
-        loop.run()
+        clock.run()
     assert closed == [True]
 
 
-def test_only_what_the_engine_hands_out_can_be_awaited():
+def test_only_waits_of_the_engine_can_be_awaited():
     class Foreign:
         def __await__(self):
             yield "something else"
@@ -72,30 +72,30 @@ def test_only_what_the_engine_hands_out_can_be_awaited():
     async def lost():
         await Foreign()
 
-    loop = VirtualClock()
-    loop.spawn("lost", lost(), 0.0)
-    with pytest.raises(AssertionError, match="only what the engine hands out"):
-        loop.run()
+    clock = VirtualClock()
+    clock.spawn("lost", lost(), 0.0)
+    with pytest.raises(AssertionError, match="await only what the engine"):
+        clock.run()
 
 
-def test_a_run_can_be_stopped_after_anything_that_happened_and_goes_on_from_there():
-    seen, loop = [], VirtualClock()
+def test_a_stopped_clock_continues_from_the_same_event():
+    seen, clock = [], VirtualClock()
 
     async def count(name):
         for number in range(3):
             await after(1.0)
             seen.append((name, number))
 
-    loop.spawn("a", count("a"), 0.0)
-    loop.spawn("b", count("b"), 0.5)
-    assert [task.name for task in loop.run(stop=lambda: len(seen) == 3)] == ["a", "b"]
+    clock.spawn("a", count("a"), 0.0)
+    clock.spawn("b", count("b"), 0.5)
+    assert [task.name for task in clock.run(stop=lambda: len(seen) == 3)] == ["a", "b"]
     assert seen == [("a", 0), ("b", 0), ("a", 1)]
-    assert loop.run() == []
+    assert clock.run() == []
     assert seen[3:] == [("b", 1), ("a", 2), ("b", 2)]
 
 
 def test_what_is_filed_for_a_task_that_was_closed_no_longer_happens():
-    seen, loop = [], VirtualClock()
+    seen, clock = [], VirtualClock()
 
     async def worker():
         try:
@@ -107,14 +107,14 @@ def test_what_is_filed_for_a_task_that_was_closed_no_longer_happens():
         await after(5.0)
         task.close()
 
-    loop.spawn("reaper", reaper(loop.spawn("worker", worker(), 0.0)), 0.0)
-    assert loop.run() == []
+    clock.spawn("reaper", reaper(clock.spawn("worker", worker(), 0.0)), 0.0)
+    assert clock.run() == []
     assert seen == ["closed"]
-    assert not loop.tasks
+    assert not clock.tasks
 
 
-def test_a_value_is_asked_for_only_when_its_time_has_come():
-    seen, loop = [], VirtualClock()
+def test_a_value_is_computed_only_at_its_moment():
+    seen, clock = [], VirtualClock()
 
     async def early():
         await Wait(lambda task: task.resume_at(2.0, lambda: seen.append("value")))
@@ -123,14 +123,14 @@ def test_a_value_is_asked_for_only_when_its_time_has_come():
         await after(1.0)
         seen.append("other")
 
-    loop.spawn("early", early(), 0.0)
-    loop.spawn("other", other(), 0.0)
-    loop.run()
+    clock.spawn("early", early(), 0.0)
+    clock.spawn("other", other(), 0.0)
+    clock.run()
     assert seen == ["other", "value"]
 
 
-def test_whoever_waits_for_a_task_is_told_before_anybody_else_goes_on():
-    seen, loop = [], VirtualClock()
+def test_on_done_is_called_before_other_tasks_resume():
+    seen, clock = [], VirtualClock()
 
     async def worker():
         return await after(1.0, "done")
@@ -139,19 +139,19 @@ def test_whoever_waits_for_a_task_is_told_before_anybody_else_goes_on():
         await after(1.0)
         seen.append("other")
 
-    loop.spawn("worker", worker(), 0.0, on_done=lambda task: seen.append((task.name, task.result)))
-    loop.spawn("other", other(), 0.0)
-    loop.run()
+    clock.spawn("worker", worker(), 0.0, on_done=lambda task: seen.append((task.name, task.result)))
+    clock.spawn("other", other(), 0.0)
+    clock.run()
     assert seen == [("worker", "done"), "other"]
 
 
 def test_a_loop_that_is_closed_before_it_ran_leaves_no_coroutine_behind():
-    loop = VirtualClock()
+    clock = VirtualClock()
 
     async def never():
         raise AssertionError
 
-    task = loop.spawn("never", never(), 0.0)
-    loop.close()
+    task = clock.spawn("never", never(), 0.0)
+    clock.close()
     assert task.done
-    assert loop.run() == []
+    assert clock.run() == []

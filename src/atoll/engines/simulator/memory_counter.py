@@ -1,11 +1,10 @@
-"""Counting in the simulator what each island holds: whenever it waits or goes on, in a few rounds of a run.
+"""Counts each simulated island's memory whenever its task waits or resumes, in a few rounds of a run.
 
-An island holds what its replica holds, its State, and what can be reached from its coroutines: from their local variables, and from
-what they are about to be handed. What islands share in one process (the outcome of an exchange, shared fields) counts for each of
-them, as each would have its own.
+An island holds its replica, its State, and what its coroutines can reach: their local variables, and the value they resume with.
+Tensors that islands share in one process (results of exchanges, shared fields) count for each of them, as on real islands.
 
-While a replica computes on its thread, nobody looks into it: what a flight holds in the meantime is noted, and put together with
-the rest when the replica is through. So the count is a function of the run, like every other figure of its log.
+While a replica computes on its thread, the counter does not read it. It notes what the island's flight holds in the meantime, and
+combines that with the replica when it is done. So the count is deterministic.
 """
 
 from __future__ import annotations
@@ -20,88 +19,87 @@ from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.memory_accounting import STATE, Storages, add_replica, add_storages, by_kind, paper_formula, total_bytes
 
-_NOT_HELD = {"self", "replica", "peers"}
-"""Local variables that are no values of an algorithm."""
+_IGNORED = {"self", "replica", "peers"}
+"""Local variables that are not values of an algorithm."""
 
 
 def is_counted(round: int) -> bool:
-    """Whether this round is: the first, and those whose number is a power of two. So the log stays short, and what begins late,
-    after a warm-up without flights, is seen all the same."""
+    """The first round, and rounds whose number is a power of two: few enough for the log, and late enough to see flights that begin
+    after a warm-up."""
     return round & (round - 1) == 0
 
 
 @dataclass
-class _Island:
-    """What is known of an island in this round."""
-
+class _CountedIsland:
     id: int
     replica: LocalReplica
     state: Any
     named: frozenset[str]
+    """The fields of its State."""
     known: Storages
-    """What its State held when the round began: computed in place, it may go by other names."""
+    """Storages of its State at the beginning of the round. Computing in place may give them other names."""
     flight: ClockTask | None = None
     noted: list[Storages] = field(default_factory=list)
-    """What its flight held since its main coroutine was last looked at."""
+    """What its flight held since its main task was last counted."""
     peak: Storages = field(default_factory=dict)
 
 
 class MemoryCounter:
-    """The count of one round. It is called whenever a task waits (with none) or goes on (with what it is handed)."""
+    """The count of one round. The clock calls it whenever a task waits (with None) or resumes (with its value)."""
 
     def __init__(self) -> None:
-        self._islands: dict[ClockTask, _Island] = {}
+        self._islands: dict[ClockTask, _CountedIsland] = {}
 
     def watch(self, task: ClockTask, island: int, replica: LocalReplica, state: Any) -> None:
-        """Count what this island holds, whose coroutine this is."""
+        """Counts this island, whose main task this is."""
         named, known = frozenset(f.name for f in fields(state)), Storages()
         add_storages(known, state, STATE, named)
-        self._islands[task] = _Island(island, replica, state, named, known)
+        self._islands[task] = _CountedIsland(island, replica, state, named, known)
 
     def __call__(self, task: ClockTask, value: Any) -> None:
         if task in self._islands:
-            self._look(self._islands[task], task, value)
+            self._count(self._islands[task], task, value)
         elif task.launched_by in self._islands:
             island = self._islands[task.launched_by]
             island.flight = task
-            island.noted.append(self._beside(island, value))
+            island.noted.append(self._flight_only(island, value))
 
-    def _look(self, island: _Island, task: ClockTask, value: Any) -> None:
+    def _count(self, island: _CountedIsland, task: ClockTask, value: Any) -> None:
         base = Storages()
         add_replica(base, island.replica)
         add_storages(base, island.state, STATE, island.named)
-        _hold_locals(base, task, island.named)
-        for flying in (*island.noted, self._flying(island, None)):
-            self._compare(island, {**flying, **base})
+        _add_locals(base, task, island.named)
+        for flight in (*island.noted, self._flight_storages(island, None)):
+            self._compare(island, {**flight, **base})
         island.noted.clear()
         if value is not None:
-            result = island.flight is not None and value is island.flight.result
-            island.flight = None if result else island.flight
-            brought = self._flying(island, None)
+            is_result = island.flight is not None and value is island.flight.result
+            island.flight = None if is_result else island.flight
+            flight = self._flight_storages(island, None)
             add_storages(base, value, "communication", island.named)
-            self._compare(island, {**brought, **base})
+            self._compare(island, {**flight, **base})
 
-    def _flying(self, island: _Island, value: Any) -> Storages:
-        """What a flight holds now, with what it is about to be handed."""
-        holding = Storages()
+    def _flight_storages(self, island: _CountedIsland, value: Any) -> Storages:
+        """What the flight holds now, with the value that it resumes with."""
+        storages = Storages()
         if island.flight is not None:
-            _hold_locals(holding, island.flight, island.named)
-            add_storages(holding, island.flight.result, "communication", island.named)
-            add_storages(holding, value, "communication", island.named)
-        return holding
+            _add_locals(storages, island.flight, island.named)
+            add_storages(storages, island.flight.result, "communication", island.named)
+            add_storages(storages, value, "communication", island.named)
+        return storages
 
-    def _beside(self, island: _Island, value: Any) -> Storages:
-        """What a flight holds of its own while its island may be computing: neither the State's nor gradients, which are the
-        island's. By the time the island is looked at, a buffer of these may be another's, so they go by addresses of their own."""
-        flying = self._flying(island, value)
-        return {-at: held for at, held in flying.items() if at not in island.known and held[0] != "gradients"}
+    def _flight_only(self, island: _CountedIsland, value: Any) -> Storages:
+        """What the flight alone holds while its island may compute: not the State's storages, and not gradients, which are the
+        island's. Their addresses are negated, because another tensor may have them when the island is counted."""
+        flight = self._flight_storages(island, value)
+        return {-at: held for at, held in flight.items() if at not in island.known and held[0] != "gradients"}
 
-    def _compare(self, island: _Island, holding: Storages) -> None:
-        if total_bytes(holding) > total_bytes(island.peak):
-            island.peak = holding
+    def _compare(self, island: _CountedIsland, storages: Storages) -> None:
+        if total_bytes(storages) > total_bytes(island.peak):
+            island.peak = storages
 
     def events(self, algorithm: Any, round: int) -> Iterator[MemoryCounted]:
-        """What was counted, island by island."""
+        """The peak of each island."""
         for island in self._islands.values():
             peak = {at: island.known[at] if island.known.get(at) == (STATE, held[1]) else held for at, held in island.peak.items()}
             kinds = by_kind(peak, trains=island.replica.has_trained)
@@ -118,11 +116,10 @@ class MemoryCounter:
             )
 
 
-def _hold_locals(holding: Storages, task: ClockTask, named: frozenset[str]) -> None:
-    """Add what a suspended coroutine can reach, and those that it awaits."""
+def _add_locals(storages: Storages, task: ClockTask, named: frozenset[str]) -> None:
+    """Adds what a suspended coroutine, and those that it awaits, can reach."""
     coroutine: Any = task.coroutine
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        add_storages(
-            holding, {name: value for name, value in frame.f_locals.items() if name not in _NOT_HELD}, "communication", named
-        )
+        values = {name: value for name, value in frame.f_locals.items() if name not in _IGNORED}
+        add_storages(storages, values, "communication", named)
         coroutine = coroutine.cr_await

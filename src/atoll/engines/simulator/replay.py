@@ -1,18 +1,17 @@
-"""An asynchronous run once more, from its log: the same rounds, in the order in which they arrived.
+"""Replays an asynchronous run from its log: the same rounds, in the order in which they arrived.
 
-The log of a run with a hub, simulated or real, says of every round from which version of the weights it was begun, on which shard,
-where in it, for how many steps, and when it arrived. That is all that decides the weights. Here each round is computed when it
-arrives, one after the other, and the hub's step is taken; no clock is involved. On the machine that made the log, with as many
-threads, this gives the same bits.
+The log of a run with a hub, simulated or real, has for every round the version of the weights it began with, its shard, position
+and steps, and when it arrived. These determine the weights. The replay computes each round when it arrives, and takes the hub's
+step; it needs no clock. On the machine that made the log, with the same number of threads, it gives the same bits.
 
-What a worker's inner optimizer has seen counts too. A worker that joins begins with a fresh one, and so does one whose update was
-refused; an update that was lost on its way was trained all the same.
+The state of a worker's inner optimizer counts too. A joiner begins with a fresh one, and so does a worker whose update was refused.
+A worker whose update was lost on the link has trained all the same.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,19 +26,15 @@ from atoll.replica.local_replica import LocalReplica
 
 @dataclass(frozen=True)
 class ReplayOutcome:
-    """What came of it.
-
-    Attributes:
-        params: the hub's weights after the last arrival.
-        rounds: that arrived.
-        local_updates: in them.
-        workers: that brought some.
-    """
+    """The hub's weights after the last arrival, and what arrived."""
 
     params: Tree
     rounds: int
     local_updates: int
     workers: int
+
+
+_KINDS = (Dispatched, Arrived, Refused, Returned, IslandJoined, IslandLeft, RoundFinished)
 
 
 def replay(
@@ -51,36 +46,33 @@ def replay(
     make_replica: Callable[[int], LocalReplica],
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> ReplayOutcome:
-    """Carry out what a log says.
+    """Replays a log.
 
     Args:
         events: of the log, in order.
-        algorithm: that was run.
-        params: the weights that the run began with.
+        algorithm: of the run.
+        params: its first weights.
         batches: its data.
         make_replica: makes a worker's replica, with a fresh optimizer.
-        progress: told how many rounds have arrived, and how many will.
+        progress: called with the rounds that have arrived, and those of the whole log.
 
     Raises:
-        ConfigError: the log is not one of such a run, or not a whole one.
+        ConfigError: the log is not that of a run with a hub, or incomplete.
     """
     schedule = [event for event in events if isinstance(event, _KINDS)]
-    again = _Replay(algorithm, params.copy(), batches, make_replica, _present(schedule), _needed(schedule))
+    replayed = _Replay(algorithm, params.copy(), batches, make_replica, schedule)
     total = sum(isinstance(event, Arrived) for event in schedule)
     for event in schedule:
-        again.take(event)
+        replayed.apply(event)
         if isinstance(event, Arrived):
-            progress(again.rounds, total)
-    if not again.rounds:
+            progress(replayed.rounds, total)
+    if not replayed.rounds:
         raise ConfigError("the log has no arrival at a hub: only asynchronous runs can be replayed. Give the folder of one.")
-    return ReplayOutcome(again.params, again.rounds, again.local_updates, len(again.workers))
+    return ReplayOutcome(replayed.params, replayed.rounds, replayed.local_updates, len(replayed.workers))
 
 
-_KINDS = (Dispatched, Arrived, Refused, Returned, IslandJoined, IslandLeft, RoundFinished)
-
-
-def _present(schedule: Iterable[Event]) -> dict[int, int]:
-    """How many workers there were when each round arrived: the totals that follow it say so."""
+def _workers_at_arrivals(schedule: Iterable[Event]) -> dict[int, int]:
+    """The number of workers at each round's arrival, from the RoundFinished event that follows it."""
     present, arrived = {}, None
     for event in schedule:
         if isinstance(event, Arrived):
@@ -90,11 +82,6 @@ def _present(schedule: Iterable[Event]) -> dict[int, int]:
     return present
 
 
-def _needed(schedule: Iterable[Event]) -> Counter[int]:
-    """How many rounds were begun from each version of the weights."""
-    return Counter(event.version for event in schedule if isinstance(event, Dispatched))
-
-
 class _Replay:
     def __init__(
         self,
@@ -102,18 +89,19 @@ class _Replay:
         params: Tree,
         batches: Batches,
         make_replica: Callable[[int], LocalReplica],
-        present: Mapping[int, int],
-        needed: Counter[int],
+        schedule: Sequence[Event],
     ) -> None:
         self._algorithm, self._batches, self._make_replica = algorithm, batches, make_replica
-        self._present, self._needed = present, needed
+        self._present = _workers_at_arrivals(schedule)
+        self._needed = Counter(event.version for event in schedule if isinstance(event, Dispatched))
+        """Rounds that will still begin from each version of the weights."""
         self._state = algorithm.init(params)
         self._version = 0
         self._versions = {0: params}
         self._replicas: dict[int, LocalReplica] = {}
-        self._out: dict[int, Dispatched] = {}
+        self._running: dict[int, Dispatched] = {}
         self._micro_batches: int | None = None
-        """Into how many pieces a device cuts a batch."""
+        """Per device."""
         self.rounds = self.local_updates = 0
         self.workers: set[int] = set()
 
@@ -122,40 +110,40 @@ class _Replay:
         params: Tree = self._state.params
         return params
 
-    def take(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         match event:
             case Dispatched():
-                self._out[event.island] = event
+                self._running[event.island] = event
                 if event.island not in self._replicas:
                     self._replicas[event.island] = self._make_replica(event.island)
             case Arrived():
                 self._arrive(event)
-            case Refused() if self._is_out(event.island, event.round):
-                self._done_with(self._out.pop(event.island))
+            case Refused() if self._is_running(event.island, event.round):
+                self._release_version(self._running.pop(event.island))
                 self._replicas[event.island] = self._make_replica(event.island)
-            case Returned() if self._is_out(event.island, event.round):  # lost on its way
-                self._trained(self._out.pop(event.island))
+            case Returned() if self._is_running(event.island, event.round):  # the link lost the update
+                self._train(self._running.pop(event.island))
             case IslandLeft():
-                if event.island in self._out:
-                    self._done_with(self._out.pop(event.island))
+                if event.island in self._running:
+                    self._release_version(self._running.pop(event.island))
                 self._replicas.pop(event.island, None)
             case IslandJoined():
                 self._replicas[event.island] = self._make_replica(event.island)
             case _:
                 pass
 
-    def _is_out(self, island: int, round: int) -> bool:
-        return island in self._out and self._out[island].round == round
+    def _is_running(self, island: int, round: int) -> bool:
+        return island in self._running and self._running[island].round == round
 
     def _arrive(self, event: Arrived) -> None:
-        if not self._is_out(event.island, event.round):
+        if not self._is_running(event.island, event.round):
             raise ConfigError(
-                f"round {event.round} of worker {event.island} arrived, but the log does not say with what it was begun. It was "
-                f"written by another version, or is not whole. Run it again."
+                f"round {event.round} of worker {event.island} arrived, but the log has no dispatch of it. It was "
+                f"written by another version, or is incomplete. Run it again."
             )
-        task = self._out.pop(event.island)
+        task = self._running.pop(event.island)
         dispatched = self._versions[task.version]
-        delta = self._trained(task)
+        delta = self._train(task)
         workers = self._present.get(event.round, len(self._replicas))
         old = self._state
         self._state = self._algorithm.step(old, Arrival(delta, dispatched, self._version - task.version, workers))
@@ -166,29 +154,30 @@ class _Replay:
                 f"was {'not ' if self._state is old else ''}applied here. The log is of another algorithm than run.json."
             )
         self._versions[self._version] = self.params
-        self._forget_versions()
+        self._drop_versions()
         self.rounds += 1
         self.local_updates += event.steps
         self.workers.add(event.island)
 
-    def _trained(self, task: Dispatched) -> Tree:
-        """A worker's round: how far it moved."""
+    def _train(self, task: Dispatched) -> Tree:
+        """Computes a worker's round. Returns its update."""
         work = Work(shard=task.shard, start=task.start, schedule=task.schedule, examples=self._batches.examples(task.shard))
         local = self._replicas[task.island]
         if self._micro_batches is None:
             self._micro_batches = local.micro_batches
-        # Several devices of a worker have cut its batches. One that cuts them as small comes to the same bits, unless a device cut
-        # its share once more (they are added up in another order), or modules draw random numbers on GPUs (each has its own).
+        # A worker with several devices has split its batches among them. One device that uses micro-batches of the same size gets
+        # the same bits, unless a device had micro-batches of its own (the order of the sum differs), or modules draw random numbers
+        # on GPUs (each GPU has its own generator).
         local.micro_batches = self._micro_batches * task.devices
         replica = ProcessReplica(local)
         delta = run_worker_round(self._algorithm, replica, Task(self._versions[task.version], task.steps, work))
-        self._done_with(task)
+        self._release_version(task)
         return Tree(delta.layout, delta.flat)  # a step may read it more than once
 
-    def _done_with(self, task: Dispatched) -> None:
+    def _release_version(self, task: Dispatched) -> None:
         self._needed[task.version] -= 1
 
-    def _forget_versions(self) -> None:
-        """Weights that no round of the log will begin with."""
+    def _drop_versions(self) -> None:
+        """Drops the weights that no further round of the log begins with."""
         for version in [v for v in self._versions if v != self._version and self._needed[v] <= 0]:
             del self._versions[version]
