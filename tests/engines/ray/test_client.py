@@ -9,11 +9,11 @@ from atoll.engines.ray.client import HubClient
 
 
 class Gone(Exception):
-    """As Ray says that an actor is away."""
+    """Ray's error for a dead actor."""
 
 
-class Silent(Exception):
-    """As Ray says that an answer has not come in time."""
+class TimedOut(Exception):
+    """Ray's error for a timeout."""
 
 
 def client_of(answers, timeout_s=5.0):
@@ -22,7 +22,7 @@ def client_of(answers, timeout_s=5.0):
 
     def get(answer, timeout):
         waits.append(timeout)
-        if isinstance(answer, list):  # takes its time
+        if isinstance(answer, list):  # a slow reply
             answer = answer.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -31,7 +31,7 @@ def client_of(answers, timeout_s=5.0):
     class Broken(Gone):
         actor_init_failed = True
 
-    errors = SimpleNamespace(RayActorError=Gone, ObjectLostError=Gone, OutOfMemoryError=Gone, GetTimeoutError=Silent)
+    errors = SimpleNamespace(RayActorError=Gone, ObjectLostError=Gone, OutOfMemoryError=Gone, GetTimeoutError=TimedOut)
     hub = SimpleNamespace(status=SimpleNamespace(remote=lambda *arguments: next(answers)))
     hub.weights_lost = SimpleNamespace(remote=reported.append)
     hub.ping = SimpleNamespace(remote=lambda: next(answers))
@@ -62,11 +62,11 @@ def test_a_hub_that_cannot_start_fails_at_once():
 
 
 def test_a_hanging_hub_is_called_once_and_fails_after_the_timeout():
-    client, logged, _ = client_of([[Silent("nothing yet"), Silent("nothing yet"), 7]])
+    client, logged, _ = client_of([[TimedOut("nothing yet"), TimedOut("nothing yet"), 7]])
     assert client.call("status") == 7, "the first call was answered in the end"
-    assert "the hub does not reply (status: Silent)" in logged[0]
+    assert "the hub does not reply (status: TimedOut)" in logged[0]
     assert all(0 < wait_s <= 5.0 for wait_s in client.waits)
-    client, _, _ = client_of([[Silent("nothing yet")] * 9], timeout_s=1e-9)
+    client, _, _ = client_of([[TimedOut("nothing yet")] * 9], timeout_s=1e-9)
     with pytest.raises(ExchangeFailed, match=r"has not replied .* \(limit 1e-09 s, --limit\)"):
         client.call("status")
 
@@ -87,12 +87,12 @@ def test_lost_weights_are_reported_to_the_hub():
 
 def test_a_slow_transfer_may_take_longer_than_the_timeout_while_the_hub_replies():
     client, logged, _ = client_of([None] * 3, timeout_s=1e-9)
-    assert client.fetch(([Silent("on its way")] * 3 + ["bits"],)) == "bits"
+    assert client.fetch(([TimedOut("on its way")] * 3 + ["bits"],)) == "bits"
     assert client.reported == []
     assert ["still fetching weights" in line for line in logged] == [True] * 3
 
 
 def test_a_transfer_fails_if_the_hub_hangs():
-    client, _, _ = client_of([Silent("stopped")], timeout_s=1e-9)
+    client, _, _ = client_of([TimedOut("stopped")], timeout_s=1e-9)
     with pytest.raises(ExchangeFailed, match=r"the hub has not replied .* \(limit 1e-09 s, --limit\)"):
-        client.fetch(([Silent("on its way")] * 9,))
+        client.fetch(([TimedOut("on its way")] * 9,))

@@ -24,7 +24,7 @@ class Gone(RayError):
     pass
 
 
-class Silent(RayError):
+class TimedOut(RayError):
     pass
 
 
@@ -54,7 +54,7 @@ def request(number=1, weights=WEIGHTS):
 
 
 class FakeHub:
-    """Replies with these statuses in order, then with the last engine. Records the calls."""
+    """Replies with these statuses in order, then with the last one. Records the calls."""
 
     def __init__(self, tells, ends=(), outcomes=(), after_evaluation=()):
         self.tells, self.ends, self.outcomes, self.asked = list(tells), list(ends), list(outcomes), []
@@ -86,7 +86,7 @@ class FakeHub:
 
 
 class FakeRay:
-    """Replies are there at once."""
+    """Replies at once."""
 
     exceptions = SimpleNamespace(
         RayError=RayError,
@@ -94,7 +94,7 @@ class FakeRay:
         RayActorError=Gone,
         ObjectLostError=Gone,
         OutOfMemoryError=Gone,
-        GetTimeoutError=Silent,
+        GetTimeoutError=TimedOut,
     )
     strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
     util = SimpleNamespace(scheduling_strategies=strategies)
@@ -158,7 +158,7 @@ def test_a_run_shows_events_and_ends_with_the_hubs_weights():
     assert (finished, buffers) == ("the figures", {})
     assert params.same_bits(WEIGHTS)
     assert sink.of(Saved) == [saved]
-    assert [arguments[:2] for arguments in hub.of("status")][:2] == [[-1, 0], [1, 1]], "it says what it has heard"
+    assert [arguments[:2] for arguments in hub.of("status")][:2] == [[-1, 0], [1, 1]], "it names the events it has seen"
     assert hub.of("set_live_workers") == [], "the first hub has no record of other workers"
 
 
@@ -188,7 +188,7 @@ def test_metrics_carry_the_number_and_epoch_of_their_request():
     hub = FakeHub([status(1, evaluations=[request(1)]), status(1, done=True)], after_evaluation=[over(1)])
     engine_of(hub)[0].run()
     assert hub.of("evaluated") == [[1, 1, {"loss": 1.5}]]
-    assert [arguments[2] for arguments in hub.of("status")][1] == 1, "and were handed out once"
+    assert [arguments[2] for arguments in hub.of("status")][1] == 1, "a request is read once"
 
 
 def test_dead_workers_are_replaced_during_an_evaluation():
@@ -221,7 +221,7 @@ def test_lost_weights_of_a_request_are_reported_to_the_hub():
     hub = FakeHub([status(evaluations=[lost]), over()])
     engine_of(hub)[0].run()
     assert hub.of("weights_lost") == [[lost.weights]]
-    assert hub.of("evaluated") == [[1, 1, None]], "of this hub, under this number"
+    assert hub.of("evaluated") == [[1, 1, None]], "with this hub's epoch and this number"
 
 
 @pytest.mark.parametrize(
@@ -249,12 +249,12 @@ def test_a_hub_that_dies_repeatedly_without_a_newer_checkpoint_ends_the_run():
     with pytest.raises(ExchangeFailed, match=r"the hub has died 5 times in a row.*from 8 local updates each time"):
         engine_of(hub)[0].run()
     hub = FakeHub([*(status(epoch, local_updates=epoch) for epoch in range(1, 20)), over(19)])
-    assert engine_of(hub)[0].run()[0] == "the figures", "but not if each gets a little further"
+    assert engine_of(hub)[0].run()[0] == "the figures", "but not if each has a newer checkpoint"
 
 
 @pytest.mark.parametrize(
     ("saves", "says"),
-    [(True, None), (False, "it could not"), (Silent("30 s"), "Silent"), (Gone("died"), "Gone")],
+    [(True, None), (False, "it could not"), (TimedOut("30 s"), "TimedOut"), (Gone("died"), "Gone")],
     ids=["saved", "failed", "slow", "dead"],
 )
 def test_an_interrupted_run_is_saved_or_logs_why_not(saves, says):

@@ -92,7 +92,7 @@ def test_a_dead_worker_is_replaced_whatever_it_died_of(error, says):
     pool.dies(1, error)
     pool.turn()
     assert pool.incarnations == {0: 0, 1: 2}
-    assert died == [(1, 1)], "the hub hears of it"
+    assert died == [(1, 1)], "the pool tells the hub"
     assert ray.killed == [ray.started[1]]
     assert logged == [f"worker 1 has died ({says}); a new one takes its slot"]
     pool.turn()
@@ -147,7 +147,7 @@ def test_all_slots_are_started_and_only_expected_workers_are_logged_as_missing(m
     pool.turn({0: (0, False)})
     assert logged == ["workers [1] have not registered yet: each needs 1 CPU and 0.5 GPU, free are {'CPU': 3.0}"]
     pool.turn({0: (0, False)})
-    assert len(logged) == 1, "not at every turn"
+    assert len(logged) == 1, "at most every 30 s"
 
 
 def test_kill_ends_all_workers():

@@ -196,7 +196,7 @@ def test_weights_are_published_once_for_all_workers_of_a_version():
     before = len(store.objects)
     task = [process.pull(number, number, None, TIMEOUT_S) for number in (0, 1, 0)]
     assert len({one.weights for one in task}) == 1
-    assert len(store.objects) <= before + 1, "the first evaluation has them too"
+    assert len(store.objects) <= before + 1, "the first evaluation has published them"
 
 
 def test_the_first_workers_wait_for_each_other_and_a_late_one_joins_at_once():
@@ -227,10 +227,12 @@ def test_a_restarted_hub_resumes_from_its_checkpoint_and_reports_lost_rounds():
     restarted = storage.of(HubRestarted)[0]
     assert (restarted.checkpoint, restarted.round, restarted.lost_rounds, restarted.lost_local_updates) == ("00000002", 2, 3, 12)
     assert restarted.wall_time_s >= storage.of(Arrived)[-1].wall_time_s
-    assert [event.name for event in storage.of(Saved)] == ["00000000", "00000002"], "the log was cut before it said the last"
+    assert [event.name for event in storage.of(Saved)] == ["00000000", "00000002"], (
+        "the restarted hub logs the last checkpoint again"
+    )
     task = two.pull(0, 0, lost, TIMEOUT_S)
-    assert task.fresh_optimizer, "its moments have seen what is lost"
-    assert two.pull(1, 1, None, TIMEOUT_S).round_id[0] == 1, "and the other is in the round that it was in"
+    assert task.fresh_optimizer, "its optimizer has seen lost rounds"
+    assert two.pull(1, 1, None, TIMEOUT_S).round_id[0] == 1, "the other worker keeps its round"
     together(lambda: work(two, store, 1, 1), lambda: work(two, store, 0, 2))
     assert finish_run(two).local_updates == 40
     rounds = [(event.island, event.round) for event in storage.of(Arrived)]
@@ -276,7 +278,7 @@ def test_a_hub_saves_periodically_and_only_after_changes():
     for _ in range(5):
         process.status(process.status(-1, 0, 0, 0.0).epoch, 10**6, 10**6, 0.02)
     assert len(storage.checkpoints) <= count + 1
-    assert next(event.name for event in storage.of(Saved)) == "00000000", "the first before anybody is sent off"
+    assert next(event.name for event in storage.of(Saved)) == "00000000", "the first before any dispatch"
 
 
 def test_a_failed_checkpoint_is_reported_and_the_next_may_succeed():
@@ -385,7 +387,7 @@ def test_metrics_for_a_dead_hub_are_ignored_by_the_next():
     store, storage = Store(), MemoryStorage()
     one = started_hub(store, storage)
     two = started_hub(store, storage)
-    assert [due.number for due in two.status(-1, 0, 0, 0.0).evaluations] == [1], "both have filed under this number"
+    assert [due.number for due in two.status(-1, 0, 0, 0.0).evaluations] == [1], "both hubs have a request with this number"
     two.evaluated(one.status(-1, 0, 0, 0.0).epoch, 1, {"loss": 123.0})
     assert not two.status(-1, 0, 0, 0.0).evaluated
     assert not storage.of(Evaluated)
@@ -402,7 +404,7 @@ def test_lost_weights_are_published_again_for_evaluation_if_they_are_the_present
         process.evaluated(status.epoch, one.number, None)
     process.evaluated(status.epoch - 1, 3, None)  # of another hub
     (again,) = process.status(-1, 0, 0, 0.0).evaluations
-    assert (again.due, again.number) == (second.due, 3), "under a number that was not handed out before"
+    assert (again.due, again.number) == (second.due, 3), "with a new number"
     assert again.weights != second.weights
     assert store.get(again.weights[0]).tolist() == store.get(second.weights[0]).tolist()
 
@@ -500,11 +502,11 @@ def test_a_checkpoint_is_consistent_though_updates_arrive_while_it_is_written():
     saving.start()
     assert storage.writing.wait(TIMEOUT_S)
     work(one, store, 0, 0, rounds=3, last=last)
-    assert [event.round for event in storage.of(Saved)] == [0], "it is not there yet"
+    assert [event.round for event in storage.of(Saved)] == [0], "the checkpoint is not written yet"
     storage.may_write.set()
     saving.join(TIMEOUT_S)
     assert [event.round for event in storage.of(Saved)] == [0, 2]
-    work(one, store, 1, 1, rounds=2)  # what was held meanwhile is in use again
+    work(one, store, 1, 1, rounds=2)  # reuses the buffers that the snapshot held
     two = hub(store, storage)
     weights = tree_view(store.get(two.result()[0][0]), WEIGHTS.layout, "float32")
     assert torch.allclose(weights["w"], torch.full((3,), 1.0 - 2 * 0.01))

@@ -66,7 +66,7 @@ def delta(value=0.1):
 
 
 def saved(state, sink, *, now_s, **settings):
-    """Another hub that resumes from a checkpoint of this state, and its log."""
+    """Another hub that resumes from a checkpoint of this one, and its log."""
     parts, events = copy.deepcopy(state.to_parts(now_s)), list(sink.events)
     again = MemorySink()
     again.events = events
@@ -121,7 +121,7 @@ def test_a_hub_that_lost_a_round_rejects_it_and_resets_its_workers_optimizer():
     first = update(state, 0)
     assert state.push(first, delta(), 1.0) == "accepted"
     second = update(state, 0, begin_s=1.0, pushed_s=2.0)
-    # `one` dies here. Of the worker's two rounds, `two` knows the first as out, and not the second.
+    # The first hub dies here. Of the worker's two rounds, the second hub has the first as open, and no record of the other.
     assert two.push(second, delta(), 3.0) == "unknown"
     status, dispatch, fresh = two.pull(0, 0, second.round_id, 3.1)
     assert (status, fresh) == ("train", True)
@@ -136,9 +136,9 @@ def test_a_round_that_was_open_at_the_checkpoint_is_accepted_by_the_next_hub_onc
     mine = update(state, 1, incarnation=1)
     two, again = saved(state, sink, now_s=0.5, epoch=2)
     assert two.push(mine, delta(), 2.0) == "accepted"
-    assert two.pull(1, 1, mine.round_id, 2.0)[::2] == ("train", False), "and its moments go on"
+    assert two.pull(1, 1, mine.round_id, 2.0)[::2] == ("train", False), "the worker keeps its optimizer"
     three, _ = saved(two, again, now_s=2.5, epoch=3)
-    assert three.push(mine, delta(), 3.0) == "duplicate", "also if the hub died before it could say so"
+    assert three.push(mine, delta(), 3.0) == "duplicate", "also if the hub died before it replied"
 
 
 def test_a_round_of_another_hub_with_the_same_number_is_rejected():
@@ -154,7 +154,7 @@ def test_a_round_of_another_hub_with_the_same_number_is_rejected():
     assert (theirs.round_id[0], theirs.round_id == mine) == (mine[0], False)
     assert two.push(theirs, delta(), 8.0) == "unknown"
     assert two.hub.version == 1
-    assert not again.of(Refused), "the log would say it of this hub's round"
+    assert not again.of(Refused), "the log has a round of this hub with that number"
     assert two.pull(0, 0, theirs.round_id, 8.0)[2], "its worker resets its optimizer"
 
 
@@ -170,12 +170,12 @@ def test_a_window_closes_at_its_deadline_and_at_once_if_no_worker_can_arrive_bef
     state = hub_state(sink, grace_s=2.0, updates=400)
     state.join({0: 0, 1: 1}, 0.0)
     state.push(update(state, 0), delta(), 1.0)
-    assert state.deadline_s == 3.0, "how long the other takes is not known yet"
+    assert state.deadline_s == 3.0, "the other worker has no last round"
     state.tick(2.9)
     assert state.hub.scheduler.workers[0].out is None
     state.tick(3.0)
     assert state.hub.scheduler.workers[0].out is not None
-    state.push(update(state, 1, incarnation=1), delta(), 40.0)  # ten seconds a step
+    state.push(update(state, 1, incarnation=1), delta(), 40.0)  # 10 s per step
     state.tick(42.0)
     state.push(update(state, 0), delta(), 45.0)
     closed = sink.of(WindowClosed)
@@ -203,7 +203,7 @@ def test_the_last_weights_are_always_evaluated_and_the_figures_come_at_the_end()
     assert finished.digest == state.params.digest()
     assert sink.events[-1] is finished
     assert isinstance(finished, RunFinished)
-    assert len(sink.of(Dispatched)) == 3, "who is out at the end is in the log"
+    assert len(sink.of(Dispatched)) == 3, "dispatches that are open at the end are logged"
     assert state.push(update(state, 0), delta(), 3.0) == "finished"
     assert state.pull(0, 0, None, 3.0)[0] == "finished"
 
@@ -214,7 +214,7 @@ def test_every_dispatch_is_logged_once_and_before_its_arrival():
     state.join({0: 0, 1: 1}, 0.0)
     state.round_started(0, 0, round_id(state, 0), 0.25)
     state.push(update(state, 0), delta(), 1.0)
-    state.round_started(0, 0, (0, 1), 0.25)  # comes late
+    state.round_started(0, 0, (0, 1), 0.25)  # a late call
     state.push(update(state, 1, incarnation=1, begin_s=0.125), delta(), 1.5)
     assert [(event.round, event.begin_s) for event in sink.of(Dispatched)] == [(0, 0.25), (1, 0.125)]
     kinds = [type(event) for event in sink.events]
@@ -233,7 +233,7 @@ def test_three_unusable_updates_in_a_row_end_the_run_and_change_no_weight():
     assert "worker 0 has pushed 3 unusable updates" in str(state.fatal_error)
     assert torch.equal(state.params["w"], WEIGHTS["w"])
     assert len(sink.of(Returned)) == 3
-    assert state.hub.scheduler.workers[0].out is not None, "all is in order, and could be saved"
+    assert state.hub.scheduler.workers[0].out is not None, "the state is consistent"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_an_unusable_update_is_refused_and_its_data_dispatched_again(what, loss,
     again = state.hub.scheduler.workers[0].out
     assert (again.work, again.round > task.round) == (task.work, True)
     assert says in sink.of(Refused)[0].reason
-    assert state.accounting.ledgers[0].computed_s == 1.0, "it was busy all the same"
+    assert state.accounting.ledgers[0].computed_s == 1.0, "a refused update was computed, too"
     assert state.pull(0, 0, bad.round_id, 1.0)[::2] == ("train", False), "the worker has reset its optimizer already"
     assert state.hub.version == 0
 
@@ -263,7 +263,7 @@ def test_a_duplicate_of_a_refused_update_is_refused_also_by_the_next_hub():
     bad = update(state, 0)
     replies = [state.push(bad, delta(math.nan), time_s) for time_s in (1.0, 1.5)]
     two, _ = saved(state, sink, now_s=2.0, epoch=2)
-    assert [*replies, two.push(bad, delta(math.nan), 2.5)] == ["refused"] * 3, "else its worker would keep what it has seen"
+    assert [*replies, two.push(bad, delta(math.nan), 2.5)] == ["refused"] * 3, "its worker must reset its optimizer"
 
 
 def test_only_refusals_in_a_row_count_and_a_restarted_hub_remembers_them():
@@ -306,7 +306,7 @@ def test_accounting_has_presence_and_counted_tokens():
     state.join({0: 0, 1: 1}, 0.0)
     state.push(update(state, 0, buffers={"seen": np.array([7])}), delta(), 1.0)
     state.push(update(state, 1, incarnation=1, buffers={"seen": np.array([8])}), delta(), 2.0)
-    assert [event.applied for event in sink.of(Arrived)] == [True, False], "state version late is too late here"
+    assert [event.applied for event in sink.of(Arrived)] == [True, False], "a staleness of 1 is above the threshold"
     assert (state.accounting.totals.tokens, state.accounting.totals.local_updates) == (32, 8)
     assert state.buffers["seen"].tolist() == [8]
     state.leave(1, 5.0)
@@ -317,7 +317,7 @@ def test_a_logged_dispatch_is_not_logged_again_by_the_next_hub_or_for_another_in
     sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
-    state.round_started(1, 0, round_id(state, 1), 0.5)  # of state that held the place before
+    state.round_started(1, 0, round_id(state, 1), 0.5)  # an older incarnation
     assert not sink.of(Dispatched)
     state.round_started(0, 0, round_id(state, 0), 0.25)
     two, again = saved(state, sink, now_s=0.5, epoch=2)
@@ -328,12 +328,12 @@ def test_a_logged_dispatch_is_not_logged_again_by_the_next_hub_or_for_another_in
 def test_a_worker_is_overdue_after_ten_times_its_last_round_or_after_300_s_in_its_first():
     state = hub_state(MemorySink())
     state.join({0: 0, 1: 1}, 0.0)
-    state.push(update(state, 0, pushed_s=4.0), delta(), 4.0)  # four steps in as many seconds
+    state.push(update(state, 0, pushed_s=4.0), delta(), 4.0)  # 4 steps in 4 s
     assert state.overdue(44.0) == {}
     assert state.overdue(45.0) == {0: 41.0}
     assert state.overdue(301.0) == {0: 297.0, 1: 301.0}
     state.leave(0, 302.0)
-    assert state.overdue(303.0) == {1: 303.0}, "who is gone is replaced"
+    assert state.overdue(303.0) == {1: 303.0}, "a worker that left is not overdue"
 
 
 def test_a_dispatch_has_the_number_of_devices():

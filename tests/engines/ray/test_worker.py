@@ -18,11 +18,11 @@ from atoll.testing.simulated_runs import Regression
 
 
 class Gone(Exception):
-    """As Ray says that an actor is away, or an object lost."""
+    """Ray's error for a dead actor or a lost object."""
 
 
-class Silent(Exception):
-    """As Ray says that an actor takes its time."""
+class TimedOut(Exception):
+    """Ray's error for a timeout."""
 
 
 class FakeFactory:
@@ -80,7 +80,7 @@ def worker(tmp_path, statuses, replies=(), refusal="", algorithm=None):
             raise found
         return found
 
-    errors = SimpleNamespace(RayActorError=Gone, ObjectLostError=Gone, OutOfMemoryError=Gone, GetTimeoutError=Silent)
+    errors = SimpleNamespace(RayActorError=Gone, ObjectLostError=Gone, OutOfMemoryError=Gone, GetTimeoutError=TimedOut)
     ray = SimpleNamespace(get=get, put=lambda bits: bits.copy(), exceptions=errors)
     methods = {
         name: SimpleNamespace(remote=getattr(hub, name)) for name in ("register", "pull", "round_started", "push", "weights_lost")
@@ -110,7 +110,7 @@ def test_a_worker_pushes_an_update_that_is_not_finite_for_the_hub_to_refuse(tmp_
     (update, bits), *_ = hub.pushed
     assert not tree_view(bits, hub.weights.layout, "float32").is_finite()
     assert math.isnan(update.computed[0].loss)
-    assert factory.count == 2, "and begins with a fresh optimizer"
+    assert factory.count == 2, "the worker resets its optimizer"
 
 
 def test_the_traceback_of_a_worker_is_in_its_log_or_in_rays(tmp_path, capsys):
@@ -133,9 +133,9 @@ def test_a_worker_pulls_trains_and_pushes_its_delta(tmp_path):
         replica.train(4, Work(shard=0, start=4 * (update.round_id[0] - 2), schedule=0, examples=64))
         assert tree_view(bits, hub.weights.layout, "float32").same_bits(hub.weights - replica.params())
     assert hub.registrations == [(2, 5, "data")]
-    assert hub.pulls == [None, None, (2, 1), (3, 1)], "it says which round of its own was its last"
+    assert hub.pulls == [None, None, (2, 1), (3, 1)], "a pull names the worker's last round"
     assert hub.started == [(2, 1), (3, 1)]
-    assert factory.count == 1, "and its optimizer goes on"
+    assert factory.count == 1, "the worker keeps its optimizer"
     first = hub.pushed[0][0]
     assert 10.0 <= first.begin_s <= first.computed[0].start_s <= first.computed[0].end_s <= first.pushed_s, "on the hub's clock"
     assert sum(stretch.steps for stretch in first.computed) == 4
