@@ -24,7 +24,7 @@ from typing import Any
 from atoll import recipes
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.overrides import override
-from atoll.core.errors import TrainingDiverged
+from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.events import Evaluated, Event, Progress, RoundFinished
 from atoll.engines import driver
 from atoll.engines.driver import Cache
@@ -101,9 +101,33 @@ class Outcome:
         return fmean(values) if values else None
 
 
+KEY_VERSION = 2
+"""Cells of earlier versions had keys that depended on the paths of modules. They are found by their recipe, settings and seed."""
+
+
 def key_of(run: Run) -> str:
-    """A name for a Run that changes when anything in it does."""
-    return blake2b(json.dumps(to_json(run), sort_keys=True).encode(), digest_size=12).hexdigest()
+    """A digest of all settings of a Run. It does not depend on the modules in which types are defined."""
+    return blake2b(json.dumps(_short_types(to_json(run)), sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def _short_types(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {name: item.rpartition(".")[2] if name == "type" else _short_types(item) for name, item in node.items()}
+    return [_short_types(item) for item in node] if isinstance(node, list) else node
+
+
+def cells_by_key(record: Record) -> dict[str, dict[str, Any]]:
+    """All cells of a record that are runs, by the key that their Run has now."""
+    cells = {}
+    for cell in record.cells:
+        if cell.get("key_version") == KEY_VERSION:
+            cells[cell["key"]] = cell
+        elif "settings" in cell:
+            try:
+                cells[key_of(Row(recipe=cell["recipe"], settings=tuple(cell["settings"])).run(cell["seed"]))] = cell
+            except ConfigError:  # settings that there are no more
+                continue
+    return cells
 
 
 def carry_out(
@@ -139,9 +163,9 @@ def carry_out(
     of = seeds if isinstance(seeds, Mapping) else dict.fromkeys(rows, seeds)
     every = list(dict.fromkeys(seed for row in rows for seed in of[row]))
     runs = {(row, seed): row.run(seed) for seed in every for row in rows if seed in of[row]}
-    missing: dict[str, tuple[Row, int]] = {}
+    cells, missing = cells_by_key(record), dict[str, tuple[Row, int]]()
     for at, run in runs.items():
-        if record.get(key_of(run)) is None and can(run):
+        if key_of(run) not in cells and can(run):
             missing.setdefault(key_of(run), at)
     work = {key: runs[at] for key, at in missing.items()}
     with Watch(title, len(missing), quiet=quiet) as watch:
@@ -154,11 +178,12 @@ def carry_out(
         for key, cell in done:
             row, seed = missing[key]
             kept = {name: value for name, value in cell.items() if {"curve": curves, "islands": islands}.get(name, True)}
-            record.add(key, {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **kept})
+            made = {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **kept}
+            cells[key] = record.add(key, {"key_version": KEY_VERSION, **made})
             told = f"{_name(row, seed)}: {_in_words(cell)}"
             record.say(told)
             watch.end(told)
-    return {row: _outcome(row, [record.get(key_of(runs[row, seed])) for seed in of[row]]) for row in rows}
+    return {row: _outcome(row, [cells.get(key_of(runs[row, seed])) for seed in of[row]]) for row in rows}
 
 
 def _here(

@@ -86,11 +86,11 @@ def studies() -> list[Study]:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     for page in options.docs:
-        has_marks(page, MARKER)
+        if not has_marks(page, MARKER):
+            raise ConfigError(f"--docs {page}: there is no such file. Name pages with the marks of {MARKER}.")
     table = headline_table([(study, _outcomes(study, options)) for study in studies()])
     for page in options.docs:
-        if not replace_between(page, MARKER, table):
-            raise ConfigError(f"--docs {page}: there is no such file. Name pages with the marks of {MARKER}.")
+        replace_between(page, MARKER, table)
     print(table)
 
 

@@ -38,7 +38,7 @@ def test_a_row_that_lacks_a_seed_has_those_before_it(b, small, tmp_path):
     """Rows are compared seed by seed: a hole would shift the others."""
     row, record = b.cells.Row(recipe="demo-ddp", base=tuple(small)), b.record.Record(tmp_path)
     for seed in (0, 2):
-        record.add(b.cells.key_of(row.run(seed)), {"summary": {"val_loss": float(seed)}})
+        record.add(b.cells.key_of(row.run(seed)), {"key_version": b.cells.KEY_VERSION, "summary": {"val_loss": float(seed)}})
     found = b.cells.carry_out([row], [0, 1, 2], record, "", quiet=True, until_s=0.0)
     assert found[row].loss.values == (0.0,)
 
