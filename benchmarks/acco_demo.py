@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import wording
+import figure_text
 from async_demo import curves_figure
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_percent
-from cells import Outcome, Row, carry_out
+from cells import Outcome, Row, carry_out, seeds_parser
 from claims import Claim, higher, judged
-from options import seeds_parser
-from page import fill
-from record import Record, default_path, markdown_table, script
+from record import Record, default_path, fill, markdown_table, script
 
 DDP, ZERO1, ACCO, DPU, WP = "demo-ddp", "demo-zero1", "demo-acco", "demo-dpu", "demo-wp"
 ACCO_WARM, DPU_COLD = "demo-acco, warm-up", "demo-dpu, no warm-up"
@@ -92,8 +90,8 @@ def report(outcomes: Mapping[str, Outcome]) -> list[str]:
         "## Outcome\n\n" + _listed([mean_line(outcomes), same_work_line(outcomes)]),
         "## Claims\n\nA claim holds if all of the 95 % interval is where it says, does not hold if none of it is, and else lies "
         "within the spread.\n\n" + _listed(asked),
-        f"## Rows\n\n{wording.RULE} Updates: commits that changed the weights. Hidden: the share of the exchanges during which an "
-        f"island computed, on average. Rows with a warm-up hide nothing in their first {_warmup(outcomes[DPU])} updates."
+        f"## Rows\n\n{figure_text.RULE} Updates: commits that changed the weights. Hidden: the share of the exchanges during which "
+        f"an island computed, on average. Rows with a warm-up hide nothing in their first {_warmup(outcomes[DPU])} updates."
         f"\n\n{table(outcomes)}",
         "## Commands\n\n```\n" + "\n".join(dict.fromkeys(outcome.row.command for outcome in outcomes.values())) + "\n```",
     ]
@@ -106,7 +104,7 @@ def mean_line(outcomes: Mapping[str, Outcome]) -> str:
         return f"{ACCO if mine is None else DDP} diverged."
     apart = mine.mean - theirs.mean
     verdict = "holds here" if abs(apart) <= MOST_LOSS else "does not hold here"
-    ratio = wording.time_ratio_text(outcomes[ACCO], outcomes[DDP])
+    ratio = figure_text.time_ratio_text(outcomes[ACCO], outcomes[DDP])
     return (
         f"**{verdict}**: the mean validation loss of ACCO is within {MOST_LOSS} of DDP's. It is {apart:+.4f} away "
         f"({mine.mean:.4f} against {theirs.mean:.4f}), in {ratio} of DDP's virtual time."
@@ -128,12 +126,12 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
     headings += ["virtual time", f"of {DDP}'s", "sent per island", "busy", "hidden"]
     rows = []
     for label, outcome in outcomes.items():
-        against = ("-", "-") if outcome is reference else wording.difference_text(outcome.loss, reference.loss)
+        against = ("-", "-") if outcome is reference else figure_text.difference_text(outcome.loss, reference.loss)
         updates = outcome.mean("outer_steps")
-        work = ["-" if updates is None else f"{updates:.0f}", wording.tokens_text(outcome, reference)]
-        time = [wording.time_text(outcome), wording.time_ratio_text(outcome, reference)]
-        costs = [wording.bytes_text(outcome), wording.busy_text(outcome), hidden_text(outcome)]
-        rows.append([label, *wording.loss_text(outcome), *against, *work, *time, *costs])
+        work = ["-" if updates is None else f"{updates:.0f}", figure_text.tokens_text(outcome, reference)]
+        time = [figure_text.time_text(outcome), figure_text.time_ratio_text(outcome, reference)]
+        costs = [figure_text.bytes_text(outcome), figure_text.busy_text(outcome), hidden_text(outcome)]
+        rows.append([label, *figure_text.loss_text(outcome), *against, *work, *time, *costs])
     return markdown_table(headings, rows)
 
 

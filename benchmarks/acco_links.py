@@ -30,9 +30,8 @@ from atoll.runs.network import Link
 from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure
 from atoll.telemetry.units import human_bytes, human_percent
 from atoll.testing.simulated_runs import Regression, simulate
-from page import fill
 from progress import Watch
-from record import Record, default_path, markdown_table, script
+from record import Record, default_path, fill, markdown_table, script
 
 WORKLOAD = Regression(hidden=137)
 PARAMS, PARAM_BYTES = 960, 4

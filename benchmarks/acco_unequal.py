@@ -19,15 +19,13 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import wording
+import figure_text
 from async_demo import curves_figure
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_percent
-from cells import Outcome, Row, carry_out
+from cells import Outcome, Row, carry_out, seeds_parser
 from claims import Claim, judged
-from options import seeds_parser
-from page import fill
-from record import Record, default_path, markdown_table, script
+from record import Record, default_path, fill, markdown_table, script
 
 ACCO, WARM, DDP, OFTEN = "ACCO, free", "ACCO, free, warm-up", "DDP, accumulating", "DDP, every batch"
 STEP_TIMES_S = (1.0, 1.0, 1.0, 4.0)
@@ -142,7 +140,7 @@ def report(
         f"{accumulation}: updates of both are alike from the first to the last. The learning rate goes by samples for both and is "
         f"DDP's best of those tried on the first seed: {tried}. Taken: {best:g}.",
         f"## With a warm-up\n\n{warm_text(outcomes, plan, accumulation)}",
-        f"## Rows\n\n{wording.RULE} Batches: per island and update, on average.\n\n{table(outcomes, sizes)}",
+        f"## Rows\n\n{figure_text.RULE} Batches: per island and update, on average.\n\n{table(outcomes, sizes)}",
         "## Who idles\n\nShares of each island's time, and how many batches it computed, on average over seeds. Hidden: the share "
         f"of its exchanges during which it computed.\n\n{idle_table(outcomes)}",
         "## Commands\n\n```\n" + "\n".join(outcome.row.command for outcome in outcomes.values()) + "\n```",
@@ -150,7 +148,7 @@ def report(
 
 
 def time_line(outcomes: Mapping[str, Outcome]) -> str:
-    ratio = wording.time_ratio(outcomes[ACCO], outcomes[DDP])
+    ratio = figure_text.time_ratio(outcomes[ACCO], outcomes[DDP])
     if ratio is None:
         return f"**diverged**: ACCO takes at most {MOST_TIME} of DDP's virtual time."
     verdict = "holds here" if ratio <= MOST_TIME else "does not hold here"
@@ -169,8 +167,8 @@ def loss_line(outcomes: Mapping[str, Outcome]) -> str:
 
 def warm_text(outcomes: Mapping[str, Outcome], plan: Plan, accumulation: int) -> str:
     """The row with a warm-up, which has an advantage besides."""
-    apart, verdict = wording.difference_text(outcomes[WARM].loss, outcomes[DDP].loss)
-    ratio = wording.time_ratio_text(outcomes[WARM], outcomes[DDP])
+    apart, verdict = figure_text.difference_text(outcomes[WARM].loss, outcomes[DDP].loss)
+    ratio = figure_text.time_ratio_text(outcomes[WARM], outcomes[DDP])
     return (
         f"In the row with a warm-up ACCO hides nothing for its first {plan.warmup} commits, which hold one batch per island where "
         f"DDP's hold {accumulation}. So it begins with more and smaller updates, **and this helps it**. DDP with the same ramp "
@@ -198,12 +196,12 @@ def table(outcomes: Mapping[str, Outcome], sizes: Mapping[str, float]) -> str:
     headings += ["virtual time", "of DDP's", "sent per island", "busy"]
     rows = []
     for label, outcome in outcomes.items():
-        against = ("-", "-") if outcome is reference else wording.difference_text(outcome.loss, reference.loss)
+        against = ("-", "-") if outcome is reference else figure_text.difference_text(outcome.loss, reference.loss)
         updates = outcome.mean("outer_steps")
-        work = ["-" if updates is None else f"{updates:.0f}", f"{sizes[label]:.2f}", wording.tokens_text(outcome, reference)]
-        time = [wording.time_text(outcome), wording.time_ratio_text(outcome, reference)]
-        costs = [wording.bytes_text(outcome), wording.busy_text(outcome)]
-        rows.append([label, *wording.loss_text(outcome), *against, *work, *time, *costs])
+        work = ["-" if updates is None else f"{updates:.0f}", f"{sizes[label]:.2f}", figure_text.tokens_text(outcome, reference)]
+        time = [figure_text.time_text(outcome), figure_text.time_ratio_text(outcome, reference)]
+        costs = [figure_text.bytes_text(outcome), figure_text.busy_text(outcome)]
+        rows.append([label, *figure_text.loss_text(outcome), *against, *work, *time, *costs])
     return markdown_table(headings, rows)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import wording
+import figure_text
 from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure, time_unit
 from cells import Outcome, Row, carry_out
 from claims import Claim, judged
@@ -93,7 +93,7 @@ def report(outcomes: Mapping[str, Outcome], rows: Mapping[str, Row]) -> list[str
         "## Outcome\n\n" + _listed(told),
         "## What was asked\n\nA claim about losses holds if all of the 95 % interval is where it says.\n\n"
         + _listed([*asked, time_line(outcomes)]),
-        f"## Rows\n\n{wording.RULE} Staleness: updates that an arrival had missed, on average. All rows take as many local "
+        f"## Rows\n\n{figure_text.RULE} Staleness: updates that an arrival had missed, on average. All rows take as many local "
         f"updates; a hub stops with the arrival that reaches them, up to a round later.\n\n{_table(outcomes, best)}",
         "## Commands\n\n```\n" + "\n".join(dict.fromkeys(row.command for row in rows.values())) + "\n```",
     ]
@@ -104,14 +104,14 @@ def sentence(label: str, outcomes: Mapping[str, Outcome]) -> str:
     mine, sync = outcomes[label], outcomes[SYNC]
     if mine.loss is None or sync.loss is None:
         return f"{label if mine.loss is None else SYNC} diverged."
-    found, verdict = wording.difference_text(mine.loss, sync.loss)
+    found, verdict = figure_text.difference_text(mine.loss, sync.loss)
     words = {
         "none": "these seeds show no difference",
         "lower": "lower",
         "higher": "higher",
         "one seed": "one seed only, so no verdict",
     }
-    ratio, times = wording.time_ratio_text(mine, sync), (wording.time_text(mine), wording.time_text(sync))
+    ratio, times = figure_text.time_ratio_text(mine, sync), (figure_text.time_text(mine), figure_text.time_text(sync))
     return f"{label} ends {found} from {SYNC} ({words[verdict]}) in {ratio} of its virtual time ({times[0]} against {times[1]})."
 
 
@@ -125,7 +125,7 @@ def claims(best: str | None) -> list[Claim]:
 
 def time_line(outcomes: Mapping[str, Outcome]) -> str:
     """Whether the time is within what is allowed. Virtual time is the same for every seed, so there is nothing to spread."""
-    ratio = wording.time_ratio(outcomes[DELAYED], outcomes[SYNC])
+    ratio = figure_text.time_ratio(outcomes[DELAYED], outcomes[SYNC])
     if ratio is None:
         return f"**diverged**: {DELAYED} takes at most {MOST_TIME} of {SYNC}'s virtual time."
     verdict = "holds here" if ratio <= MOST_TIME else "does not hold here"
@@ -138,11 +138,11 @@ def _table(outcomes: Mapping[str, Outcome], best: str | None) -> str:
     headings += ["tokens", "sent per island", "busy", "staleness"]
     rows = []
     for label, outcome in outcomes.items():
-        against = ("-", "-") if outcome is sync else wording.difference_text(outcome.loss, sync.loss)
-        time = [wording.time_text(outcome), wording.time_ratio_text(outcome, sync), wording.tokens_text(outcome, sync)]
-        costs = [wording.bytes_text(outcome), wording.busy_text(outcome), wording.staleness_text(outcome)]
+        against = ("-", "-") if outcome is sync else figure_text.difference_text(outcome.loss, sync.loss)
+        time = [figure_text.time_text(outcome), figure_text.time_ratio_text(outcome, sync), figure_text.tokens_text(outcome, sync)]
+        costs = [figure_text.bytes_text(outcome), figure_text.busy_text(outcome), figure_text.staleness_text(outcome)]
         marked = f"{label} (the best rate)" if label == best else label
-        rows.append([marked, *wording.loss_text(outcome), *against, *time, *costs])
+        rows.append([marked, *figure_text.loss_text(outcome), *against, *time, *costs])
     return markdown_table(headings, rows)
 
 

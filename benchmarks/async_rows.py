@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ablations import DEFAULT, Group
 from cells import Row
-from groups import DEFAULT, Group
 from workload import Workload
 
 DDP, DILOCO, ASYNC = "demo-ddp", "demo-diloco", "demo-async"

@@ -5,6 +5,7 @@ Cells are known by what they do, not by how it was asked for: two rows that come
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import multiprocessing
@@ -33,7 +34,7 @@ from atoll.telemetry.overlap import overlap_of
 from gpu_device import tidy
 from progress import Watch
 from record import Record
-from spread import Sample
+from seed_statistics import Sample
 
 Point = tuple[float, int, float]
 """Of a curve: virtual time in seconds, local updates of all islands, validation loss."""
@@ -306,3 +307,26 @@ class _Times:
 
     def islands(self) -> list[dict[str, Any]]:
         return [island.to_dict() for island in overlap_of(self._events).islands]
+
+
+def seeds_parser(doc: str | None, name: str, page: str) -> argparse.ArgumentParser:
+    """Options of a benchmark whose cells are rows with seeds.
+
+    Args:
+        doc: the script's docstring, whose first line describes it.
+        name: of the record.
+        page: of the docs, which has marks of that name.
+
+    >>> options = seeds_parser("What it is for.", "acco_demo", "docs/acco.md").parse_args(["--set", "train.steps=4"])
+    >>> options.seeds, options.set, options.processes, options.record
+    ([0, 1, 2], ['train.steps=4'], 2, None)
+    """
+    first = (doc or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run per row and seed")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every run")
+    parser.add_argument("--processes", type=int, default=2, help="cells that run at a time")
+    parser.add_argument("--record", type=Path, help=f"the record's folder; None: records/<today>_{name}")
+    parser.add_argument("--docs", type=Path, help=f"a page whose marks are filled with the tables, such as {page}")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    return parser

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cells import Outcome
-from spread import Interval, Scatter, contrast
-from wording import interval_text
+from figure_text import interval_text
+from seed_statistics import Interval, Scatter, contrast
 
 Terms = tuple[tuple[float, str], ...]
 APART = "begun apart"

@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import wording
+import figure_text
 from atoll import recipes
 from atoll.core.errors import ConfigError
 from atoll.optim.schedules import Cosine
@@ -91,7 +91,7 @@ def report(outcomes: Mapping[str, Outcome], rates: Mapping[float, Outcome], base
     sentences = [sentence(name, outcome, baseline) for name, outcome in outcomes.items() if name != BASELINE]
     return [
         "## Outcome\n\n" + "\n".join(f"- {text}" for text in [*sentences, rates_sentence(rates, own_rate(base))]),
-        f"## Recipes\n\n{wording.RULE} Tokens include those of the warm start.\n\n{_recipes_table(outcomes)}",
+        f"## Recipes\n\n{figure_text.RULE} Tokens include those of the warm start.\n\n{_recipes_table(outcomes)}",
         "## The baseline's learning rate\n\nThe peak of the schedule, after the same warm start; the recipe's own is marked.\n\n"
         + _rates_table(rates, own_rate(base)),
     ]
@@ -99,7 +99,7 @@ def report(outcomes: Mapping[str, Outcome], rates: Mapping[float, Outcome], base
 
 def sentence(name: str, outcome: Outcome, baseline: Outcome) -> str:
     """What a recipe costs and brings against the baseline."""
-    found, verdict = wording.difference_text(outcome.loss, baseline.loss)
+    found, verdict = figure_text.difference_text(outcome.loss, baseline.loss)
     words = {
         "none": f"no difference in loss between these seeds and {BASELINE}'s",
         "lower": f"a lower loss than {BASELINE}",
@@ -107,10 +107,10 @@ def sentence(name: str, outcome: Outcome, baseline: Outcome) -> str:
         "one seed": f"one seed only, so no verdict against {BASELINE}",
     }
     told = f"{words[verdict]} ({found})" if verdict in words else "it diverged"
-    sent, ratio = wording.bytes_text(outcome), wording.bytes_ratio_text(outcome, baseline)
-    tokens = wording.tokens_ratio(outcome, baseline)
+    sent, ratio = figure_text.bytes_text(outcome), figure_text.bytes_ratio_text(outcome, baseline)
+    tokens = figure_text.tokens_ratio(outcome, baseline)
     work = "the same tokens" if tokens == 1 else f"{tokens:.3g} times the tokens" if tokens else "unknown tokens"
-    times = f"{wording.time_text(outcome)} of virtual time against {wording.time_text(baseline)}"
+    times = f"{figure_text.time_text(outcome)} of virtual time against {figure_text.time_text(baseline)}"
     return f"{name}: {told}, with {work}, {sent} sent per island ({ratio} of {BASELINE}'s) and {times}."
 
 
@@ -123,7 +123,7 @@ def rates_sentence(rates: Mapping[float, Outcome], own: float) -> str:
     tried = ", ".join(f"{rate:g}" for rate in rates)
     if best == own:
         return f"Of the learning rates {tried} the recipe's {own:g} gives {BASELINE} the lowest mean loss."
-    found, verdict = wording.difference_text(rates[best].loss, rates[own].loss)
+    found, verdict = figure_text.difference_text(rates[best].loss, rates[own].loss)
     return f"Of the learning rates {tried}, {best:g} gives {BASELINE} a lower mean than the recipe's {own:g}: {found}, {verdict}."
 
 
@@ -133,18 +133,24 @@ def _recipes_table(outcomes: Mapping[str, Outcome]) -> str:
     headings += [f"of {BASELINE}'s", "virtual time", "busy"]
     rows = []
     for name, outcome in outcomes.items():
-        against = ("-", "-") if outcome is baseline else wording.difference_text(outcome.loss, baseline.loss)
-        tokens, sent = wording.tokens_text(outcome, baseline), wording.bytes_text(outcome)
-        costs = [tokens, sent, wording.bytes_ratio_text(outcome, baseline), wording.time_text(outcome), wording.busy_text(outcome)]
-        rows.append([name, *wording.loss_text(outcome), *against, *costs])
+        against = ("-", "-") if outcome is baseline else figure_text.difference_text(outcome.loss, baseline.loss)
+        tokens, sent = figure_text.tokens_text(outcome, baseline), figure_text.bytes_text(outcome)
+        costs = [
+            tokens,
+            sent,
+            figure_text.bytes_ratio_text(outcome, baseline),
+            figure_text.time_text(outcome),
+            figure_text.busy_text(outcome),
+        ]
+        rows.append([name, *figure_text.loss_text(outcome), *against, *costs])
     return markdown_table(headings, rows)
 
 
 def _rates_table(rates: Mapping[float, Outcome], own: float) -> str:
     rows = []
     for rate, outcome in rates.items():
-        against = ("-", "-") if rate == own else wording.difference_text(outcome.loss, rates[own].loss)
-        rows.append([f"{rate:g}" + (" (the recipe's)" if rate == own else ""), *wording.loss_text(outcome), *against])
+        against = ("-", "-") if rate == own else figure_text.difference_text(outcome.loss, rates[own].loss)
+        rows.append([f"{rate:g}" + (" (the recipe's)" if rate == own else ""), *figure_text.loss_text(outcome), *against])
     return markdown_table(["learning rate", "val loss", "least to greatest", "against the recipe's", "verdict"], rows)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ablations import DEFAULT, Group
 from cells import Row
-from groups import DEFAULT, Group
 from workload import Workload
 
 DILOCO, DDP = "demo-diloco", "demo-ddp"

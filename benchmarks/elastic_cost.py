@@ -21,9 +21,8 @@ from statistics import median
 from typing import Any
 
 from elastic_runs import Size, deaths_in, killed, kills_at, round_times
-from page import fill
 from progress import Watch
-from record import Record, default_path, markdown_table, script
+from record import Record, default_path, fill, markdown_table, script
 
 MOST_COST, MOST_DELAY_S = 0.03, 2.0
 HEAVY = {elastic: f"heavy, {'elastic' if elastic else 'plain'}" for elastic in (True, False)}

@@ -21,18 +21,16 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-import wording
+import figure_text
+from ablations import DEFAULT, Group, brief_table, table
 from async_demo import curves_figure
 from atoll.core.errors import ConfigError
 from atoll.runs.run import Run
 from atoll.telemetry.plot_style import save_figure
 from cells import Outcome, Row, carry_out, key_of
 from claims import Claim, claims_section
-from groups import DEFAULT, Group, brief_table, table
-from page import fill
-from record import Record, default_path
-from spread import Sample, Scatter, scatter
-from texts import same_texts
+from record import Record, default_path, fill, same_texts
+from seed_statistics import Sample, Scatter, scatter
 from workload import Workload
 
 P = TypeVar("P", bound="OnGpu")
@@ -182,7 +180,7 @@ class Evidence(Generic[P]):
         missing = sum(label not in outcomes for group in groups for label in group.rows)
         told = self.introduction(plan, outcomes[DEFAULT])
         waiting = [f"**{missing} rows have not been run yet.**"] if missing else []
-        again = f"{self.reading}\n\n```\n{outcomes[DEFAULT].row.command}\n```\n\n{wording.RULE}"
+        again = f"{self.reading}\n\n```\n{outcomes[DEFAULT].row.command}\n```\n\n{figure_text.RULE}"
         claimed = self._claimed(plan, outcomes)
         sections = [f"## What was run\n\n{told}\n\n{again}", *waiting]
         sections += [*(_risen(table(group, outcomes, self.share)) for group in shown), claimed]

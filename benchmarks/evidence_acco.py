@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ablations import DEFAULT, Group
 from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure
 from cells import Outcome, Row
 from claims import Claim, higher
 from evidence import Evidence, OnGpu
-from groups import DEFAULT, Group
+from figure_text import decoder_text, time_ratio
 from record import markdown_table, script
-from wording import decoder_text, time_ratio
 
 DDP, ZERO1, ACCO, DPU, WP = "DDP", "ZeRO-1", "ACCO", "DPU", "WP"
 RECIPES = {DDP: "demo-ddp", ZERO1: "demo-zero1", ACCO: "demo-acco", DPU: "demo-dpu", WP: "demo-wp"}

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ablations import DEFAULT, Group, mild
 from async_rows import ASYNC, DDP, DELAYED, DILOCO, NAIVE, SYNC, pair
 from cells import Row
 from evidence import Evidence, OnGpu, plot_curves
-from evidence_async_told import at, claims, introduction, timed
-from groups import DEFAULT, Group, mild
+from evidence_async_report import at, claims, introduction, timed
 from record import script
 
 SAME_TOKENS = 0.015

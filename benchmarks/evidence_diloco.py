@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ablations import DEFAULT, Group, mild
 from cells import Row
 from diloco_rows import DDP, DILOCO, pools, pruning
 from evidence import Evidence
-from evidence_diloco_besides import batches, longer_runs, milder_rule, milder_shards, outer_rules, rates, sizes
-from evidence_diloco_plan import Plan, plan
-from evidence_diloco_told import DILOCO_ROW, ONE, claims, introduction, plot
-from groups import DEFAULT, Group, mild
+from evidence_diloco_report import DILOCO_ROW, ONE, claims, introduction, plot
+from evidence_diloco_rows import Plan, batches, longer_runs, milder_rule, milder_shards, outer_rules, plan, rates, sizes
 from record import script
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import evidence_acco
 import evidence_async
 import evidence_diloco
-import wording
+import figure_text
+from ablations import mild
 from async_rows import DELAYED, NAIVE, SYNC
 from atoll.core.errors import ConfigError
 from atoll.data.text import Text
 from cells import Outcome, Row
 from evidence import Evidence
-from evidence_diloco_told import DILOCO_ROW, ONE
-from groups import mild
+from evidence_diloco_report import DILOCO_ROW, ONE
 from record import RECORDS, Record, has_marks, markdown_table, replace_between, script
 
 MARKER = "evidence_headline"
@@ -102,7 +102,7 @@ def headline_table(found: Sequence[tuple[Study, Mapping[str, Outcome]]]) -> str:
         for label, words in study.rows.items():
             if label in outcomes:
                 outcome = outcomes[label]
-                rows.append([words, _loss(outcome), wording.bytes_text(outcome), wording.time_text(outcome)])
+                rows.append([words, _loss(outcome), figure_text.bytes_text(outcome), figure_text.time_text(outcome)])
     return markdown_table(["", "validation loss", "sent per island", "virtual time"], rows)
 
 
@@ -110,7 +110,7 @@ def _loss(outcome: Outcome) -> str:
     """To as many digits as seeds tell apart."""
     loss = outcome.loss
     if loss is None:
-        return wording.loss_text(outcome)[0]
+        return figure_text.loss_text(outcome)[0]
     return f"{loss.mean:.3f}" + (f" ± {loss.std:.3f}" if loss.std is not None else "")
 
 

@@ -31,14 +31,12 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_bytes, human_count
 from gpu_device import free_bytes, is_cuda, product_flops_per_s, tidy
-from gpu_found import MATRIX, Found, Measured, bare_key, matrix_key
 from gpu_loops import Bare, Subject, islands_measured
 from gpu_plan import FLOPS_FORMULA, PRESETS, Cell, Plan, Shape, plan_of, quick_plan, sizes_given
-from gpu_plot import figure
-from gpu_tables import sections_of
-from page import fill
+from gpu_report import figure, sections_of
+from gpu_results import MATRIX, Found, Measured, bare_key, matrix_key
 from progress import Watch
-from record import Record, default_path, script
+from record import Record, default_path, fill, script
 
 
 class Measuring:

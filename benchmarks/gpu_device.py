@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from timing import timed
+from progress import timed
 
 
 def is_cuda(device: str) -> bool:

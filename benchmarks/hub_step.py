@@ -31,9 +31,8 @@ from atoll.optim.sgd import SGD, Nesterov
 from atoll.optim.staleness import DelayCompensation, Polynomial
 from atoll.replica.local_replica import torch_threads
 from atoll.telemetry.units import human_count
-from progress import Watch
+from progress import Watch, timed
 from record import Record, default_path, markdown_table, script
-from timing import timed
 
 ARRIVALS = 4
 """Of a window."""

@@ -27,11 +27,10 @@ import torch.distributed as dist
 from atoll.models.gpt import GPT
 from atoll.telemetry.units import human_count, human_percent
 from atoll.testing.processes import processes
-from outer_ours import PARTS, OuterStep
-from progress import Watch
+from outer_atoll import PARTS, OuterStep
+from progress import Watch, timed
 from record import Record, default_path, markdown_table, script
-from slow_peers import Seat, Torchft
-from timing import timed
+from slow_baselines import Seat, Torchft
 
 MODEL, VOCAB = GPT(layers=12, width=576, heads=9, head_size=64), 4096
 SMALL = GPT(layers=2, width=32, heads=2, head_size=16)

@@ -1,8 +1,11 @@
-"""How far a benchmark is, on standard error: a bar on a terminal, lines at a bearable pace elsewhere."""
+"""Progress of a benchmark on standard error, and the time that a function takes."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 from atoll.telemetry.console import new_display
 
@@ -48,3 +51,13 @@ class Watch:
             if kind is None:
                 self._display.finish("cells")
             self._display.close()
+
+
+T = TypeVar("T")
+
+
+def timed(do: Callable[[], T]) -> tuple[float, T]:
+    """Seconds, and what came of it."""
+    start = time.perf_counter()
+    result = do()
+    return time.perf_counter() - start, result

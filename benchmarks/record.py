@@ -19,10 +19,12 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError
+from atoll.data.prepare import is_prepared, open_prepared
 from atoll.runs.folder import source, write_text
 
 RECORDS = Path(__file__).resolve().parent / "records"
@@ -194,3 +196,51 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"line {number} of {path} is not a cell ({error!r}). Restore it, or remove that line.") from error
     return cells
+
+
+def fill(page: Path | None, marker: str, sections: Sequence[str], record: Record) -> bool:
+    """Puts the sections, all but the commands, between the page's marks, with a link to the record and its plot. False without a
+    page."""
+    if page is None:
+        return False
+    place = relpath(record.path, page.parent)
+    shown = [demoted(section) for section in sections if not section.startswith("## Commands")]
+    plot = [f"![what the record found]({place}/{record.plot.name})"] if record.plot.exists() else []
+    return replace_between(page, marker, "\n\n".join([f"[The record]({place}/README.md).", *shown, *plot]))
+
+
+def demoted(section: str) -> str:
+    """A section whose headings are one level lower.
+
+    >>> demoted("## Outcome\\n\\nGood: a ## within a line stays.")
+    '### Outcome\\n\\nGood: a ## within a line stays.'
+    """
+    return "\n".join(f"#{line}" if line.startswith("##") else line for line in section.split("\n"))
+
+
+_FACTS = ("vocab_size", "tokenizer_digest", "text_bytes", "train", "validation", "domains")
+
+
+def same_texts(record: Record, folders: Mapping[str, Path]) -> None:
+    """Writes down which texts these folders hold, in `text.json`, or makes sure that they are those of the record.
+
+    Raises:
+        ConfigError: a folder holds another text, or none where the record knows none either.
+    """
+    path = record.path / "text.json"
+    known: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    for name, folder in folders.items():
+        if not is_prepared(folder):
+            if name in known:  # tables can be made of what is there
+                continue
+            raise ConfigError(
+                f"--{name} {folder}: this is no prepared text. Make one with: atoll data prepare CORPUS --out {folder}"
+            )
+        meta = open_prepared(folder).meta
+        found = {fact: meta[fact] for fact in _FACTS}
+        if known.setdefault(name, found) != found:
+            raise ConfigError(
+                f"--{name} {folder} holds another text than the record {record.path} was made with: {found}, not {known[name]}. "
+                f"Give that text, or another --record."
+            )
+    path.write_text(json.dumps(known, indent=2) + "\n", "utf-8")

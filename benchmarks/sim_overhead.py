@@ -22,8 +22,7 @@ from cells import key_of
 from progress import Watch
 from record import Record, default_path, markdown_table, script
 from sim_memory import MUST_HOLD_BYTES, measure
-from sim_outer import COPY, DELTA, MEAN, UPDATE, OuterStep
-from sim_speed import SIMULATED, Contest, SpeedPlan
+from sim_speed import COPY, DELTA, MEAN, SIMULATED, UPDATE, Contest, OuterStep, SpeedPlan
 
 FEW, MANY = 4, 8  # islands, for memory
 

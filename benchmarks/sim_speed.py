@@ -22,12 +22,18 @@ import torch
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.flat_tree import Tree
+from atoll.core.pytree import recycle
 from atoll.engines.build import TextWorkload, island_workload, loss_of, replica_of
+from atoll.engines.simulator.collectives import weighted_mean
 from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import at
+from atoll.optim.sgd import Nesterov
+from atoll.replica.local_replica import torch_threads
 from atoll.runs.run import Run, candidates
 from atoll.telemetry.event_log import JsonlSink
+from progress import timed
 
 SIMULATED = "simulated DiLoCo"
 ONE_BY_ONE, THREADS, PROCESSES = "bare, one after the other", "bare, in threads", "bare, in processes"
@@ -156,3 +162,37 @@ def bare_loop(plan: SpeedPlan, island: int, steps: int) -> float:
         optimizer.zero_grad()
         losses.append(loss.detach())
     return float(torch.stack(losses).mean())
+
+
+COPY, DELTA, MEAN, UPDATE = "copy", "delta", "mean", "update"
+
+
+class OuterStep:
+    """The weights of some islands, and an outer rule over them.
+
+    Args:
+        model: whose weights.
+        vocab_size: of the model.
+        islands: how many.
+    """
+
+    def __init__(self, model: GPT, vocab_size: int, islands: int) -> None:
+        self.params = Tree.of(model.build(vocab_size, seq_len=8, seed=0))
+        self.islands = islands
+        self._rule = Nesterov(lr=0.7, momentum=0.9)
+        self._state = self._rule.init(self.params)
+        self._weights = [self.params * (1 + 1e-3 * (island + 1)) for island in range(islands)]
+        self._buffer = torch.empty_like(self.params.flat)
+
+    def seconds(self) -> dict[str, float]:
+        """One measurement of each part, on one thread: the deltas of all islands, their mean, one update."""
+        with torch_threads(1):
+            taken, _ = timed(lambda: self._buffer.copy_(self.params.flat))
+            times = {COPY: taken}
+            times[DELTA], deltas = timed(lambda: [self.params - weights for weights in self._weights])
+            times[MEAN], mean = timed(lambda: weighted_mean(deltas, [1.0] * self.islands))
+            times[UPDATE], after = timed(lambda: self._rule.update(self.params, mean, self._state))
+        # As an engine does between two rounds: what nobody holds any more is used again.
+        recycle([deltas, mean, self.params, self._state], [after])
+        self.params, self._state = after
+        return times

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from atoll.testing.namespaces import Counters
+from slow_atoll import ALGORITHMS, Exchange, Ours
+from slow_baselines import TorchDDP, TorchftDiLoCo
 from slow_island import Loop, Meeting, Spec, step_alone
-from slow_ours import ALGORITHMS, Exchange, Ours
-from slow_peers import TorchDDP, TorchftDiLoCo
 from slow_probe import probe
 
 OURS = {f"atoll {name}": name for name in ALGORITHMS}

@@ -23,9 +23,8 @@ from statistics import fmean, median
 from typing import Any
 
 from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure
-from page import fill
 from progress import Watch
-from record import Record, default_path, markdown_table, script
+from record import Record, default_path, fill, markdown_table, script
 from soak_run import KINDS, UPDATE_FAULTS, Soak, carried_out
 
 LEAST_SUCCEEDED, LEAST_PARTICIPATING, MOST_APART = 0.90, 7 / 8, 0.05

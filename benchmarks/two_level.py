@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import wording
+import figure_text
 from async_demo import curves_figure
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_bytes, human_count, human_percent
-from cells import Outcome, Row, carry_out
-from options import seeds_parser
-from page import fill
-from record import Record, default_path, markdown_table, script
+from cells import Outcome, Row, carry_out, seeds_parser
+from record import Record, default_path, fill, markdown_table, script
 
 TWO = "demo-two-level"
 ZERO1_INSIDE, DILOCO, FLAT = f"{TWO}, ZeRO-1 inside", "DiLoCo alone, 8 islands", "ZeRO-1 alone, a flat ring of 8"
@@ -86,7 +84,7 @@ def report(outcomes: Mapping[str, Outcome]) -> list[str]:
     lines = [told[0], flat_line(outcomes), *told[1:], same_work_line(outcomes), dropped_line(outcomes)]
     return [
         "## Outcome\n\n" + "\n".join(f"- {line}" for line in lines),
-        f"## Rows\n\n{wording.RULE} Over the slow line: payload that each island's line carries; of a ring of equals, what one "
+        f"## Rows\n\n{figure_text.RULE} Over the slow line: payload that each island's line carries; of a ring of equals, what one "
         f"device sends, since of the devices of an island, which are neighbours there, one sends to the next island. Inside: "
         f"payload per device over the lines within its island. One ring between islands: what ZeRO-1 would take that reduces "
         f"inside first, if the lines inside cost nothing; an island reads the batches of its devices as one, also in the warm "
@@ -100,19 +98,18 @@ def sentence(label: str, outcomes: Mapping[str, Outcome]) -> str:
     mine, other = outcomes[TWO], outcomes[label]
     if mine.loss is None or other.loss is None:
         return f"{TWO if mine.loss is None else label} diverged."
-    found, verdict = wording.difference_text(mine.loss, other.loss)
-    time = (
-        f"{wording.time_ratio_text(mine, other)} of its virtual time ({wording.time_text(mine)} against {wording.time_text(other)})"
-    )
+    found, verdict = figure_text.difference_text(mine.loss, other.loss)
+    times = f"{figure_text.time_text(mine)} against {figure_text.time_text(other)}"
+    time = f"{figure_text.time_ratio_text(mine, other)} of its virtual time ({times})"
     return (
-        f"Against {label}: {TWO} takes {time}, sends {wording.bytes_ratio_text(mine, other)} of its bytes over the slow lines, and "
-        f"ends {found} from its loss (verdict: {verdict})."
+        f"Against {label}: {TWO} takes {time}, sends {figure_text.bytes_ratio_text(mine, other)} of its bytes over the slow lines, "
+        f"and ends {found} from its loss (verdict: {verdict})."
     )
 
 
 def flat_line(outcomes: Mapping[str, Outcome]) -> str:
     """How much the flat ring costs ZeRO-1, which two levels have no part in."""
-    ratio = wording.time_ratio(outcomes[FLAT], outcomes[BETWEEN])
+    ratio = figure_text.time_ratio(outcomes[FLAT], outcomes[BETWEEN])
     if ratio is None:
         return "ZeRO-1 alone diverged."
     return (
@@ -146,9 +143,14 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
     headings += ["over the slow line", "inside", "busy"]
     rows = []
     for label, outcome in outcomes.items():
-        against = ("-", "-") if outcome is mine else wording.difference_text(mine.loss, outcome.loss)
-        costs = [wording.time_text(outcome), wording.bytes_text(outcome), inside_text(outcome), wording.busy_text(outcome)]
-        rows.append([label, *wording.loss_text(outcome), *against, wording.tokens_text(outcome, mine), *costs])
+        against = ("-", "-") if outcome is mine else figure_text.difference_text(mine.loss, outcome.loss)
+        costs = [
+            figure_text.time_text(outcome),
+            figure_text.bytes_text(outcome),
+            inside_text(outcome),
+            figure_text.busy_text(outcome),
+        ]
+        rows.append([label, *figure_text.loss_text(outcome), *against, figure_text.tokens_text(outcome, mine), *costs])
     return markdown_table(headings, rows)
 
 

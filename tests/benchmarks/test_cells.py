@@ -22,7 +22,7 @@ def test_a_run_that_diverges_is_recorded_and_spoils_its_row_alone(b, small, line
     found = b.cells.carry_out([good, bad], [0], b.record.Record(tmp_path), "", quiet=True)
     assert found[good].loss is not None
     assert found[bad].loss is None
-    assert b.wording.loss_text(found[bad])[0] == "diverged (1 of 1 seeds)"
+    assert b.figure_text.loss_text(found[bad])[0] == "diverged (1 of 1 seeds)"
     assert len(lines_of(tmp_path)) == 2
 
 

@@ -17,8 +17,8 @@ def test_claims_are_judged_by_the_cells(b):
     assert b.claims.judged(claim, {"A": low}) is None
     alone = {"A": outcome(b, 1.0), "B": outcome(b, 2.0)}
     for std, verdict in ((0.1, "holds here"), (1.0, "within the spread")):
-        assert f"**{verdict}** (one seed): A ends below B." in b.claims.judged(claim, alone, b.spread.Scatter(std, 4))
-    assert "no verdict" in b.claims.judged(b.claims.unlike(claim), alone, b.spread.Scatter(0.1, 4)), "of other rows"
+        assert f"**{verdict}** (one seed): A ends below B." in b.claims.judged(claim, alone, b.seed_statistics.Scatter(std, 4))
+    assert "no verdict" in b.claims.judged(b.claims.unlike(claim), alone, b.seed_statistics.Scatter(0.1, 4)), "of other rows"
 
 
 def test_rows_that_began_with_other_weights_are_marked_and_that_is_explained(b):
@@ -30,7 +30,7 @@ def test_rows_that_began_with_other_weights_are_marked_and_that_is_explained(b):
         )
 
     def told(one, two):
-        return b.claims.claims_section([claim], {"A": one, "B": two}, b.spread.Scatter(0.1, 4))
+        return b.claims.claims_section([claim], {"A": one, "B": two}, b.seed_statistics.Scatter(0.1, 4))
 
     claim = b.claims.lower("A ends below B.", "A", "B")
     for one, two, marked in [
@@ -48,7 +48,7 @@ def test_rows_that_began_with_other_weights_are_marked_and_that_is_explained(b):
 
 
 def test_other_tokens_are_told_in_the_verdict(b):
-    group = b.groups.Group(name="x", title="x", note="x", rows={})
+    group = b.ablations.Group(name="x", title="x", note="x", rows={})
     outcomes = {"default": outcome(b, 1.0, 1.1), "same": outcome(b, 2.0, 2.1), "more": outcome(b, 2.0, 2.1, tokens=200)}
-    told = {label: b.groups.compared(group, label, outcomes)[2] for label in outcomes}
+    told = {label: b.ablations.compared(group, label, outcomes)[2] for label in outcomes}
     assert told == {"default": "-", "same": "higher", "more": "higher, at ×2 tokens"}

@@ -169,23 +169,23 @@ def outcome(b, loss, time_s=1.0, seeds=3):
 
 
 def test_a_page_has_losses_and_differences_and_the_record_all_the_rest(b):
-    outcomes = {name: outcome(b, loss) for name, loss in {"one": 2.0, "two": 3.0, b.groups.DEFAULT: 2.0}.items()}
-    group = b.groups.Group(name="x", title="X", note="Why.", rows={name: outcomes[name].row for name in ("one", "two")})
-    whole, brief = b.groups.table(group, outcomes), b.groups.brief_table(group, outcomes)
+    outcomes = {name: outcome(b, loss) for name, loss in {"one": 2.0, "two": 3.0, b.ablations.DEFAULT: 2.0}.items()}
+    group = b.ablations.Group(name="x", title="X", note="Why.", rows={name: outcomes[name].row for name in ("one", "two")})
+    whole, brief = b.ablations.table(group, outcomes), b.ablations.brief_table(group, outcomes)
     assert "| two | `train.steps=4` | 3.0100 ± 0.0100 | 3.0000 to 3.0200 | default | +1.0000" in whole
     assert brief.splitlines()[4] == "| row | val loss | minus default | tokens | sent | virtual time |"
     assert "| two | 3.0100 ± 0.0100 | +1.0000 [+1.0000, +1.0000] | 100 | 5 B | " in brief
 
 
 def test_a_page_names_what_each_row_is_compared_with_where_that_differs(b):
-    outcomes = {name: outcome(b, loss, seeds=1) for name, loss in {"a": 1.0, "b": 2.0, "c": 4.0, b.groups.DEFAULT: 1.0}.items()}
+    outcomes = {name: outcome(b, loss, seeds=1) for name, loss in {"a": 1.0, "b": 2.0, "c": 4.0, b.ablations.DEFAULT: 1.0}.items()}
     rows = {name: outcomes[name].row for name in "abc"}
-    group = b.groups.Group(name="x", title="X", note="", rows=rows, against={"b": "a", "c": "b"})
-    brief = b.groups.brief_table(group, outcomes)
+    group = b.ablations.Group(name="x", title="X", note="", rows=rows, against={"b": "a", "c": "b"})
+    brief = b.ablations.brief_table(group, outcomes)
     assert "| a | 1.0000 † | - |" in brief
     assert "| b | 2.0000 † | +1.0000 to a |" in brief
     assert "| c | 4.0000 † | +2.0000 to b |" in brief
-    assert "1.0000 | - | - |" in b.groups.table(group, outcomes), "a single seed has no range"
+    assert "1.0000 | - | - |" in b.ablations.table(group, outcomes), "a single seed has no range"
 
 
 def test_lines_are_told_in_seconds_an_update_and_where_hiding_pays(b):
@@ -209,7 +209,7 @@ def test_lines_are_told_in_seconds_an_update_and_where_hiding_pays(b):
 
 
 def test_rows_that_sent_nothing_are_not_drawn_and_labels_lie_within_the_axes(b, tmp_path, monkeypatch):
-    told, plan = b.evidence_diloco_told, b.evidence_diloco.plan(False)
+    told, plan = b.evidence_diloco_report, b.evidence_diloco.plan(False)
     losses = {"one worker": 5.0, "H=50": 4.2, "H=500": 4.7, plan.batch: 4.0}
     outcomes = {label: outcome(b, loss) for label, loss in losses.items()}
     sent = {"H=50": 5e9, "H=500": 5e8, plan.batch: 3e11}

@@ -146,7 +146,7 @@ def test_a_cell_that_would_not_fit_is_skipped_with_a_line(b, tmp_path):
     failed, lines = measure(b, tmp_path, plan, room=lambda device: 1_000)
     assert not failed
     assert [line["skipped"].split(", and ")[1] for line in lines[2:]] == ["1.00 kB are free"] * 6
-    told = "\n".join(b.gpu_tables.sections_of(plan, b.gpu_found.Found(plan, b.record.Record(tmp_path)), "a CPU"))
+    told = "\n".join(b.gpu_report.sections_of(plan, b.gpu_results.Found(plan, b.record.Record(tmp_path)), "a CPU"))
     assert told.count("would take about") == 6
 
 
@@ -216,7 +216,7 @@ def test_all_ways_train_the_same_islands_from_the_same_weights_on_the_same_batch
 
 @pytest.mark.parametrize(("way", "how", "rows"), [("recorded", "stacked", 1), ("stacked", "stacked", 4), ("auto", "auto", 4)])
 def test_a_recorded_way_is_a_stack_of_one_row_and_auto_may_stack_all(b, monkeypatch, way, how, rows):
-    monkeypatch.setattr(b.gpu_loops, "Together", lambda how, rows, loss, **rest: (how, rows))
+    monkeypatch.setattr(b.gpu_loops, "BatchedCompute", lambda how, rows, loss, **rest: (how, rows))
     subject = subject_of(b)
     cell = b.gpu_plan.Cell(shape=subject.shape, islands=4, way=way, inner_steps=2, turns=2)
     assert b.gpu_loops.together_of(cell, subject, print) == (how, rows)

@@ -98,7 +98,7 @@ def told(b, path, plan=None, shares=((1.0,) * 3,) * 2, gain=2.0, chosen="stacked
     """Verdicts over made-up seconds: islands that reach these shares of the bare loop with k=4 and k=8, and a stack of that gain.
     What is given more belongs to cells of a way."""
     plan, record = plan or b.gpu_plan.quick_plan(), b.record.Record(path)
-    record.add(b.gpu_found.matrix_key(plan.matrix), {"flops_per_s": 1e9})
+    record.add(b.gpu_results.matrix_key(plan.matrix), {"flops_per_s": 1e9})
     for cells in plan.groups.values():
         for cell in cells:
             plain = {4: shares[0], 8: shares[1]}.get(cell.islands, (1.0,) * 3)
@@ -106,7 +106,7 @@ def told(b, path, plan=None, shares=((1.0,) * 3,) * 2, gain=2.0, chosen="stacked
             about = {"chosen": {"way": chosen, "why": "so it is"}} if cell.way == "auto" else {}
             line = islands_line(cell, shares=[times * share for share in plain], **about)
             record.add(cell.key, {**line, **more.get(cell.way, {})})
-    return b.gpu_verdicts.verdicts(b.gpu_found.Found(plan, record))
+    return b.gpu_report.verdicts(b.gpu_results.Found(plan, record))
 
 
 def line_with(lines, words):
@@ -198,7 +198,7 @@ def test_an_older_record_without_losses_runs_and_products_has_its_tables(b, tmp_
     record = b.record.Record(tmp_path)
     for cell in (cell for cells in plan.groups.values() for cell in cells):
         record.add(cell.key, {**record[cell.key], "peak_bytes": 5, "begin_bytes": 7})
-    sections = "".join(b.gpu_tables.sections_of(plan, b.gpu_found.Found(plan, record), "a device"))
+    sections = "".join(b.gpu_report.sections_of(plan, b.gpu_results.Found(plan, record), "a device"))
     assert "On a device, in one process or in several, one after the other. " in sections
     assert "the fastest of some turns: 0.001 TFLOP/s" in sections
     assert "recorded pass works in counts there alone" in sections
@@ -210,14 +210,14 @@ def test_a_record_is_told_whole_whatever_is_planned_now(b, tmp_path):
     then = b.gpu_plan.plan_of(["m20", "m400"], {"m400": 8}, inner_steps=10, turns=3, islands=[4])
     now = b.gpu_plan.plan_of(["m400"], {}, inner_steps=25, turns=3, islands=[4])
     record = b.record.Record(tmp_path)
-    record.add(b.gpu_found.matrix_key(then.matrix), {"flops_per_s": 1e9})
+    record.add(b.gpu_results.matrix_key(then.matrix), {"flops_per_s": 1e9})
     cells = [cell for cells in then.groups.values() for cell in cells if cell.way != "auto"]
     for cell in cells:
         record.add(cell.key, islands_line(cell, peak_bytes=5, begin_bytes=7))
     record.add(cells[0].key.replace("m20", "m30"), {"bare_s": []})  # a model that is in no plan
-    found = b.gpu_found.Found(now, record)
+    found = b.gpu_results.Found(now, record)
     assert [one.cell for one in found.all_measured()] == cells
-    sections = "".join(b.gpu_tables.sections_of(now, found, "a device"))
+    sections = "".join(b.gpu_report.sections_of(now, found, "a device"))
     assert sections.count("| 5 B | 7 B |") == len(cells)
     assert "m400, 8 x 1024: DiLoCo trains 1.000 " in sections
     assert "Not measured yet, as it is planned now: m400, 16 x 1024; m20, 2 x 256; " in sections
@@ -226,7 +226,7 @@ def test_a_record_is_told_whole_whatever_is_planned_now(b, tmp_path):
 def test_utilisation_is_flops_of_the_tokens_over_those_of_the_matrix_product(b, tmp_path):
     told(b, tmp_path)
     plan = b.gpu_plan.quick_plan()
-    found = b.gpu_found.Found(plan, b.record.Record(tmp_path))
+    found = b.gpu_results.Found(plan, b.record.Record(tmp_path))
     (shape, cells), *_ = plan.presets.items()
     one = found.measured(cells[0])
     assert one.tokens_per_s == shape.bare_steps * shape.tokens
@@ -236,20 +236,20 @@ def test_utilisation_is_flops_of_the_tokens_over_those_of_the_matrix_product(b, 
 
 def test_utilisation_is_against_the_product_of_the_cells_own_run_then_of_the_bare_loops_then_of_the_first(b, tmp_path):
     plan, record = b.gpu_plan.quick_plan(), b.record.Record(tmp_path)
-    record.add(b.gpu_found.matrix_key(plan.matrix), {"flops_per_s": 1e9})
+    record.add(b.gpu_results.matrix_key(plan.matrix), {"flops_per_s": 1e9})
     (shape, (first, second, *_)), (small, (third, *_)) = plan.groups.items()
     bytes_of = {"peak_bytes": None, "begin_bytes": None}
-    record.add(b.gpu_found.bare_key(shape, plan.turns), {"bare_s": [1.0] * 3, **bytes_of, "product_flops_per_s": 2e9})
+    record.add(b.gpu_results.bare_key(shape, plan.turns), {"bare_s": [1.0] * 3, **bytes_of, "product_flops_per_s": 2e9})
     record.add(first.key, {**islands_line(first), **bytes_of, "product_flops_per_s": 4e9})
     record.add(second.key, {**islands_line(second), **bytes_of})
     record.add(third.key, {**islands_line(third), **bytes_of})
-    found = b.gpu_found.Found(plan, record)
+    found = b.gpu_results.Found(plan, record)
     for cell, product in ((first, 4e9), (second, 2e9), (third, 1e9)):
         one = found.measured(cell)
         assert found.mfu(one) == pytest.approx(one.tokens_per_s * cell.shape.flops_per_token / product)
     assert found.bare_mfu(shape) == pytest.approx(shape.bare_steps * shape.tokens * shape.flops_per_token / 2e9)
     assert found.bare_mfu(small) is None
-    told_of = "".join(b.gpu_tables.sections_of(plan, found, "a device"))
+    told_of = "".join(b.gpu_report.sections_of(plan, found, "a device"))
     assert "Measured in a later process, in which the matrix product reached 0.002 TFLOP/s and 0.004 TFLOP/s." in told_of
     assert told_of.count("in a later process") == 1
     assert "Large batches are not stacked: they fill the device." in told_of

@@ -40,7 +40,7 @@ def test_islands_that_fail_are_a_cell_with_an_error(b, namespaces):
     with namespaces.linked_pair() as islands:
         spec = b.slow_link.QUICK.spec(islands, ["atoll DDP"], (1, 1), None)
         specs = [b.slow_link.replace(spec, rank=rank, inner_steps=0, methods=["atoll DiLoCo"]) for rank in range(2)]
-        (found,) = b.slow_cells.carried_out(islands, specs, limit_s=60.0)
+        (found,) = b.slow_link.carried_out(islands, specs, limit_s=60.0)
     assert found["error"].startswith("ConfigError: inner_steps=0")
 
 
@@ -54,7 +54,7 @@ def test_without_namespaces_the_benchmark_says_why_and_leaves_nothing(b, tmp_pat
 def test_predictions_are_the_formulas(b):
     params, measured = 1000, {"inner_steps": 7, "step_s": 0.5, "mbit_per_s": 0.064, "latency_s": 0.25}
     exchange_s = 2 * (0.25 + 2000 * 8 / 0.064e6)
-    found = {name: b.slow_sim.predicted_s(name, params=params, **measured) for name in b.slow_ours.ALGORITHMS}
+    found = {name: b.slow_simulator.predicted_s(name, params=params, **measured) for name in b.slow_atoll.ALGORITHMS}
     expected = {"DDP": 0.5 + exchange_s, "ZeRO-1": 0.5 + exchange_s, "DiLoCo": 3.5 + exchange_s, "ACCO": 2 * exchange_s}
     assert found == pytest.approx(expected)
 
@@ -62,8 +62,8 @@ def test_predictions_are_the_formulas(b):
 def test_what_is_computed_does_not_change_the_virtual_time(b):
     real = b.slow_island.workload_of(b.slow_link.QUICK.spec([SimpleNamespace(device="", address="")], [], (1, 1), None))
     cluster = Cluster(islands=2, step_time_s=(0.5,), link=Link(latency_s=0.01, bandwidth_mbit_per_s=3.0))
-    weighing = b.slow_sim.Weighing(b.slow_link.QUICK.params)
-    for make in b.slow_ours.ALGORITHMS.values():
+    weighing = b.slow_simulator.Weighing(b.slow_link.QUICK.params)
+    for make in b.slow_atoll.ALGORITHMS.values():
         algorithm = make(2)
         times_s = [
             simulate(algorithm, steps=4, workload=workload, cluster=cluster, evaluate_every=4).finished.virtual_time_s

@@ -7,25 +7,25 @@ import pytest
 def test_the_interval_is_the_paired_t_interval(b, ours):
     stats = pytest.importorskip("scipy.stats")
     theirs = tuple(value + 0.1 * (-1) ** at + 0.01 * at for at, value in enumerate(ours))
-    found = b.spread.difference(b.spread.Sample(ours), b.spread.Sample(theirs))
+    found = b.seed_statistics.difference(b.seed_statistics.Sample(ours), b.seed_statistics.Sample(theirs))
     expected = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), rel=2e-3)
 
 
 def test_what_all_seeds_share_does_not_hide_a_difference(b):
-    ours, theirs = b.spread.Sample((1.0, 5.0, 9.0)), b.spread.Sample((1.1, 5.1, 9.11))
-    assert b.spread.verdict(b.spread.difference(ours, theirs)) == "lower"
-    assert b.spread.verdict(b.spread.difference(theirs, ours)) == "higher"
-    assert b.spread.verdict(b.spread.difference(ours, ours)) == "none"
+    ours, theirs = b.seed_statistics.Sample((1.0, 5.0, 9.0)), b.seed_statistics.Sample((1.1, 5.1, 9.11))
+    assert b.seed_statistics.verdict(b.seed_statistics.difference(ours, theirs)) == "lower"
+    assert b.seed_statistics.verdict(b.seed_statistics.difference(theirs, ours)) == "higher"
+    assert b.seed_statistics.verdict(b.seed_statistics.difference(ours, ours)) == "none"
 
 
 def test_one_seed_gives_no_verdict(b):
-    one, two = b.spread.Sample((1.0,)), b.spread.Sample((2.0,))
-    assert b.spread.verdict(b.spread.difference(one, two)) == "one seed"
+    one, two = b.seed_statistics.Sample((1.0,)), b.seed_statistics.Sample((2.0,))
+    assert b.seed_statistics.verdict(b.seed_statistics.difference(one, two)) == "one seed"
 
 
 def test_rows_with_one_seed_are_judged_by_what_rows_of_several_scatter(b):
-    spread = b.spread
+    spread = b.seed_statistics
     figures = [spread.Sample((1.0, 2.0, 3.0)), spread.Sample((2.0, 3.0, 4.0))]
     assert spread.scatter(figures).std == pytest.approx(0.0), "rows that differ by the same in every seed do not scatter"
     assert spread.scatter(figures[:1]) is None
@@ -39,7 +39,7 @@ def test_all_rows_of_the_same_work_tell_the_scatter_and_those_of_one_run_tell_it
         return b.cells.Row(recipe="demo-ddp", base=tuple(small), settings=settings)
 
     losses = {
-        b.groups.DEFAULT: ((), (1.0, 2.0, 3.0)),
+        b.ablations.DEFAULT: ((), (1.0, 2.0, 3.0)),
         "the default's own name": (("train.steps=20",), (1.0, 2.0, 3.0)),
         "of a later group": (("train.steps=30",), (2.0, 3.1, 3.9)),
         "one seed": (("train.steps=40",), (7.0,)),
@@ -50,5 +50,5 @@ def test_all_rows_of_the_same_work_tell_the_scatter_and_those_of_one_run_tell_it
         label: b.cells.Outcome(row(*settings), tuple({"val_loss": loss} for loss in found))
         for label, (settings, found) in losses.items()
     }
-    both = [b.spread.Sample((1.0, 2.0, 3.0)), b.spread.Sample((2.0, 3.1, 3.9))]
-    assert b.evidence.common_scatter(outcomes) == b.spread.scatter(both)
+    both = [b.seed_statistics.Sample((1.0, 2.0, 3.0)), b.seed_statistics.Sample((2.0, 3.1, 3.9))]
+    assert b.evidence.common_scatter(outcomes) == b.seed_statistics.scatter(both)

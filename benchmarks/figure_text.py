@@ -1,4 +1,4 @@
-"""Figures over seeds as text, the same in every table."""
+"""Figures over seeds as text, in the same form in every table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from atoll.telemetry.units import human_bytes, human_count, human_fraction, human_percent, human_time, human_times
 from cells import Outcome
-from spread import Interval, Sample, difference, verdict
+from seed_statistics import Interval, Sample, difference, verdict
 
 SAME_TOKENS = 0.001
 """Shares of tokens up to which a difference is not spoken of."""

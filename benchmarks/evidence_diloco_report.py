@@ -1,4 +1,4 @@
-"""What is told of DiLoCo's evidence: the paper's claims, what was run, and a plot."""
+"""The report of DiLoCo's evidence: the paper's claims, what was run, and a plot."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import workload
+from ablations import mild
 from atoll.telemetry.plot_style import new_figure, save_figure
 from cells import Outcome
 from claims import Claim, Terms, alike, costs, lower, unlike
-from groups import mild
-from spread import Sample
-from wording import decoder_text
+from figure_text import decoder_text
+from seed_statistics import Sample
 
 ONE, DILOCO_ROW = "one worker", "DiLoCo"
 Points = Mapping[str, tuple[float, Sample]]

@@ -1,4 +1,4 @@
-"""What is told of asynchronous training's evidence: the paper's claims, what was run, and whether the time is as asked."""
+"""The report of asynchronous training's evidence: the paper's claims, what was run, and a check of the times."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import workload
-from async_claims import pairs, remedies
+from ablations import mild
+from async_ablations import pairs, remedies
 from async_rows import DELAYED, NAIVE, SYNC
 from cells import Outcome
 from claims import Claim, alike, higher, lower, unlike
-from groups import mild
-from wording import decoder_text, time_ratio
+from figure_text import decoder_text, time_ratio
 
 CLOSE, SHARE = 0.02, 1 / 3
 """How close to synchronous training Delayed Nesterov with Dynamic Local Updates is to end, and in what share of its time."""

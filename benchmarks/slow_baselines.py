@@ -1,4 +1,4 @@
-"""Others' ways to train on the same line: torch's DistributedDataParallel, its ZeroRedundancyOptimizer, and torchft's DiLoCo."""
+"""Baselines on the same link: torch's DistributedDataParallel, its ZeroRedundancyOptimizer, and torchft's DiLoCo."""
 
 from __future__ import annotations
 

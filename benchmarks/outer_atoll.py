@@ -1,4 +1,4 @@
-"""An outer step of atoll's DiLoCo between processes, with a clock around its parts."""
+"""An outer step of atoll's DiLoCo between processes, with a timer around each part."""
 
 from __future__ import annotations
 

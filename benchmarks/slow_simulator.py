@@ -16,7 +16,7 @@ from atoll.core.events import RoundFinished
 from atoll.runs.cluster import Cluster
 from atoll.runs.network import Link
 from atoll.testing.simulated_runs import simulate
-from slow_ours import ALGORITHMS
+from slow_atoll import ALGORITHMS
 
 ROUNDS, SETTLED = 4, 2
 """That are simulated, and the first whose end counts: before it ACCO computes a half that nothing is exchanged behind."""

@@ -1,4 +1,4 @@
-"""atoll's algorithms on real processes, a round at a time."""
+"""atoll's algorithms on real processes, one round at a time."""
 
 from __future__ import annotations
 

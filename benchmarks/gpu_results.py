@@ -1,4 +1,4 @@
-"""What a record holds of a plan, and the figures that follow from it."""
+"""The cells that a record holds of a plan, and figures computed from them."""
 
 from __future__ import annotations
 
