@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from atoll.algorithms.async_hub import Hub, Push
+from atoll.algorithms.async_hub import AsyncHub, Push
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.async_scheduler import Dispatch
 from atoll.core.flat_tree import Tree, forget_spare_buffers
@@ -137,7 +137,7 @@ class Bench:
     def _pushes(self, way: Way) -> Iterator[list[float]]:
         """Windows of a hub with as many workers, each of which comes once in a window."""
         algorithm = way.rule if isinstance(way.rule, AsyncLocalSGD) else AsyncLocalSGD(inner_steps=1, outer=way.rule)
-        hub = Hub(algorithm, self._start.copy(), examples=[1], updates=10**9, draw=lambda round: 0.0)
+        hub = AsyncHub(algorithm, self._start.copy(), examples=[1], updates=10**9, draw=lambda round: 0.0)
         rounds = {worker: worker for worker in range(ARRIVALS) if hub.join(worker, 0.0)}
         for now_s in itertools.count(1):
             steps_s = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from atoll.algorithms.async_hub import Applied, Hub, Push, Refusal
+from atoll.algorithms.async_hub import Applied, AsyncHub, Push, Refusal
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.async_scheduler import Closing, Dispatch, Return
 from atoll.core.errors import ConfigError
@@ -27,7 +27,7 @@ def scalar(value):
 
 def hub_of(algorithm, workers=4, params=None, shards=4, updates=10**9):
     """With so many workers sent off at 0."""
-    hub = Hub(algorithm, params or scalar(1.0), examples=[100] * shards, updates=updates, draw=lambda round: 0.5)
+    hub = AsyncHub(algorithm, params or scalar(1.0), examples=[100] * shards, updates=updates, draw=lambda round: 0.5)
     for worker in range(workers):
         hub.join(worker, 0.0)
     return hub

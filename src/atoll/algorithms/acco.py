@@ -11,7 +11,7 @@ and commit start from the same weights and the same optimizer state; the estimat
     paper   theta_t        theta~_t+1   s_t               g~_t, N~_t     g_t + g~_t, N_t + N~_t    Opt
     here    state.params   `estimate`   state.optimizer   state.first    `both`                    self.rule
 
-A gradient is a sum with its weight, which is summed over islands too, so every micro-batch weighs the same, whoever computed it.
+A gradient is a sum with its weight, which is summed over islands too, so every micro-batch weighs the same on every island.
 With `batch="free"` an island goes on with further micro-batches until its exchange is over: a fast one contributes more, and
 none is idle. Per update it sends twice what ZeRO-1 sends. With a fixed batch an update takes max(c, 2m), where computing takes c
 and an exchange m, and ZeRO-1 takes c + m: ACCO pays while the exchange is the shorter of the two. DiLoCo is for longer ones.
@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 from atoll.algorithms.sharded_optimizer import Sharded
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Flight, Gradient, Peers, Replica, Rule, own, sharded, shared, whole_steps
+from atoll.core.protocols import Gradient, Peers, PendingExchange, Replica, Rule, own, sharded, shared, whole_steps
 from atoll.optim.schedules import at
 
 
@@ -110,7 +110,7 @@ class ACCO(Sharded):
         return self._after(state, await commit, both, first, replica, peers)
 
     async def _half(
-        self, replica: Replica, peers: Peers, *, onto: Gradient | None = None, until: Flight[Any] | None = None
+        self, replica: Replica, peers: Peers, *, onto: Gradient | None = None, until: PendingExchange[Any] | None = None
     ) -> Gradient:
         """Half a batch; in the free mode as much more as there is time for until the exchange is over."""
         total = await self.add_up(replica, peers, self.pieces_per_half, pieces=self.pieces, onto=onto)
@@ -125,7 +125,7 @@ class ACCO(Sharded):
             return None
         return await peers.all_gather(self.glance(self._rule_at(state), state.params, state.optimizer, reduced))
 
-    async def _load(self, replica: Replica, estimate: Flight[Tree | None]) -> None:
+    async def _load(self, replica: Replica, estimate: PendingExchange[Tree | None]) -> None:
         """Compute at the estimate from now on, if there is one."""
         weights = await estimate
         if weights is not None:

@@ -1,14 +1,14 @@
-"""The hub: the scheduler together with the weights it hands out. What a real server would be, without its sockets and its clock.
+"""The hub: the scheduler together with the weights that it dispatches. A parameter server without sockets and without a clock.
 
-It applies an update when it is pushed, before it decides who is sent off next, and refuses what it cannot use: from a worker that
+The hub applies an update when it is pushed, before it dispatches workers again. It refuses an update from a worker that
 it does not know, in a round that is over (delivered twice, or by one who was given up), of another shape, or not finite. What is
-refused changes no weight. A worker whose update was unusable is sent off again; a round that came to nothing is put back.
+refused changes no weight. A worker whose update was unusable is dispatched again; the data of a lost round is put back.
 
 >>> import torch
 >>> from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 >>> from atoll.optim.sgd import SGD
 >>> weights = Tree.of({"w": torch.ones(2)})
->>> hub = Hub(AsyncLocalSGD(inner_steps=3, outer=SGD(lr=1.0)), weights, examples=[10], updates=6, draw=lambda round: 0.0)
+>>> hub = AsyncHub(AsyncLocalSGD(inner_steps=3, outer=SGD(lr=1.0)), weights, examples=[10], updates=6, draw=lambda round: 0.0)
 >>> [first] = hub.join(0, now_s=0.0)
 >>> first.steps, first.work.start
 (3, 0)
@@ -54,7 +54,7 @@ class Applied(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """An update was not taken. `known` is whether it was its worker's to bring, so that the worker was sent off again."""
+    """The hub refused an update. `known` is whether the worker was in that round, so that the hub dispatched it again."""
 
     worker: int
     round: int
@@ -66,14 +66,14 @@ class Refusal(NamedTuple):
 Outcome = Applied | Refusal | Dispatch | Closing | Return
 
 
-class Hub:
-    """The state machine with its weights. As the scheduler, it is told the time and returns what it decided, in order.
+class AsyncHub:
+    """The state machine with its weights. Each event carries the time, and the hub returns its decisions in order.
 
     Args:
         algorithm: whose hub it is.
-        params: the weights to begin with. The hub takes them: their buffer goes back into circulation when nobody is out with them.
+        params: the initial weights. They are donated: their buffer returns to the pool when no worker reads them any more.
         examples: of each shard.
-        updates: local updates after which it sends nobody off any more.
+        updates: local updates after which it dispatches no worker any more.
         draw: for each round a number in [0, 1); see `Scheduler`.
     """
 
@@ -105,7 +105,7 @@ class Hub:
         return self.scheduler.done
 
     def task(self, dispatch: Dispatch) -> Task:
-        """What goes to a worker that is sent off."""
+        """What a dispatched worker receives."""
         return Task(self._dispatched.leased[dispatch.worker], dispatch.steps, dispatch.work)
 
     # ------------------------------------------------------------------------------------------------------------- events
@@ -125,11 +125,11 @@ class Hub:
         return self._send(decisions)
 
     def give_up(self, worker: int, now_s: float) -> list[Outcome]:
-        """What a worker sent will not come: its round is put back, and it is sent off again."""
+        """A worker's update was lost: the data of its round is put back, and the worker is dispatched again."""
         return self._send(self.scheduler.send_again(worker, now_s, self.version))
 
     def tick(self, now_s: float, next_s: float | None = None) -> list[Outcome]:
-        """Time has passed. A driver that does not know who comes next ticks when `scheduler.deadline_s` has come."""
+        """Time has passed. A driver that does not know the next arrival ticks at `scheduler.deadline_s`."""
         return self._send(self.scheduler.tick(now_s, self.version, next_s))
 
     def push(self, push: Push, now_s: float, next_s: float | None) -> list[Outcome]:
@@ -141,7 +141,7 @@ class Hub:
         reason, norm = self._look_at(push, dispatch)
         if reason is not None or dispatch is None:
             return self._refuse(push, now_s, reason or "", dispatch)
-        before = self.tick(now_s, now_s)  # a window that had run out sends off its workers with the weights it closed with
+        before = self.tick(now_s, now_s)  # a window that had run out dispatches its workers with the weights it closed with
         staleness = self.version - dispatch.version
         arrival = Arrival(push.delta, self._dispatched.leased[push.worker], staleness, len(self.scheduler.workers))
         old = self.state
@@ -170,13 +170,13 @@ class Hub:
         return (None if math.isfinite(norm) else f"its delta is not finite (norm {norm})"), norm
 
     def _refuse(self, push: Push, now_s: float, reason: str, dispatch: Dispatch | None) -> list[Outcome]:
-        """It changes nothing; whose round it was is sent off again, unless there is nothing left to do."""
+        """The update changes nothing; its worker is dispatched again, unless the run is done."""
         again = dispatch is not None and not self.done
         refusal = Refusal(push.worker, push.round, now_s, reason, again)
         return [refusal, *(self.give_up(push.worker, now_s) if again else [])]
 
     def _send(self, decisions: Sequence[Decision]) -> list[Outcome]:
-        """Whoever is sent off now is given the present weights."""
+        """Workers that are dispatched now get the present weights."""
         for decision in decisions:
             if isinstance(decision, Dispatch):
                 self._dispatched.end(decision.worker, self.state)
@@ -195,7 +195,7 @@ class Hub:
         self._dispatched.unpin(held, self.state)
 
     def to_parts(self) -> dict[str, Any]:
-        """All of its state: the algorithm's, the weights that workers are out with (each once), and plain data."""
+        """All of its state: the algorithm's, the weights that workers were dispatched with (each once), and plain data."""
         dispatched = self._dispatched.leased
         versions = {id(tree): f"{number}" for number, tree in enumerate({id(t): t for t in dispatched.values()}.values())}
         return {

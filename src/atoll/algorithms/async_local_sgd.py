@@ -1,9 +1,9 @@
-"""Asynchronous Local-SGD: nobody waits for the slowest.
+"""Asynchronous Local-SGD: no worker waits for the slowest.
 
 Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135.
 
-Every worker trains for a while from the weights the hub had when it was sent off, and brings back how far it moved. The hub applies
-each delta as it comes and sends the worker off again from what it has then. Workers of different speeds are all busy, but a delta
+Every worker trains from the weights that the hub dispatched it with, and pushes how far it moved. The hub applies each delta as it
+arrives and dispatches the worker again from the weights it has then. Workers of different speeds are all busy, but a delta
 may be stale: the hub has moved since it was begun. DiLoCo's outer Nesterov momentum, applied at every arrival, then does harm.
 The paper mends this twice:
 
@@ -16,9 +16,9 @@ steps = floor(speed / greatest speed * H).
     paper   H             k          w.update   D_i            tau_grace   epsilon, beta, N, c
     here    inner_steps   workers    delta      shards         grace_s     outer: lr, momentum, period, activation
 
-The paper's Algorithm 2 has two sides. The worker's is `round`. The hub's is `step` for the mathematics, `scheduler.py` for who is
-sent off when and with how many steps, and `shards.py` for what each then works on. Moments of the inner optimizer stay with the
-worker, the position on the learning-rate schedule with the shard.
+The paper's Algorithm 2 has two sides. The worker's is `round`. The hub's is `step` for the mathematics, `async_scheduler.py` for
+when a worker is dispatched and with how many steps, and `shard_sampler.py` for the data it reads. Moments of the inner optimizer
+stay with the worker, the position on the learning-rate schedule with the shard.
 
 >>> AsyncLocalSGD(inner_steps=50, pace="given").plan.steps
 50

@@ -1,19 +1,19 @@
-"""Who works on what, for how long, and when: the task scheduler of asynchronous Local-SGD.
+"""The task scheduler of asynchronous Local-SGD: which worker trains on which shard, for how many steps, and when.
 
 Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, Algorithms 2, 4 and 5 and eqs. (2), (3), (6).
 
-A worker that arrives opens a **grace window**. Whoever arrives within `grace_s` of that first arrival is sent off together with it,
-from the same weights, when the window closes; the hub applies each update when it comes. On being sent off a worker is given
+A worker that arrives opens a **grace window**. Workers that arrive within `grace_s` of that first arrival are dispatched together,
+from the same weights, when the window closes; the hub applies each update when it arrives. A dispatched worker gets
 
     a shard       sampled by how far each lags behind its share of the data (eq. 2), counted at once, so that workers which are
-                  sent off together do not choose the same
-    a position    in the shard and on the learning-rate schedule: both follow the shard, whoever works on it (eq. 3)
+                  dispatched together do not choose the same
+    a position    in the shard and on the learning-rate schedule: both follow the shard, not the worker (eq. 3)
     steps         the same for all, or in proportion to its speed (eq. 6), at least one
 
-The scheduler neither sleeps nor asks for the time. With each event it is told the time, and `next_s`: the earliest time at which
-another worker that is out can still arrive, as far as that is known (none: unknown). A window closes as soon as that lies beyond
-it, when nobody is out, or when it has run out, whichever is known first. What it decides it returns, in order, and whoever drives
-it carries that out. So the simulator and a real engine drive the same object, and a test drives it by hand.
+The scheduler has no clock. Each event carries the time and `next_s`: the earliest time at which another dispatched worker can still
+arrive (None: unknown). A window closes when `next_s` lies beyond its deadline, when no worker is in a round, or at its deadline,
+whichever is known first. The scheduler returns its decisions in order, and its driver carries them out. So the simulator and a
+real engine drive the same object, and a test drives it by hand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from atoll.core.protocols import Plan, Work
 
 
 class Dispatch(NamedTuple):
-    """A worker is sent off. `round` numbers all rounds of the run; a push must carry it. `version` is the hub's at that moment."""
+    """A worker is dispatched. `round` numbers all rounds of the run; a push must carry it. `version` is the hub's."""
 
     worker: int
     round: int
@@ -41,7 +41,7 @@ class Dispatch(NamedTuple):
 
 
 class Closing(NamedTuple):
-    """A window closes. `workers` are those who arrived in it, in order, and `idle_s` is how long each waited."""
+    """A window closes. `workers` arrived in it, in this order, and `idle_s` is how long each waited."""
 
     window: int
     workers: tuple[int, ...]
@@ -51,7 +51,7 @@ class Closing(NamedTuple):
 
 
 class Return(NamedTuple):
-    """A round ended without an update: what it was counted for was put back."""
+    """A round ended without an update: its data was put back."""
 
     dispatch: Dispatch
     time_s: float
@@ -62,11 +62,11 @@ Decision = Dispatch | Closing | Return
 
 @dataclass
 class Worker:
-    """A worker that is there.
+    """A worker that has joined.
 
     Attributes:
         shard: the one it worked on last; at first the one of its number.
-        out: with what it was sent off; none while it waits in a window.
+        out: its dispatch; None while it waits in a window.
     """
 
     shard: int
@@ -79,7 +79,7 @@ class Scheduler:
     Args:
         plan: the algorithm's.
         examples: of each shard.
-        updates: local updates after which nobody is sent off any more.
+        updates: local updates after which no worker is dispatched any more.
         draw: for each round a number in [0, 1), always the same: where chance decides, it decides by this.
     """
 
@@ -98,7 +98,7 @@ class Scheduler:
         self._draw = draw
         self._opened_s: float | None = None
         self._arrived_s: dict[int, float] = {}
-        """When those who wait in the window came, in order."""
+        """When each worker that waits in the window arrived, in order."""
         self._latest_s = -math.inf
         """The time of the last event."""
 
@@ -110,22 +110,22 @@ class Scheduler:
 
     @property
     def deadline_s(self) -> float | None:
-        """When the open window runs out; none if none is open. A driver that does not know who comes next ticks then."""
+        """When the open window runs out; none if none is open. A driver that does not know the next arrival ticks then."""
         return None if self._opened_s is None else self._opened_s + self.plan.grace_s
 
     def out(self, worker: int, round: int) -> Dispatch | None:
-        """With what the worker was sent off, if it is out and in this round."""
+        """The worker's dispatch, if the worker is in this round."""
         dispatch = self.workers[worker].out if worker in self.workers else None
         return dispatch if dispatch is not None and dispatch.round == round else None
 
     # ------------------------------------------------------------------------------------------------------------- events
 
     def join(self, worker: int, now_s: float, version: int, speed: float | None = None) -> list[Decision]:
-        """A worker is there, and is sent off at once. `speed` is in steps per second, where the driver knows it."""
+        """A worker joins and is dispatched at once. `speed` is in steps per second, where the driver knows it."""
         return self.join_all({worker: speed}, now_s, version)
 
     def join_all(self, speeds: Mapping[int, float | None], now_s: float, version: int) -> list[Decision]:
-        """Several workers are there, with their speeds where the driver knows them. All are known before the first is sent off, so
+        """Several workers join, with their speeds where the driver knows them. All are known before the first is dispatched, so
         that each takes its steps in proportion to the fastest of all."""
         for worker in speeds:
             if worker in self.workers or worker < 0:
@@ -138,7 +138,7 @@ class Scheduler:
         return [] if self.done else [self._send_off(worker, now_s, version) for worker in speeds]
 
     def leave(self, worker: int, now_s: float, version: int, next_s: float | None = None) -> list[Decision]:
-        """A worker is gone: what it was out with is put back, and nobody waits for it. A window in which only it waited is over."""
+        """A worker leaves: the data of its round is put back. A window in which only it waited is over."""
         gone = self._worker(worker, "leaves")
         self._check_time(now_s)
         del self.workers[worker]
@@ -151,10 +151,10 @@ class Scheduler:
     def arrive(
         self, worker: int, now_s: float, version: int, next_s: float | None, seconds: float | None = None
     ) -> tuple[int, list[Decision]]:
-        """A worker that is out has come, and its update was applied. The window it fell into, and what follows.
+        """A dispatched worker has arrived, and its update was applied. Returns its window and the decisions that follow.
 
         The driver ticks before it applies the update, in case the window before had run out. `seconds` is how long the
-        worker computed, where it is known; else the time since it was sent off counts.
+        worker computed, where it is known; else the time since its dispatch counts.
         """
         here = self._worker(worker, "arrives")
         self._check_time(now_s)
@@ -167,7 +167,7 @@ class Scheduler:
         return self.windows, self.tick(now_s, version, next_s)
 
     def send_again(self, worker: int, now_s: float, version: int) -> list[Decision]:
-        """What the worker brought cannot be used: the round is put back, and the worker sent off anew, unless all is done."""
+        """The worker's update cannot be used: the data is put back and the worker is dispatched again, unless the run is done."""
         here = self._worker(worker, "is sent off again")
         self._check_time(now_s)
         if here.out is None:
@@ -195,7 +195,7 @@ class Scheduler:
     def _is_over(self, now_s: float, next_s: float | None) -> bool:
         deadline_s = self.deadline_s
         assert deadline_s is not None
-        if now_s > deadline_s or len(self._arrived_s) == len(self.workers):  # nobody is out
+        if now_s > deadline_s or len(self._arrived_s) == len(self.workers):  # no worker is in a round
             return True
         if next_s is None or next_s < now_s:  # unknown, or an estimate that has proved wrong
             return now_s >= deadline_s

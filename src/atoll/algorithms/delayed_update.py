@@ -59,9 +59,9 @@ class DPU(Accumulating):
             whole, params, optimizer = await self._update(state, waiting, peers)
             fresh = None
         else:
-            flight = peers.background(self._update(state, waiting, peers))
+            update = peers.background(self._update(state, waiting, peers))
             fresh = await self.add_up(replica, peers, self.accumulation)
-            whole, params, optimizer = await flight
+            whole, params, optimizer = await update
         if whole is not None:
             replica.load(whole)
         return DPUState(params, optimizer, state.steps + 1, fresh)

@@ -36,13 +36,13 @@ class Pace:
         self._gone: dict[int, float] = {}
         """What was measured of workers that left: they may come back."""
         self._fastest: float | None = None
-        """The greatest speed of those who are here; none if it must be looked for."""
+        """The greatest speed of the present workers; None if it must be computed anew."""
 
     def join(self, speeds: Mapping[int, float | None]) -> None:
-        """Workers are there, with their speeds in steps per second where the driver knows them.
+        """Workers join, with their speeds in steps per second where the driver knows them.
 
         Raises:
-            ConfigError: speeds are given, and a worker's is missing or is none. Then nobody has joined.
+            ConfigError: speeds are given, and a worker's is missing or is none. Then no worker has joined.
         """
         given = self._plan.pace == "given"
         self._here |= {w: self._given(w, known) if given else self._gone.get(w) for w, known in speeds.items()}

@@ -1,7 +1,7 @@
 """Which shard a worker is given next, and where in it: eqs. (2) and (3) of asynchronous Local-SGD (arXiv 2401.09135).
 
 Workers move between shards, so what belongs to the data is kept here: how many steps each shard has had, which is also its position
-on the learning-rate schedule, and up to where its batches were handed out. A round is counted when it is handed out, and put back
+on the learning-rate schedule, and up to where its batches were assigned. A round is counted when it is assigned, and put back
 if nothing comes of it.
 
     paper   D_i        n_i            t in eq. (3)
@@ -46,7 +46,7 @@ class Shards:
             raise ConfigError(f"shards of {list(examples)} examples: there must be at least one shard, and something in it.")
         self.examples = list(examples)
         self.steps: NDArray[np.int64] = np.zeros(len(examples), np.int64)
-        """Handed out and not put back."""
+        """Assigned and not put back."""
         self.visits: NDArray[np.int64] = np.zeros(len(examples), np.int64)
         """Rounds, likewise."""
         self._policy = policy
@@ -91,7 +91,7 @@ class Shards:
         return least.astype(np.int64)
 
     def hand_out(self, shard: int, steps: int) -> Work:
-        """The next so many batches of a shard: a stretch that came back, if one is long enough, else what follows."""
+        """The next `steps` batches of a shard: a range that was put back, if one is long enough, else what follows."""
         work = Work(shard=shard, start=self._start(shard, steps), schedule=int(self.steps[shard]), examples=self.examples[shard])
         self._count(shard, steps, 1)
         return work

@@ -1,6 +1,6 @@
 """A sharded optimizer: what ZeRO-1 and the algorithms that hide its exchanges have in common.
 
-Each island keeps a slice of the weights in single precision, with the optimizer's moments for it, and nobody else has them. An
+Each island keeps a slice of the weights in single precision, with the optimizer's moments for it, and no other island has them. An
 exchange is a reduce-scatter of gradients, a step on the slice, and an all-gather of the new weights. The whole of the weights lies
 in the replica alone, in the model's own precision, from one round to the next.
 """

@@ -71,9 +71,9 @@ class WP(Accumulating):
         if state.steps < self.warmup:
             new, fresh = await self._update(state, waiting, peers), None
         else:
-            flight = peers.background(self._update(state, waiting, peers))
+            update = peers.background(self._update(state, waiting, peers))
             fresh = await self.add_up(replica, peers, self.accumulation)
-            new = await flight
+            new = await update
         if new.whole is not None:
             replica.load(new.whole)
         return WPState(new.params, new.optimizer, new.ahead, state.steps + 1, fresh)

@@ -136,7 +136,7 @@ class Exchanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LimitSet(Event):
-    """How long an exchange between real machines may take before those who did not answer are given up."""
+    """How long an exchange between real machines may take before islands that did not answer are given up."""
 
     limit_s: float
     why: str
@@ -243,7 +243,7 @@ class Arrived(Timed, Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowClosed(Timed, Event):
-    """The hub has waited long enough: those who arrived in the window are sent off together."""
+    """A grace window closed: the hub dispatches the workers that arrived in it together."""
 
     window: int
     islands: list[int]
@@ -324,7 +324,7 @@ class Attended(Timed, Event):
     participating: int
     """Whose work is in the commit."""
     attempts: int
-    """Until it succeeded; more than 1 if somebody died on the way."""
+    """Until it succeeded; more than 1 if an island died on the way."""
     epoch: int
     digest: str
     """Of all that islands hold alike: each of them has compared it with the others'."""
@@ -349,7 +349,7 @@ class Leased(Timed, Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFailed(Timed, Event):
-    """An exchange that needs everybody did without somebody: the round is void for all, and the weights before it stand."""
+    """An exchange that needs all islands missed one: the round is void for all, and the weights before it stand."""
 
     round: int
     what: str
@@ -362,7 +362,7 @@ class RoundFailed(Timed, Event):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSkipped(Timed, Event):
-    """Somebody's gradients were not finite, or nobody had any: all islands leave out the update, and their weights stay."""
+    """Gradients of an island were not finite, or no island had any: all islands skip the update, and their weights stay."""
 
     round: int
     islands: list[int]
@@ -370,7 +370,7 @@ class UpdateSkipped(Timed, Event):
     virtual_time_s: float | None
     wall_time_s: float | None = None
     inside: int | None = None
-    """The island whose devices left it out, and nobody else; `islands` are then the devices."""
+    """The island whose devices alone skipped it; `islands` are then the devices."""
 
 
 MEMORY_KINDS = ("parameters", "gradients", "communication", "optimizer", "copies")
@@ -431,7 +431,7 @@ class RoundFinished(Timed, Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Timed, Event):
-    """The global weights on held-out data. `loss` and `accuracy` are among the metrics; they stand by themselves for whoever reads
+    """The global weights on held-out data. `loss` and `accuracy` are among the metrics; they stand by themselves for a reader of
     the log with other tools."""
 
     round: int
@@ -500,7 +500,7 @@ class RunFinished(Timed, Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress(Event):
-    """For whoever watches; never logged."""
+    """For a progress display; never logged."""
 
     recorded: ClassVar[bool] = False
     phase: str

@@ -327,7 +327,7 @@ class Tree(Mapping[str, Tensor]):
         return math.sqrt(self.dot(self))
 
     def rough_norm(self) -> float:
-        """The norm to about six digits, in the buffer's own precision: a quarter of the time, for whoever asks often."""
+        """The norm to about six digits, in the buffer's own precision: a quarter of the time of `norm`."""
         size = _CHUNK if self.flat.device.type == "cpu" else max(self.numel, 1)
         norms = [float(torch.linalg.vector_norm(part)) for part in torch.split(self.flat, size)]
         norm = math.hypot(*norms)
@@ -420,7 +420,7 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _recycle(flat: Tensor) -> None:
-    if flat.untyped_storage().nbytes() != flat.nbytes:  # a window: the rest of the buffer is somebody's
+    if flat.untyped_storage().nbytes() != flat.nbytes:  # a slice: the rest of the buffer has another owner
         return
     spare = _SPARE.setdefault((flat.numel(), flat.dtype, flat.device), [])
     if len(spare) < _SPARE_AT_MOST and all(flat.data_ptr() != other.data_ptr() for other in spare):
@@ -428,5 +428,5 @@ def _recycle(flat: Tensor) -> None:
 
 
 def forget_spare_buffers() -> None:
-    """Gives the memory of released buffers back. Whoever made them circulate calls it when done."""
+    """Free the memory of released buffers. An engine calls it when it is done."""
     _SPARE.clear()

@@ -23,7 +23,7 @@ _MEMO: ContextVar[_Memo | None] = ContextVar("memo", default=None)
 
 @contextmanager
 def sharing() -> Iterator[None]:
-    """Until this ends, results are kept for whoever asks for the same again."""
+    """Inside this context, results are kept for a second call with the same objects."""
     before = _MEMO.set({})
     try:
         yield
@@ -32,7 +32,7 @@ def sharing() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Lets go of what was kept so far. Whoever asks for it again computes it again."""
+    """Drop the results that were kept so far."""
     memo = _MEMO.get()
     if memo is not None:
         memo.clear()
@@ -40,12 +40,12 @@ def forget() -> None:
 
 def once(function: Callable[..., R], *arguments: Any) -> R:
     """`function(*arguments)`, or what it gave when it was last called with these very objects. It keeps its arguments, and its
-    result is the same for everybody: Trees are immutable. A Tree that was given is read once, by one."""
+    result is the same for all islands. A call with a donated or borrowed Tree is never kept."""
     memo = _MEMO.get()
     if memo is None or any(tree.donated or tree.borrowed for tree in trees_in(arguments)):
         return function(*arguments)
     key = (function, *map(id, arguments))
-    # What was made for somebody who holds other objects of the same bits is put back into circulation when that one leaves.
+    # A result may have been released since, with the island that asked for it.
     if key not in memo or any(tree.deleted for tree in trees(memo[key][1])):
         memo[key] = arguments, function(*arguments)  # with the arguments: an id is of use while its object lives
     result: R = memo[key][1]

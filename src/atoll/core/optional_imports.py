@@ -1,4 +1,4 @@
-"""Libraries that not everybody installs: asked for by name when they are needed, with advice when they are missing."""
+"""Optional dependencies: imported by name when they are needed, with advice when they are missing."""
 
 from __future__ import annotations
 

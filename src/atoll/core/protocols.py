@@ -2,7 +2,7 @@
 
 A **rule** turns weights and a gradient into new weights: pure mathematics over Trees.
 An **algorithm** says what one island does in one round. It is handed a **replica** (this island's model, which can train) and
-**peers** (the other islands, with whom it can agree), and it `await`s wherever time passes or bytes move, and nowhere else.
+**peers** (the other islands, with which it exchanges), and it `await`s wherever time passes or bytes move, and nowhere else.
 An **asynchronous algorithm** has no peers: its workers pull weights from a **hub** and push what they learnt, each at its own pace.
 An **engine** supplies replica, peers or hub, and owns the clock. A **workload** is what is trained; a **sink** takes what is
 reported.
@@ -48,7 +48,7 @@ class Rule(Protocol):
 
 
 class Owner(Enum):
-    """Whose a field of an algorithm's State is. It decides how the field is checked, saved and handed to a newcomer."""
+    """Whose a field of an algorithm's State is. It decides how the field is checked, saved and sent to a joiner."""
 
     SHARED = "shared"  # the same bits on every island: digested, saved once, sent to a joiner
     SHARDED = "sharded"  # a slice by rank: re-cut when the number of islands changes
@@ -163,7 +163,7 @@ class Mean(NamedTuple):
             it.
         weight: the sum of the weights that arrived; 0 means that nothing did, and `value` is zero.
         heard: whether this island took part. If not, the others went on without it and it must not use `value`.
-        finite: whether everybody's tree was.
+        finite: whether every island's tree was.
     """
 
     value: Tree
@@ -179,7 +179,7 @@ class Scattered(NamedTuple):
         value: this rank's slice of the sum, borrowed from the buffer that was exchanged. A sharded step writes the new weights
             over it, for an all-gather to collect.
         weight: the sum of the weights.
-        finite: whether everybody's tree was. If not, no island may use its slice: others' may look sound.
+        finite: whether every island's tree was. If not, no island may use its slice: it may look finite where another's is not.
     """
 
     value: Tree
@@ -187,7 +187,7 @@ class Scattered(NamedTuple):
     finite: bool
 
 
-class Flight(Protocol[T_co]):
+class PendingExchange(Protocol[T_co]):
     """A coroutine that goes on in the background. Await it for its result."""
 
     def done(self) -> bool:
@@ -232,11 +232,11 @@ class Peers(Protocol):
         """The whole tree of which every island holds a shard. All islands may have the same object: read it."""
 
     async def total(self, number: float) -> float:
-        """The sum of everybody's number, such as the square of a norm of which each holds a part."""
+        """The sum of every island's number, such as the square of a norm of which each holds a part."""
 
-    def background(self, coroutine: Coroutine[Any, Any, T], /) -> Flight[T]:
-        """Go on with a coroutine that exchanges, while this island computes. It runs up to its first exchange at once. One flight
-        at a time: whoever has one open exchanges nothing else."""
+    def background(self, coroutine: Coroutine[Any, Any, T], /) -> PendingExchange[T]:
+        """Go on with a coroutine that exchanges, while this island computes. It runs up to its first exchange at once. An
+        island has one background exchange at a time, and makes no other exchange until it has awaited it."""
 
     async def catch_up(self, state: S) -> S:
         """Bring the shared fields up to date, if this island missed an exchange and can be reached now; else `state` itself."""
@@ -275,7 +275,7 @@ def whole_steps(steps: float) -> int:
 @runtime_checkable
 class HoldsWeights(Protocol):
     """What an algorithm with sharded weights has besides: its replicas keep the whole of them from one round to the next, so that
-    they need not be gathered anew. Each round leaves them there; an engine puts them there for a newcomer, after a round that
+    they need not be gathered anew. Each round leaves them there; an engine puts them there for a joiner, after a round that
     failed, and when a run is resumed."""
 
     def held(self, state: Any) -> Tree:
@@ -300,7 +300,7 @@ class Rebases(Protocol[S]):
 
 
 class Task(NamedTuple):
-    """What a hub sends a worker off with: the present weights, and how many steps to take on what."""
+    """What a hub dispatches a worker with: the present weights, and how many steps to take on what."""
 
     params: Tree
     steps: int
@@ -308,11 +308,11 @@ class Task(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What a worker brought back, as the hub sees it.
+    """A worker's update, as the hub sees it.
 
     Attributes:
-        delta: the weights it was sent off with minus those it came to.
-        dispatched: the weights it was sent off with.
+        delta: the weights it was dispatched with minus those it reached.
+        dispatched: the weights it was dispatched with.
         staleness: how many updates the hub has applied since.
         workers: how many there are now.
     """
@@ -343,11 +343,11 @@ class Correction(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a hub sends workers off.
+    """How a hub dispatches workers.
 
     Attributes:
         steps: of a round, for the fastest worker where `pace` is not even, else for all.
-        grace_s: how long the hub waits, from the first arrival on, for others to be sent off together with it.
+        grace_s: how long the hub waits, from the first arrival on, for others to be dispatched together with it.
         pace: even: all take the same steps; given or measured: steps in proportion to speed, which is known or observed.
         speeds: steps per second by worker, where `pace` is given; empty where the engine knows them.
         shards: how a worker's next shard is found: by how far shards lag behind their share, or by fewest visits.
@@ -387,7 +387,7 @@ class AsyncAlgorithm(Protocol[S]):
 
     @property
     def plan(self) -> Plan:
-        """How workers are sent off."""
+        """How workers are dispatched."""
 
     def init(self, params: Tree) -> S:
         """The State before the first arrival."""
@@ -403,7 +403,7 @@ class AsyncAlgorithm(Protocol[S]):
 
 
 class Batches(Protocol):
-    """A source of batches by position. It has no cursor: the same shard and position give the same batch to anybody, and several
+    """A source of batches by position. It has no cursor: the same shard and position give the same batch to any reader, and several
     threads may ask at a time."""
 
     @property
@@ -444,6 +444,6 @@ class Workload(Protocol):
 
 
 class Sink(Protocol):
-    """Takes events. Engines report, algorithms are silent, nobody prints."""
+    """Takes events. Engines report; algorithms are silent; nothing prints."""
 
     def emit(self, event: Event) -> None: ...

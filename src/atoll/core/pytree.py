@@ -1,4 +1,4 @@
-"""What is in a nested value (a State, a part of a checkpoint), and which of its buffers can be put back into circulation."""
+"""The Trees and tensors in a nested value (a State, a part of a checkpoint), and which of their buffers can return to the pool."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def recycle(old: Iterable[Any], live: Iterable[Any]) -> None:
 
 
 def memory_of(leaf: Any) -> int | None:
-    """Where a Tree or a tensor lies; none of anything else, and of a Tree that was given away."""
+    """Where a Tree or a tensor lies; None for anything else, and for a Tree that was donated."""
     if isinstance(leaf, Tree):
         return None if leaf.deleted else leaf.flat.untyped_storage().data_ptr()
     return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None

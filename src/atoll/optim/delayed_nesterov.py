@@ -63,7 +63,7 @@ class DelayedNesterov:
         lr: of a whole period, as in synchronous training. The position on a schedule is the number of whole periods so far, so
             that all arrivals of a period have one rate.
         momentum: how much of it is kept from period to period.
-        period: arrivals from one refreshment of the momentum to the next; as many as there are workers, or some multiple.
+        period: arrivals from one refreshment of the momentum to the next; the number of workers, or a multiple of it.
         activation: the share of the old momentum that each arrival but the last applies; the last applies the rest of the new.
     """
 

@@ -1,7 +1,7 @@
 """What a hub does to an update that is late: the known remedies that asynchronous Local-SGD was compared with.
 
-A worker's delta answers the weights that it was sent off with. Its *staleness* is the number of updates that the hub has applied
-since. A correction turns the delta into what is applied now, or leaves it out.
+A worker's delta was computed from the weights that the hub dispatched it with. Its *staleness* is the number of updates that the
+hub has applied since. A correction turns the delta into what is applied now, or leaves it out.
 
     Polynomial           (1 + staleness)**-power * delta                                         Xie et al., arXiv 1903.03934
       with a threshold   none, if staleness is beyond it
@@ -103,7 +103,7 @@ def weighted(delta: Tree, weight: float) -> Tree:
 
 
 def weight_of(weight: Weight, workers: int) -> float:
-    """What every delta is multiplied by, among so many workers.
+    """What every delta is multiplied by, among this number of workers.
 
     >>> weight_of(0.25, workers=16), weight_of("1/k", workers=16), weight_of("sqrt(k)/k", workers=16)
     (0.25, 0.0625, 0.25)

@@ -121,7 +121,7 @@ def _drive(coroutine: Coroutine[Any, Any, T], fulfil: Callable[[Request[Any]], A
 
 
 class BackgroundTask(Generic[T]):
-    """A coroutine on the communication thread. A protocols.Flight."""
+    """A coroutine on the communication thread. A protocols.PendingExchange."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future: Future[T] | None = future

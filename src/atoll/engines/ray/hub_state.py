@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from atoll.algorithms.async_hub import Applied, Hub, Outcome, Push, Refusal
+from atoll.algorithms.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
 from atoll.algorithms.async_scheduler import Closing, Dispatch, Return
 from atoll.algorithms.dynamic_local_updates import Pace
 from atoll.core.errors import TrainingDiverged
@@ -93,7 +93,7 @@ class HubState:
 
     def __init__(self, settings: HubSettings, params: Tree, *, epoch: int, sink: Sink) -> None:
         self._settings, self._epoch, self._emit = settings, epoch, sink.emit
-        self.hub = Hub(
+        self.hub = AsyncHub(
             settings.algorithm,
             params,
             examples=settings.examples,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from atoll.algorithms.async_hub import Applied, Hub, Outcome, Push, Refusal
+from atoll.algorithms.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
 from atoll.algorithms.async_scheduler import Closing, Dispatch, Return
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import IslandJoined, IslandLeft, Progress, RunFinished
@@ -48,7 +48,7 @@ class AsyncSimEngine:
             raise ConfigError(f"steps={setup.steps}: there must be at least 1 inner step per island.")
         self.algorithm, self.cluster, self.steps = algorithm, cluster, setup.steps
         self.accounting = RunAccounting(cluster.islands)
-        self.hub = Hub(
+        self.hub = AsyncHub(
             algorithm,
             setup.params.copy(),  # the hub reuses its buffers; the caller keeps its own
             examples=[batches.examples(shard) for shard in range(batches.num_shards)],

@@ -71,7 +71,7 @@ class SimReplica:
 
 
 class SimFlight:
-    """A background coroutine of a member. A protocols.Flight."""
+    """A background coroutine of a member. A protocols.PendingExchange."""
 
     def __init__(self) -> None:
         self._done = False
