@@ -121,3 +121,8 @@ def test_an_invalid_script_is_refused_with_what_is_allowed(text, said):
 def test_the_json_of_a_script():
     script = FaultScript(faults=(TimedFault(at_s=5.0, fault=Kill(victim="island-0001")),))
     assert script.to_text() == '{"faults": [{"at_s": 5.0, "fault": "Kill", "victim": "island-0001"}], "update_faults": []}'
+
+
+def test_a_seed_draws_these_faults():
+    faults = random_faults(seed=7, victims=["island-0000", "island-0001"], every_s=20.0, until_s=60.0)
+    assert [(one.at_s, one.fault) for one in faults] == [(20.0, Kill(victim="island-0000")), (40.0, Kill(victim="island-0001"))]

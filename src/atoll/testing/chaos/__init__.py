@@ -6,8 +6,4 @@
     network_links.py    links between network namespaces that can be cut and shaped
     ray_faults.py       finds the hub and workers of a run on Ray, and injects faults in a thread
     reports.py          what the faults cost an elastic run, or a run with a hub
-
->>> from atoll.testing.chaos.faults import random_faults
->>> random_faults(seed=7, victims=["island-0000", "island-0001"], every_s=20.0, until_s=60.0)
-(TimedFault(at_s=20.0, fault=Kill(victim='island-0000')), TimedFault(at_s=40.0, fault=Kill(victim='island-0001')))
 """
