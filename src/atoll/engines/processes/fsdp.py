@@ -64,7 +64,7 @@ class ShardedModel:
         """Called before each step, as that of a LocalReplica."""
         self._random = torch.Generator().manual_seed(seed).get_state()
         self.module = workload.module().to(device)
-        self.device, self.mesh, self.steps_taken = device, mesh, 0
+        self.device, self.mesh, self.steps_taken, self.batches_per_step = device, mesh, 0, algorithm.accumulation
         self._algorithm, self._batches, self._loss = algorithm, workload.batches, loss or workload.loss
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
         for blocks in [part for part in self.module.modules() if isinstance(part, nn.ModuleList)]:
@@ -75,10 +75,6 @@ class ShardedModel:
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
         self._optimizer = torch_optimizer(algorithm.rule, matrices, others)  # type: ignore[arg-type]
-
-    @property
-    def batches_per_step(self) -> int:
-        return self._algorithm.accumulation
 
     def step(self, assign: Callable[[], Work], schedule: int) -> tuple[float, int]:
         """One optimizer step, on the batches of an accumulation. Returns their mean loss, and their tokens."""

@@ -65,7 +65,7 @@ class ProcessPeers:
         self._buffer: Tree | None = None
         """The buffer of the last reduce-scatter: its slices lie in it, and so will what is gathered of them."""
         self.results: list[Tree] = []
-        """What exchanges made since this was last emptied."""
+        """Results of exchanges, whose buffers the engine recycles after the round."""
 
     @property
     def rank(self) -> int:
@@ -140,7 +140,7 @@ class ProcessPeers:
         return await self._exchange("total", lambda: _Outcome(float(sum(row[0] for row in self._group.all_gather_numbers(number)))))
 
     def _recycled_later(self, tree: Tree) -> Tree:
-        """What an exchange made: nobody's, once the round is over."""
+        """A result of an exchange, whose buffer is free once the round is over."""
         self.results.append(tree)
         return tree
 
