@@ -133,7 +133,7 @@ def _short_switch_interval() -> Iterator[None]:
 
 
 class _Pool(ThreadPoolExecutor):
-    """Cancels at its end what has not begun: nobody needs these results after the run, or after an error."""
+    """Cancels jobs that have not begun when it closes: after the run, or after an error, their results are not needed."""
 
     def __init__(self, workers: int, torch_threads: int) -> None:
         super().__init__(workers, "island", initializer=torch.set_num_threads, initargs=(torch_threads,))
