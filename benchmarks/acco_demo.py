@@ -1,4 +1,4 @@
-"""The demo with hidden exchanges, over seeds: does it matter to the loss that gradients travel while others are computed?
+"""The demo with overlapped exchanges, over seeds: does the overlap of communication and computation change the loss?
 
     python benchmarks/acco_demo.py                    seeds 0, 1 and 2, two cells at a time
     python benchmarks/acco_demo.py --seeds 0 1        other seeds

@@ -1,4 +1,4 @@
-"""When hiding exchanges pays: time per update against the speed of the line, and the length of an exchange against islands.
+"""When overlap pays: time per update against the bandwidth of the link, and the length of an exchange against islands.
 
     python benchmarks/acco_links.py        half a minute
 

@@ -1,4 +1,4 @@
-"""Four islands, one four times slower: ACCO whose islands never wait against data-parallel training with as large batches.
+"""Four islands, one four times slower: ACCO with free batches against data-parallel training with equally large batches.
 
     python benchmarks/acco_unequal.py                 seeds 0, 1 and 2, two cells at a time
     python benchmarks/acco_unequal.py --seeds 0 1     other seeds

@@ -1,4 +1,4 @@
-"""The demo without waiting, over seeds: asynchronous training against DiLoCo on workers of very different speeds.
+"""The asynchronous demo over seeds: asynchronous training against DiLoCo on workers of very different speeds.
 
     python benchmarks/async_demo.py                    seeds 0, 1 and 2
     python benchmarks/async_demo.py --seeds 0 1        other seeds

@@ -1,4 +1,4 @@
-"""Nobody waits, on real processes: asynchronous training on Ray against DiLoCo on torch.distributed, at the same pace.
+"""Asynchronous training on Ray against DiLoCo on torch.distributed: real processes, at the same pace.
 
     python benchmarks/async_ray.py                 four workers, seeds 0, 1 and 2
     python benchmarks/async_ray.py --seeds 0       one of them

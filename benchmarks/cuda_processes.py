@@ -1,4 +1,4 @@
-"""Two real processes on one GPU: do ACCO's exchanges hide behind computing there, and does DiLoCo train compiled in bfloat16?
+"""Two real processes on one GPU: do ACCO's exchanges overlap with computing, and does DiLoCo train compiled in bfloat16?
 
     python benchmarks/cuda_processes.py        a few minutes, on a machine with CUDA
 

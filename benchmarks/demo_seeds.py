@@ -1,4 +1,4 @@
-"""The demo over several seeds: is one algorithm's loss another's, and at what cost in bytes and time?
+"""The demo over several seeds: do the algorithms reach the same loss, and at what cost in bytes and time?
 
     python benchmarks/demo_seeds.py                          demo-ddp and demo-diloco, seeds 0, 1 and 2
     python benchmarks/demo_seeds.py demo-acco --seeds 0 1    further recipes, other seeds

@@ -1,4 +1,4 @@
-"""What it costs that islands may come and go: when nothing fails, and when one is killed.
+"""The cost of elasticity: when no island fails, and when one is killed.
 
     python benchmarks/elastic_cost.py             about thirteen minutes on two idle cores; leave the machine alone meanwhile
     python benchmarks/elastic_cost.py --quick     in miniature, to see whether it works here

@@ -1,4 +1,4 @@
-"""The runs of `elastic_cost.py`: the same work with and without fault tolerance, and two islands of which one is killed."""
+"""The runs of `elastic_cost.py`: the same work with and without elasticity, and two islands of which one is killed."""
 
 from __future__ import annotations
 

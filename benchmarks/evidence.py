@@ -1,4 +1,4 @@
-"""A paper's claims on one GPU and real text, as a command that can be stopped and goes on, cell by cell.
+"""A paper's claims on one GPU and real text, as a command that resumes cell by cell.
 
 The text is a folder that `atoll data prepare` wrote, for instance of a Wikipedia dump with a vocabulary of its own:
 

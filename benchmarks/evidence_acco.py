@@ -1,4 +1,4 @@
-"""ACCO's claims on one GPU and real text: gradients travel while others are computed.
+"""ACCO's claims on one GPU and real text: communication overlaps with computation.
 
     python benchmarks/evidence_acco.py --text prepared/wiki --processes 6      about 5 minutes of one H200
     python benchmarks/evidence_acco.py --text prepared/wiki --only line        virtual time over lines alone

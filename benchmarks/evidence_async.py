@@ -1,4 +1,4 @@
-"""Asynchronous Local-SGD's claims on one GPU and real text: nobody waits for the slowest.
+"""Asynchronous Local-SGD's claims on one GPU and real text: no worker waits for the slowest.
 
     python benchmarks/evidence_async.py --text prepared/wiki --processes 6            about 15 minutes of one H200
     python benchmarks/evidence_async.py --text prepared/wiki --only level             one table

@@ -1,4 +1,4 @@
-"""DiLoCo's claims on one GPU and real text: train apart for hundreds of steps, then agree.
+"""DiLoCo's claims on one GPU and real text: islands train alone for hundreds of steps, then average.
 
     python benchmarks/evidence_diloco.py --text prepared/wiki --domains prepared/domains --processes 6  about 35 minutes of one H200
     python benchmarks/evidence_diloco.py --text prepared/wiki --only H --minutes 5           one table, or as far as it comes

@@ -1,4 +1,4 @@
-"""A device seen from outside: waiting for it, its memory, and how fast it multiplies."""
+"""A device's synchronization, memory, and speed of a matrix product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured on a GPU: shapes of models and batches, how many islands train them, and what that takes of the device."""
+"""The plan of the GPU benchmark: shapes of models and batches, numbers of islands, and the memory that they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scheduling costs a hub, without any training: who is sent off when, with which shard and how many steps.
+"""The cost of a hub's scheduler, without training: which worker is dispatched when, with which shard and how many steps.
 
     python benchmarks/hub_schedule.py              100,000 arrivals from 1,000 workers: two minutes
     python benchmarks/hub_schedule.py --quick      in miniature, to see whether it works

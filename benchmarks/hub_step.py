@@ -1,4 +1,4 @@
-"""What a hub's step costs, in copies of the buffers that it reads and writes.
+"""The cost of a hub's step, in copies of the buffers that it reads and writes.
 
     python benchmarks/hub_step.py              20M parameters: a minute
     python benchmarks/hub_step.py --quick      in miniature, to see whether it works

@@ -1,4 +1,4 @@
-"""What one island holds in memory, beside what the papers' formulas say.
+"""The peak memory of one island, beside the papers' formulas.
 
     python benchmarks/memory.py                     5M parameters in bfloat16, 2 and 4 islands: a minute
     python benchmarks/memory.py --device cuda       59M parameters on a GPU, with what its allocator gave out

@@ -1,4 +1,4 @@
-"""What DiLoCo's outer step costs between two processes on one machine, over the least that it could cost.
+"""The cost of DiLoCo's outer step between two processes on one machine, against its lower bound.
 
     python benchmarks/outer_step.py              50M parameters: a minute or two
     python benchmarks/outer_step.py --quick      in miniature, to see whether it works

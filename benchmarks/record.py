@@ -1,4 +1,4 @@
-"""Records: what a benchmark found, and all that is needed to doubt it.
+"""Records: the results of a benchmark, with all that is needed to check them.
 
     records/<date>_<name>/
         README.md     what was claimed and what came out, the command, the tables

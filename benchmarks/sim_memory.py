@@ -1,4 +1,4 @@
-"""What simulated islands hold: one process's memory at its peak, and after a round.
+"""The memory of simulated islands: of one process at its peak, and after a round.
 
     python benchmarks/sim_memory.py 4      DiLoCo on four islands of the 20M decoder, one step; prints one JSON object
 

@@ -1,4 +1,4 @@
-"""What the simulator costs beyond the work itself: time, outer steps and memory, as ratios.
+"""The overhead of the simulator in time, outer steps and memory, as ratios.
 
     python benchmarks/sim_overhead.py              everything: some minutes
     python benchmarks/sim_overhead.py --quick      in miniature, to see whether it works

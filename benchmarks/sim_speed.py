@@ -1,4 +1,4 @@
-"""How fast simulated islands train, against bare PyTorch loops that train as many models for as many steps.
+"""The speed of simulated islands against bare PyTorch loops that train as many models for as many steps.
 
 Bare loops are run one after the other on one thread, and as many at a time as the simulator computes with: as threads, and as
 processes, which do not wait for each other's Python. All read the same batches and have one torch thread for each model.

@@ -1,4 +1,4 @@
-"""One of two islands on a slow line: what it is told, how it meets the other, what it trains, and what it measures alone."""
+"""One of two islands on a slow link: its spec, its rendezvous with the other, its workload, and what it measures alone."""
 
 from __future__ import annotations
 

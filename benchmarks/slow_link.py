@@ -1,4 +1,4 @@
-"""Really slow links on one machine: two islands in network namespaces, joined by a line that is shaped.
+"""Slow links on one machine: two islands in network namespaces, joined by a shaped link.
 
     python benchmarks/slow_link.py                                   as root: twenty minutes on two idle cores
     python benchmarks/slow_link.py --rates 100 --only "atoll ACCO"   some of it

@@ -1,4 +1,4 @@
-"""What a line carries and how long it takes, seen by plain sockets: what a person would put into the simulator."""
+"""The bandwidth and latency of a link, measured with plain sockets: the simulator's inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulator predicts for a line and a step time that were measured.
+"""The simulator's prediction for a link and a step time that were measured.
 
 Virtual time depends on how long a step takes, on the line, and on how many bytes travel, and not on what is computed. So a module
 that has as many weights as the real one and hardly computes stands for it.

@@ -1,4 +1,4 @@
-"""What the cells of slow_link.py say: a table of rates, the crossover, the simulator's error, and what of it was asked for."""
+"""Tables of slow_link.py: rates, the crossover, the simulator's error, and verdicts."""
 
 from __future__ import annotations
 

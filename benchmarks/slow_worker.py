@@ -1,4 +1,4 @@
-"""One island of slow_link.py, in a process of its own. It reads what to do from standard input and writes one line of JSON.
+"""One island of slow_link.py in its own process. It reads its spec from standard input and writes one line of JSON.
 
 When its standard input ends, nobody waits for it any more, and it ends too.
 """

@@ -1,4 +1,4 @@
-"""Islands that are killed again and again, for ten minutes, against the same run left alone.
+"""Islands that are killed repeatedly for ten minutes, against the same run without faults.
 
     python benchmarks/soak.py                                 8 islands, a kill every 20 s: some twenty minutes in all
     python benchmarks/soak.py --minutes 60 --every 10         longer, and worse

@@ -1,4 +1,4 @@
-"""One run of the soak: small islands that are killed again and again, or left alone."""
+"""One run of the soak: small islands that are killed repeatedly, or without faults."""
 
 from __future__ import annotations
 
