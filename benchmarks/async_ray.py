@@ -62,7 +62,19 @@ def command(label: str, seed: int, pace: float, settings: Sequence[str]) -> list
     """How a cell is run; its folder is added."""
     recipe, engine = ROWS[label]
     sets = [part for setting in settings for part in ("--set", setting)]
-    return ["run", recipe, "--seed", str(seed), *sets, "--engine", engine, "--processes", str(WORKERS), "--pace", f"{pace:g}"]
+    return [
+        "run",
+        recipe,
+        "--seed",
+        str(seed),
+        *sets,
+        "--engine",
+        engine,
+        "--processes",
+        str(WORKERS),
+        "--set",
+        f"engine.step_delay={pace:g}",
+    ]
 
 
 def measured(label: str, seed: int, pace: float, settings: Sequence[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,13 +17,12 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Attended, Computed, Event, Exchanged, Leased, RoundFinished, RunFinished
 from atoll.data.text import Text
-from atoll.engines.elastic.launch import create_elastic, keep_going
-from atoll.engines.elastic.rendezvous import RegistryClient
+from atoll.engines.driver import run
+from atoll.engines.elastic.rendezvous import RegistryClient, free_port
 from atoll.engines.elastic.snapshot_server import fetch_snapshot
 from atoll.engines.elastic.spec import Elastic
-from atoll.engines.elastic.supervisor import Supervisor, island_name
-from atoll.engines.processes.python_api import run_on
-from atoll.engines.processes.spec import Dist
+from atoll.engines.elastic.supervisor import island_name
+from atoll.engines.processes.spec import Processes
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
@@ -32,6 +31,7 @@ from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault, UpdateFault, UpdateFaultKind
 from atoll.testing.chaos.reports import elastic_report
+from atoll.testing.chaos.run_faults import RunFaults
 
 COMMAND = ["benchmarks/elastic_cost.py"]
 
@@ -76,7 +76,7 @@ class Size:
 
     @property
     def place(self) -> Elastic:
-        return Elastic(processes=2, pace=self.asleep_s / self.inner_steps, gather_s=300.0)
+        return Elastic(processes=2, step_delay=self.asleep_s / self.inner_steps, start_timeout_s=300.0)
 
 
 # -------------------------------------------------------------------------------------------------------------- nothing fails
@@ -85,10 +85,9 @@ class Size:
 def round_times(size: Size, folder: Path, *, elastic: bool) -> dict[str, Any]:
     """Seconds of each round but the first, and of what its exchange took after both had come."""
     if elastic:
-        create_elastic(size.run, size.place, folder, COMMAND)
-        keep_going(folder, size.place, say=lambda text: None)
+        run(size.run, engine=size.place, out=folder, command=COMMAND)
     else:
-        run_on(Dist(processes=2, pace=size.place.pace), size.run, out=folder, command=COMMAND)
+        run(size.run, engine=Processes(processes=2, step_delay=size.place.step_delay), out=folder, command=COMMAND)
     ends_s = [event.time_s for event in _read(folder, RoundFinished)]
     exchanges = list(_read(folder, Exchanged))[1:]
     rounds_s = [end_s - start_s for start_s, end_s in itertools.pairwise(ends_s)]
@@ -111,9 +110,9 @@ def _read(folder: Path, kind: type[Any]) -> Iterator[Any]:
 
 def killed(size: Size, folder: Path, script: FaultScript) -> dict[str, Any]:
     """Two islands, of which one is killed now and then: what it cost the other, and whether the dead one came back whole."""
-    create_elastic(size.run, size.place, folder, COMMAND)
-    twins = Twins()
-    keep_going(folder, size.place, say=lambda text: None, sinks=[twins], chaos=script, started=twins.started)
+    place = replace(size.place, listen=f"127.0.0.1:{free_port('127.0.0.1')}")
+    twins = Twins(place.listen)
+    run(size.run, engine=place, out=folder, command=COMMAND, sinks=[twins], faults=RunFaults(script))
     report = elastic_report(folder, units=2 * size.rounds)
     return {
         "deaths": deaths(folder),
@@ -160,21 +159,17 @@ def into_rounds(folder: Path) -> list[float]:
 class Twins:
     """A sink that fetches what both islands hold, after each death and return, and compares it to the bit."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
         self.found: list[dict[str, Any]] = []
-        self._registry: RegistryClient | None = None
-        self._alone = False
-
-    def started(self, supervisor: Supervisor) -> None:
-        self._registry = RegistryClient(supervisor.address)
+        self._address, self._alone = address, False
 
     def emit(self, event: Event) -> None:
-        if not isinstance(event, Attended) or self._registry is None:
+        if not isinstance(event, Attended):
             return
         if event.participating < 2:
             self._alone = True
         elif self._alone:
-            self._alone = not self._compared(self._registry, event.round)
+            self._alone = not self._compared(RegistryClient(self._address), event.round)
 
     def _compared(self, registry: RegistryClient, number: int) -> bool:
         try:

@@ -20,9 +20,10 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.engines.build import engine_of, island_workload
+from atoll.engines.simulator.launch import engine_of
 from atoll.models.gpt import GPT
 from atoll.runs.run import Run, candidates
+from atoll.runs.workloads import island_workload
 from atoll.telemetry.sinks import Fanout
 from record import script
 

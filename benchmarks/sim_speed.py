@@ -23,7 +23,7 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.flat_tree import Tree
 from atoll.core.pytree import recycle
-from atoll.engines.build import TextWorkload, island_workload, loss_of, replica_of
+from atoll.engines.replica_factory import loss_of, replica_of
 from atoll.engines.simulator.collectives import weighted_mean
 from atoll.engines.simulator.engine import SimEngine, SimSetup
 from atoll.models.gpt import GPT
@@ -32,6 +32,7 @@ from atoll.optim.schedules import at
 from atoll.optim.sgd import Nesterov
 from atoll.replica.local_replica import torch_threads
 from atoll.runs.run import Run, candidates
+from atoll.runs.workloads import TextWorkload, island_workload
 from atoll.telemetry.event_log import JsonlSink
 from progress import timed
 

@@ -11,7 +11,7 @@ from typing import Any
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import Attended, Evaluated, Event
 from atoll.data.text import Text
-from atoll.engines.elastic.launch import create_elastic, keep_going
+from atoll.engines.driver import run
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import island_name
 from atoll.models.gpt import GPT
@@ -35,6 +35,7 @@ from atoll.testing.chaos.faults import (
     random_update_faults,
 )
 from atoll.testing.chaos.reports import elastic_report
+from atoll.testing.chaos.run_faults import RunFaults
 
 KINDS: dict[str, type[Fault]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
 UPDATE_FAULTS = UpdateFault.__name__
@@ -92,7 +93,7 @@ class Soak:
 
     @property
     def place(self) -> Elastic:
-        return Elastic(processes=self.islands, pace=self.asleep_s / self.inner_steps, gather_s=300.0)
+        return Elastic(processes=self.islands, step_delay=self.asleep_s / self.inner_steps, start_timeout_s=300.0)
 
     @property
     def script(self) -> FaultScript:
@@ -141,11 +142,10 @@ class Follows:
 
 def carried_out(soak: Soak, folder: Path, *, broken: bool, advance: Callable[[float, str], object]) -> dict[str, Any]:
     """A cell: what became of the run in this folder, with kills or without."""
-    create_elastic(soak.run, soak.place, folder, ["benchmarks/soak.py"])
     load_before = os.getloadavg()[1]
-    keep_going(
-        folder, soak.place, say=lambda text: None, sinks=[Follows(soak.rounds, advance)], chaos=soak.script if broken else None
-    )
+    faults = RunFaults(soak.script) if broken else None
+    sinks = [Follows(soak.rounds, advance)]
+    run(soak.run, engine=soak.place, out=folder, command=["benchmarks/soak.py"], sinks=sinks, faults=faults)
     report = elastic_report(folder, units=soak.rounds * soak.islands)
     attended = [event for event in read_events(folder / "events.jsonl", [Attended]) if isinstance(event, Attended)]
     evaluated = [event for event in read_events(folder / "events.jsonl", [Evaluated]) if isinstance(event, Evaluated)]

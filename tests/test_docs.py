@@ -10,6 +10,7 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,13 +18,19 @@ import atoll
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
-from atoll.cli import commands, replay, run_elastic, run_processes, run_ray
+from atoll.cli import commands, run_command
 from atoll.cli import main as cli
+from atoll.cli.recipe_settings import run_of, spec_with
+from atoll.cli.run_command import RunCommand
 from atoll.core.config.overrides import override
 from atoll.core.events import Event, RoundFinished
 from atoll.data.text import Text
+from atoll.engines.elastic.spec import check_address
+from atoll.engines.spec import Simulator, spec_named, write_spec
 from atoll.runs.run import candidates
 from atoll.telemetry.summary import Summary
+from atoll.testing.chaos.faults import FaultScript
+from atoll.testing.chaos.run_faults import RunFaults
 from atoll.testing.simulated_runs import SMALL as TINY
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +64,7 @@ def small(run, *more):
 
 
 @pytest.fixture
-def understood(monkeypatch, capsys):
+def understood(monkeypatch, capsys, tmp_path):
     """Lets the command line read a line and stops at the verb: gives the verb's name and what it would have been called with."""
     calls = []
 
@@ -65,22 +72,15 @@ def understood(monkeypatch, capsys):
         signature = inspect.signature(getattr(module, name))
         return lambda *given, **named: calls.append((name, signature.bind(*given, **named).arguments))
 
-    for name in (
-        "list_recipes",
-        "show_recipe",
-        "carry_out",
-        "compare_runs",
-        "report_run",
-        "generate_text",
-        "export_model",
-        "prepare_data",
-    ):
+    for name in ("list_recipes", "show_recipe", "report_run", "generate_text", "export_model", "prepare_data", "replay_folder"):
         monkeypatch.setattr(commands, name, stand_in(commands, name))
-    monkeypatch.setattr(run_processes, "carry_out_by_processes", stand_in(run_processes, "carry_out_by_processes"))
-    for name in ("carry_out_elastic", "be_joiner"):
-        monkeypatch.setattr(run_elastic, name, stand_in(run_elastic, name))
-    monkeypatch.setattr(run_ray, "carry_out_on_ray", stand_in(run_ray, "carry_out_on_ray"))
-    monkeypatch.setattr(replay, "replay_folder", stand_in(replay, "replay_folder"))
+    for name in ("compare_runs", "join_run"):
+        monkeypatch.setattr(run_command, name, stand_in(run_command, name))
+    monkeypatch.setattr(RunCommand, "carry_out", lambda asked, faults=None: calls.append(("run", vars(asked))) or tmp_path)
+    monkeypatch.setattr(RunFaults, "report", lambda *_: SimpleNamespace(rows=list))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.json").write_text(FaultScript().to_text())
+    write_spec(tmp_path, Simulator())
 
     def read(words):
         monkeypatch.setattr(sys, "argv", list(words))
@@ -96,11 +96,18 @@ def check_values(verb, given):
     """What a verb looks at first, without doing it: that recipes exist, and that settings fit them and one another."""
     if verb == "prepare_data":
         Text(corpus=given["corpus"], tokenizer=given["tokenizer"], validation_fraction=given["validation_fraction"])
-    names = [given["name"]] if given.get("name") else []
+    if verb == "join_run":
+        check_address(given["address"])
+    name = given.get("recipe") or given.get("name")
+    names = [name] if name else []
     if verb == "compare_runs":
         names = [name for name in given["what"] if "/" not in name]  # the others are folders
     for name in names:
-        assert commands.run_of(name, given["settings"], given["seed"], among=names).resolved
+        run = run_of(name, given["settings"], given["seed"], among=names)
+        assert run.resolved
+        if verb == "run":
+            spec = spec_with(spec_named(given["engine"] or "simulator"), given["settings"], given["processes"])
+            assert spec.fitted(run)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -195,7 +202,7 @@ def test_the_pages_run_can_be_interrupted_resumed_and_read_as_the_page_says(writ
     with pytest.raises(SystemExit, match="2"):
         cli.main()
     said = capsys.readouterr().err
-    assert re.search(r"easgd\.EASGD.*import the module", said)
+    assert re.search(r"easgd\.EASGD.*Import the module", said)
     assert 'python -c "import easgd; from atoll.cli.main import main; main()" run --resume runs/easgd' in said
 
     resume, generate = (line for line in shell_lines(ADDING) if line.startswith("python -c"))

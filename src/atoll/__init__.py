@@ -37,16 +37,11 @@ if TYPE_CHECKING:
     from atoll.engines.driver import Result as Result
     from atoll.engines.driver import resume as resume
     from atoll.engines.driver import run as run
-    from atoll.engines.elastic.launch import resume_elastic as resume_elastic
-    from atoll.engines.elastic.launch import run_elastic as run_elastic
     from atoll.engines.elastic.spec import Elastic as Elastic
-    from atoll.engines.processes.python_api import resume_on as resume_on
-    from atoll.engines.processes.python_api import run_on as run_on
-    from atoll.engines.processes.spec import Dist as Dist
-    from atoll.engines.ray.launch import resume_on_ray as resume_on_ray
-    from atoll.engines.ray.launch import run_on_ray as run_on_ray
+    from atoll.engines.processes.spec import Processes as Processes
     from atoll.engines.ray.spec import Ray as Ray
     from atoll.engines.simulator.replay_run import replay_run as replay_run
+    from atoll.engines.simulator.spec import Simulator as Simulator
     from atoll.loop.islands import Islands as Islands
     from atoll.loop.islands import islands as islands
     from atoll.loop.process_groups import join as join
@@ -118,21 +113,16 @@ _HOME = {
     "Nesterov": "atoll.optim.sgd",
     "DelayCompensation": "atoll.optim.staleness",
     "Polynomial": "atoll.optim.staleness",
-    "resume_on": "atoll.engines.processes.python_api",
-    "run_on": "atoll.engines.processes.python_api",
     "Result": "atoll.engines.driver",
     "resume": "atoll.engines.driver",
     "run": "atoll.engines.driver",
     "export": "atoll.runs.export",
     "load_exported": "atoll.runs.export",
-    "Dist": "atoll.engines.processes.spec",
     "Elastic": "atoll.engines.elastic.spec",
-    "resume_elastic": "atoll.engines.elastic.launch",
-    "run_elastic": "atoll.engines.elastic.launch",
+    "Processes": "atoll.engines.processes.spec",
+    "Simulator": "atoll.engines.simulator.spec",
     "Ray": "atoll.engines.ray.spec",
     "replay_run": "atoll.engines.simulator.replay_run",
-    "resume_on_ray": "atoll.engines.ray.launch",
-    "run_on_ray": "atoll.engines.ray.launch",
     "Keep": "atoll.runs.run",
     "Run": "atoll.runs.run",
     "Train": "atoll.runs.run",

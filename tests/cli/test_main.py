@@ -114,7 +114,7 @@ def test_show_lists_the_presets_of_models(atoll, monkeypatch):
 def test_nothing_can_be_set_for_folders_alone(given, atoll, finished):
     code, _, err = atoll("compare", finished, *given)
     assert code == 2
-    assert f"{' '.join(given) if '--set' in given else '--seed'} with folders alone ({finished}): these were run already" in err
+    assert f"{' '.join(given) if '--set' in given else '--seed'} with folders alone ({finished}): these runs are finished" in err
 
 
 def test_a_folder_that_is_no_finished_run_costs_no_run_of_a_recipe(atoll, tmp_path, monkeypatch):
@@ -298,7 +298,7 @@ def test_a_folder_that_was_prepared_is_not_overwritten(atoll, tmp_path):
     assert "something else that was prepared: tokenizer=bytes, asked for is bpe:270. Use another folder" in err
     code, second, err = atoll(*asked)
     assert (code, second) == (0, first)
-    assert "was prepared before, by the same command, and is left as it is" in err
+    assert "was prepared by the same command before, and is left as it is" in err
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "tokens").iterdir()} == written
 
 
@@ -323,13 +323,17 @@ def test_a_folder_that_was_prepared_is_not_overwritten(atoll, tmp_path):
         (["run", "demo-diloco", *sets("data.corpus=files:/nowhere/at/all")], "/nowhere/at/all", ""),
         (["run", "--resume", "/nowhere/at/all"], "/nowhere/at/all", "--out"),
         (["compare", "demo-ddp", "demo-dilco"], "demo-dilco", "demo-diloco"),
-        (["compare", "runs/nope", "demo-ddp"], "no recipe 'runs/nope', and no folder of a run", "folder of a finished run"),
+        (["compare", "runs/nope", "demo-ddp"], "no recipe 'runs/nope', and no run's folder", "folder of a finished run"),
         (
             ["compare", "demo-diloco", *sets("demo-ddp:train.steps=3")],
-            "demo-ddp, which is not run here",
-            "What is run: demo-diloco.",
+            "demo-ddp, which does not run here",
+            "The command runs demo-diloco.",
         ),
-        (["run", "demo-diloco", *sets("demo-ddp:train.steps=3")], "demo-ddp, which is not run here", "What is run: demo-diloco."),
+        (
+            ["run", "demo-diloco", *sets("demo-ddp:train.steps=3")],
+            "demo-ddp, which does not run here",
+            "The command runs demo-diloco.",
+        ),
         (["compare", "demo-diloco", *sets("demo-dilcoo:train.steps=3")], "none called 'demo-dilcoo'", "Did you mean demo-diloco?"),
         (["show", "demo-diloco", *sets("model=m61")], "tiny | m20 | m60 | m150 | m400 | small", "Did you mean m60?"),
         (["run", "demo-diloco", *sets("algorithm.inner_steps")], "'algorithm.inner_steps' has no '='", "algorithm.inner_steps=20."),
@@ -453,14 +457,10 @@ def test_resuming_as_another_recipe_is_refused_with_what_differs(atoll, finished
 @pytest.mark.parametrize(
     ("arguments", "todo"),
     [
-        (["run", "demo-diloco"], "Add --engine dist, and they train together. Or start it once, without torchrun."),
-        (["run", "demo-diloco", "--engine", "sim"], "Add --engine dist"),
-        (["run", "--resume", "simulated"], "all of it. Start it once, without torchrun."),
-        (
-            ["run", "--resume", "nowhere"],
-            "If nowhere is a run of real processes whose folder lies on another machine, add --engine dist.",
-        ),
-        (["compare", "demo-ddp", "demo-diloco"], "all of it. Start it once, without torchrun."),
+        (["run", "demo-diloco"], "Use --engine processes, or start the command once, without torchrun."),
+        (["run", "demo-diloco", "--engine", "sim"], "with --engine simulator. Use --engine processes"),
+        (["run", "--resume", "simulated"], "with --engine simulator. Use --engine processes"),
+        (["compare", "demo-ddp", "demo-diloco"], "start the command once, without torchrun."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -479,7 +479,7 @@ def test_a_simulation_under_torchrun_is_refused(arguments, todo, atoll, finished
 def test_set_with_resume_is_refused(atoll, finished):
     code, _, err = atoll("run", "--resume", finished, *sets("train.steps=9"))
     assert code == 2
-    assert "a run goes on as it began" in err
+    assert "a run resumes with the settings that it began with" in err
 
 
 def test_a_full_disk_while_saving_stops_the_run_with_a_message_and_the_older_checkpoint_stands(tmp_path):

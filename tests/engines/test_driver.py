@@ -315,7 +315,7 @@ def test_any_module_with_a_loss_can_be_trained(tmp_path):
 def test_a_run_of_its_own_workload_is_not_taken_for_a_decoders(tmp_path):
     run = small("optimizer=AdamW(lr=0.05)", "train.warm_start_steps=0")
     done = driver.run(run, out=tmp_path / "run", workload=Regression(hidden=4))
-    with pytest.raises(ConfigError, match=r"trained a workload of its own.*Regression.*workload="):
+    with pytest.raises(ConfigError, match=r"trained a user's workload, Regression.*workload="):
         driver.resume(done.folder)
     assert driver.resume(done.folder, workload=Regression(hidden=4)).summary == done.summary
 
@@ -369,7 +369,7 @@ def test_a_finished_run_can_be_looked_at_and_written_with_when_its_text_is_gone(
         (text / f"{number}.txt").write_text(f"Island {number} lies in the sea. " * 30)
     done = driver.run(small(f"data.corpus=files:{text}", "data.limit_bytes=none", "data.tokenizer=bpe:280"), out=tmp_path / "run")
     shutil.rmtree(text)
-    assert driver.is_finished(RunFolder.open(done.folder))
+    assert RunFolder.open(done.folder).finished
     written = "".join(generate(done.folder, "Island", tokens=5, temperature=1.0, top_k=None, seed=0))
     assert written.startswith("Island")
 

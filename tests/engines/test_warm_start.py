@@ -7,9 +7,10 @@ import pytest
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.protocols import Work
-from atoll.engines.build import plain_workload, replica_of
+from atoll.engines.replica_factory import replica_of
 from atoll.engines.warm_start import Cache, load_data, warm_start, warm_up
 from atoll.runs.run import candidates
+from atoll.runs.workloads import plain_workload
 from atoll.telemetry.sinks import MemorySink
 from atoll.testing.simulated_runs import SMALL as TINY
 

@@ -115,7 +115,7 @@ def test_only_a_finished_run_of_its_own_model_is_exported(decoder, tmp_path):
         out=tmp_path / "own",
         workload=Regression(),
     )
-    with pytest.raises(ConfigError, match=r"trained a workload of its own"):
+    with pytest.raises(ConfigError, match=r"trained a user's workload"):
         export(own.folder, tmp_path / "out")
     (decoder.folder / "final.safetensors").rename(tmp_path / "final.safetensors")
     with pytest.raises(ConfigError, match=r"has no final weights yet.*atoll run --resume"):

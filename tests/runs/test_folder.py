@@ -7,7 +7,7 @@ import re
 import resource
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ COMMAND = ["atoll", "run", "diloco", "--set", "data.corpus=my corpus"]
 
 
 def made(path: Path, run: Run | None = None) -> RunFolder:
-    return RunFolder.create(path, to_json(run or Run()), COMMAND)
+    return RunFolder.create(path, run or Run(), COMMAND)
 
 
 # ------------------------------------------------------------------------------------------------------ making and opening
@@ -54,7 +54,9 @@ def made(path: Path, run: Run | None = None) -> RunFolder:
 def test_a_folder_that_was_made_opens_with_its_run(tmp_path):
     folder = made(tmp_path / "a" / "b")
     assert RunFolder.open(tmp_path / "a" / "b") == folder
-    assert folder.run_json == json.loads((tmp_path / "a" / "b" / "run.json").read_text()) == to_json(Run())
+    assert folder.run == Run()
+    saved = json.loads((tmp_path / "a" / "b" / "run.json").read_text())
+    assert saved == {"format": 2, **to_json(Run())}
     assert sorted(path.name for path in folder.path.iterdir()) == ["run.json", "source.txt"]
 
 
@@ -64,7 +66,7 @@ def test_an_empty_folder_is_taken(tmp_path):
 
 def test_a_folder_with_something_in_it_is_refused_with_the_ways_out(tmp_path):
     made(tmp_path / "run")
-    both = r"Use --resume \(in Python atoll\.resume\) to go on, or another --out \(in Python out=\)\."
+    both = r"Use --resume \(in Python atoll\.resume\) to continue it, or another --out \(in Python out=\)\."
     with pytest.raises(ConfigError, match=rf"run is a run's folder already.*would overwrite it\. {both}"):
         made(tmp_path / "run")
     (tmp_path / "letters").mkdir()
@@ -84,9 +86,9 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_path):
 
 
 def test_what_is_not_a_runs_folder_is_not_opened(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere is not a folder\. Give the folder that a run was told as --out"):
+    with pytest.raises(ConfigError, match=r"nowhere is not a folder\. Give the folder of --out"):
         RunFolder.open(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"has no run\.json, so it is not a run's folder\. Give the folder"):
+    with pytest.raises(ConfigError, match=r"has no run\.json, so it is no run's folder\. Give the folder"):
         RunFolder.open(tmp_path)
 
 
@@ -163,23 +165,23 @@ def test_a_resume_is_noted_after_the_start(tmp_path):
 
 def test_the_same_run_is_let_through(tmp_path):
     folder = made(tmp_path)
-    folder.same_run(to_json(Run()))
+    folder.same_run(Run())
 
 
 def test_a_setting_that_an_older_folder_lacks_counts_as_its_default(tmp_path):
-    older = to_json(Run())
+    folder, older = made(tmp_path), {"format": 2, **to_json(Run())}
     del older["compile"], older["link"]["latency_s"]
-    folder = RunFolder.create(tmp_path, older, COMMAND)
-    folder.same_run(to_json(Run()))
+    (tmp_path / "run.json").write_text(json.dumps(older))
+    folder.same_run(Run())
     with pytest.raises(ConfigError, match=r"compile: given true, in the folder false"):
-        folder.same_run(to_json(Run(compile=True)))
+        folder.same_run(Run(compile=True))
 
 
 def test_another_run_is_refused_with_every_setting_that_differs(tmp_path):
     folder = made(tmp_path)
     other = Run(recipe="ddp", seed=4, link=Link(bandwidth_mbit_per_s=10.0), step_time_s=(0.5, 1.0), compile=True)
     with pytest.raises(ConfigError) as caught:
-        folder.same_run(to_json(other))
+        folder.same_run(other)
     lines = str(caught.value).splitlines()
     assert "is the folder of another run. A run is resumed with the settings it began with; these differ:" in lines[0]
     assert lines[1:-1] == [
@@ -195,9 +197,9 @@ def test_another_run_is_refused_with_every_setting_that_differs(tmp_path):
 def test_another_class_is_one_difference_with_its_settings(tmp_path):
     folder = made(tmp_path)
     with pytest.raises(ConfigError, match=r"link: given Fast\(\), in the folder Link\(latency_s=0\.1, bandwidth_mbit_per_s=inf\)"):
-        folder.same_run(to_json(replace(Run(), link=Fast())))
+        folder.same_run(replace(Run(), link=Fast()))
     with pytest.raises(ConfigError, match=r"step_time_s: given \[0\.5\], in the folder \[0\.5, 0\.75\]"):
-        folder.same_run(to_json(replace(Run(), step_time_s=(0.5,))))
+        folder.same_run(replace(Run(), step_time_s=(0.5,)))
 
 
 @pytest.mark.parametrize(
@@ -216,9 +218,18 @@ def test_differences_are_those_of_the_values(one: Any, two: Any, found: list[Any
 
 
 def test_a_long_list_of_differences_is_cut(tmp_path):
-    folder = RunFolder.create(tmp_path, {f"s{i}": 0 for i in range(30)}, COMMAND)
+    fields = [(f"s{i}", int, 0) for i in range(30)]
+    many = make_dataclass("Many", fields, frozen=True)
+    folder = RunFolder.create(tmp_path, many(), COMMAND)
     with pytest.raises(ConfigError, match=r"s19: given 1, in the folder 0\n  and 10 more\nResume"):
-        folder.same_run({f"s{i}": 1 for i in range(30)})
+        folder.same_run(many(**{f"s{i}": 1 for i in range(30)}))
+
+
+def test_a_folder_of_an_older_version_is_refused_by_its_format(tmp_path):
+    made(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps(to_json(Run())))
+    with pytest.raises(ConfigError, match=r"run\.json has format 1, and this version of atoll reads format 2\. Use the version"):
+        RunFolder.open(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------- places and locks

@@ -14,19 +14,19 @@ import torch.nn.functional as F
 import atoll
 from atoll import recipes
 from atoll.algorithms.diloco import DiLoCo
-from atoll.core.config.json_records import from_json
 from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.events import Computed, Evaluated, Saved
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Work
 from atoll.data.gaussians import Gaussians
-from atoll.engines.build import replica_of
+from atoll.engines.replica_factory import replica_of
 from atoll.models.mlp import MLP
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
+from atoll.runs.folder import RunFolder
 from atoll.runs.generate import generate
 from atoll.runs.network import Link
 from atoll.runs.run import Keep, Run, Train, candidates
@@ -153,7 +153,7 @@ def test_over_a_free_line_a_round_takes_as_long_as_the_slowest_island_computes(s
 
 
 def test_the_settings_in_the_folder_are_the_runs(straight):
-    assert from_json(json.loads((straight.folder / "run.json").read_text())) == TOY
+    assert RunFolder.open(straight.folder).run == TOY
 
 
 class Fuse:
@@ -223,7 +223,7 @@ def test_more_islands_than_points_leave_no_folder(tmp_path):
 
 
 def test_a_run_of_its_own_workload_and_a_toy_run_are_not_taken_for_each_other(straight):
-    with pytest.raises(ConfigError, match=r"trained its own model on its own data, not a Regression"):
+    with pytest.raises(ConfigError, match=r"trained its Run's own model and data, not a Regression"):
         atoll.resume(straight.folder, workload=Regression())
 
 

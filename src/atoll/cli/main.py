@@ -6,7 +6,6 @@ code 2, never a traceback.
 
 from __future__ import annotations
 
-import json as json_library
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -35,8 +34,21 @@ Settings = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Of weights, data order and everything the cluster draws.")]
-Engine = Literal["sim", "dist", "ray"]
-Backend = Literal["gloo", "nccl"]
+Engine = Annotated[
+    Literal["simulator", "processes", "elastic", "ray", "sim", "dist"] | None,
+    typer.Option(
+        help="simulator: one process and a virtual clock. processes: a fixed number of ranks. elastic: islands join and leave. "
+        "ray: a hub and workers. `atoll show RECIPE --engine NAME` lists its settings.",
+        show_default="simulator",
+    ),
+]
+Recipe = Annotated[str | None, typer.Argument(help="A recipe's name; may be left out with --resume.")]
+Out = Annotated[Path | None, typer.Option(help="The run's folder; by default a new one under runs/.")]
+Resume = Annotated[Path | None, typer.Option(help="Resume the run in this folder.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+ProcessCount = Annotated[
+    int | None, typer.Option("--processes", min=1, help="The number of processes, islands or workers; short for engine.processes.")
+]
 Json = Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")]
 
 
@@ -53,12 +65,6 @@ def _given(context: typer.Context) -> list[str]:
     """What was given on the command line, as it is written there."""
     sources = [(param.opts[0], context.get_parameter_source(str(param.name))) for param in context.command.params]
     return [option for option, source in sources if source is not None and source.name == "COMMANDLINE"]
-
-
-def _engine_in(folder: Path | None) -> str | None:
-    """The engine that the run in this folder is carried out by, if it has one of its own."""
-    path = folder.expanduser() / "engine.json" if folder is not None else None
-    return str(json_library.loads(path.read_text("utf-8"))["engine"]) if path is not None and path.is_file() else None
 
 
 @app.callback()
@@ -79,135 +85,107 @@ def recipes() -> None:
 
 
 @app.command()
-def show(recipe: str, settings: Settings = None, seed: Seed = None, json: Json = False) -> None:
-    """Show every setting of a recipe, by the path that `--set` takes."""
+def show(recipe: str, settings: Settings = None, seed: Seed = None, engine: Engine = None, json: Json = False) -> None:
+    """Show every setting of a recipe by the path that `--set` takes; with --engine, that engine's settings too."""
     from atoll.cli.commands import show_recipe
 
-    show_recipe(recipe, settings or [], seed, as_json=json)
+    show_recipe(recipe, settings or [], seed, engine, as_json=json)
 
 
 @app.command()
 def run(
     context: typer.Context,
-    recipe: Annotated[str | None, typer.Argument(help="A recipe's name; may be left out with --resume.")] = None,
+    recipe: Recipe = None,
     settings: Settings = None,
     seed: Seed = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; by default a new one under runs/.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    out: Out = None,
+    resume: Resume = None,
     json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
-    engine: Annotated[
-        Engine | None,
-        typer.Option(help="sim: one process and a virtual clock. dist: real processes. ray: a hub and workers. By default sim."),
-    ] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="dist, ray: so many; by default one per device.")] = None,
-    pace: Annotated[
-        float | None, typer.Option(min=0.0, help="dist, ray: sleep so many times cluster.step_time_s per batch.")
-    ] = None,
-    limit: Annotated[
-        float | None, typer.Option(help="Seconds. dist: of an exchange, by default derived. ray: of a silent hub, by default 300.")
-    ] = None,
-    start_limit: Annotated[
-        float | None, typer.Option(help="dist: seconds that others are waited for outside of rounds. By default 3600.")
-    ] = None,
-    backend: Annotated[Backend | None, typer.Option(help="dist: what carries weights. By default gloo.")] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="ray: of a cluster that exists; local, or by default, one is started here."),
-    ] = None,
-    workers_most: Annotated[
-        int | None, typer.Option(min=1, help="ray: so many may join if the cluster has room. By default --processes.")
-    ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="ray, elastic: so many share out the batches of a worker or island. By default 1.")
-    ] = None,
-    save_every: Annotated[float | None, typer.Option(help="ray: seconds between checkpoints of the hub. By default 30.")] = None,
-    elastic: Annotated[bool, typer.Option("--elastic", help="dist: islands may come and go while it runs.")] = False,
-    join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Be one more island of the elastic run there.")] = None,
-    host: Annotated[str | None, typer.Option(help="elastic: the address to listen on. By default 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="elastic: of the run. By default one that is free.")] = None,
-    gather: Annotated[float | None, typer.Option(help="elastic: seconds that those who begin wait for all. By default 60.")] = None,
-    silence: Annotated[
-        float | None, typer.Option(help="elastic: seconds after which one that is not heard is not waited for. By default 1.")
-    ] = None,
-    refused_above: Annotated[
-        float | None, typer.Option(help="elastic: refuse deltas that are so many times longer than lately. By default 25.")
-    ] = None,
-    chaos: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="elastic, ray: break it on purpose, by this script; see docs/chaos.md.")
+    quiet: Quiet = False,
+    engine: Engine = None,
+    processes: ProcessCount = None,
+    elastic: Annotated[bool, typer.Option("--elastic", help="The same as --engine elastic.")] = False,
+    join: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Be one more island of the elastic run at this address.")
     ] = None,
 ) -> None:
-    """Carry out a recipe: in a simulated cluster, or by real processes (also under torchrun, on several machines)."""
+    """Carry out a recipe: in a simulated cluster, or on real processes (also under torchrun, on several machines)."""
     if join is not None:
-        from atoll.cli.run_elastic import be_joiner
+        from atoll.cli.run_command import join_run
 
-        be_joiner(join, [name for name in _given(context) if name not in ("--join", "--devices")], devices)
+        join_run(join, settings or [], [name for name in _given(context) if name not in ("--join", "--set")])
         return
-    elastic_only = {"host": host, "port": port, "gather_s": gather, "silent_s": silence, "refused_above": refused_above}
-    ray_only = {"address": ray_address, "most": workers_most, "save_every_s": save_every}
-    on_ray = engine == "ray" or any(value is not None for value in ray_only.values()) or _engine_in(resume) == "ray"
-    broken = chaos is not None and not on_ray
-    if elastic or broken or any(value is not None for value in elastic_only.values()) or _engine_in(resume) == "elastic":
-        from atoll.cli.run_elastic import carry_out_elastic
+    if elastic and engine not in (None, "elastic"):
+        raise ConfigError(f"--elastic with --engine {engine}: it is short for --engine elastic. Leave out one of them.")
+    from atoll.cli.run_command import RunCommand
 
-        of_others = {"--start-limit", "--backend", "--ray-address", "--workers-most", "--save-every"}
-        foreign = sorted(of_others.intersection(_given(context)))
-        if engine not in (None, "dist"):
-            foreign.append(f"--engine {engine}")
-        if foreign:
-            raise ConfigError(
-                f"{', '.join(foreign)} with islands that come and go (--elastic, --chaos, --host, --port, --gather, "
-                f"--silence, --refused-above): these are real processes, over gloo, by --engine dist. Leave out one or the other."
-            )
-        how = {"processes": processes, "devices": devices, "pace": pace, "limit_s": limit, **elastic_only}
-        carry_out_elastic(recipe, settings or [], seed, out, resume, json, quiet, how, chaos)
-        return
-    if on_ray:
-        from atoll.cli.run_ray import carry_out_on_ray
+    RunCommand(
+        recipe=recipe,
+        settings=settings or [],
+        seed=seed,
+        engine="elastic" if elastic else engine,
+        processes=processes,
+        out=out,
+        resume=resume,
+        as_json=json,
+        quiet=quiet,
+    ).carry_out()
 
-        if engine not in (None, "ray") or start_limit is not None or backend is not None:
-            raise ConfigError(
-                "--start-limit, --backend or another --engine with a run on Ray, which has none of these. Leave them out."
-            )
-        how = {"processes": processes, "devices": devices, "pace": pace, "limit_s": limit, **ray_only}
-        carry_out_on_ray(recipe, settings or [], seed, out, resume, json, quiet, how, chaos)
-        return
-    if devices is not None:
-        raise ConfigError(
-            f"--devices {devices}: so many share out the batches of an island of --elastic, or of a worker of --engine ray. "
-            f"Elsewhere each is a process: use --set cluster.devices_per_island={devices} with an algorithm inside."
-        )
-    how = {"processes": processes, "pace": pace, "limit_s": limit, "start_limit_s": start_limit, "backend": backend}
-    real_before = resume is not None and (resume.expanduser() / "engine.json").is_file()
-    if engine == "dist" or real_before or any(value is not None for value in how.values()):
-        from atoll.cli.run_processes import carry_out_by_processes  # brings a good part of torch.distributed with it
 
-        carry_out_by_processes(recipe, settings or [], seed, out, resume, json, quiet, engine, how)
-        return
-    from atoll.cli.commands import carry_out
+@app.command()
+def chaos(
+    script: Annotated[Path, typer.Argument(help="A fault script; see docs/chaos.md.")],
+    recipe: Recipe = None,
+    settings: Settings = None,
+    seed: Seed = None,
+    out: Out = None,
+    resume: Resume = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    engine: Engine = None,
+    processes: ProcessCount = None,
+) -> None:
+    """Carry out a recipe on elastic islands or on Ray while faults are injected, and report what they cost."""
+    from atoll.cli.run_command import RunCommand
+    from atoll.engines.spec import read_spec
+    from atoll.testing.chaos.faults import FaultScript
+    from atoll.testing.chaos.reports import report_text
+    from atoll.testing.chaos.run_faults import RunFaults
 
-    carry_out(recipe, settings or [], seed, out=out, resume_from=resume, as_json=json, quiet=quiet)
+    faults = RunFaults(FaultScript.read(script))
+    folder = RunCommand(
+        recipe=recipe,
+        settings=settings or [],
+        seed=seed,
+        engine=engine or (None if resume is not None else "elastic"),
+        processes=processes,
+        out=out,
+        resume=resume,
+        as_json=json,
+        quiet=quiet,
+    ).carry_out(faults)
+    assert folder is not None
+    print(report_text(faults.report(folder, read_spec(folder))), file=sys.stderr)
 
 
 @app.command(hidden=True)
 def island(
     address: str,
-    name: Annotated[str, typer.Option(help="Unlike all others'.")],
+    name: Annotated[str, typer.Option(help="Of the island, unlike all others'.")],
     folder: Annotated[Path | None, typer.Option(help="Of the run, where this machine has it.")] = None,
-    chaos: Annotated[Path | None, typer.Option(help="A script of faults, see atoll.testing.chaos.")] = None,
 ) -> None:
     """Be one island of the elastic run at this address."""
-    from atoll.cli.run_elastic import be_island
+    from atoll.engines.elastic.join import run_island
 
-    be_island(address, name, folder, chaos)
+    run_island(address, name, folder)
 
 
 @app.command(hidden=True)
-def harbour(invitation: Path, address: str) -> None:
-    """Keep the lighthouse of an elastic run."""
-    from atoll.cli.run_elastic import be_harbour
+def rendezvous(join_info: Path, address: str) -> None:
+    """Be the rendezvous of an elastic run."""
+    from atoll.engines.elastic.join import run_rendezvous
 
-    be_harbour(invitation, address)
+    run_rendezvous(join_info, address)
 
 
 @app.command()
@@ -218,10 +196,10 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Where runs and plot go; by default a new folder under runs/.")] = None,
     json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run several recipes on the same work, or read finished runs, and put them side by side."""
-    from atoll.cli.commands import compare_runs
+    from atoll.cli.run_command import compare_runs
 
     compare_runs(what, settings or [], seed, out=out, as_json=json, as_markdown=markdown, quiet=quiet)
 
@@ -238,10 +216,10 @@ def report(folder: Annotated[Path, typer.Argument(help="A run's folder.")], json
 def replay(
     folder: Annotated[Path, typer.Argument(help="The folder of a finished asynchronous run, simulated or real.")],
     json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Compute an asynchronous run once more, in the order of its log, and compare the weights."""
-    from atoll.cli.replay import replay_folder
+    from atoll.cli.commands import replay_folder
 
     replay_folder(folder, as_json=json, quiet=quiet)
 
@@ -280,7 +258,7 @@ def prepare(
     validation_fraction: Annotated[float, typer.Option(help="Of the documents, kept for validation.")] = 0.05,
     validation_corpus: Annotated[str | None, typer.Option(help="Another text to validate on; all of CORPUS is trained on.")] = None,
     limit_bytes: Annotated[int | None, typer.Option(help="Read at most so many bytes, with a share for every domain.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Turn text into memory-mapped tokens; use them with `--set data.corpus=prepared:DIR`."""
     from atoll.cli.commands import prepare_data

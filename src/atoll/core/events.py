@@ -81,7 +81,7 @@ class RunStarted(Event):
     seed: int
     devices_per_island: int | None = None
     """Where the devices of an island have an algorithm of their own."""
-    engine: str = "sim"
+    engine: str = "simulator"
     """What ran it, and so which clock counts: sim (a virtual one), dist or ray (a real one)."""
 
 

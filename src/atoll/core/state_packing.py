@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.core.config.json_records import find_type, full_name
+from atoll.core.config.json_records import find_type, type_name
 from atoll.core.errors import CheckpointError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
@@ -69,7 +69,7 @@ def _pack(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
     record = _fields(value)
     if record is not None:
         inside = {name: _pack(item, _join(at, name), tensors) for name, item in record.items()}
-        return {"kind": "record", "type": full_name(type(value)), "fields": inside}
+        return {"kind": "record", "type": type_name(type(value)), "fields": inside}
     if type(value) in (tuple, list):
         items = [_pack(item, _join(at, i), tensors) for i, item in enumerate(value)]
         return {"kind": type(value).__name__, "items": items}

@@ -1,54 +1,54 @@
-"""Carrying out a Run: a folder, a warm start, the engine, and what is left behind.
+"""The driver: it takes a run from its description to its result, on every engine.
 
-The event log and every bit of the weights are functions of the Run. So a run that was killed at any moment and resumed leaves what
-one leaves that was never stopped: it goes on from the newest checkpoint, and what was logged after that checkpoint is cut.
+`run` and `resume` hand a RunRequest to the launcher of the chosen engine (`engines/<name>/launch.py`). The launcher opens the run's
+folder (`RunRequest.open`) and carries the run out with a Driver: prepare data and warm start, build the engine, restore a
+checkpoint, train, save, finish.
+
+The event log and every bit of the weights are functions of the Run. A run that is killed at any moment and resumed therefore leaves
+the same files as an uninterrupted one: the driver restores the newest checkpoint and truncates the log at its position.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from atoll.core.config.json_records import from_json, full_name, to_json
+from atoll.core.config.json_records import to_json, type_name
 from atoll.core.config.type_checks import check_type
-from atoll.core.errors import AtollError, CheckpointError, ConfigError
+from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Batches, Sink, Workload
 from atoll.core.serialization import load_tree, read_tensors, save_tree, write_tensors
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
-from atoll.engines.build import Engine, engine_of
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
+from atoll.engines.spec import EngineSpec, Processes, Simulator, processes_started, read_spec, write_spec
 from atoll.engines.warm_start import Cache as Cache
 from atoll.engines.warm_start import WarmStart, load_data, warm_up
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.finetuning import check_given
-from atoll.runs.folder import RunFolder, default_path, write_text
+from atoll.runs.folder import RunFolder, default_path, digest_of, write_text
 from atoll.runs.run import Run, device_of, dtype_of
-from atoll.runs.workloads import Loaded, fingerprint, island_workload, needs_weights, plain_workload
+from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
 from atoll.telemetry.event_log import JsonlSink, read_events
-from atoll.telemetry.sinks import Fanout, ResumableSink, TensorBoardSink
+from atoll.telemetry.sinks import Fanout, NullSink, ResumableSink, TensorBoardSink
 from atoll.telemetry.summary import Summary, read_summary
-
-TOKENIZER = "tokenizer.json"
-"""The tokenizer of the run's text; none for bytes."""
-WORKLOAD = "workload.txt"
-"""Names the workload that was trained instead of the Run's own model and data."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         summary: its figures.
@@ -67,271 +67,446 @@ class Result:
         return self.summary.val_loss
 
 
+class Faults(Protocol):
+    """Faults to inject into a run, to test a cluster; see `atoll.testing.chaos`."""
+
+    def check(self, run: Run, spec: EngineSpec) -> None:
+        """Refuse faults that do not fit the run."""
+        ...
+
+    def attach(self, task: RunTask) -> AbstractContextManager[Any]:
+        """Inject the faults while the context is open. It yields what the engine's launcher asks for."""
+        ...
+
+
+def discard(line: str) -> None:
+    """A log without a reader."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTask:
+    """A run whose folder is open and locked.
+
+    Attributes:
+        run: the Run, fitted to the engine.
+        spec: the engine's settings.
+        folder: of the run.
+        workload: what to train instead of the Run's model and data.
+        sinks: further receivers of events.
+        log: takes lines about processes that start and die.
+        cache: data and warm starts that several runs share.
+        faults: to inject.
+        resumed: whether the run was started before.
+    """
+
+    run: Run
+    spec: EngineSpec
+    folder: RunFolder
+    workload: Workload | None = None
+    sinks: Sequence[Sink] = ()
+    log: Callable[[str], object] = discard
+    cache: Cache = field(default_factory=Cache)
+    faults: Faults | None = None
+    resumed: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.folder.finished
+
+    def reopen(self) -> Result:
+        """The result of a finished run, from its folder."""
+        return Driver(self).reopen()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """A run that a user asks for: a new one, or one to resume if `run` is none. See `run` and `resume`."""
+
+    run: Run | None
+    spec: EngineSpec | None
+    out: Path | None
+    expected: Run | None = None
+    workload: Workload | None = None
+    sinks: Sequence[Sink] = ()
+    command: Sequence[str] = ()
+    log: Callable[[str], object] = discard
+    cache: Cache = field(default_factory=Cache)
+    faults: Faults | None = None
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether the user watches: processes that are started for the run show their progress too."""
+        return self.log is not discard
+
+    @contextmanager
+    def open(self) -> Iterator[RunTask]:
+        """Create the folder of a new run, or open that of a run to resume, and hold its lock."""
+        task = self._create() if self.run is not None else self._reopen()
+        with task.folder.lock():
+            if self.run is None and not task.finished:
+                task.folder.resumed(self.command)
+                write_spec(task.folder.path, task.spec)
+            yield task
+
+    def _task(self, run: Run, spec: EngineSpec, folder: RunFolder, *, resumed: bool) -> RunTask:
+        return RunTask(
+            run=run,
+            spec=spec,
+            folder=folder,
+            workload=self.workload,
+            sinks=self.sinks,
+            log=self.log,
+            cache=self.cache,
+            faults=self.faults,
+            resumed=resumed,
+        )
+
+    def _create(self) -> RunTask:
+        """What the engine cannot carry out is refused before the folder exists."""
+        assert self.run is not None
+        spec = self.spec or Simulator()
+        fitted = spec.fitted(self.run)
+        self._check_faults(fitted, spec)
+        refuse_impossible(fitted.resolved, self.workload, self.cache)
+        path = self.out or default_path(fitted.recipe, fitted.seed)
+        folder = RunFolder.create(path, fitted, self.command)
+        write_spec(folder.path, spec)
+        self.log(f"folder: {folder.path}")
+        return self._task(fitted, spec, folder, resumed=False)
+
+    def _reopen(self) -> RunTask:
+        assert self.out is not None
+        folder = RunFolder.open(self.out)
+        saved = read_spec(folder.path)
+        if self.spec is not None and self.spec.name != saved.name:
+            raise ConfigError(
+                f"--engine {self.spec.name} with --resume {self.out}: this run's engine is {saved.name}, and stays so. "
+                f"Leave out --engine, or start a new run."
+            )
+        if self.expected is not None:
+            folder.same_run(self.expected)
+        _check_complete(self.workload)
+        folder.check_workload(None if self.workload is None else type_name(type(self.workload)))
+        task = self._task(folder.run, self.spec or saved, folder, resumed=True)
+        self._check_faults(task.run, task.spec)
+        return task
+
+    def _check_faults(self, run: Run, spec: EngineSpec) -> None:
+        if self.faults is not None:
+            self.faults.check(run, spec)
+
+
 def run(
     run: Run,
     *,
+    engine: EngineSpec | None = None,
     out: str | Path | None = None,
     workload: Workload | None = None,
     sinks: Sequence[Sink] = (),
     command: Sequence[str] | None = None,
     cache: Cache | None = None,
-) -> Result:
-    """Carries out a Run in a new folder.
+    log: Callable[[str], object] = discard,
+    faults: Faults | None = None,
+) -> Result | None:
+    """Carry out a Run in a new folder. The result is none on every rank but the first of a run under torchrun.
 
     Args:
-        run: what to do.
-        out: the folder; by default a new one under runs/.
-        workload: what to train instead of the Run's model and data. A warm start then reads its first shard.
-        sinks: who else takes the events.
-        command: how the run was asked for, for the record.
-        cache: give several runs the same one, and they share data and warm start.
+        run: the run.
+        engine: Simulator() by default; Processes(), Elastic() or Ray() for real processes.
+        out: the run's folder; by default a new one under runs/.
+        workload: trained instead of the Run's model and data. A warm start reads its first shard.
+        sinks: further receivers of events.
+        command: the command that started the run, for source.txt.
+        cache: runs with the same cache share data and warm start.
+        log: takes lines about processes that start and die.
+        faults: to inject.
     """
     check_type("run", run, Run)
+    check_type("engine", engine, EngineSpec | None)
     check_type("out", out, str | None)
-    cache = cache or Cache()
-    refuse_impossible(run.resolved, workload, cache)
-    path = Path(out or default_path(run.recipe, run.seed)).expanduser()
-    folder = RunFolder.create(path, to_json(run), list(command or sys.argv))
-    with folder.lock():
-        return Execution(run, folder, workload, sinks, cache).start()
+    _check_complete(workload)
+    request = RunRequest(
+        run=run,
+        spec=engine or Simulator(),
+        out=None if out is None else Path(out).expanduser(),
+        workload=workload,
+        sinks=sinks,
+        command=list(command or sys.argv),
+        log=log,
+        cache=cache or Cache(),
+        faults=faults,
+    )
+    return _launch(request, request.spec or Simulator())
 
 
 def resume(
     out: str | Path,
     *,
+    engine: EngineSpec | None = None,
     expected: Run | None = None,
     workload: Workload | None = None,
     sinks: Sequence[Sink] = (),
     command: Sequence[str] | None = None,
-) -> Result:
-    """Goes on with the run in this folder, from its newest checkpoint or else from the start.
+    log: Callable[[str], object] = discard,
+    faults: Faults | None = None,
+) -> Result | None:
+    """Resume the run in this folder from its newest checkpoint, or from the start if there is none.
 
     Args:
         out: the run's folder.
-        expected: refuse the folder if its run is another.
+        engine: with other settings than before, such as another number of processes; none: as before.
+        expected: refuse the folder if its Run differs.
         workload: as it was given to `run`, if one was.
-        sinks: who else takes the events.
-        command: how the run was asked for, for the record.
+        sinks: further receivers of events.
+        command: the command that resumed the run, for source.txt.
+        log: takes lines about processes that start and die.
+        faults: to inject.
     """
     check_type("out", out, str)
+    check_type("engine", engine, EngineSpec | None)
     check_type("expected", expected, Run | None)
-    folder = RunFolder.open(Path(out))
-    if expected is not None:
-        folder.same_run(to_json(expected))
-    with folder.lock():
-        folder.resumed(list(command or sys.argv))
-        return Execution(from_json(folder.run_json), folder, workload, sinks, Cache()).resume()
+    path = Path(out).expanduser()
+    request = RunRequest(
+        run=None,
+        spec=engine,
+        out=path,
+        expected=expected,
+        workload=workload,
+        sinks=sinks,
+        command=list(command or sys.argv),
+        log=log,
+        faults=faults,
+    )
+    return _launch(request, engine or _spec_of(path))
 
 
-class Execution:
-    """One process's share of a run."""
-
-    def __init__(self, given: Run, folder: RunFolder, workload: Workload | None, sinks: Sequence[Sink], cache: Cache) -> None:
-        self._run = given.resolved
-        self._folder = folder
-        self._given_workload = workload
-        self._sinks = sinks
-        self._cache = cache
-        self._buffers_file = folder.path / "final_buffers.safetensors"
-        self._checkpoints = Checkpoints(folder.checkpoints, keep=given.keep.checkpoints)
-        self._log: JsonlSink | None = None
-        self._origin: dict[str, str | None] = {}
-        self._began = time.perf_counter()
-
-    def start(self) -> Result:
-        self.keep_what_is_read()
-        self.note("started")
-        return self._carry_out(None)
-
-    def keep_what_is_read(self) -> None:
-        """The name of a workload that was given; else the tokenizer, so that the model can be used without the text."""
-        if self._given_workload is not None:
-            write_text(self._folder.path / WORKLOAD, f"{full_name(type(self._given_workload))}\n")
-            return
-        data = self._data()
-        if isinstance(data, LoadedText) and isinstance(data.tokenizer, BPETokenizer):
-            write_text(self._folder.path / TOKENIZER, data.tokenizer.text)
-
-    def resume(self) -> Result:
-        check_workload(self._folder, self._given_workload)
-        if is_finished(self._folder):
-            return self._reopen()
-        checkpoint = self._checkpoints.newest()
-        self.note("resumed", round=checkpoint.round if checkpoint else 0)
-        return self._carry_out(checkpoint)
-
-    def _carry_out(self, checkpoint: Checkpoint | None) -> Result:
-        with Fanout(self.sinks(checkpoint)) as sink:
-            warm = self._warm_up(sink, silent=checkpoint is not None)
-            workload = self._given_workload or island_workload(self._run, self._data(), warm.params)
-            self._origin = {"run": digest_of(to_json(self._run)), "data": fingerprint(workload)}
-            engine, evaluator = engine_of(self._run, workload, warm.params, sink, self._saver(sink))
-            if checkpoint is not None:
-                check_origin(checkpoint, self._origin, self._folder.path)
-                engine.restore(lambda part, like: self._checkpoints.load(checkpoint, part, like))
-                sink.emit(
-                    Progress(
-                        phase="resume",
-                        done=engine.accounting.totals.steps,
-                        total=engine.steps,
-                        note=f"from round {checkpoint.round}",
-                    )
-                )
-            finished = engine.run(warm.tokens)
-            self.leave(engine.params, engine.buffers(), finished, checkpoint)
-        evaluator.load(engine.params, engine.buffers())
-        return self.result(evaluator, engine.params)
-
-    # ------------------------------------------------------------------------------------------------------- the beginning
-
-    def sinks(self, checkpoint: Checkpoint | None) -> list[Sink]:
-        """Who takes the events of a run that begins, or goes on from a checkpoint."""
-        return [self._open_log(checkpoint), *self._more_sinks(resuming=checkpoint is not None), *self._sinks]
-
-    def log_bytes(self) -> int:
-        """How long the log is."""
-        assert self._log is not None, "the log is not open"
-        return self._log.position()
-
-    def _open_log(self, checkpoint: Checkpoint | None) -> JsonlSink:
-        self._log = JsonlSink(self._folder.events, append_at=checkpoint.metadata["events_bytes"] if checkpoint else None)
-        for sink in self._sinks if checkpoint else ():
-            if isinstance(sink, ResumableSink):
-                sink.recall(read_events(self._folder.events))
-        return self._log
-
-    def _more_sinks(self, *, resuming: bool) -> list[Sink]:
-        if not self._run.keep.tensorboard:
-            return []
-        return [TensorBoardSink(self._folder.path / "tensorboard", replay=read_events(self._folder.events) if resuming else None)]
-
-    def _data(self) -> Loaded:
-        return load_data(self._run, self._cache)
-
-    def _plain(self) -> Workload:
-        return self._given_workload or plain_workload(self._run, self._data())
-
-    def _warm_up(self, sink: Sink, *, silent: bool) -> WarmStart:
-        plain, steps = self._plain(), self._run.train.warm_start_steps
-        if not silent:
-            sink.emit(self.started(plain))
-        shared = self._cache if self._given_workload is None else None
-        warm = warm_up(self._run, plain, file=self._folder.warm_start, cache=shared, sink=sink)
-        if steps and not silent:
-            sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
-        return warm
-
-    def started(self, workload: Workload, engine: str = "sim") -> Event:
-        run = self._run
-        params = sum(p.numel() for p in workload.module().parameters() if p.requires_grad)
-        name = type(run.algorithm).__name__
-        if run.inside is not None:
-            name += f" over {type(run.inside).__name__}"
-        return RunStarted(
-            recipe=run.recipe,
-            algorithm=name,
-            islands=run.world.islands,
-            params=params,
-            steps=run.train.steps,
-            seed=run.seed,
-            engine=engine,
-            devices_per_island=None if run.inside is None else run.cluster.devices_per_island,
-        )
-
-    # ------------------------------------------------------------------------------------------------------------- the end
-
-    def _saver(self, sink: Sink) -> Callable[[Engine], None]:
-        def save(engine: Engine) -> None:
-            # Before it is written: a log is cut where its checkpoint says, and one that goes on must have this line as any other.
-            sink.emit(Saved(round=engine.round, name=f"{engine.round:08}"))
-            self._checkpoints.save(engine.round, engine.parts(), {"events_bytes": self.log_bytes(), **self._origin})
-
-        return save
-
-    def leave(self, params: Tree, buffers: Mapping[str, Tensor], finished: RunFinished, checkpoint: Checkpoint | None) -> None:
-        """What is left behind of a run that is over."""
-        self.note(
-            "finished", wall_time_s=time.perf_counter() - self._began, resumed_from_round=checkpoint.round if checkpoint else 0
-        )
-        if buffers:
-            write_tensors(self._buffers_file, buffers)
-        save_tree(self._folder.final, params, {"recipe": self._run.recipe, "round": str(finished.rounds)})
-
-    def result(self, evaluator: Evaluator, params: Tree) -> Result:
-        summary = read_summary(self._folder.path)
-        write_text(self._folder.summary, summary.to_json() + "\n")
-        return Result(summary, evaluator.module, params, self._folder.path)
-
-    def _reopen(self) -> Result:
-        """A finished run again, without running it."""
-        params = load_tree(self._folder.final)
-        evaluator = Evaluator(self._plain(), dtype=dtype_of(self._run))
-        buffers = read_tensors(self._buffers_file)[0] if self._buffers_file.exists() else {}
-        evaluator.load(params, buffers)
-        return self.result(evaluator, params)
-
-    def note(self, what: str, **figures: float) -> None:
-        """What depends on the machine goes into a file of its own."""
-        try:
-            with self._folder.timing.open("a") as file:
-                file.write(json.dumps({"what": what, "unix_time_s": time.time(), **figures}) + "\n")
-        except OSError as error:
-            raise CheckpointError(
-                f"could not write {self._folder.timing}: {error.strerror}. Make room there, then resume."
-            ) from error
+def _spec_of(path: Path) -> EngineSpec:
+    """The spec in a run's folder. Under torchrun only rank 0 needs the folder."""
+    if processes_started() > 1 and not path.is_dir():
+        return Processes()
+    RunFolder.open(path)
+    return read_spec(path)
 
 
-def is_finished(folder: RunFolder) -> bool:
-    """Whether nothing is left to do."""
-    try:
-        read_summary(folder.path)
-    except AtollError:
-        return False
-    return folder.final.exists()
+def _launch(request: RunRequest, spec: EngineSpec) -> Result | None:
+    start: Callable[[RunRequest], Result | None] = import_module(f"atoll.engines.{spec.name}.launch").start
+    return start(request)
 
 
 def refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> None:
-    """What cannot be run is refused before there is a folder."""
+    """Refuse a run that this machine cannot carry out, before it has a folder."""
     device_of(run)
     for number in range(run.rounds(run.train.steps) if run.cluster.away else 0):
         run.cluster.present(number, run.rounds(run.train.steps))
-    check_complete(workload)
     if workload is None:
         check_given(run)
         data = load_data(run, cache)
         plain = plain_workload(run, data)
-        if not needs_weights(run):  # which are still to be trained
+        if not needs_weights(run):  # else the data are partitioned by weights that are still to be trained
             island_workload(run, data, initial_weights(plain, device_of(run), dtype_of(run)))
 
 
-def check_complete(workload: Workload | None) -> None:
-    """Refuses a workload that lacks something: it would be missed in the middle of a run."""
+def _check_complete(workload: Workload | None) -> None:
+    """Refuse a workload that lacks a method now, not in the middle of a run."""
     check_type("workload", workload, Workload | None)
     if workload is not None:
         check_type("workload.batches", workload.batches, Batches)
 
 
-def check_workload(folder: RunFolder, given: Workload | None) -> None:
-    """A run of a workload of its own is gone on with, and looked at, with that workload alone."""
-    check_complete(given)
-    mark = folder.path / WORKLOAD
-    name = mark.read_text().strip() if mark.exists() else None
-    if name is not None and given is None:
-        raise ConfigError(
-            f"{folder.path} trained a workload of its own, {name}, which its settings do not describe. Go on from Python: "
-            f"atoll.resume({str(folder.path)!r}, workload=...)."
+@dataclass(frozen=True)
+class Prepared:
+    """What an engine starts from.
+
+    Attributes:
+        workload: with the data in shards.
+        warm_start: the weights of the start.
+        origin: digests of the Run and of the data, which a checkpoint must match.
+    """
+
+    workload: Workload
+    warm_start: WarmStart
+    origin: Mapping[str, str | None]
+
+
+class Driver:
+    """Carries out one run in this process. Engines override `build` and `restore`, and what else is different for them."""
+
+    leads = True
+    """Whether this process writes the run's log and its figures. Exactly one does."""
+
+    def __init__(self, task: RunTask) -> None:
+        self.task = task
+        self.run = task.run.resolved
+        self.folder = task.folder
+        self.checkpoints: Any = Checkpoints(self.folder.checkpoints, keep=self.run.keep.checkpoints)
+        self.event_log: JsonlSink | None = None
+        self._began_s = time.perf_counter()
+
+    # ------------------------------------------------------------------------------------------------------ one engine's own
+
+    def build(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> Any:
+        """The engine. It has `steps`, `steps_taken`, `round`, and `run`, which trains to the end."""
+        raise AssertionError(f"{type(self).__name__} has no engine in this process")
+
+    def restore(self, engine: Any, checkpoint: Checkpoint) -> None:
+        """Have the engine continue from a checkpoint."""
+        engine.restore(lambda part, like: self.checkpoints.load(checkpoint, part, like))
+
+    def write_checkpoint(self, engine: Any, metadata: Mapping[str, Any]) -> None:
+        self.checkpoints.save(engine.round, engine.parts(), metadata)
+
+    def trained(self, engine: Any) -> tuple[Tree, Mapping[str, Tensor]]:
+        """The weights and buffers that the engine ends with."""
+        return engine.params, engine.buffers()
+
+    def close(self, engine: Any, *, failed: bool) -> None:
+        """Release what the engine holds."""
+
+    def make_evaluator(self, workload: Workload) -> Evaluator:
+        return Evaluator(workload, device_of(self.run), dtype_of(self.run))
+
+    def make_warm_start(self, plain: Workload, sink: Sink, *, resuming: bool) -> WarmStart:
+        """The weights of the start: trained by one replica, or read from the folder or the cache."""
+        cache = self.task.cache if self.task.workload is None else None
+        return warm_up(self.run, plain, file=self.folder.warm_start, cache=cache, sink=sink)
+
+    def run_digest(self) -> str:
+        return digest_of(to_json(self.run))
+
+    # ------------------------------------------------------------------------------------------------------------- the run
+
+    def carry_out(self) -> Result | None:
+        checkpoint = self.checkpoints.newest()
+        with ExitStack() as stack:
+            sink: Sink = NullSink()
+            if self.leads:
+                self.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
+                sink = stack.enter_context(Fanout(self.open_sinks(checkpoint)))
+            prepared = self.prepare(sink, checkpoint)
+            self._origin, self._sink = prepared.origin, sink
+            evaluator = self.make_evaluator(prepared.workload) if self.leads else None
+            engine = self.build(prepared, evaluator, sink)
+            stack.push(lambda kind, error, trace: self.close(engine, failed=kind is not None))
+            if checkpoint is not None:
+                self.restore(engine, checkpoint)
+                sink.emit(
+                    Progress(phase="resume", done=engine.steps_taken, total=engine.steps, note=f"from round {checkpoint.round}")
+                )
+            finished = engine.run(prepared.warm_start.tokens)
+            params, buffers = self.trained(engine)
+            if evaluator is None:
+                return None
+            self.write_final(params, buffers, finished, checkpoint)
+        return self.result(evaluator, params, buffers)
+
+    def prepare(self, sink: Sink, checkpoint: Checkpoint | None) -> Prepared:
+        """Load the data and make the warm start. A new run's log begins with them."""
+        task, run = self.task, self.run
+        plain = self.plain_workload()
+        if checkpoint is None and self.leads:
+            self.write_inputs()
+            sink.emit(self.started(plain))
+        warm = self.make_warm_start(plain, sink, resuming=checkpoint is not None)
+        if checkpoint is None:
+            self.emit_warm_start(warm, sink)
+        workload = task.workload or island_workload(run, load_data(run, task.cache), warm.params)
+        prepared = Prepared(workload, warm, {"run": self.run_digest(), "data": fingerprint(workload)})
+        if checkpoint is not None:
+            check_origin(checkpoint, prepared.origin, self.folder.path)
+        return prepared
+
+    def save(self, engine: Any) -> None:
+        """Save a checkpoint of the engine's round."""
+        # The event comes first: the log is truncated where its checkpoint says, and must hold this line then too.
+        self._sink.emit(Saved(round=engine.round, name=Checkpoints.name(engine.round)))
+        position = {"events_bytes": self.event_log.position()} if self.event_log is not None else {}
+        self.write_checkpoint(engine, {**position, **self._origin})
+
+    # ------------------------------------------------------------------------------------------------------------- its parts
+
+    def plain_workload(self) -> Workload:
+        """What plain training reads: all data, in one shard."""
+        return self.task.workload or plain_workload(self.run, load_data(self.run, self.task.cache))
+
+    def open_sinks(self, checkpoint: Checkpoint | None) -> list[Sink]:
+        """The receivers of events: the log, truncated at the checkpoint, TensorBoard if asked for, and the user's."""
+        self.event_log = JsonlSink(self.folder.events, append_at=checkpoint.metadata["events_bytes"] if checkpoint else None)
+        for sink in self.task.sinks if checkpoint else ():
+            if isinstance(sink, ResumableSink):
+                sink.recall(read_events(self.folder.events))
+        sinks: list[Sink] = [self.event_log]
+        if self.run.keep.tensorboard:
+            replay = read_events(self.folder.events) if checkpoint else None
+            sinks.append(TensorBoardSink(self.folder.path / "tensorboard", replay=replay))
+        return [*sinks, *self.task.sinks]
+
+    def write_inputs(self) -> None:
+        """Write the name of the user's workload, or the tokenizer, so that the model can be used without its text."""
+        if self.task.workload is not None:
+            write_text(self.folder.workload, f"{type_name(type(self.task.workload))}\n")
+            return
+        data = load_data(self.run, self.task.cache)
+        if isinstance(data, LoadedText) and isinstance(data.tokenizer, BPETokenizer):
+            write_text(self.folder.tokenizer, data.tokenizer.text)
+
+    def started(self, workload: Workload) -> Event:
+        run = self.run
+        algorithm = type(run.algorithm).__name__
+        if run.inside is not None:
+            algorithm += f" over {type(run.inside).__name__}"
+        return RunStarted(
+            recipe=run.recipe,
+            algorithm=algorithm,
+            islands=run.world.islands,
+            params=sum(p.numel() for p in workload.module().parameters() if p.requires_grad),
+            steps=run.train.steps,
+            seed=run.seed,
+            engine=self.task.spec.name,
+            devices_per_island=None if run.inside is None else run.cluster.devices_per_island,
         )
-    if name is None and given is not None:
-        raise ConfigError(f"{folder.path} trained its own model on its own data, not a {type(given).__name__}. Leave out workload.")
+
+    def emit_warm_start(self, warm: WarmStart, sink: Sink) -> None:
+        steps = self.run.train.warm_start_steps
+        if steps:
+            sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
+
+    def write_final(
+        self, params: Tree, buffers: Mapping[str, Tensor], finished: RunFinished, checkpoint: Checkpoint | None
+    ) -> None:
+        """Write the trained weights."""
+        self.note(
+            "finished", wall_time_s=time.perf_counter() - self._began_s, resumed_from_round=checkpoint.round if checkpoint else 0
+        )
+        if buffers:
+            write_tensors(self.folder.final_buffers, buffers)
+        save_tree(self.folder.final, params, {"recipe": self.run.recipe, "round": str(finished.rounds)})
+
+    def result(self, evaluator: Evaluator, params: Tree, buffers: Mapping[str, Tensor]) -> Result:
+        """Write the summary, which marks the run as finished."""
+        evaluator.load(params, buffers)
+        summary = read_summary(self.folder.path)
+        write_text(self.folder.summary, summary.to_json() + "\n")
+        return Result(summary, evaluator.module, params, self.folder.path)
+
+    def reopen(self) -> Result:
+        """The result of a finished run, without training."""
+        buffers = read_tensors(self.folder.final_buffers)[0] if self.folder.final_buffers.exists() else {}
+        evaluator = Evaluator(self.plain_workload(), dtype=dtype_of(self.run))
+        return self.result(evaluator, load_tree(self.folder.final), buffers)
+
+    def note(self, what: str, **figures: float) -> None:
+        """Append figures that depend on the machine to a file of their own."""
+        try:
+            with self.folder.timing.open("a") as file:
+                file.write(json.dumps({"what": what, "unix_time_s": time.time(), **figures}) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"could not write {self.folder.timing}: {error.strerror}. Free disk space there, then resume."
+            ) from error
 
 
-def digest_of(plain: Any) -> str:
-    """Of plain data."""
-    return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def digest_without_size(run: Run) -> str:
-    """Of a Run's settings but for the number of islands: another number may go on with it."""
+def digest_without_islands(run: Run) -> str:
+    """The digest of a Run's settings but for the number of islands, which may change on resume."""
     plain = to_json(run)
     plain["cluster"]["islands"] = None
     return digest_of(plain)

@@ -29,7 +29,6 @@ from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions, load_model_tokenizer
 from atoll.data.text import Text
 from atoll.data.tokenizer import ByteTokenizer, load_tokenizer
-from atoll.engines.driver import TOKENIZER, check_workload
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained, silent_transformers
@@ -61,8 +60,8 @@ def export(folder: str | Path, out: str | Path) -> Path:
 def trained(folder: str | Path) -> tuple[Run, nn.Module]:
     """The run in this folder, with nothing left open, and its module with the final weights, on the CPU and in evaluation mode."""
     opened = RunFolder.open(folder)
-    check_workload(opened, None)
-    run: Run = from_json(opened.run_json).resolved
+    opened.check_workload(None)
+    run = opened.run.resolved
     if not opened.final.exists():
         raise ConfigError(f"{folder} has no final weights yet: its run is not finished. Finish it: atoll run --resume {folder}")
     module = run.model.build() if isinstance(run.model, Pretrained) else _built(run.model, _sizes(run, opened), run.seed)
@@ -95,7 +94,7 @@ def _sizes(run: Run, folder: RunFolder) -> dict[str, int]:
     if isinstance(run.data, Gaussians):
         return {"inputs": run.data.dimensions, "outputs": run.data.classes}
     assert isinstance(run.data, Text)
-    kept = folder.path / TOKENIZER
+    kept = folder.tokenizer
     tokenizer = load_tokenizer(str(kept)) if kept.exists() else ByteTokenizer()
     return {"vocab_size": tokenizer.vocab_size, "seq_len": run.data.seq_len}
 
@@ -135,8 +134,8 @@ def _export_own(run: Run, module: nn.Module, folder: RunFolder, place: Path) -> 
     config = {"atoll": to_json(run.model), "sizes": _sizes(run, folder)}
     (place / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     write_tensors(place / WEIGHTS, module.state_dict(), {"format": "pt"})
-    if (folder.path / TOKENIZER).exists():
-        shutil.copyfile(folder.path / TOKENIZER, place / TOKENIZER)
+    if folder.tokenizer.exists():
+        shutil.copyfile(folder.tokenizer, place / folder.tokenizer.name)
 
 
 @contextmanager

@@ -1,21 +1,25 @@
-"""RunFolder: where everything about one run lies.
+"""RunFolder: all files of one run.
 
-    run.json                 the Run as plain data; a folder with this file is a run's
-    source.txt               what made it: versions, machine, commit and command, with a block for each time it was resumed
-    events.jsonl             what happened, a function of the Run and its seed
-    timing.jsonl             what depends on the machine
-    checkpoints/             what the run needs to go on
-    warm_start.safetensors   the weights that the islands began with
+    run.json                 the Run and the format's version; a folder with this file is a run's folder
+    engine.json              the engine and its settings
+    source.txt               versions, machine, commit and command, with a block for each resume
+    events.jsonl             the event log, a function of the Run and its seed
+    timing.jsonl             figures that depend on the machine
+    checkpoints/             what the engine needs to resume
+    warm_start.safetensors   the weights that the islands start from
     final.safetensors        the trained weights
     summary.json             the figures of a finished run
-    lock                     held by the process that works here
+    tokenizer.json           the tokenizer of the run's text, unless it is bytes
+    workload.txt             the name of the user's workload, if one was trained instead of the Run's model and data
+    lock                     held by the process that works in the folder
 
-What compares or reports runs reads such folders and nothing else.
+Reports and comparisons read such folders and nothing else.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -35,8 +39,12 @@ import torch
 
 import atoll
 from atoll.core.config.json_records import from_json, to_json
-from atoll.core.errors import ConfigError
+from atoll.core.errors import AtollError, ConfigError
 from atoll.core.serialization import replacing
+from atoll.runs.run import Run
+from atoll.telemetry.summary import read_summary
+
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,11 @@ class RunFolder:
     # ------------------------------------------------------------------------------------------------- making and opening
 
     @staticmethod
-    def create(path: str | Path, run_json: Mapping[str, Any], command: Sequence[str]) -> RunFolder:
-        """A new folder for this Run, which the command started.
+    def create(path: str | Path, run: Run, command: Sequence[str]) -> RunFolder:
+        """A new folder for this Run.
 
         Raises:
-            ConfigError: there is something in that place already, or it cannot be written.
+            ConfigError: the path holds something already, or cannot be written.
         """
         folder = RunFolder(Path(path))
         if folder.path.exists() and not folder.path.is_dir():
@@ -60,12 +68,12 @@ class RunFolder:
         if folder.path.is_dir() and any(folder.path.iterdir()):
             what, advice = "a folder that is not empty", f"Use {_ANOTHER}."
             if folder._run.is_file():
-                what, advice = "a run's folder", f"Use --resume (in Python atoll.resume) to go on, or {_ANOTHER}."
+                what, advice = "a run's folder", f"Use --resume (in Python atoll.resume) to continue it, or {_ANOTHER}."
             raise ConfigError(f"{path} is {what} already, and a new run would overwrite it. {advice}")
         with _writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
-        # run.json first: it makes the folder a run's, which can be opened even if we are killed after it.
-        write_text(folder._run, json.dumps(run_json, indent=2) + "\n")
+        # run.json comes first: with it the folder can be opened even if this process is killed right after.
+        write_text(folder._run, json.dumps({"format": FORMAT, **to_json(run)}, indent=2) + "\n")
         folder._append_source("started", command)
         return folder
 
@@ -74,42 +82,72 @@ class RunFolder:
         """The folder of a run that was started before.
 
         Raises:
-            ConfigError: there is no such folder, or it is not a run's.
+            ConfigError: there is no such folder, it is no run's folder, or another version of atoll wrote it.
         """
         folder = RunFolder(Path(path))
         if not folder._run.is_file():
-            what = "has no run.json, so it is not a run's folder" if folder.path.is_dir() else "is not a folder"
-            raise ConfigError(
-                f"{path} {what}. Give the folder that a run was told as --out (in Python out=), or that it printed when it started."
-            )
-        folder._read()
+            what = "has no run.json, so it is no run's folder" if folder.path.is_dir() else "is not a folder"
+            raise ConfigError(f"{path} {what}. Give the folder of --out (in Python out=), or the one that the run printed.")
+        folder.run_json  # noqa: B018, reads and checks it
         return folder
 
     @property
-    def run_json(self) -> dict[str, Any]:
-        """The Run as plain data."""
-        return self._read()
+    def run(self) -> Run:
+        found: Run = from_json(self.run_json)
+        return found
 
-    def _read(self) -> dict[str, Any]:
+    @property
+    def run_json(self) -> dict[str, Any]:
+        """The Run as JSON."""
         try:
             found = json.loads(self._run.read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{self._run} cannot be read ({error}). Restore it from a copy, or start the run afresh.") from error
+            raise ConfigError(f"{self._run} cannot be read ({error}). Restore it from a copy, or start a new run.") from error
         if not isinstance(found, dict):
             raise ConfigError(f"{self._run} holds a {type(found).__name__} and should hold a Run. Restore it from a copy.")
+        version = found.pop("format", 1)
+        if version != FORMAT:
+            raise ConfigError(
+                f"{self._run} has format {version}, and this version of atoll reads format {FORMAT}. Use the version of atoll that "
+                f"wrote it (see source.txt there), or start a new run."
+            )
         return found
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is finished, with its weights and figures in the folder."""
+        try:
+            read_summary(self.path)
+        except AtollError:
+            return False
+        return self.final.exists()
+
+    def check_workload(self, name: str | None) -> None:
+        """Refuse to open a run of a user's workload without that workload, and other runs with one.
+
+        Args:
+            name: of the workload's class; none: the Run's own model and data.
+        """
+        saved = self.workload.read_text().strip() if self.workload.exists() else None
+        if saved is not None and name is None:
+            raise ConfigError(
+                f"{self.path} trained a user's workload, {saved}, which its settings do not describe. Open it from Python: "
+                f"atoll.resume({str(self.path)!r}, workload=...)."
+            )
+        if saved is None and name is not None:
+            raise ConfigError(f"{self.path} trained its Run's own model and data, not a {name}. Leave out workload.")
 
     def resumed(self, command: Sequence[str]) -> None:
         """Note in source.txt with what the run goes on, which may be another version or machine."""
         self._append_source("resumed", command)
 
-    def same_run(self, run_json: Mapping[str, Any]) -> None:
+    def same_run(self, run: Run) -> None:
         """Check that this is the Run of the folder. Settings that an older folder lacks count as at their defaults.
 
         Raises:
             ConfigError: it is another Run; lists the settings that differ.
         """
-        found = differences(run_json, _with_defaults(self.run_json))
+        found = differences(to_json(run), _with_defaults(self.run_json))
         if found:
             shown = "".join(f"\n  {path}: given {given}, in the folder {own}" for path, given, own in found[:_SHOWN])
             more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -149,8 +187,20 @@ class RunFolder:
         return self.path / "final.safetensors"
 
     @property
+    def final_buffers(self) -> Path:
+        return self.path / "final_buffers.safetensors"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @property
+    def workload(self) -> Path:
+        return self.path / "workload.txt"
 
     # --------------------------------------------------------------------------------------------------------------- lock
 
@@ -236,6 +286,11 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------------------- comparing
+
+
+def digest_of(plain: Any) -> str:
+    """The digest of plain data."""
+    return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def differences(given: Any, own: Any) -> list[tuple[str, str, str]]:

@@ -8,24 +8,21 @@ from typing import Any
 
 import torch
 
-from atoll.core.config.json_records import from_json
 from atoll.core.errors import ConfigError
 from atoll.data.instructions import Instructions, load_model_tokenizer
 from atoll.data.tokenizer import ByteTokenizer, load_tokenizer
-from atoll.engines.driver import TOKENIZER, check_workload
 from atoll.models.gpt import Decoder
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import silent_transformers
 from atoll.runs.export import trained
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import Run
 
 
 def generate(folder: Path, prompt: str, *, tokens: int, temperature: float, top_k: int | None, seed: int) -> Iterator[str]:
     """The prompt, and then what the run's final weights make of it."""
     opened = RunFolder.open(folder)
-    check_workload(opened, None)
-    run: Run = from_json(opened.run_json)
+    opened.check_workload(None)
+    run = opened.run
     if isinstance(run.model, MLP):
         raise ConfigError(
             f"{folder} trained an {type(run.model).__name__} on {type(run.data).__name__}: there is no text to write. "
@@ -38,7 +35,7 @@ def generate(folder: Path, prompt: str, *, tokens: int, temperature: float, top_
         yield _pretrained(run.data, module, prompt, tokens, temperature, top_k, seed)
         return
     assert isinstance(module, Decoder)
-    kept = opened.path / TOKENIZER
+    kept = opened.tokenizer
     tokenizer = load_tokenizer(str(kept)) if kept.exists() else ByteTokenizer()
     start = torch.as_tensor(tokenizer.encode(prompt), dtype=torch.int64)
     written = module.generate(start, tokens, temperature, top_k, torch.Generator().manual_seed(seed))

@@ -288,6 +288,13 @@ def dtype_of(run: Run) -> torch.dtype | None:
     return torch.bfloat16 if run.train.precision == "all-bf16" else None
 
 
+def precision_notice(run: Run) -> str | None:
+    """That this machine computes in fp32 although bf16 was asked for, in one line; none where it does not."""
+    if run.train.precision != "bf16" or device_of(run) != "cpu":
+        return None
+    return f"train.precision=bf16: ignored, since train.device={run.train.device} finds no CUDA device here. It computes in fp32."
+
+
 @contextmanager
 def _named(at: str, steps: str) -> Iterator[None]:
     """Says whose schedule does not fit, and how long the run makes it."""

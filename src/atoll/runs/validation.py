@@ -15,7 +15,7 @@ from atoll.core.errors import ConfigError
 from atoll.runs.cluster import Cluster
 
 if TYPE_CHECKING:
-    from atoll.runs.run import Train
+    from atoll.runs.run import Run, Train
 
 _SHOWN = 4  # values that would fit, of many
 
@@ -142,3 +142,14 @@ def _either(values: list[int]) -> str:
     ('1', '1, 2 or 4')
     """
     return " or ".join(filter(None, (", ".join(map(str, values[:-1])), str(values[-1]))))
+
+
+def check_devices_share_batch(run: Run, devices: int) -> None:
+    """Refuse batches that have no example for each of the devices that share them."""
+    pieces = devices * run.train.micro_batches
+    if run.train.batch_size < pieces:
+        each = f", in {run.train.micro_batches} micro-batches each" if run.train.micro_batches > 1 else ""
+        raise ConfigError(
+            f"train.batch_size={run.train.batch_size}: {devices} devices share each batch{each}, so it needs at least {pieces} "
+            f"examples. Use larger batches, or fewer engine.devices."
+        )

@@ -124,7 +124,7 @@ def event_text(event: ev.Event, who: str | None = None) -> str | None:
     match event:
         case ev.RunStarted():
             devices = "" if event.devices_per_island is None else f" of {plural(event.devices_per_island, 'device')}"
-            engine = "" if event.engine == "sim" else f" (engine {event.engine})"
+            engine = "" if event.engine == "simulator" else f" (engine {event.engine})"
             model = f"{human_count(event.params)} parameters, {event.steps} steps each, seed {event.seed}"
             return f"{event.recipe}: {event.algorithm} on {who or plural(event.islands, 'island') + devices}{engine}, {model}"
         case ev.LimitSet():

@@ -113,10 +113,10 @@ def read_kind(folder: str | Path, kind: type[E]) -> list[E]:
 def clock_of(engine: str) -> Clock:
     """The clock that an engine's times are on.
 
-    >>> clock_of("sim"), clock_of("dist")
+    >>> clock_of("simulator"), clock_of("processes")
     ('virtual', 'wall')
     """
-    return "virtual" if engine == "sim" else "wall"
+    return "virtual" if engine in ("simulator", "sim") else "wall"
 
 
 def clock_at(event: Arrived | Evaluated | RoundFinished | RunFinished) -> Clock:

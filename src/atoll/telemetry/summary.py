@@ -89,7 +89,7 @@ class Summary(JsonRecord):
     rounds: int
     steps: int
     digest: str  # of the final global weights
-    engine: str = "sim"
+    engine: str = "simulator"
     val_accuracy: float | None = None  # of the final global weights, in [0, 1]
     inside_bytes_per_device: float | None = None
     """Payload over the links inside islands, mean over devices; None in a run of one level."""

@@ -9,14 +9,13 @@ import torch
 
 from atoll import recipes
 from atoll.core.config.overrides import override
+from atoll.engines.driver import RunRequest
 from atoll.engines.elastic import island as island_module
 from atoll.engines.elastic import recovery, rendezvous
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.island import IslandProcess
-from atoll.engines.elastic.launch import create_elastic
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port
-from atoll.engines.elastic.spec import JoinInfo
-from atoll.engines.processes.spec import placed
+from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.warm_start import Cache, load_data, warm_up
 from atoll.runs.folder import RunFolder
 from atoll.runs.workloads import plain_workload
@@ -45,11 +44,17 @@ class Died(BaseException):
     """An island died between a commit and its entry in the event log."""
 
 
+def created(run, spec, folder):
+    """A new folder of this run, without starting it."""
+    with RunRequest(run=run, spec=spec, out=folder, command=["test"]).open():
+        return folder
+
+
 class ThreadedRun:
     """A run whose islands are threads of this process."""
 
     def __init__(self, folder, run, spec, *update_faults):
-        self.run, self.folder = run, create_elastic(run, spec, folder, ["test"])
+        self.run, self.folder = run, created(run, spec, folder)
         script = self.folder / "chaos.json"
         script.write_text(FaultScript(update_faults=update_faults).to_text())
         self.interpose = interpose_update_faults(script)
@@ -149,7 +154,7 @@ def toy():
     """Makes a small run: `toy(2, "train.steps=16")` of two islands."""
 
     def make(islands, *settings):
-        return placed(override(recipes.ALL["toy-sync"](), [*SETTINGS, *settings]), islands)
+        return Elastic(processes=islands).fitted(override(recipes.ALL["toy-sync"](), [*SETTINGS, *settings]))
 
     return make
 

@@ -26,20 +26,20 @@ from atoll.core.events import (
 )
 from atoll.core.serialization import load_tree
 from atoll.data.text import Text
-from atoll.engines.build import replica_of
+from atoll.engines.driver import RunRequest
 from atoll.engines.driver import run as simulate
 from atoll.engines.elastic import island as island_module
 from atoll.engines.elastic import recovery
 from atoll.engines.elastic.aggregation import DeltaSummary
 from atoll.engines.elastic.island import GpuClaims
-from atoll.engines.elastic.launch import refuse_inelastic
+from atoll.engines.elastic.launch import start
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import RegistryClient
 from atoll.engines.elastic.snapshot_server import IslandPhase, Snapshot, SnapshotServer, fetch_snapshot
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.elastic.supervisor import island_name
-from atoll.engines.processes.spec import placed
+from atoll.engines.replica_factory import replica_of
 from atoll.models.gpt import GPT
 from atoll.telemetry import read_events
 from atoll.testing.chaos.faults import UpdateFault
@@ -87,7 +87,7 @@ def test_every_commit_logs_its_members_and_the_settled_leases(threaded, toy):
 
 
 def test_a_joiner_fetches_the_state_observes_one_round_and_then_shares_the_work(threaded, toy):
-    live = threaded(toy(1, "train.steps=24"), Elastic(processes=1, pace=1e-4))
+    live = threaded(toy(1, "train.steps=24"), Elastic(processes=1, step_delay=1e-4))
     live.waits["island-0000", 3] = "elsewhere begins with"
     first = live.start("island-0000")
     live.wait_until("committed round 1 ")
@@ -193,19 +193,19 @@ def test_a_begun_run_without_a_checkpoint_is_not_started_from_random_weights(thr
         ("demo-async", (), "has a hub and workers"),
     ],
 )
-def test_algorithms_that_cannot_be_elastic_are_refused(recipe, settings, says):
+def test_algorithms_that_cannot_be_elastic_are_refused(recipe, settings, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
-        refuse_inelastic(placed(override(recipes.ALL[recipe](), list(settings)), 2))
+        start(RunRequest(run=override(recipes.ALL[recipe](), list(settings)), spec=Elastic(processes=2), out=tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         ({"processes": 0}, "at least 1"),
-        ({"pace": -1.0}, "0 or more"),
-        ({"limit_s": 0.0}, "more than 0"),
-        ({"refused_above": 1.0}, "more than 1"),
-        ({"silent_s": 0.2}, "at least 0.5"),
+        ({"step_delay": -1.0}, "0 or more"),
+        ({"quorum_timeout_s": 0.0}, "more than 0"),
+        ({"max_delta_ratio": 1.0}, "more than 1"),
+        ({"heartbeat_timeout_s": 0.2}, "at least 0.5"),
     ],
 )
 def test_impossible_settings_are_refused(settings, says):
@@ -214,7 +214,7 @@ def test_impossible_settings_are_refused(settings, says):
 
 
 def test_join_info_survives_its_text(toy):
-    join_info = JoinInfo(toy(3), Elastic(processes=3, pace=0.5), "127.0.0.1:99")
+    join_info = JoinInfo(toy(3), Elastic(processes=3, step_delay=0.5), "127.0.0.1:99")
     assert JoinInfo.from_text(join_info.to_text()) == join_info
 
 
@@ -241,7 +241,7 @@ def test_a_joiner_with_other_data_is_refused(tmp_path, threaded, toy):
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
     data = Text(corpus=f"files:{text}", tokenizer="bytes", seq_len=16, eval_batches=2)
     run = replace(toy(1), recipe="text", model=GPT(layers=1, width=8, heads=1, head_size=8), data=data)
-    live = threaded(placed(run, 1), Elastic(processes=1))
+    live = threaded(Elastic(processes=1).fitted(run), Elastic(processes=1))
     live.waits["island-0000", 1] = "elsewhere ended"
     first = live.start("island-0000")
     live.wait_until("committed round 1 ")
@@ -363,7 +363,7 @@ def test_an_island_whose_delta_was_rejected_gets_a_fresh_optimizer_and_its_steps
 
 def test_a_joiner_whose_snapshot_was_overtaken_is_waited_for_at_the_second_fetch(threaded, toy, monkeypatch):
     run = toy(1, "train.steps=80", "cluster.step_time_s=[1.0]")
-    live, fetched = threaded(run, Elastic(processes=1, pace=0.02)), []
+    live, fetched = threaded(run, Elastic(processes=1, step_delay=0.02)), []
 
     def slow(address, limit_s):
         """While it is fetched the quorum commits again, unless it waits."""

@@ -13,8 +13,8 @@ from atoll.core.events import Attended, Evaluated, IslandLeft, RoundFinished, Ru
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.checkpoints import Checkpoints
+from atoll.engines.driver import RunRequest
 from atoll.engines.elastic import leader_log
-from atoll.engines.elastic.launch import create_elastic
 from atoll.engines.elastic.leader_log import (
     CommitLog,
     CommitRecord,
@@ -26,7 +26,6 @@ from atoll.engines.elastic.leader_log import (
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.processes.spec import placed
 from atoll.engines.warm_start import Cache, WarmStart, load_data
 from atoll.runs.folder import RunFolder
 from atoll.runs.workloads import plain_workload
@@ -99,9 +98,10 @@ class Island:
     """A leader log and an engine that commit on command."""
 
     def __init__(self, folder):
-        run = placed(override(recipes.ALL["toy-sync"](), SETTINGS), 1)
+        run = Elastic(processes=1).fitted(override(recipes.ALL["toy-sync"](), SETTINGS))
         if not folder.exists():
-            create_elastic(run, Elastic(processes=1), folder, ["test"])
+            with RunRequest(run=run, spec=Elastic(processes=1), out=folder).open():
+                pass
         run, cache = run.resolved, Cache()
         self.engine, self.commit_log, self.evaluator, self.logged = Engine(), CommitLog(), Evaluator(), []
         self.folder, plain, warm = (

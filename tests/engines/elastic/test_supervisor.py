@@ -5,22 +5,23 @@ import re
 import signal
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from atoll import recipes
-from atoll.cli import run_elastic as command
 from atoll.core.errors import CheckpointError, ConfigError, DataError
 from atoll.core.events import RunFinished, RunStarted, Saved
 from atoll.core.flat_tree import Tree
 from atoll.core.serialization import save_tree
-from atoll.engines.elastic.launch import place_again
+from atoll.engines.driver import RunTask
+from atoll.engines.elastic import join, launch
 from atoll.engines.elastic.recovery import NoState
 from atoll.engines.elastic.rendezvous import free_port, listen
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.elastic.supervisor import REFUSED, STATELESS, Child, IslandFailed, Supervisor, Tail, island_name
-from atoll.engines.processes.spec import placed
+from atoll.engines.elastic.supervisor import REFUSED, STATELESS, Child, IslandFailed, LogTail, ProcessHooks, Supervisor, island_name
+from atoll.engines.spec import read_spec
 from atoll.runs.folder import RunFolder
 from atoll.testing.simulated_runs import Recorder
 
@@ -44,29 +45,29 @@ def test_a_child_that_was_killed_is_started_again(tmp_path):
     one = child(tmp_path, "import sys; sys.stdin.read()")
     one.start()
     os.kill(one.process.pid, signal.SIGKILL)
-    ended(one).died(alone=True)
-    assert (one.started, one.code) == (2, None)
-    one.let_go()  # it reads the end of its input
-    assert ended(one).code == 0
+    ended(one).restart(alone=True)
+    assert (one.starts, one.exit_code) == (2, None)
+    one.release()  # it reads the end of its input
+    assert ended(one).exit_code == 0
 
 
 def test_a_child_that_refuses_to_start_is_given_up_with_its_words(tmp_path):
     one = child(tmp_path, "import sys; print('error: no such text.'); sys.exit(2)")
     one.start()
-    ended(one).died(alone=False)
-    assert (one.given_up, one.started) == ("no such text", 1)
-    one.let_go()
+    ended(one).restart(alone=False)
+    assert (one.given_up, one.starts) == ("no such text", 1)
+    one.release()
 
 
 def test_a_child_that_finds_no_state_is_started_again_as_long_as_somebody_may_have_it(tmp_path):
     one = child(tmp_path, "raise SystemExit(4)")
     one.start()
     for _ in range(6):
-        ended(one).died(alone=False)
-    assert (one.given_up, one.started) == ("", 7)
-    ended(one).died(alone=True)
+        ended(one).restart(alone=False)
+    assert (one.given_up, one.starts) == ("", 7)
+    ended(one).restart(alone=True)
     assert one.given_up
-    one.let_go()
+    one.release()
 
 
 @pytest.mark.parametrize(
@@ -79,11 +80,11 @@ def test_an_island_that_cannot_read_a_checkpoint_has_not_refused_to_start(monkey
     def leave(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(command, "take_part", fail)
+    monkeypatch.setattr(join, "fetch_join_info", fail)
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setenv("RUST_LOG", "warn")
     with pytest.raises(SystemExit) as left:
-        command.be_island("127.0.0.1:1", "island-0000", None)
+        join.run_island("127.0.0.1:1", "island-0000", None)
     assert left.value.code == code
 
 
@@ -91,11 +92,11 @@ def test_a_child_that_dies_at_once_again_and_again_is_given_up(tmp_path):
     one = child(tmp_path, "raise SystemExit(1)")
     one.start()
     for _ in range(4):
-        ended(one).died(alone=True)
+        ended(one).restart(alone=True)
     assert not one.given_up
-    ended(one).died(alone=True)
+    ended(one).restart(alone=True)
     assert re.match(r"see .*island\.log", one.given_up)
-    one.let_go()
+    one.release()
 
 
 def test_what_a_child_said_before_it_was_last_started_is_no_reason_to_give_it_up(tmp_path):
@@ -103,9 +104,15 @@ def test_what_a_child_said_before_it_was_last_started_is_no_reason_to_give_it_up
     one.log.parent.mkdir()
     one.log.write_text("error: of another time.\n")
     one.start()
-    ended(one).died(alone=True)
+    ended(one).restart(alone=True)
     assert one.given_up.startswith("see ")
-    one.let_go()
+    one.release()
+
+
+def supervisor_of(folder, log=print):
+    spec = Elastic(processes=1)
+    task = RunTask(run=spec.fitted(recipes.ALL["toy-sync"]()), spec=spec, folder=RunFolder(folder), log=log)
+    return Supervisor(task, sinks=[], hooks=ProcessHooks())
 
 
 def kept_going(tmp_path, *programs, finished=True):
@@ -114,8 +121,8 @@ def kept_going(tmp_path, *programs, finished=True):
     if finished:
         save_tree(RunFolder(tmp_path).final, Tree.of({"w": torch.zeros(1)}), {})
         RunFolder(tmp_path).events.write_text(lines(STARTED, FINISHED))
-    supervisor = Supervisor(placed(recipes.ALL["toy-sync"](), 1), Elastic(processes=1), tmp_path, say=said.append)
-    supervisor.harbour = Child("lighthouse", ["sleep", "600"], tmp_path / "lighthouse.log")
+    supervisor = supervisor_of(tmp_path, said.append)
+    supervisor.rendezvous = Child("lighthouse", ["sleep", "600"], tmp_path / "lighthouse.log")
     supervisor.islands = [
         Child(island_name(number), [sys.executable, "-S", "-c", program], tmp_path / f"{number}.log")
         for number, program in enumerate(programs)
@@ -129,30 +136,30 @@ REFUSES = "print('error: my card is broken.'); raise SystemExit(2)"
 def test_an_island_that_cannot_be_kept_going_does_not_end_the_others(tmp_path):
     marker = tmp_path / "done"
     supervisor, said = kept_going(tmp_path, f"import os\nwhile not os.path.exists({str(marker)!r}): pass", REFUSES)
-    supervisor._say = lambda text: (said.append(text), marker.touch())  # the healthy one ends after the other was given up
-    supervisor.keep_going()
-    assert said == ["island-0001 cannot be kept going, and the others go on without it: my card is broken"]
-    assert [one.code for one in supervisor.islands] == [0, 2]
+    supervisor._log = lambda text: (said.append(text), marker.touch())  # the healthy one ends after the other was given up
+    supervisor.run()
+    assert said == ["island-0001 cannot be kept alive, and the others go on without it: my card is broken"]
+    assert [one.exit_code for one in supervisor.islands] == [0, 2]
 
 
 def test_islands_that_all_ended_without_an_error_have_not_finished_the_run_unless_it_is_finished(tmp_path):
     supervisor, _ = kept_going(tmp_path, "pass", finished=False)
     with pytest.raises(IslandFailed, match=r"the run is not finished\. See .*--resume"):
-        supervisor.keep_going()
+        supervisor.run()
 
 
 def test_a_run_of_which_no_island_can_be_kept_going_ends_with_what_the_last_one_said(tmp_path):
     supervisor, _ = kept_going(tmp_path, REFUSES, REFUSES)
-    with pytest.raises(IslandFailed, match=r"cannot be kept going: my card is broken\."):
-        supervisor.keep_going()
-    assert supervisor.harbour.code is not None
+    with pytest.raises(IslandFailed, match=r"cannot be kept alive: my card is broken\."):
+        supervisor.run()
+    assert supervisor.rendezvous.exit_code is not None
 
 
 def test_islands_that_all_find_no_state_do_not_wait_for_each_other(tmp_path):
     supervisor, said = kept_going(tmp_path, "raise SystemExit(4)", "raise SystemExit(4)")
     with pytest.raises(IslandFailed):
-        supervisor.keep_going()
-    assert sum(one.started for one in supervisor.islands) <= 4, said
+        supervisor.run()
+    assert sum(one.starts for one in supervisor.islands) <= 4, said
 
 
 STARTED = RunStarted(recipe="r", algorithm="DiLoCo", islands=1, params=1, steps=1, seed=0)
@@ -181,7 +188,7 @@ def lines(*events):
 def test_a_tail_passes_on_what_is_new_and_whole(tmp_path):
     log, seen = tmp_path / "events.jsonl", Recorder()
     log.write_text(lines(EVENTS[0]))
-    tail = Tail(tmp_path, [seen])
+    tail = LogTail(tmp_path, [seen])
     tail.follow()
     assert seen.events == []
     with log.open("a") as file:
@@ -196,7 +203,7 @@ def test_a_tail_passes_on_what_is_new_and_whole(tmp_path):
 
 def test_a_log_that_was_cut_and_has_grown_again_is_followed_from_its_next_whole_line(tmp_path):
     log, seen = tmp_path / "events.jsonl", Recorder()
-    tail = Tail(tmp_path, [seen])
+    tail = LogTail(tmp_path, [seen])
     log.write_text(lines(*EVENTS[:2]))
     tail.follow()
     longer = RunStarted(recipe="a" * 200, algorithm="DiLoCo", islands=1, params=1, steps=1, seed=0)
@@ -211,17 +218,24 @@ def test_a_log_that_was_cut_and_has_grown_again_is_followed_from_its_next_whole_
     assert seen.events[-1] == EVENTS[3]
 
 
-def test_a_run_goes_on_where_it_was_found_before_unless_somebody_else_is_there_now(tmp_path):
-    before = Elastic(processes=1, port=free_port(HOST))
-    assert place_again(before, {"pace": 1.0}) == replace(before, pace=1.0)
-    with listen(HOST, before.port):
-        assert place_again(before, {}).port == 0
-        assert place_again(before, {"port": before.port}).port == before.port, "who asks for it is told that it is taken"
-
-
-def test_a_lighthouse_is_found_where_it_was_before(tmp_path):
-    first, second = (
-        Supervisor(placed(recipes.ALL["toy-sync"](), 1), Elastic(processes=1), tmp_path, say=print)._invitation.read_text()
-        for _ in range(2)
+def test_a_run_keeps_its_port_while_it_is_free(tmp_path, monkeypatch):
+    """Joiners find a resumed run at its old address, unless another process has it now."""
+    seen = []
+    monkeypatch.setattr(
+        launch, "Supervisor", lambda task, **_: seen.append(task.spec.port) or SimpleNamespace(address="", run=bool)
     )
-    assert JoinInfo.from_text(first).lighthouse == JoinInfo.from_text(second).lighthouse
+    spec = Elastic(processes=1, listen=f"{HOST}:{free_port(HOST)}")
+    task = RunTask(run=spec.fitted(recipes.ALL["toy-sync"]()), spec=spec, folder=RunFolder(tmp_path))
+    task = replace(task, run=replace(task.run, train=replace(task.run.train, warm_start_steps=0)))
+    launch.supervise(task)
+    assert seen == [spec.port] == [read_spec(tmp_path).port]
+    with listen(HOST, spec.port):
+        launch.supervise(task)
+    assert seen[1] != spec.port
+
+
+def test_a_lighthouse_keeps_its_address(tmp_path):
+    first, second = (
+        supervisor_of(tmp_path) and JoinInfo.from_text((tmp_path / "join_info.json").read_text()).lighthouse for _ in range(2)
+    )
+    assert first == second

@@ -1,12 +1,20 @@
 """What is said of processes that failed: which was the first, why, and how the run goes on."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from atoll.engines.processes.launch import last_words, why
+import atoll
+from atoll import recipes
+from atoll.core.errors import ConfigError
+from atoll.engines.driver import RunRequest
+from atoll.engines.processes.launch import last_error, why
 from atoll.engines.processes.rank_log import MISSED_ANOTHER, log_of
+from atoll.engines.processes.spec import Processes
+from atoll.runs.folder import RunFolder
+from atoll.testing.simulated_runs import Recorder, Regression
 
 
 def failure(rank, exitcode, timestamp=100):
@@ -21,7 +29,7 @@ def log(folder, rank, *lines):
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_last_words_are_the_last_error_of_a_log(tmp_path):
+def test_last_error_are_the_last_error_of_a_log(tmp_path):
     log(
         tmp_path,
         1,
@@ -31,13 +39,13 @@ def test_last_words_are_the_last_error_of_a_log(tmp_path):
         "error: the disk is full.",
         "bye",
     )
-    assert last_words(log_of(tmp_path, 1)) == "the disk is full"
-    assert last_words(log_of(tmp_path, 0)) == "", "without a log there are none"
+    assert last_error(log_of(tmp_path, 1)) == "the disk is full"
+    assert last_error(log_of(tmp_path, 0)) == "", "without a log there are none"
 
 
-def test_what_a_rank_said_before_it_was_started_again_are_not_its_last_words(tmp_path):
+def test_what_a_rank_said_before_it_was_started_again_are_not_its_last_error(tmp_path):
     log(tmp_path, 1, "error: the disk is full.", "12:00:05 rank 1 of 2 on here, process 8, 1 thread(s)", "12:00:06 saved round 3")
-    assert last_words(log_of(tmp_path, 1)) == ""
+    assert last_error(log_of(tmp_path, 1)) == ""
 
 
 def test_who_was_killed_is_named_and_not_those_who_missed_it(tmp_path):
@@ -70,7 +78,7 @@ def test_of_several_that_missed_somebody_the_first_is_named(tmp_path):
     assert "could not hear from rank 2" in text
 
 
-@pytest.mark.parametrize(("saved", "says"), [(True, "Go on: atoll run --resume"), (False, "Nothing was saved yet.")])
+@pytest.mark.parametrize(("saved", "says"), [(True, "Resume: atoll run --resume"), (False, "There is no checkpoint yet.")])
 def test_it_is_said_whether_the_run_can_go_on(tmp_path, saved, says):
     (tmp_path / "checkpoints" / ("00000004" if saved else ".00000004.saving")).mkdir(parents=True)
     assert says in why({0: failure(0, 1)}, tmp_path)
@@ -78,3 +86,49 @@ def test_it_is_said_whether_the_run_can_go_on(tmp_path, saved, says):
 
 def test_who_says_nothing_is_looked_up_in_its_log(tmp_path):
     assert str(log_of(tmp_path, 3)) in why({3: failure(3, 1)}, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- before ranks are started
+
+
+def small():
+    run = recipes.toy_sync()
+    data = replace(run.data, examples=512, dimensions=16, clusters_per_class=1, eval_examples=128)
+    return replace(run, model=replace(run.model, hidden=8), data=data, train=replace(run.train, steps=40))
+
+
+def create(run, processes, path):
+    with RunRequest(run=run, spec=Processes(processes=processes), out=path).open():
+        return path
+
+
+def test_processes_that_make_up_no_islands_do_not_resume_a_run(tmp_path):
+    run = replace(recipes.demo_two_level(), data=replace(recipes.demo_two_level().data, limit_bytes=60_000))
+    create(run, 4, tmp_path / "run")
+    with pytest.raises(ConfigError, match="multiple"):
+        atoll.resume(tmp_path / "run", engine=Processes(processes=3))
+
+
+def test_a_folder_in_use_is_refused_and_left_as_it_is(tmp_path):
+    folder = create(small(), 2, tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with RunFolder(folder).lock(), pytest.raises(ConfigError, match="in use by process"):
+        atoll.resume(folder, engine=Processes(processes=3))
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"} == {
+        name: content for name, content in before.items() if name != "lock"
+    }
+
+
+@pytest.mark.parametrize("given", [{"workload": Regression()}, {"sinks": [Recorder()]}], ids=["workload", "sinks"])
+def test_objects_of_this_process_cannot_be_given_to_others(tmp_path, monkeypatch, given):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="torchrun"):
+        atoll.run(small(), engine=Processes(processes=2), out=tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_resumes_on_its_own_engine(tmp_path):
+    with RunRequest(run=small(), spec=None, out=tmp_path / "run").open():
+        pass
+    with pytest.raises(ConfigError, match="this run's engine is simulator"):
+        atoll.resume(tmp_path / "run", engine=Processes(processes=2))

@@ -1,26 +1,28 @@
-"""One process's share of a run: what it refuses, what it is handed, and how it goes on after it was killed."""
+"""One rank of a run: the plan that rank 0 publishes, what ranks refuse, and how a killed run resumes."""
 
 import multiprocessing
 import os
+from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from atoll import recipes
 from atoll.algorithms.zero import FSDP
-from atoll.core.config.json_records import from_json
-from atoll.core.errors import AtollError, CheckpointError, ConfigError
+from atoll.core.errors import AtollError, CheckpointError, ConfigError, ExchangeFailed
 from atoll.core.events import Saved
 from atoll.core.serialization import load_tree
-from atoll.engines.processes.python_api import resume_on, run_on
-from atoll.engines.processes.rank import Share, _sharded_of
+from atoll.engines.driver import RunRequest, RunTask, resume
+from atoll.engines.driver import run as run_in_folder
+from atoll.engines.processes.rank import RankDriver, RunPlan, _publish_plan, _read_plan, _sharded_model, wait_for_all
 from atoll.engines.processes.rank_log import RankLog, log_of
-from atoll.engines.processes.run_plan import Order, create_folder
-from atoll.engines.processes.spec import Dist, placed
+from atoll.engines.processes.spec import Processes
+from atoll.engines.spec import read_spec
 from atoll.engines.wall_clock import ExchangeTimeout
-from atoll.engines.warm_start import Cache
 from atoll.runs.folder import RunFolder
 from atoll.telemetry import read_events
 from atoll.testing.processes import context_of
@@ -58,21 +60,35 @@ class UntilSaved:
             raise Killed
 
 
-def shared(group, folder, changed=None, changed_rank=None, checkpoints=None, workload=None):
-    """This rank's share of the run in a folder, with settings that are changed here; stopped after so many checkpoints. What it
-    says in its log, or the error that it ends with."""
+def fitted(run, processes):
+    return Processes(processes=processes).fitted(run)
+
+
+def create(run, processes, path):
+    """A new folder of this run, without starting it."""
+    with request(run, path, Processes(processes=processes)).open():
+        return path
+
+
+def request(run, path, spec=None, **more):
+    return RunRequest(run=run, spec=spec, out=path, command=["atoll"], **more)
+
+
+def carried_out(group, folder, changed=None, changed_rank=None, checkpoints=None, workload=None):
+    """This rank's part of the run in a folder, with settings that are changed here; stopped after this number of checkpoints. Its
+    log, or the error that it ends with."""
     world = context_of(group)
-    run = placed(from_json(RunFolder.open(folder).run_json), world.size)
+    run = fitted(RunFolder.open(folder).run, world.size)
     if changed is not None and changed_rank in (None, world.rank):
         run = changed
-    sinks = [UntilSaved(checkpoints)] if checkpoints is not None else []
+    sinks = [UntilSaved(checkpoints)] if checkpoints is not None and world.is_rank_zero else []
     path = log_of(Path(folder), world.rank)
     path.parent.mkdir(exist_ok=True)
     with open(path, "w") as file:
-        order = Order(run, Dist(processes=world.size), Path(folder))
-        share = Share(order, world, "cpu", sinks, workload, RankLog(file), limit=ExchangeTimeout(20.0), cache=Cache())
+        spec = Processes(processes=world.size)
+        task = RunTask(run=run, spec=spec, folder=RunFolder(Path(folder)), workload=workload, sinks=sinks)
         try:
-            share.carry_out()
+            RankDriver(task, spec, world, "cpu", RankLog(file), ExchangeTimeout(20.0)).carry_out()
         except (AtollError, Killed) as error:
             return error
         finally:
@@ -82,37 +98,37 @@ def shared(group, folder, changed=None, changed_rank=None, checkpoints=None, wor
 
 @pytest.fixture
 def folder(tmp_path):
-    return create_folder(small(), Dist(processes=1), tmp_path / "run", ["atoll"])
+    return create(small(), 1, tmp_path / "run")
 
 
 def test_who_has_other_data_is_named_before_anything_is_trained(four, tmp_path):
-    folder = create_folder(small(), Dist(processes=2), tmp_path / "run", ["atoll"])
-    run = placed(small(), 2)
-    for error in four.run(shared, folder, replace(run, data=replace(run.data, noise=0.25)), 1, size=2):
+    folder = create(small(), 2, tmp_path / "run")
+    run = fitted(small(), 2)
+    for error in four.run(carried_out, folder, replace(run, data=replace(run.data, noise=0.25)), 1, size=2):
         assert isinstance(error, ConfigError)
         assert "ranks [1] have data that differ from rank 0's" in str(error)
     assert not any(isinstance(event, Saved) for event in read_events(folder / "events.jsonl"))
 
 
 def test_a_checkpoint_of_other_settings_or_other_data_is_refused(four, folder):
-    (error,) = four.run(shared, folder, None, None, 2, size=1)
+    (error,) = four.run(carried_out, folder, None, None, 2, size=1)
     assert isinstance(error, Killed)
-    (error,) = four.run(shared, folder, placed(small(clip_norm=0.5), 1), size=1)
+    (error,) = four.run(carried_out, folder, fitted(small(clip_norm=0.5), 1), size=1)
     assert isinstance(error, CheckpointError)
-    assert "its settings differ from what rank 0 has now" in str(error)
-    (error,) = four.run(shared, folder, None, None, None, Regression(), size=1)
+    assert "its settings differ" in str(error)
+    (error,) = four.run(carried_out, folder, None, None, None, Regression(), size=1)
     assert isinstance(error, CheckpointError)
     assert "its data or how they are dealt out differ" in str(error)
 
 
 def test_a_warm_start_is_handed_out_once_and_not_to_a_run_that_goes_on_from_a_checkpoint(four, tmp_path):
-    folder = create_folder(small(), Dist(processes=2), tmp_path / "run", ["atoll"])
-    four.run(shared, folder, None, None, 1, size=2)
+    folder = create(small(), 2, tmp_path / "run")
+    four.run(carried_out, folder, None, None, 1, size=2)
     begun = log_of(folder, 1).read_text()
-    (log, also) = four.run(shared, folder, size=2)
-    assert "handed out" in begun
+    (log, also) = four.run(carried_out, folder, size=2)
+    assert "rank 0 broadcast its weights" in begun
     assert "saved round" in log
-    assert "handed out" not in log + also
+    assert "broadcast" not in log + also
 
 
 # ----------------------------------------------------------------------------------------------- in a process of its own
@@ -134,11 +150,11 @@ def _started(call, *arguments):
 
 
 def begin(folder, sinks):
-    run_on(Dist(start_limit_s=44.0), small(), out=folder, workload=Regression(), sinks=sinks)
+    run_in_folder(small(), engine=Processes(start_timeout_s=44.0), out=folder, workload=Regression(), sinks=sinks)
 
 
 def go_on(folder, own):
-    result = resume_on(folder, **({"workload": Regression()} if own else {}))
+    result = resume(folder, **({"workload": Regression()} if own else {}))
     assert result is not None
     assert result.params.equal(load_tree(folder / "final.safetensors"))
 
@@ -149,7 +165,7 @@ def test_a_run_of_a_workload_of_ones_own_goes_on_to_the_bit_after_it_was_killed(
     assert alone(begin, whole, []) == 0
     assert alone(begin, cut, [UntilSaved(2)]) == 1, "an error that is not ours"
     assert not (cut / "final.safetensors").exists()
-    assert "waited for 44 s outside of rounds" in log_of(cut, 0).read_text()
+    assert "44 s outside of rounds" in log_of(cut, 0).read_text()
     before = (cut / "source.txt").read_text()
     assert alone(go_on, cut, False) == 2, "its workload is not given"
     with RunFolder(cut).lock():
@@ -164,7 +180,7 @@ def drawn_first(group, seed):
     """What a device of an FSDP2 island draws first, for dropout."""
     run, world, workload = small(fresh_optimizer=False, peak_first=False), context_of(group, 2, inside=True), Regression()
     run = replace(run, inside=FSDP(), cluster=replace(run.cluster, devices_per_island=2), seed=seed)
-    model = _sharded_of(run, workload, workload.loss, world.device_mesh("cpu", 30.0), "cpu", world.rank)
+    model = _sharded_model(run, workload, workload.loss, world.device_mesh("cpu", 30.0), "cpu", world.rank)
     generator = torch.Generator()
     generator.set_state(model._random)
     return torch.rand(4, generator=generator).tolist()
@@ -173,3 +189,77 @@ def drawn_first(group, seed):
 def test_devices_of_fsdp2_draw_other_random_numbers_than_each_other_and_with_another_seed(fresh_four):
     drawn = [numbers for seed in (0, 1) for numbers in fresh_four.run(drawn_first, seed)]
     assert len(set(map(tuple, drawn))) == 8
+
+
+# ------------------------------------------------------------------------------------------------------------------- the plan
+
+
+@pytest.mark.parametrize("run", [small(), recipes.demo_two_level(), recipes.demo_acco_free()], ids=lambda run: run.recipe)
+def test_a_plan_reads_back_as_it_was_written(tmp_path, run):
+    plan = RunPlan(fitted(run, 4), Processes(processes=4, step_delay=0.5, exchange_timeout_s=9.0), tmp_path)
+    for same in (plan, replace(plan, finished=True)):
+        assert RunPlan.from_text(same.to_text()) == same
+
+
+def published(store, request, size):
+    with ExitStack() as held:
+        plan, _ = _publish_plan(store, request, size, held)
+        return plan
+
+
+def test_rank_0_creates_the_folder_and_the_others_read_its_plan_and_its_timeout(tmp_path):
+    store, folder = HashStore(), tmp_path / "run"
+    store.set_timeout(timedelta(seconds=5))
+    with ExitStack() as held:
+        plan, _ = _publish_plan(store, request(small(), folder, Processes(start_timeout_s=77.0)), 2, held)
+        assert store.timeout == timedelta(seconds=77)
+        store.set_timeout(timedelta(seconds=5))
+        assert _read_plan(store, 1) == plan
+        assert store.timeout == timedelta(seconds=77)
+        with pytest.raises(ConfigError, match="in use"):
+            published(HashStore(), request(None, folder), 2)
+    assert RunFolder.open(folder).run == plan.run == fitted(small(), 2)
+    assert read_spec(folder) == Processes(processes=2, start_timeout_s=77.0)
+
+
+def test_a_run_resumed_by_another_number_keeps_its_run_and_saves_its_spec(tmp_path):
+    begun = published(HashStore(), request(small(), tmp_path / "run", Processes()), 4)
+    again = Processes(exchange_timeout_s=5.0)
+    plan = published(HashStore(), replace(request(None, tmp_path / "run", again), command=["atoll", "again"]), 2)
+    assert plan.run == fitted(begun.run, 2)
+    assert RunFolder.open(tmp_path / "run").run == begun.run
+    assert plan.run.shards == 4, "it reads the shards that it began with"
+    assert read_spec(tmp_path / "run") == Processes(processes=2, exchange_timeout_s=5.0)
+    assert "atoll again" in (tmp_path / "run" / "source.txt").read_text()
+
+
+def test_an_impossible_run_leaves_no_folder_and_is_every_ranks_error(tmp_path):
+    nowhere = replace(recipes.demo_diloco(), data=replace(recipes.demo_diloco().data, corpus=f"files:{tmp_path / 'nowhere'}"))
+    for run, size, says in (
+        (recipes.toy_async(), 2, "has a hub"),
+        (recipes.demo_two_level(), 3, "multiple"),
+        (nowhere, 2, "nowhere"),
+    ):
+        store = HashStore()
+        with pytest.raises(AtollError, match=says):
+            published(store, request(run, tmp_path / "run", Processes()), size)
+        with pytest.raises(ConfigError, match=f"rank 0 has refused the run: .*{says}"):
+            _read_plan(store, 1)
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_receives_no_plan_says_so():
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=20))
+    with pytest.raises(ExchangeFailed, match=r"rank 1 received no plan: rank 0 has ended.*engine.start_timeout_s"):
+        _read_plan(store, 1)
+
+
+def test_ranks_that_have_not_started_are_named():
+    store = HashStore()
+    for rank in (0, 3):
+        with pytest.raises(ExchangeFailed, match="which have not started"):
+            wait_for_all(store, rank, 4, 0.02)
+    with pytest.raises(ExchangeFailed, match=r"rank 1 waited 0.02 s for ranks \[2\] of 4.*ranks \[0, 1, 3\] are here"):
+        wait_for_all(store, 1, 4, 0.02)
+    wait_for_all(store, 2, 4, 0.02)

@@ -12,7 +12,7 @@ from atoll.core.events import Saved
 from atoll.engines.ray import process_parts
 from atoll.engines.ray.messages import LostRounds
 from atoll.engines.ray.process_parts import FolderStorage, Made, lost_after
-from atoll.engines.ray.spec import on_workers
+from atoll.engines.ray.spec import Ray
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import JsonlSink
 from atoll.testing.simulated_runs import arrived
@@ -62,7 +62,7 @@ def reads(monkeypatch):
 
 
 def test_a_worker_reads_its_data_once(reads):
-    run = on_workers(override(recipes.toy_async(), ["data.examples=512", "data.eval_examples=128"], candidates), 2)
+    run = Ray(processes=2).fitted(override(recipes.toy_async(), ["data.examples=512", "data.eval_examples=128"], candidates))
     made = Made(run.resolved, (), None, 2)
     assert len(made.fingerprint) > 0
     assert len(reads) == 1

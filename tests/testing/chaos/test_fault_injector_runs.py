@@ -8,7 +8,7 @@ import pytest
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import Attended, Refused
 from atoll.data.text import Text
-from atoll.engines.elastic.launch import create_elastic, keep_going
+from atoll.engines.driver import run
 from atoll.engines.elastic.spec import Elastic
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
@@ -18,6 +18,7 @@ from atoll.telemetry.event_log import read_events
 from atoll.testing import namespaces
 from atoll.testing.chaos.faults import Cut, FaultScript, FullDisk, Slow, TimedFault, UpdateFault
 from atoll.testing.chaos.reports import elastic_report
+from atoll.testing.chaos.run_faults import RunFaults
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.slow
@@ -34,7 +35,7 @@ RUN = Run(
     cluster=Cluster(islands=2),
     keep=Keep(evaluate_every=1000, save_every=2),
 )
-PLACE = Elastic(processes=2, pace=0.2)
+PLACE = Elastic(processes=2, step_delay=0.2)
 SCRIPT = FaultScript(
     update_faults=(
         UpdateFault(island="island-0001", round=12, kind="nan"),
@@ -61,8 +62,7 @@ SCRIPT = FaultScript(
 def broken(tmp_path_factory):
     """The folder of the run, and what was said."""
     folder, said = tmp_path_factory.mktemp("broken") / "run", []
-    create_elastic(RUN, PLACE, folder, ["test"])
-    keep_going(folder, PLACE, say=said.append, chaos=SCRIPT)
+    run(RUN, engine=PLACE, out=folder, command=["test"], log=said.append, faults=RunFaults(SCRIPT))
     return folder, said
 
 
@@ -105,7 +105,7 @@ def test_unusable_deltas_are_refused_and_their_units_leased_again(broken):
 
 def test_a_dead_island_is_restarted_and_logged(broken):
     folder, said = broken
-    deaths = ["island-0001 has died (by SIGKILL) and is started again"] * done(folder).count("kill_in_delta")
+    deaths = ["island-0001 has died (by SIGKILL) and is restarted"] * done(folder).count("kill_in_delta")
     assert [text for text in said if "has died" in text] == deaths
 
 

@@ -1,13 +1,14 @@
-"""A Run as plain data, for a file. It is a tree of frozen dataclasses, each of which becomes a dictionary that names its class.
+"""Records as JSON: a tree of frozen dataclasses, each of which becomes a dictionary that names its class.
 
 >>> from atoll.core.protocols import Work
 >>> work = Work(shard=0, start=0, schedule=0, examples=512)
 >>> to_json(work)
-{'type': 'atoll.core.protocols.Work', 'shard': 0, 'start': 0, 'schedule': 0, 'examples': 512, 'pieces': 1}
+{'type': 'Work', 'shard': 0, 'start': 0, 'schedule': 0, 'examples': 512, 'pieces': 1}
 >>> from_json(to_json(work)) == work
 True
 
-Nothing is ever evaluated as code, and a file cannot make us import anything.
+A class of atoll is saved by its name alone, which does not change when its module moves. A user's class is saved by its full name,
+and its module must be imported before the file is read: a file never causes the import of foreign code.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from atoll.core.config.type_hints import has_default, is_record, joined, settable
@@ -45,7 +46,7 @@ def _to_json(value: Any, at: str) -> Any:
     if type(value) is tuple:
         return [_to_json(item, joined(at, i)) for i, item in enumerate(value)]
     if is_record(value) and "type" not in settable(type(value)):
-        return {"type": full_name(type(value)), **{n: _to_json(getattr(value, n), joined(at, n)) for n in settable(type(value))}}
+        return {"type": type_name(type(value)), **{n: _to_json(getattr(value, n), joined(at, n)) for n in settable(type(value))}}
     raise ConfigError(
         f"{at or 'the value'} is {value!r}, which cannot be saved. Settings hold frozen dataclasses (without a field called "
         f"'type'), tuples, numbers, text, paths and none. Use one of these."
@@ -95,27 +96,42 @@ def _check_fields(kind: type, given: Iterable[str], here: str) -> None:
         raise ConfigError(f"{here} is not given {', '.join(missing)}, which has no default. Add it to the file.")
 
 
-def full_name(kind: type) -> str:
+def type_name(kind: type) -> str:
     """The name by which `find_type` finds a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+    own = kind.__module__.partition(".")[0] == "atoll"
+    return kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def find_type(name: Any) -> type | None:
-    """The class of that full name, if it is one of atoll's or if its module is imported already; else none."""
-    parts = name.split(".") if isinstance(name, str) else []
+    """The record of atoll with this name, or the class of an imported module with this full name; else none."""
+    if not isinstance(name, str):
+        return None
+    parts = name.split(".")
+    if len(parts) == 1:
+        return _own_records().get(name)
     for cut in range(len(parts) - 1, 0, -1):
-        found: Any = _module(".".join(parts[:cut]))
+        found: Any = sys.modules.get(".".join(parts[:cut]))
         if found is not None:
             for part in parts[cut:]:
-                found = getattr(found, "__dict__", {}).get(part)  # no getattr: a lazy module would import what the file names
+                found = getattr(found, "__dict__", {}).get(part)  # getattr would run a lazy module's code
             return found if isinstance(found, type) else None
     return None
 
 
-def _module(name: str) -> ModuleType | None:
-    if name not in sys.modules and name.startswith("atoll.") and "__main__" not in name:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError:
-            return None
-    return sys.modules.get(name)
+_RECORD_PACKAGES = ("core", "optim", "algorithms", "models", "data", "runs")
+
+
+@cache
+def _own_records() -> dict[str, type]:
+    """The dataclasses and named tuples that atoll saves, by name. No class name occurs twice in the package."""
+    root = Path(__file__).parents[2]
+    modules = [path for package in _RECORD_PACKAGES for path in (root / package).rglob("*.py") if path.stem != "__init__"]
+    found: dict[str, type] = {}
+    for path in modules:
+        module = importlib.import_module(".".join(["atoll", *path.relative_to(root).with_suffix("").parts]))
+        found |= {name: kind for name, kind in vars(module).items() if _is_record_of(kind, module.__name__)}
+    return found
+
+
+def _is_record_of(kind: Any, module: str) -> bool:
+    return isinstance(kind, type) and kind.__module__ == module and (is_dataclass(kind) or hasattr(kind, "_fields"))

@@ -18,8 +18,7 @@ import torch
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm
 from atoll.core.state_packing import pack
-from atoll.engines.build import loss_of, replica_of
-from atoll.engines.driver import digest_without_size
+from atoll.engines.driver import digest_without_islands
 from atoll.engines.elastic.commit import QuorumSource
 from atoll.engines.elastic.engine import BehindQuorum, CommittedRound, ElasticEngine, RoundInputs, StateUnconfirmed, TrainingPlan
 from atoll.engines.elastic.leader_log import CommitLog, CommitRecord, LeaderLog, RunAlreadyFinished
@@ -29,12 +28,13 @@ from atoll.engines.elastic.rendezvous import Registry
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, query_islands
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
-from atoll.engines.processes.spec import refuse_too_many_devices
+from atoll.engines.replica_factory import loss_of, replica_of
 from atoll.engines.warm_start import Cache, WarmStart, load_data, warm_up
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import device_of, dtype_of
+from atoll.runs.validation import check_devices_share_batch
 from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
 from atoll.telemetry.sinks import NullSink
 
@@ -77,15 +77,15 @@ class IslandProcess:
         interpose: Interpose | None = None,
         devices: int | None = None,
     ) -> None:
-        self._run, self._spec, self._name, self._log = join_info.run.resolved, join_info.place, name, log
+        self._run, self._spec, self._name, self._log = join_info.run.resolved, join_info.spec, name, log
         self._device_count = devices or self._spec.devices
-        refuse_too_many_devices(self._run, self._device_count)
+        check_devices_share_batch(self._run, self._device_count)
         self._folder = RunFolder(folder) if folder is not None else None
         self.status = IslandStatus(name, folder is not None)
         self._server = SnapshotServer(host, self.status.to_json)
         self.status.address = self._server.address
         self._registry = Registry(address, name, self.status.to_json)
-        limit_s = max(self._spec.limit_s * 2, 60.0)
+        limit_s = max(self._spec.quorum_timeout_s * 2, 60.0)
         self._membership = Membership(self.status, host, join_info.lighthouse, limit_s, log)
         self._commit_log = CommitLog()
         self._interposer = interpose(self.status, log) if interpose is not None else None
@@ -106,7 +106,7 @@ class IslandProcess:
         else:  # a joiner fetches the weights
             warm = WarmStart(initial_weights(plain, device_of(run), dtype_of(run)), 0, math.nan)
         workload = island_workload(run, data, warm.params)
-        origin = {"run": digest_without_size(run), "data": fingerprint(workload)}
+        origin = {"run": digest_without_islands(run), "data": fingerprint(workload)}
         number = _island_number(self._name)
         (device, *more_devices), loss = self._claim_devices(number), loss_of(run, workload)
         self._leader_log: LeaderLog | None = None
@@ -120,7 +120,7 @@ class IslandProcess:
         membership: QuorumSource = self._membership
         if self._interposer is not None:
             algorithm, membership = self._interposer.algorithm(algorithm), self._interposer.membership(membership)
-        pause_s = (self._spec.pace or 0.0) * run.world.step_time(number % run.world.islands, run.seed)
+        pause_s = (self._spec.step_delay or 0.0) * run.world.step_time(number % run.world.islands, run.seed)
         self._engine = ElasticEngine(
             algorithm,
             membership,
@@ -128,7 +128,7 @@ class IslandProcess:
             warm.params.to(device),
             workload.batches,
             lambda: replica_of(run, workload, loss, number, device, more_devices),
-            TrainingPlan(run.world.islands, run.train.steps, self._spec.refused_above, self._spec.limit_s, pause_s),
+            TrainingPlan(run.world.islands, run.train.steps, self._spec.max_delta_ratio, self._spec.quorum_timeout_s, pause_s),
             self._log,
         )
 
@@ -222,7 +222,7 @@ class IslandProcess:
 
     def _wait_for_planned_islands(self) -> None:
         planned = self._spec.processes or self._run.world.islands
-        deadline_s = time.monotonic() + self._spec.gather_s
+        deadline_s = time.monotonic() + self._spec.start_timeout_s
         with log_while_waiting(self._log, f"waiting for {planned} islands to begin together"):
             while time.monotonic() < deadline_s:
                 ready = self._ready_islands(planned)
@@ -253,7 +253,7 @@ class IslandProcess:
             self._wait_until_finished()
             return
         self._wait_for_leader(self._leader_log)
-        self._leader_log.finish(self._engine, self._recovery.checkpoint, self._spec.limit_s)
+        self._leader_log.finish(self._engine, self._recovery.checkpoint, self._spec.quorum_timeout_s)
 
     def _wait_for_leader(self, leader_log: LeaderLog) -> None:
         """Wait until the leader has finished the run, or has died."""
@@ -282,7 +282,7 @@ class IslandProcess:
     def _wait_until_finished(self) -> None:
         """Wait without the run's folder: all islands that have it may die, come back, and fetch the last state here."""
         now_s = reachable_s = time.monotonic()
-        deadline_s = now_s + self._spec.limit_s
+        deadline_s = now_s + self._spec.quorum_timeout_s
         with log_while_waiting(self._log, "waiting until an island that has the run's folder has finished it"):
             while now_s < min(deadline_s, reachable_s + _SILENT_S):
                 self._registry.refresh()

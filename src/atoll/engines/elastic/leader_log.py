@@ -33,9 +33,10 @@ from atoll.core.events import (
 from atoll.core.protocols import Workload
 from atoll.core.serialization import replacing
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
-from atoll.engines.driver import Execution, is_finished
+from atoll.engines.driver import Driver, RunTask
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.membership import log_while_waiting
+from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.warm_start import Cache, WarmStart
 from atoll.replica.evaluator import Evaluator
@@ -226,7 +227,7 @@ class LeaderLog:
     ) -> None:
         self._run, self._folder, self._workload, self._warm, self._evaluator = run, folder, workload, warm, evaluator
         self._origin, self._commit_log, self._log = dict(origin), commit_log, log
-        self._execution = Execution(run, folder, None, (), cache)
+        self._driver = Driver(RunTask(run=run, spec=Elastic(), folder=folder, cache=cache))
         self.checkpoints = Checkpoints(folder.checkpoints, run.keep.checkpoints)
         self.lease: EventLogLease | None = None
         self._written = NO_VERSION
@@ -367,8 +368,8 @@ class LeaderLog:
         return found
 
     def _begin(self, lease: EventLogLease) -> None:
-        self._execution.keep_what_is_read()
-        lease.emit(self._execution.started(self._workload, engine="elastic"))
+        self._driver.write_inputs()
+        lease.emit(self._driver.started(self._workload))
         if steps := self._run.train.warm_start_steps:
             lease.emit(WarmStartFinished(steps=steps, tokens=self._warm.tokens, loss=self._warm.loss))
 
@@ -388,7 +389,7 @@ class LeaderLog:
     @property
     def is_finished(self) -> bool:
         """Whether the folder has all results of the run."""
-        return self._folder.final.exists() and is_finished(self._folder)
+        return self._folder.final.exists() and self._folder.finished
 
     def finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None, limit_s: float) -> None:
         """Write the results of the run, unless another island has. Retry for `limit_s` if the disk is full. `checkpoint` is the one
@@ -425,11 +426,10 @@ class LeaderLog:
             self._evaluate(engine, lease)
         finished = engine.accounting.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
         lease.emit(finished)
-        self._execution.leave(engine.params, engine.replica.buffers(), finished, checkpoint)
-        self._evaluator.load(engine.params, engine.replica.buffers())
+        self._driver.write_final(engine.params, engine.replica.buffers(), finished, checkpoint)
         if not lease.is_held:
             raise CheckpointError(f"another island has taken the write lease of {self._folder.events} while this one finished.")
-        self._execution.result(self._evaluator, engine.params)
+        self._driver.result(self._evaluator, engine.params, engine.replica.buffers())
 
     def restore(self, checkpoint: Checkpoint, engine: ElasticEngine) -> None:
         """Make an engine continue from a checkpoint."""

@@ -16,7 +16,7 @@ from atoll.engines.elastic.leader_log import CommitLog, LeaderLog
 from atoll.engines.elastic.membership import Membership, MembershipLost, log_while_waiting
 from atoll.engines.elastic.rendezvous import SILENT_S, Registry
 from atoll.engines.elastic.snapshot_server import fetch_snapshot, query_islands
-from atoll.engines.elastic.spec import check_alike
+from atoll.engines.elastic.spec import check_same_origin
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.runs.folder import RunFolder
 from atoll.telemetry.event_log import read_events
@@ -198,7 +198,7 @@ class Recovery:
             snapshot = fetch_snapshot(holder.address, _FETCH_LIMIT_S)
             if snapshot is None or StateVersion(*snapshot.header["metadata"]["version"]) < at_least:
                 return ""
-            check_alike(self._origin, snapshot.header["origin"], holder.name)
+            check_same_origin(self._origin, snapshot.header["origin"], holder.name)
             shared = unpack(Packed(snapshot.header["structure"], dict(snapshot.tensors)), engine.shared())
             metadata = snapshot.header["metadata"]
             now_s = metadata["wall_time_s"] + snapshot.age_s

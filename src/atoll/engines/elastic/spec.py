@@ -1,86 +1,111 @@
-"""How an elastic run is carried out, and what whoever joins it is told."""
+"""The spec of an elastic run: islands are processes that may join, die and rejoin while the run goes on."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
-from atoll.engines.processes.spec import PLACE, engine_in
-from atoll.runs.folder import write_text
+from atoll.core.protocols import AsyncAlgorithm
 from atoll.runs.run import Run
+from atoll.runs.validation import check_devices_share_batch
 
-ENGINE = "elastic"
-JOIN_LIMIT_S = 600.0
-GATHER_S = 60.0
-SILENT_S, LEAST_SILENT_S = 1.0, 0.5
-REFUSED = 25.0
+MIN_HEARTBEAT_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """Islands that come and go, each a process.
+    """Train on islands that join and leave, each a process, with a quorum by torchft.
 
     Args:
-        processes: islands that are started here; none: as many as the run's cluster has. For so many the work of a new run is
-            planned; if others go on with it, or more join, the work stays the same.
-        pace: each batch takes so many times the cluster's step time longer, asleep; none: computing takes what it takes.
-        limit_s: how long an island that is alive, and does not come to a meeting, is waited for by the others.
-        gather_s: how long those who begin wait for all that were started.
-        silent_s: an island that is not heard for so long is not waited for. Islands are heard ten times a second; a line that is
-            full, or loses much, may hold that up for longer.
-        refused_above: a delta that is so many times longer than deltas were lately is refused.
-        host: the address that the lighthouse and the islands here listen on. Others must be able to reach it.
-        port: of the run; 0 takes one that is free.
-        devices: of each island. They share out each of its batches, and its steps are those of one device.
+        processes: islands to start here; none: the islands of the run's cluster. A new run divides its work by this number; on
+            resume, or when more islands join, the work stays the same.
+        step_delay: each island sleeps this multiple of `cluster.step_time_s` per batch; none: no delay.
+        quorum_timeout_s: the quorum waits this long for an island that sends heartbeats and does not join the exchange.
+        start_timeout_s: the first islands wait this long for all that were started.
+        heartbeat_timeout_s: an island without a heartbeat for this long leaves the quorum. Islands send ten heartbeats a second; a
+            congested link may delay them.
+        max_delta_ratio: a delta is refused if its norm exceeds the recent norms by this factor.
+        listen: HOST:PORT of the run's rendezvous; islands of other machines must reach it. Port 0 takes a free one.
+        devices: of each island. They share each of its batches, and its steps equal those of one device.
     """
 
+    name: ClassVar[str] = "elastic"
+
     processes: int | None = None
-    pace: float | None = None
-    limit_s: float = JOIN_LIMIT_S
-    gather_s: float = GATHER_S
-    silent_s: float = SILENT_S
-    refused_above: float = REFUSED
-    host: str = "127.0.0.1"
-    port: int = 0
+    step_delay: float | None = None
+    quorum_timeout_s: float = 600.0
+    start_timeout_s: float = 60.0
+    heartbeat_timeout_s: float = 1.0
+    max_delta_ratio: float = 25.0
+    listen: str = "127.0.0.1:0"
     devices: int = 1
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.processes is not None and self.processes < 1:
-            raise ConfigError(f"processes={self.processes}: at least 1. Leave it out for as many as the cluster has.")
+            raise ConfigError(f"engine.processes={self.processes}: at least 1. Leave it out for the islands of the cluster.")
         if self.devices < 1:
-            raise ConfigError(f"devices={self.devices}: an island has at least 1. Leave it out for one.")
-        if self.pace is not None and not self.pace >= 0:
-            raise ConfigError(f"pace={self.pace}: it is 0 or more. Leave it out so that computing takes what it takes.")
-        if not self.limit_s > 0 or not self.gather_s >= 0:
-            raise ConfigError(f"limit_s={self.limit_s}, gather_s={self.gather_s}: seconds, the first of them more than 0.")
-        if not self.silent_s >= LEAST_SILENT_S:
+            raise ConfigError(f"engine.devices={self.devices}: an island has at least 1. Leave it out for 1.")
+        if self.step_delay is not None and not self.step_delay >= 0:
+            raise ConfigError(f"engine.step_delay={self.step_delay}: it is 0 or more. Leave it out for no delay.")
+        if not self.quorum_timeout_s > 0 or not self.start_timeout_s >= 0:
             raise ConfigError(
-                f"silent_s={self.silent_s}: at least {LEAST_SILENT_S}, as islands are heard ten times a second. Leave it out for "
-                f"{SILENT_S:g}, or give more for lines that stall."
+                f"engine.quorum_timeout_s={self.quorum_timeout_s}, engine.start_timeout_s={self.start_timeout_s}: seconds, the "
+                f"first more than 0 and the second 0 or more."
             )
-        if self.host in ("", "0.0.0.0") or ":" in self.host:
+        if not self.heartbeat_timeout_s >= MIN_HEARTBEAT_TIMEOUT_S:
             raise ConfigError(
-                f"host={self.host}: islands are told this address, and reach it over IPv4. Give one that this machine has, such as "
+                f"engine.heartbeat_timeout_s={self.heartbeat_timeout_s}: at least {MIN_HEARTBEAT_TIMEOUT_S}, since islands send "
+                f"ten heartbeats a second. Leave it out for 1, or raise it for links that stall."
+            )
+        host, port = self.host, self.listen.rpartition(":")[2]
+        if not host or ":" in host or not port.isdecimal() or int(port) >= 1 << 16:
+            raise ConfigError(
+                f"engine.listen={self.listen}: it is HOST:PORT over IPv4, such as 192.0.2.7:7000; port 0 is a free one."
+            )
+        if host == "0.0.0.0":
+            raise ConfigError(
+                f"engine.listen={self.listen}: islands connect to this address, so it must be one that this machine has, such as "
                 f"192.0.2.7, or its name."
             )
-        if not self.refused_above > 1:
-            raise ConfigError(f"refused_above={self.refused_above}: it is more than 1. Use inf to refuse what is not finite alone.")
+        if not self.max_delta_ratio > 1:
+            raise ConfigError(
+                f"engine.max_delta_ratio={self.max_delta_ratio}: more than 1. Use inf to refuse only non-finite deltas."
+            )
 
+    @property
+    def host(self) -> str:
+        return self.listen.rpartition(":")[0]
 
-def write_elastic(folder: Path, place: Elastic) -> None:
-    write_text(folder / PLACE, json.dumps({"engine": ENGINE, **asdict(place)}) + "\n")
+    @property
+    def port(self) -> int:
+        return int(self.listen.rpartition(":")[2])
 
-
-def read_elastic(folder: Path) -> Elastic | None:
-    """How this folder's run is carried out by islands that come and go; none if it is not."""
-    engine, settings = engine_in(folder)
-    return Elastic(**settings) if engine == ENGINE else None
+    def fitted(self, run: Run) -> Run:
+        """The run planned for the islands that are started, and its data cut as before."""
+        islands = self.processes or run.cluster.islands
+        if isinstance(run.algorithm, AsyncAlgorithm):
+            raise ConfigError(
+                f"{type(run.algorithm).__name__} has a hub and workers, and --engine {self.name} has rounds that a quorum of "
+                f"islands commits. Use --engine ray or simulator, or an algorithm such as DiLoCo."
+            )
+        if run.inside is not None or run.cluster.devices_per_island > 1:
+            raise ConfigError(
+                f"cluster.devices_per_island={run.cluster.devices_per_island} with --engine elastic: an island is one process "
+                f"there. Use cluster.devices_per_island=1 and engine.devices, or --engine processes."
+            )
+        if run.resolved.train.precision == "all-bf16":
+            raise ConfigError(
+                "train.precision=all-bf16 with --engine elastic: deltas are differences of fp32 weights. Use bf16 or fp32."
+            )
+        check_devices_share_batch(run, self.devices)
+        data = replace(run.data, shards=run.data.shards or islands)
+        return replace(run, cluster=replace(run.cluster, islands=islands), data=data)
 
 
 def check_address(address: str) -> None:
@@ -88,42 +113,42 @@ def check_address(address: str) -> None:
 
     >>> check_address("localhost")
     Traceback (most recent call last):
-    atoll.core.errors.ConfigError: localhost is no address of a run: it is HOST:PORT. ...
+    atoll.core.errors.ConfigError: --join localhost: it is HOST:PORT, ...
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"{address} is no address of a run: it is HOST:PORT. Give the one that the run said when it was started.")
+        raise ConfigError(f"--join {address}: it is HOST:PORT, the address that the run printed when it started.")
 
 
 @dataclass(frozen=True)
 class JoinInfo:
-    """What the rendezvous tells a joiner.
+    """What a joiner fetches from the rendezvous.
 
     Attributes:
-        run: the Run, placed on the planned islands.
-        place: how.
-        lighthouse: its address.
+        run: the Run, fitted to the planned islands.
+        spec: how it is carried out.
+        lighthouse: address of torchft's lighthouse.
     """
 
     run: Run
-    place: Elastic
+    spec: Elastic
     lighthouse: str
 
     def to_text(self) -> str:
-        return json.dumps({"run": to_json(self.run), "place": asdict(self.place), "lighthouse": self.lighthouse})
+        return json.dumps({"run": to_json(self.run), "spec": asdict(self.spec), "lighthouse": self.lighthouse})
 
     @staticmethod
     def from_text(text: str) -> JoinInfo:
         record = json.loads(text)
-        return JoinInfo(from_json(record["run"]), Elastic(**record["place"]), record["lighthouse"])
+        return JoinInfo(from_json(record["run"]), Elastic(**record["spec"]), record["lighthouse"])
 
 
-def check_alike(mine: Mapping[str, str | None], theirs: Mapping[str, str | None], name: str) -> None:
-    """Refuse to take part with another text or version than the island of this name has: it would train on examples that others
-    train on too, or compute other bits than they do."""
-    for what, found in (("run", "settings"), ("data", "data"), ("atoll", "version of atoll"), ("torch", "version of torch")):
-        if mine[what] != theirs.get(what):
+def check_same_origin(own: Mapping[str, str | None], other: Mapping[str, str | None], name: str) -> None:
+    """Refuse to train with the island of this name unless settings, data and versions are the same: other data would be counted
+    twice, and other versions compute other bits."""
+    for key, label in (("run", "settings"), ("data", "data"), ("atoll", "version of atoll"), ("torch", "version of torch")):
+        if own[key] != other.get(key):
             raise ConfigError(
-                f"the {found} here ({mine[what]}) and there, on {name} ({theirs.get(what)}), are not the same. All islands of a "
-                f"run have the same. Bring here what is there."
+                f"the {label} of this island ({own[key]}) and of {name} ({other.get(key)}) differ. All islands of a run need the "
+                f"same. Copy them from {name}."
             )

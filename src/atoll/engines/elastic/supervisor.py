@@ -1,7 +1,7 @@
-"""Whoever starts an elastic run: keeps the lighthouse and the islands of this machine going until the run is over.
+"""The supervisor of an elastic run keeps the rendezvous and the islands of this machine alive until the run is finished.
 
-A process that dies is started again. An island that refuses to start, or dies again and again soon after, is given up with what it
-said, and the others go on; the run ends when none is left.
+It restarts a process that dies. It gives up an island that refuses to start, or that dies repeatedly soon after its start, and the
+others go on; the run ends when no island is left.
 """
 
 from __future__ import annotations
@@ -11,52 +11,37 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from atoll.core.errors import AtollError
 from atoll.core.events import Event, from_json
 from atoll.core.protocols import Sink
-from atoll.engines.driver import is_finished
+from atoll.engines.driver import RunTask
 from atoll.engines.elastic.rendezvous import free_port, is_free
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.processes.launch import last_words
+from atoll.engines.processes.launch import last_error
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import Run
 
-if TYPE_CHECKING:
-    from atoll.testing.chaos.fault_injector import FaultInjector
-
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _QUIET = {"RUST_LOG": "warn", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""torchft tells of every meeting, and torch of every store that is away."""
-_PATIENCE_S = 5.0
-"""So long processes that were asked to end are waited for."""
+"""torchft logs every quorum, and torch every store that is away."""
+_SHUTDOWN_S = 5.0
+"""Processes that were asked to end are killed after this time."""
 REFUSED, STATELESS = 2, 4
-"""The exit codes of a process that cannot do what it was asked to, and of one that found no state to begin with or none that it
-can read."""
-_MOST_IN_A_ROW, _SOON_S = 5, 10.0
-"""A process that dies so often, each time so soon after it was started, is not started again."""
-
-
-Inside = Callable[[str, Sequence[str]], Sequence[str]]
-"""Of a process's name and its command, the command that starts it where it belongs."""
+"""Exit codes: of a process that refuses its task, and of an island that found no state to start from, or none that it can read."""
+_MAX_EARLY_DEATHS, _EARLY_S = 5, 10.0
+"""A process that dies this often in a row, each time this soon after its start, is not restarted."""
 
 
 class IslandFailed(AtollError):
-    """No island of this machine can be kept going, or not the lighthouse."""
-
-
-def as_it_is(name: str, command: Sequence[str]) -> Sequence[str]:
-    """It belongs where this process is."""
-    return command
+    """The supervisor can keep no island of this machine alive, or not the rendezvous."""
 
 
 def island_name(number: int) -> str:
-    """What the islands that a run starts are called: names sort as numbers do."""
+    """The name of an island that the run starts: names sort as numbers do."""
     return f"island-{number:04d}"
 
 
@@ -64,40 +49,57 @@ def log_of(folder: Path, name: str) -> Path:
     return folder / "logs" / f"{name}.log"
 
 
+class ProcessHooks:
+    """Lets a fault injector act on the processes of a run. These hooks do nothing."""
+
+    joining = ""
+    """Shown instead of how to join the run, where no joiner can reach it."""
+    host: str | None = None
+    """The address to listen on, if not the spec's."""
+    sinks: Sequence[Sink] = ()
+
+    def command(self, name: str, command: Sequence[str]) -> Sequence[str]:
+        """The command that starts the process of this name."""
+        return command
+
+    def step(self, now_s: float, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
+        """Called in every iteration of the supervisor's loop, with the running processes by name."""
+
+
 @dataclass
 class Child:
-    """A process that is kept going.
+    """A process that the supervisor keeps alive.
 
     Attributes:
         name: of it.
         command: that starts it.
-        log: where it writes.
+        log: file of its output.
         process: the present one.
-        started: how often it was.
-        began_s: when it was last.
-        soon: how often in a row it died soon after.
-        given_up: why it is not started any more.
+        starts: number of starts.
+        started_s: time of the last start.
+        early_deaths: in a row.
+        given_up: the reason why it is not restarted.
     """
 
     name: str
     command: Sequence[str]
     log: Path
     process: subprocess.Popen[bytes] | None = None
-    started: int = 0
-    began_s: float = 0.0
-    soon: int = 0
+    starts: int = 0
+    started_s: float = 0.0
+    early_deaths: int = 0
     given_up: str = ""
 
-    def let_go(self) -> None:
-        """Nothing is held of the present process any more. If it is still there, it ends."""
+    def release(self) -> None:
+        """Close the pipe to the present process. If it is still alive, it ends."""
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
 
     def start(self) -> None:
-        self.let_go()
+        self.release()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
-            # Its input is a pipe from here that nobody writes to: it ends when this process does, however that may be.
+            # Its input is a pipe that the supervisor never writes to: it ends when the supervisor does, however that may be.
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.PIPE,
@@ -106,132 +108,117 @@ class Child:
                 start_new_session=True,
                 env={**_QUIET, **os.environ},
             )
-        self.started += 1
-        self.began_s = time.monotonic()
+        self.starts += 1
+        self.started_s = time.monotonic()
 
     @property
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         return self.process.poll() if self.process is not None else None
 
     @property
     def is_alive(self) -> bool:
-        return self.process is not None and self.code is None
+        return self.process is not None and self.exit_code is None
 
-    def died(self, *, alone: bool) -> None:
-        """It is dead, and is started again, or given up where that is of no use.
+    def restart(self, *, alone: bool) -> None:
+        """Restart the dead process, or give it up where a restart is of no use.
 
         Args:
-            alone: whether nobody is alive who may have the state, though it does not answer just now.
+            alone: no other island is alive that may have the state, though it does not answer at the moment.
         """
-        code = self.code
+        code = self.exit_code
         if code != STATELESS or alone:
-            self.soon = self.soon + 1 if time.monotonic() - self.began_s < _SOON_S else 0
-        if code == REFUSED or (code == STATELESS and alone) or self.soon >= _MOST_IN_A_ROW:
-            self.given_up = last_words(self.log) or f"see {self.log}"
+            self.early_deaths = self.early_deaths + 1 if time.monotonic() - self.started_s < _EARLY_S else 0
+        if code == REFUSED or (code == STATELESS and alone) or self.early_deaths >= _MAX_EARLY_DEATHS:
+            self.given_up = last_error(self.log) or f"see {self.log}"
         else:
             self.start()
 
 
 class Supervisor:
-    """Keeps an elastic run going.
+    """Keeps the processes of an elastic run alive.
 
     Args:
-        run: placed on the planned islands.
-        place: how.
-        folder: of the run.
-        say: takes what a person may want to know.
-        sinks: who takes the events, as they appear in the log.
-        chaos: breaks it on purpose.
-        inside: where the islands are, if not where this process is.
+        task: the run. Its spec has the number of islands and the port.
+        sinks: receive the events as they appear in the log.
+        hooks: of a fault injector.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        place: Elastic,
-        folder: Path,
-        *,
-        say: Callable[[str], object],
-        sinks: Sequence[Sink] = (),
-        chaos: FaultInjector | None = None,
-        inside: Inside = as_it_is,
-    ) -> None:
-        self._folder, self._say, self._chaos, self._inside = folder, say, chaos, inside
-        self.address = f"{place.host}:{place.port or free_port(place.host)}"
-        self._invitation = folder / "invitation.json"
-        lighthouse = _lighthouse_before(self._invitation, place.host) or f"{place.host}:{free_port(place.host)}"
-        self._invitation.write_text(JoinInfo(run, place, lighthouse).to_text(), "utf-8")
-        base = [sys.executable, "-m", "atoll"]
-        self.harbour = Child("lighthouse", [*base, "harbour", str(self._invitation), self.address], log_of(folder, "lighthouse"))
-        self.islands = [self._island(base, number) for number in range(place.processes or run.world.islands)]
-        self._tail = Tail(folder, [*sinks, *([chaos] if chaos is not None else [])])
+    def __init__(self, task: RunTask, *, sinks: Sequence[Sink], hooks: ProcessHooks) -> None:
+        spec = task.spec
+        assert isinstance(spec, Elastic)
+        self._folder, self._log, self._hooks = task.folder.path, task.log, hooks
+        host = hooks.host or spec.host
+        self.address = f"{host}:{spec.port or free_port(host)}"
+        join_info = self._folder / "join_info.json"
+        lighthouse = _former_lighthouse(join_info, host) or f"{host}:{free_port(host)}"
+        join_info.write_text(JoinInfo(task.run, spec, lighthouse).to_text(), "utf-8")
+        self.rendezvous = self._child("lighthouse", "rendezvous", str(join_info), self.address)
+        self.islands = [self._island(number) for number in range(spec.processes or task.run.world.islands)]
+        self._tail = LogTail(self._folder, [*sinks, *hooks.sinks])
 
-    def _island(self, base: Sequence[str], number: int) -> Child:
+    def _island(self, number: int) -> Child:
         name = island_name(number)
-        command = [*base, "island", self.address, "--name", name, "--folder", str(self._folder)]
-        if self._chaos is not None and self._chaos.script.update_faults:
-            script = self._folder / "chaos.json"
-            script.write_text(self._chaos.script.to_text(), "utf-8")
-            command += ["--chaos", str(script)]
-        return Child(name, self._inside(name, command), log_of(self._folder, name))
+        return self._child(name, "island", self.address, "--name", name, "--folder", str(self._folder))
 
-    def keep_going(self) -> None:
-        """Until the run is over.
+    def _child(self, name: str, *arguments: str) -> Child:
+        command = [sys.executable, "-m", "atoll", *arguments]
+        return Child(name, self._hooks.command(name, command), log_of(self._folder, name))
+
+    @property
+    def _children(self) -> list[Child]:
+        return [self.rendezvous, *self.islands]
+
+    def run(self) -> None:
+        """Return when the run is finished.
 
         Raises:
-            IslandFailed: none of them can be kept going, or not the lighthouse; or they ended, and the run is not finished. All
-                have been stopped.
+            IslandFailed: no island can be kept alive, or not the rendezvous; or all islands ended before the run was finished. All
+                processes have been stopped.
         """
         with self._started():
-            while not all(child.code == 0 or child.given_up for child in self.islands):
-                for child in [self.harbour, *self.islands]:
-                    if child.code is not None and not child.given_up and (child.code or child is self.harbour):
-                        self._look_after(child)
+            while not all(child.exit_code == 0 or child.given_up for child in self.islands):
+                for child in self._children:
+                    ended = child.exit_code is not None and (child.exit_code or child is self.rendezvous)
+                    if ended and not child.given_up:
+                        self._restart(child)
                 self._tail.follow()
-                self._break()
-                time.sleep(_LOOK_S)
+                running = {child.name: child.process for child in self._children if child.process is not None}
+                self._hooks.step(time.monotonic(), running)
+                time.sleep(_POLL_S)
             self._tail.follow()
-        if not is_finished(RunFolder(self._folder)):
+        if not RunFolder(self._folder).finished:
             lost = "; ".join(f"{child.name}: {child.given_up}" for child in self.islands if child.given_up)
             raise IslandFailed(
                 f"all islands of this machine have ended, and the run is not finished{f' ({lost})' if lost else ''}. See "
-                f"{log_of(self._folder, 'island-*')}, then go on: atoll run --resume {self._folder}."
+                f"{log_of(self._folder, 'island-*')}, then resume: atoll run --resume {self._folder}."
             )
 
-    def _look_after(self, child: Child) -> None:
-        how = _how(child.code or 0)
-        # Who was started later looks for the state itself.
-        child.died(alone=not any(other.is_alive and other.began_s < child.began_s for other in self.islands))
+    def _restart(self, child: Child) -> None:
+        reason = _reason(child.exit_code or 0)
+        # An island that was started later looks for the state itself.
+        child.restart(alone=not any(other.is_alive and other.started_s < child.started_s for other in self.islands))
         if not child.given_up:
-            self._say(f"{child.name} has died ({how}) and is started again")
-        elif child is self.harbour or all(island.given_up for island in self.islands):
-            raise IslandFailed(f"{child.name} cannot be kept going: {child.given_up}.")
+            self._log(f"{child.name} has died ({reason}) and is restarted")
+        elif child is self.rendezvous or all(island.given_up for island in self.islands):
+            raise IslandFailed(f"{child.name} cannot be kept alive: {child.given_up}.")
         else:
-            self._say(f"{child.name} cannot be kept going, and the others go on without it: {child.given_up}")
-
-    def _break(self) -> None:
-        if self._chaos is not None:
-            running = {child.name: child.process for child in [self.harbour, *self.islands] if child.process is not None}
-            self._chaos.step(time.monotonic(), running)
+            self._log(f"{child.name} cannot be kept alive, and the others go on without it: {child.given_up}")
 
     @contextmanager
     def _started(self) -> Iterator[None]:
-        everybody = [self.harbour, *self.islands]
         try:
-            for child in everybody:
+            for child in self._children:
                 child.start()
             yield
         finally:
-            if self._chaos is not None:
-                self._chaos.close()
-            _stop(everybody)
+            _stop(self._children)
 
 
-def _lighthouse_before(invitation: Path, host: str) -> str | None:
-    """Where the lighthouse was when the run was last carried out: islands elsewhere look for it there."""
-    if not invitation.exists():
+def _former_lighthouse(join_info: Path, host: str) -> str | None:
+    """The lighthouse's address of an earlier start: islands of other machines look for it there."""
+    if not join_info.exists():
         return None
-    address = JoinInfo.from_text(invitation.read_text("utf-8")).lighthouse
+    address = JoinInfo.from_text(join_info.read_text("utf-8")).lighthouse
     before, _, port = address.rpartition(":")
     return address if before == host and is_free(host, int(port)) else None
 
@@ -240,7 +227,7 @@ def _stop(children: Sequence[Child]) -> None:
     running = [child.process for child in children if child.process is not None and child.process.poll() is None]
     for process in running:
         process.send_signal(signal.SIGTERM)
-    deadline_s = time.monotonic() + _PATIENCE_S
+    deadline_s = time.monotonic() + _SHUTDOWN_S
     for process in running:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline_s - time.monotonic()))
@@ -248,30 +235,25 @@ def _stop(children: Sequence[Child]) -> None:
             process.kill()
             process.wait()
     for child in children:
-        child.let_go()
+        child.release()
 
 
-def _how(code: int) -> str:
+def _reason(code: int) -> str:
     return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-class Tail:
-    """Follows the log of a run that others write, for whoever watches.
-
-    Args:
-        folder: of the run.
-        sinks: who takes the events.
-    """
+class LogTail:
+    """Passes the events on that the leader appends to the run's log."""
 
     def __init__(self, folder: Path, sinks: Sequence[Sink]) -> None:
         self._path, self._sinks = RunFolder(folder).events, sinks
         self._at = self._path.stat().st_size if self._path.exists() else 0
 
     def follow(self) -> None:
-        """Pass on what is new."""
+        """Pass on new events."""
         if not self._sinks or not self._path.exists():
             return
-        if self._path.stat().st_size < self._at:  # it was cut, and goes on from a checkpoint
+        if self._path.stat().st_size < self._at:  # a resume truncated it
             self._at = self._path.stat().st_size
         with open(self._path, "rb") as file:
             file.seek(self._at)
@@ -279,7 +261,7 @@ class Tail:
                 if not line.endswith(b"\n"):
                     break
                 self._at += len(line)
-                with suppress(ValueError):  # half a line, where the log was cut behind our back and has grown again
+                with suppress(ValueError):  # half a line, where the log was truncated and has grown since
                     self._emit(from_json(line.decode()))
 
     def _emit(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Starting processes on this machine: torchrun's own agent, which starts one worker per process and watches them."""
+"""Launching a run on real processes: torchrun's agent starts one process per rank on this machine, or torchrun started this one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,58 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, ConfigError
+from atoll.engines.driver import Result, RunRequest
+from atoll.engines.processes.process_group import started_by_torchrun, torchrun_world_size
+from atoll.engines.processes.rank import run_rank
 from atoll.engines.processes.rank_log import MISSED_ANOTHER, log_of
+from atoll.engines.processes.spec import Processes
 
-_PATIENCE_S = 5
-"""So long the agent waits for processes that it has asked to end before it kills them; newer versions of torch can be told."""
-_PATIENCE: dict[str, Any] = {"shutdown_timeout": _PATIENCE_S} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
+_SHUTDOWN_S = 5
+"""The agent kills processes this long after it has asked them to end; newer versions of torch take it as a setting."""
+_SHUTDOWN: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
 
 
 class ProcessFailed(AtollError):
-    """A process of a run has failed, or was killed; the others were stopped."""
+    """A process of a run has failed or was killed; the others were stopped."""
+
+
+def start(request: RunRequest) -> Result | None:
+    """Be one rank where torchrun started this process; else start all ranks on this machine and wait for them."""
+    spec = request.spec
+    if started_by_torchrun():
+        if isinstance(spec, Processes) and spec.processes not in (None, torchrun_world_size()):
+            raise ConfigError(f"--processes {spec.processes}, but torchrun started {torchrun_world_size()}. Leave out --processes.")
+        return run_rank(request)
+    if request.run is not None:
+        _refuse_own_objects(request)
+    with request.open() as task:
+        if task.finished:
+            return task.reopen()
+        _refuse_own_objects(request)
+        assert isinstance(task.spec, Processes)
+        processes = task.spec.processes or task.run.cluster.devices
+        replace(task.spec, processes=processes).fitted(task.run)  # refuse now what the ranks would refuse
+        folder = task.folder.path
+    # The lock is free again: rank 0 takes it.
+    launch(processes, ["run", "--resume", str(folder), *([] if request.shows_progress else ["--quiet"])], folder)
+    return task.reopen()
+
+
+def _refuse_own_objects(request: RunRequest) -> None:
+    if request.workload is not None or request.sinks:
+        raise ConfigError(
+            "a user's workload or sinks live in this process, and the processes that it starts would not have them. Start this "
+            "script with torchrun, or leave them out."
+        )
 
 
 def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
-    """Start so many processes of the command `atoll` with these arguments, and wait for them.
+    """Start this number of processes of the command `atoll` with these arguments, and wait for them.
 
     Raises:
         ProcessFailed: one of them failed; says which and why. The others have been stopped.
-        KeyboardInterrupt: somebody pressed Ctrl-C. All of them have been stopped.
+        KeyboardInterrupt: the user pressed Ctrl-C. All of them have been stopped.
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -47,7 +82,7 @@ def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
         local_addr="127.0.0.1",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(),
-        **_PATIENCE,
+        **_SHUTDOWN,
     )
     try:
         with _on_this_machine():
@@ -57,19 +92,19 @@ def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
-        raise ProcessFailed(f"the run was stopped by {error.sigval.name}. Go on: atoll run --resume {folder}") from error
+        raise ProcessFailed(f"the run was stopped by {error.sigval.name}. Resume: atoll run --resume {folder}") from error
 
 
 @contextmanager
 def _on_this_machine() -> Iterator[None]:
-    """For a while, torch's agent is silent and processes talk over the loopback. Whoever calls may go on with something else: its
-    environment, its signal handlers, which the agent replaces, and torch's loggers are left as they were."""
+    """Silence torch's agent and have gloo use the loopback. The environment, the signal handlers, which the agent replaces, and
+    torch's loggers are restored afterwards."""
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     levels, environment = [logger.level for logger in loggers], os.environ.copy()
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
     for logger in loggers:
-        logger.setLevel(logging.CRITICAL)  # what it says of failures we say ourselves
-    # gloo listens where the machine's name points to, which need not be this machine.
+        logger.setLevel(logging.CRITICAL)  # this module reports failures itself
+    # gloo listens on the address of the machine's name, which need not be this machine's.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         yield
@@ -87,27 +122,28 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def why(failures: Mapping[int, ProcessFailure], folder: Path) -> str:
-    """Which of these failures, by rank, was the first, with its last words; and how the run goes on."""
+    """Which of these failures, by rank, was the first, with its error; and how to resume."""
     first_s = min(failure.timestamp for failure in failures.values())
-    rank = min(failures, key=lambda rank: (_follows(failures[rank], first_s), failures[rank].timestamp, rank))
-    words = last_words(log_of(folder, rank))
+    rank = min(failures, key=lambda rank: (_consequence(failures[rank], first_s), failures[rank].timestamp, rank))
+    error = last_error(log_of(folder, rank))
     if failures[rank].exitcode < 0:
-        words = f"it was killed by {signal.Signals(-failures[rank].exitcode).name}"
-    stands = f"Go on: atoll run --resume {folder}" if any((folder / "checkpoints").glob("[0-9]*")) else "Nothing was saved yet."
-    return f"rank {rank} has failed, and the others were stopped: {words or f'see {log_of(folder, rank)}'}. {stands}"
+        error = f"it was killed by {signal.Signals(-failures[rank].exitcode).name}"
+    saved = any((folder / "checkpoints").glob("[0-9]*"))
+    advice = f"Resume: atoll run --resume {folder}" if saved else "There is no checkpoint yet."
+    return f"rank {rank} has failed, and the others were stopped: {error or f'see {log_of(folder, rank)}'}. {advice}"
 
 
-def _follows(failure: ProcessFailure, first_s: float) -> int:
-    """How likely a failure is to follow from another one, the first of which was at `first_s`. Those who miss a rank end a moment
-    after it, or in the same moment as far as anybody can tell. The agent asks who is still there to end, and then kills it."""
+def _consequence(failure: ProcessFailure, first_s: float) -> int:
+    """How likely a failure is the consequence of another, the first of which was at `first_s`. A rank that misses another ends a
+    moment after it, or in the same moment as far as the agent can tell. The agent then ends the remaining ranks."""
     if failure.exitcode < 0:
-        by_the_agent = failure.exitcode == -signal.SIGTERM or failure.timestamp - first_s >= _PATIENCE_S - 1  # in whole seconds
+        by_the_agent = failure.exitcode == -signal.SIGTERM or failure.timestamp - first_s >= _SHUTDOWN_S - 1  # in whole seconds
         return 3 if by_the_agent else 0
     return 2 if failure.exitcode == MISSED_ANOTHER else 1
 
 
-def last_words(log: Path) -> str:
-    """The error that a rank ended with, if it wrote one down. What it said before it was last started is of another time."""
+def last_error(log: Path) -> str:
+    """The error that a process ended with, from its log. What it wrote before its last start is ignored."""
     for line in reversed(log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []):
         if line.startswith("error: "):
             return line.removeprefix("error: ").rstrip(".")
@@ -117,4 +153,4 @@ def last_words(log: Path) -> str:
 
 
 _STARTED = re.compile(r"\S+ (rank \d+ of \d+ on |\S+ on \S+ \(.*\), process )")
-"""The first line that a rank writes, or an island that may come and go."""
+"""The first line that a rank, or an island of an elastic run, writes."""

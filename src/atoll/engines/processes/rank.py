@@ -1,7 +1,7 @@
-"""Carrying out a Run as one of many processes.
+"""One rank of a run on real processes.
 
-The first rank has the run's folder: it starts or opens it, writes the log and judges. The others learn from it what is to be done,
-and need nothing but the same data. All write their checkpoints, and each a log of its own.
+Rank 0 has the run's folder: it creates or opens it, writes the log and evaluates. It publishes a RunPlan in the store, and other
+ranks read it; they need nothing but the same data. All ranks write their parts of the checkpoints, and each a log of its own.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,257 +20,309 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from atoll.algorithms.zero import FSDP
-from atoll.core.errors import ConfigError
-from atoll.core.events import Progress, Saved, WarmStartFinished
+from atoll.core.config.json_records import from_json, to_json
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Sink, Workload
-from atoll.engines.build import loss_of, replica_of, seed_of
-from atoll.engines.checkpoints import Checkpoint, check_origin
-from atoll.engines.driver import Execution, Result, digest_without_size
+from atoll.engines.checkpoints import Checkpoint
+from atoll.engines.driver import Driver, Prepared, Result, RunRequest, RunTask, digest_without_islands
 from atoll.engines.processes.engine import Intervals, ModelSetup, ProcessEngine
 from atoll.engines.processes.fsdp import ShardedModel
-from atoll.engines.processes.process_group import RankContext, create_context
+from atoll.engines.processes.process_group import (
+    RankContext,
+    create_context,
+    init_process_group,
+    torchrun_rank,
+    torchrun_world_size,
+)
 from atoll.engines.processes.rank_log import RankLog, leave_at_once, own_log, telling_why
-from atoll.engines.processes.run_plan import Order, Prepare, come_together, give_order, take_order
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
-from atoll.engines.processes.spec import START_LIMIT_S, check_backend, own_gpu, pause_s
+from atoll.engines.processes.spec import Processes, gpu_of_rank
+from atoll.engines.processes.transport import first_sentence
+from atoll.engines.replica_factory import loss_of, replica_of, seed_of
+from atoll.engines.spec import read_spec
 from atoll.engines.wall_clock import ExchangeTimeout
-from atoll.engines.warm_start import Cache, WarmStart, load_data, warm_up
+from atoll.engines.warm_start import WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import Run, device_of, dtype_of
-from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
-from atoll.telemetry.sinks import Fanout, NullSink
+from atoll.runs.run import Run, device_of, dtype_of, precision_notice
+from atoll.runs.workloads import needs_weights
+
+_PLAN = "plan"
 
 
-def take_part(
-    prepare: Prepare,
-    sinks: Callable[[Order], Sequence[Sink]],
-    workload: Workload | None = None,
-    *,
-    folder: Path | None = None,
-    start_limit_s: float = START_LIMIT_S,
-) -> Result | None:
-    """Carry out a run as one of the processes that torchrun started.
-
-    Args:
-        prepare: asked on the first rank: what is to be done.
-        sinks: who takes the events, on the first rank.
-        workload: what to train instead of the Run's model and data.
-        folder: where this process's machine keeps its files, if not where the first rank's does.
-        start_limit_s: how long the others are waited for until the first rank says how long.
-    """
-    cache, held = Cache(), ExitStack()
+def run_rank(request: RunRequest) -> Result | None:
+    """Carry out a run as one of the processes that torchrun started. Rank 0 returns the result."""
+    timeout_s = _start_timeout_s(request)
+    held = ExitStack()
     try:
-        store, rank, size = come_together(start_limit_s)
+        store, rank, size = _rendezvous(timeout_s)
         if rank == 0:
-            order = give_order(store, prepare, size, cache, held)
+            plan, task = _publish_plan(store, request, size, held)
         else:
-            told = take_order(store, rank)
-            order = replace(told, folder=folder or told.folder)
+            plan = _read_plan(store, rank)
+            # A machine that does not see rank 0's folder keeps its files in a folder of its own.
+            folder = RunFolder(request.out or plan.folder)
+            task = RunTask(run=plan.run, spec=plan.spec, folder=folder, workload=request.workload)
     except Exception as error:
         leave_at_once(error)
-    with own_log(order.folder, rank) as log, held, telling_why(store, rank, size):
-        if order.finished:
+    with own_log(task.folder.path, rank) as log, held, telling_why(store, rank, size):
+        if plan.finished:
             dist.destroy_process_group()
-            return _reopened(order, workload, cache) if rank == 0 else None
-        device = _take_device(order)  # before there is a group that would take another
-        torch.set_num_threads(order.run.cluster.threads_per_island)
-        limit = ExchangeTimeout(order.place.limit_s)
-        _introduce(log, order, limit, f"rank {rank} of {size}", device)
-        world = _joined(order, store, rank, size)
-        share = Share(order, world, device, sinks(order) if world.is_rank_zero else (), workload, log, limit=limit, cache=cache)
-        result = share.carry_out()
+            return task.reopen() if rank == 0 else None
+        device = _choose_device(plan)  # before a process group initialises another GPU
+        torch.set_num_threads(plan.run.cluster.threads_per_island)
+        limit = ExchangeTimeout(plan.spec.exchange_timeout_s)
+        log.say(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s), {device}")
+        log.say(
+            f"timeouts: {plan.spec.start_timeout_s:g} s outside of rounds; {limit.timeout_s:g} s for an exchange ({limit.reason})"
+        )
+        world = _join(plan, store, rank, size)
+        result = RankDriver(task, plan.spec, world, device, log, limit).carry_out()
         world.barrier()
         world.close()
         return result
 
 
-def _introduce(log: RankLog, order: Order, limit: ExchangeTimeout, name: str, device: str) -> None:
-    """The first lines of a log: who writes it, and how long it waits for others."""
-    log.say(f"{name} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s), {device}")
-    log.say(
-        f"others are waited for {order.place.start_limit_s:g} s outside of rounds; an exchange may take {limit.timeout_s:g} s "
-        f"({limit.reason})"
+def _start_timeout_s(request: RunRequest) -> float:
+    """How long this rank waits until rank 0's plan says how long."""
+    spec = request.spec
+    if spec is None and request.out is not None and request.out.is_dir():
+        spec = read_spec(request.out)
+    return spec.start_timeout_s if isinstance(spec, Processes) else Processes().start_timeout_s
+
+
+# ------------------------------------------------------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What all ranks are to do, as rank 0 publishes it.
+
+    Attributes:
+        run: the Run, fitted to the number of processes.
+        spec: how.
+        folder: of the run.
+        finished: nothing is left to do.
+    """
+
+    run: Run
+    spec: Processes
+    folder: Path
+    finished: bool = False
+
+    def to_text(self) -> str:
+        plain = {"run": to_json(self.run), "spec": asdict(self.spec), "folder": str(self.folder), "finished": self.finished}
+        return json.dumps(plain)
+
+    @staticmethod
+    def from_text(text: str) -> RunPlan:
+        record = json.loads(text)
+        return RunPlan(from_json(record["run"]), Processes(**record["spec"]), Path(record["folder"]), record["finished"])
+
+
+def _publish_plan(store: Store, request: RunRequest, size: int, held: ExitStack) -> tuple[RunPlan, RunTask]:
+    """On rank 0: open the run's folder, hold it, and tell the other ranks what to do, or why the run is refused."""
+    try:
+        if request.spec is not None:
+            assert isinstance(request.spec, Processes)
+            request = replace(request, spec=replace(request.spec, processes=size))
+        task = held.enter_context(request.open())
+        spec = task.spec
+        assert isinstance(spec, Processes)
+        spec = replace(spec, processes=size)
+        task = replace(task, spec=spec, run=task.run if task.finished else spec.fitted(task.run))
+        if not task.finished:
+            task.log(spec.ignored_settings(task.run))
+            notice = precision_notice(task.run)
+            if notice is not None and not isinstance(task.run.inside, FSDP):  # FSDP2 casts on a CPU too
+                task.log(notice)
+            task.log(f"outside of rounds a rank waits {spec.start_timeout_s:g} s for the others (engine.start_timeout_s)")
+        plan = RunPlan(task.run, spec, task.folder.path, task.finished)
+    except Exception as error:
+        store.set(_PLAN, json.dumps({"refused": str(error) or type(error).__name__}))
+        raise
+    store.set(_PLAN, plan.to_text())
+    store.set_timeout(timedelta(seconds=spec.start_timeout_s))
+    return plan, task
+
+
+def _read_plan(store: Store, rank: int) -> RunPlan:
+    try:
+        text = store.get(_PLAN).decode()
+    except RuntimeError as error:
+        raise ExchangeFailed(
+            f"rank {rank} received no plan: rank 0 has ended, or takes longer than engine.start_timeout_s. "
+            f"({first_sentence(str(error))})"
+        ) from error
+    refused = json.loads(text).get("refused")
+    if refused is not None:
+        raise ConfigError(f"rank 0 has refused the run: {refused}")
+    plan = RunPlan.from_text(text)
+    store.set_timeout(timedelta(seconds=plan.spec.start_timeout_s))
+    return plan
+
+
+def _rendezvous(timeout_s: float) -> tuple[Store, int, int]:
+    """Wait until all ranks are there, by the variables that torchrun set. Returns the store, this rank, and how many there are."""
+    try:
+        found, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except RuntimeError as error:
+        raise ExchangeFailed(
+            f"rank {torchrun_rank()} of {torchrun_world_size()} did not find all others within {timeout_s:g} s. See that all "
+            f"were started, that they reach rank 0's machine and have its address; or raise engine.start_timeout_s. "
+            f"({first_sentence(str(error))})"
+        ) from error
+    # It is kept until all ranks are there: where rank 0 hosts the store itself, both are one.
+    wait_for_all(PrefixStore("atoll", found), rank, size, timeout_s)
+    return init_process_group(timeout_s)
+
+
+def wait_for_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
+    """Wait until every rank has set its key."""
+    keys = [f"here/{other}" for other in range(size)]
+    try:
+        store.set(keys[rank], "")
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise ExchangeFailed(f"rank {rank} {_missing_ranks(store, keys, timeout_s)}") from error
+
+
+def _missing_ranks(store: Store, keys: list[str], timeout_s: float) -> str:
+    try:
+        here = [other for other, key in enumerate(keys) if store.check([key])]
+    except RuntimeError:
+        return "waited for the others, and rank 0's machine, or the process there that hosts the store, has ended."
+    missing = [other for other in range(len(keys)) if other not in here]
+    return (
+        f"waited {timeout_s:g} s for ranks {missing} of {len(keys)}, which have not started; ranks {here} are here. See that all "
+        f"were started, or raise engine.start_timeout_s."
     )
 
 
-def _take_device(order: Order) -> str:
-    """Where this process computes. From now on that is what torch calls `cuda` here: nothing may touch a GPU before."""
-    run, device = order.run.resolved, device_of(order.run.resolved)
-    check_backend(run, order.place)
+def _choose_device(plan: RunPlan) -> str:
+    """The device this rank computes on. Nothing may use a GPU before."""
+    device = device_of(plan.run.resolved)
     if device != "cuda":
         return device
     local_rank, processes = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    number = own_gpu(local_rank, processes, torch.cuda.device_count(), order.place.backend)
+    number = gpu_of_rank(local_rank, processes, torch.cuda.device_count(), plan.spec.backend)
     torch.cuda.set_device(number)
     return f"cuda:{number}"
 
 
-def _joined(order: Order, store: Store, rank: int, size: int) -> RankContext:
-    inside, cluster = order.run.inside is not None, order.run.cluster
+def _join(plan: RunPlan, store: Store, rank: int, size: int) -> RankContext:
+    inside, cluster = plan.run.inside is not None, plan.run.cluster
     return create_context(
         store,
         rank,
         size,
         devices=cluster.devices_per_island if inside else 1,
         inside=inside,
-        backend=order.place.backend,
-        start_limit_s=order.place.start_limit_s,
+        backend=plan.spec.backend,
+        start_limit_s=plan.spec.start_timeout_s,
     )
 
 
-def _reopened(order: Order, workload: Workload | None, cache: Cache) -> Result:
-    """A run that is finished, as it is."""
-    return Execution(order.run, RunFolder(order.folder), workload, (), cache).resume()
+# ------------------------------------------------------------------------------------------------------------------ the driver
 
 
-class Share:
-    """One process's share of a run.
-
-    Args:
-        order: what is to be done.
-        world: this process among all.
-        device: where it computes.
-        sinks: who takes the events, on the first rank.
-        workload: what to train instead of the Run's model and data.
-        log: of this rank.
-        limit: of exchanges.
-        cache: keeps the data that are read.
-    """
+class RankDriver(Driver):
+    """Carries out one rank's part of a run."""
 
     def __init__(
-        self,
-        order: Order,
-        world: RankContext,
-        device: str,
-        sinks: Sequence[Sink],
-        workload: Workload | None,
-        log: RankLog,
-        *,
-        limit: ExchangeTimeout,
-        cache: Cache,
+        self, task: RunTask, spec: Processes, world: RankContext, device: str, log: RankLog, limit: ExchangeTimeout
     ) -> None:
-        self._run, self._place, self._folder = order.run.resolved, order.place, RunFolder(order.folder)
-        self._world, self._device, self._limit = world, device, limit
-        self._given, self._log, self._cache = workload, log, cache
-        self._books = Execution(order.run, self._folder, workload, sinks, cache)
-        """The first rank's log and figures; elsewhere it is not used."""
-        self._checkpoints = ShardedCheckpoints(self._folder.checkpoints, self._run.keep.checkpoints, world)
-        self._origin: dict[str, str | None] = {}
+        super().__init__(task)
+        self.leads = world.is_rank_zero
+        self._spec, self._world, self._device, self._log, self._limit = spec, world, device, log, limit
+        self.checkpoints = ShardedCheckpoints(self.folder.checkpoints, self.run.keep.checkpoints, world)
 
-    def carry_out(self) -> Result | None:
-        checkpoint = self._checkpoints.newest()
-        with ExitStack() as stack:
-            sink: Sink = NullSink()
-            if self._world.is_rank_zero:
-                self._books.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
-                sink = stack.enter_context(Fanout(self._books.sinks(checkpoint)))
-            engine, evaluator, warm_start_tokens = self._set_up(sink, checkpoint)
-            stack.push(lambda kind, error, trace: engine.close(wait=kind is None))
-            finished = engine.run(warm_start_tokens)
-            params = engine.params()
-            if evaluator is None:
-                return None
-            assert finished is not None, "the first rank keeps the figures"
-            self._books.leave(params, engine.buffers(), finished, checkpoint)
-        evaluator.load(params, engine.buffers())
-        return self._books.result(evaluator, params)
+    def run_digest(self) -> str:
+        return digest_without_islands(self.run)
 
-    def _set_up(self, sink: Sink, checkpoint: Checkpoint | None) -> tuple[ProcessEngine, Evaluator | None, int]:
-        """The engine, on the first rank what judges, and the tokens of the warm start, whose weights nobody keeps."""
-        run, world = self._run, self._world
-        plain = self._given or plain_workload(run, load_data(run, self._cache))
-        if world.is_rank_zero and checkpoint is None:
-            self._books.keep_what_is_read()
-            sink.emit(self._books.started(plain, engine="dist"))
-        warm = self._warm_start(plain, sink, resuming=checkpoint is not None)
-        workload = self._given or island_workload(run, load_data(run, self._cache), warm.params)
-        self._origin = {"run": digest_without_size(run), "data": fingerprint(workload)}
-        world.check_equal("data", str(self._origin["data"]), "data")
-        engine, evaluator = self._engine(workload, warm.params, sink)
-        if checkpoint is not None:
-            check_origin(checkpoint, self._origin, f"rank {self._world.rank}")
-            engine.restore(checkpoint.metadata["engine"], self._checkpoints.loader(checkpoint, engine.parts()))
-            sink.emit(Progress(phase="resume", done=engine.steps_taken, total=engine.steps, note=f"from round {checkpoint.round}"))
-        return engine, evaluator, warm.tokens
+    def prepare(self, sink: Sink, checkpoint: Checkpoint | None) -> Prepared:
+        prepared = super().prepare(sink, checkpoint)
+        self._world.check_equal("data", str(prepared.origin["data"]), "data")
+        return prepared
 
-    def _warm_start(self, plain: Workload, sink: Sink, *, resuming: bool) -> WarmStart:
-        """Made by the first rank, and handed out. A run that goes on has the weights of its checkpoint, and needs those of the warm
-        start only if its data are dealt out by them."""
-        run, world, steps = self._run, self._world, self._run.train.warm_start_steps
+    def make_warm_start(self, plain: Workload, sink: Sink, *, resuming: bool) -> WarmStart:
+        """Rank 0 makes the warm start and broadcasts it. A resumed run takes its weights from the checkpoint, and needs the warm
+        start's only if its data are partitioned by them."""
+        world = self._world
         if world.is_rank_zero:
-            warm = warm_up(run, plain, file=self._folder.warm_start, cache=None, sink=sink)
-            if steps and not resuming:
-                sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
+            warm = super().make_warm_start(plain, sink, resuming=resuming)
             world.set("warm", json.dumps([warm.tokens, repr(warm.loss)]))
         else:
             tokens, loss = json.loads(world.get("warm", of=0))
-            warm = WarmStart(initial_weights(plain, self._device, dtype_of(run)), tokens, float(loss))
-        deals_by_weights = self._given is None and needs_weights(run)
-        return self._handed_out(warm) if deals_by_weights or not resuming else warm
+            warm = WarmStart(initial_weights(plain, self._device, dtype_of(self.run)), tokens, float(loss))
+        partitioned_by_weights = self.task.workload is None and needs_weights(self.run)
+        return self._broadcast(warm) if partitioned_by_weights or not resuming else warm
 
-    def _handed_out(self, warm: WarmStart) -> WarmStart:
-        """The first rank's weights. Those that need no training everybody has made, if all came to the same."""
+    def _broadcast(self, warm: WarmStart) -> WarmStart:
+        """Rank 0's weights. Initial weights need no broadcast if all ranks computed the same."""
         world = self._world
         world.set(f"begin/{world.rank}", warm.params.digest())
         if any(world.get(f"begin/{rank}", of=rank) != world.get("begin/0", of=0) for rank in range(world.size)):
             mine = Tree(warm.params.layout, warm.params.flat.cpu().clone())
             world.all_ranks.broadcast(mine.flat)
-            self._log.say(f"the first rank's weights were handed out: {mine.flat.nbytes} bytes to each")
+            self._log.say(f"rank 0 broadcast its weights: {mine.flat.nbytes} bytes to each rank")
             warm = replace(warm, params=mine.to(warm.params.flat.device))
         return warm
 
-    def _engine(self, workload: Workload, params: Tree, sink: Sink) -> tuple[ProcessEngine, Evaluator | None]:
-        run, world, device = self._run, self._world, self._device
+    def make_evaluator(self, workload: Workload) -> Evaluator:
+        return Evaluator(workload, self._device, dtype_of(self.run))
+
+    def build(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> ProcessEngine:
+        run, world, device, workload = self.run, self._world, self._device, prepared.workload
         loss = loss_of(run, workload)
-        evaluator = Evaluator(workload, device, dtype_of(run)) if world.is_rank_zero else None
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
         setup = ModelSetup(
-            params=params.to(device),
+            params=prepared.warm_start.params.to(device),
             batches=workload.batches,
             make_replica=lambda number: replica_of(run, workload, loss, number, device),
-            make_sharded=lambda mesh: _sharded_of(run, workload, loss, mesh, device, world.rank),
-            pause_s=pause_s(run, self._place, world.island),
+            make_sharded=lambda mesh: _sharded_model(run, workload, loss, mesh, device, world.rank),
+            pause_s=self._spec.delay_s(run, world.island),
         )
         intervals = Intervals(
             steps=run.train.steps,
             evaluate_every=run.rounds(run.keep.evaluate_every),
             save_every=run.rounds(run.keep.save_every),
         )
-        engine = ProcessEngine(
+        return ProcessEngine(
             algorithm,
             world,
             setup,
             intervals,
             inside=run.inside,
-            evaluate=evaluator or _judges_nothing,
+            evaluate=evaluator or _refuse_evaluation,
             sink=sink,
-            save=self._saver(sink),
+            save=self.save,
             timeout=self._limit,
         )
-        return engine, evaluator
 
-    def _saver(self, sink: Sink) -> Callable[[ProcessEngine], None]:
-        def save(engine: ProcessEngine) -> None:
-            # Before it is written: a log is cut where its checkpoint says, and one that goes on must have this line as any other.
-            sink.emit(Saved(round=engine.round, name=f"{engine.round:08}"))
-            metadata: dict[str, Any] = {**self._origin, "engine": engine.metadata()}
-            if self._world.is_rank_zero:
-                metadata["events_bytes"] = self._books.log_bytes()
-            self._checkpoints.save(engine.round, engine.parts(), metadata)
-            self._log.say(f"saved round {engine.round}; an exchange may take {engine.timeout_s:g} s")
+    def restore(self, engine: ProcessEngine, checkpoint: Checkpoint) -> None:
+        engine.restore(checkpoint.metadata["engine"], self.checkpoints.loader(checkpoint, engine.parts()))
 
-        return save
+    def write_checkpoint(self, engine: ProcessEngine, metadata: Mapping[str, Any]) -> None:
+        self.checkpoints.save(engine.round, engine.parts(), {**metadata, "engine": engine.metadata()})
+        self._log.say(f"saved round {engine.round}; an exchange may take {engine.timeout_s:g} s")
+
+    def trained(self, engine: ProcessEngine) -> tuple[Tree, Mapping[str, Tensor]]:
+        return engine.params(), engine.buffers()
+
+    def close(self, engine: ProcessEngine, *, failed: bool) -> None:
+        engine.close(wait=not failed)
 
 
-def _sharded_of(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, device: str, rank: int) -> ShardedModel:
-    """A model that FSDP2 cuts over the devices of an island."""
+def _sharded_model(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, device: str, rank: int) -> ShardedModel:
+    """A model that FSDP2 shards over the devices of an island."""
     assert isinstance(run.inside, FSDP)
     if run.train.precision == "all-bf16" or run.train.micro_batches > 1:
         raise ConfigError(
@@ -287,5 +340,5 @@ def _sharded_of(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, devi
     )
 
 
-def _judges_nothing(params: Tree, buffers: Mapping[str, Tensor]) -> Mapping[str, float]:
-    raise AssertionError("the first rank alone judges")
+def _refuse_evaluation(params: Tree, buffers: Mapping[str, Tensor]) -> Mapping[str, float]:
+    raise AssertionError("rank 0 alone evaluates")

@@ -1,291 +1,160 @@
-"""Carrying out an asynchronous Run on Ray.
+"""Launching an asynchronous run on Ray.
 
-This process drives: it has the run's folder, makes the warm start, shows what happens and judges. The hub, beside it on the same
-machine, writes the log and the checkpoints; workers need nothing but the same data.
+This process drives: it has the run's folder, makes the warm start, shows progress and evaluates. The hub, an actor on the same
+machine, writes the event log and the checkpoints. Workers need nothing but the same data.
 """
 
 from __future__ import annotations
 
 import secrets
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from atoll.core.config.json_records import from_json, to_json
-from atoll.core.config.type_checks import check_type
-from atoll.core.errors import CheckpointError, ConfigError
-from atoll.core.events import Progress, WarmStartFinished
+from atoll.core.errors import CheckpointError
+from atoll.core.events import Progress
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
+from atoll.core.protocols import AsyncAlgorithm, Sink
 from atoll.core.serialization import save_tree
-from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
-from atoll.engines.driver import Execution, Result, check_workload, digest_of, is_finished, refuse_impossible
-from atoll.engines.processes.spec import refuse_too_many_devices
+from atoll.engines.checkpoints import Checkpoint
+from atoll.engines.driver import Driver, Prepared, Result, RunRequest, RunTask
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.engine import RayEngine, WorkerPoolSpec
 from atoll.engines.ray.messages import HubProcessSpec, HubSettings, LostRounds, dtype_name, tree_bytes
-from atoll.engines.ray.process_parts import BEGIN, FolderStorage, Made, breaking, lost_after, outlast_hub
-from atoll.engines.ray.spec import (
-    Ray,
-    gpus_each,
-    on_workers,
-    places_of,
-    plan_of,
-    read_ray,
-    refuse_strangers,
-    write_ray,
-)
+from atoll.engines.ray.process_parts import BEGIN, FolderStorage, Made, lost_after, outlast_hub
+from atoll.engines.ray.spec import Ray, gpus_per_worker
 from atoll.engines.ray.worker import WorkerProcessSpec
-from atoll.engines.warm_start import Cache, WarmStart, load_data, warm_up
+from atoll.engines.spec import refuse_torchrun
 from atoll.replica.evaluator import Evaluator
-from atoll.runs.folder import RunFolder, default_path
-from atoll.runs.run import Run, device_of, dtype_of
-from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
+from atoll.runs.run import Run, device_of
+from atoll.runs.workloads import fingerprint, needs_weights
 from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.sinks import Fanout
 
-if TYPE_CHECKING:
-    from atoll.testing.chaos.faults import FaultScript
-
 _PUBLISHED = 8
-"""Weights that lie in the object store besides a delta of each worker: those published last, and those that wait to be judged."""
+"""Versions of the weights that the object store holds besides a delta of each worker: the last published, and those to evaluate."""
 
 
-def run_on_ray(
-    place: Ray,
-    run: Run,
-    *,
-    out: str | Path | None = None,
-    workload: Workload | None = None,
-    sinks: Sequence[Sink] = (),
-    command: Sequence[str] | None = None,
-    say: Callable[[str], object] = lambda line: None,
-    chaos: FaultScript | None = None,
-) -> Result:
-    """Carries out a Run on Ray, in a new folder.
-
-    Args:
-        place: how many workers, and how.
-        run: what to do; `processes` overrides the number of its islands.
-        out: the folder; by default a new one under runs/.
-        workload: what to train instead of the Run's model and data. It is sent to the workers: it must be one that can be pickled.
-        sinks: who else takes the events.
-        command: how the run was asked for, for the record.
-        say: takes lines on workers and hubs that die.
-        chaos: what is to go wrong with it, on purpose.
-    """
-    check_type("place", place, Ray)
-    check_type("run", run, Run)
-    path = Path(out or default_path(run.recipe, run.seed))
-    folder = create_ray_folder(place, run, path, command or sys.argv, workload, chaos=chaos)
-    return drive(folder, place, workload=workload, sinks=sinks, say=say, chaos=chaos)
-
-
-def drive(
-    folder: RunFolder,
-    place: Ray,
-    *,
-    workload: Workload | None = None,
-    sinks: Sequence[Sink] = (),
-    say: Callable[[str], object] = lambda line: None,
-    chaos: FaultScript | None = None,
-) -> Result:
-    """Carries out the run of a folder, from its newest checkpoint or from the start."""
-    with folder.lock():
-        return _Drive(folder, place, workload, sinks, say, chaos).carry_out()
-
-
-def create_ray_folder(
-    place: Ray,
-    run: Run,
-    path: Path,
-    command: Sequence[str],
-    workload: Workload | None = None,
-    *,
-    chaos: FaultScript | None = None,
-) -> RunFolder:
-    """A new folder for this run. What is impossible is refused before it is there."""
+def start(request: RunRequest) -> Result:
+    refuse_torchrun(Ray())
     bootstrap.check_installed()
-    if place.address is not None:
-        bootstrap.check_reachable(place.address)
-    mine = on_workers(run, place.processes or run.cluster.devices)
-    refuse_strangers(chaos, place, mine)
-    _refuse_devices(mine, place, workload)
-    refuse_impossible(mine.resolved, workload, Cache())
-    folder = RunFolder.create(path.expanduser(), to_json(mine), list(command))
-    write_ray(folder.path, place)
-    return folder
+    if request.run is not None and isinstance(request.spec, Ray):
+        if request.spec.address is not None:
+            bootstrap.check_reachable(request.spec.address)
+        _gpus(request.spec.fitted(request.run), request.spec)
+    with request.open() as task:
+        if task.finished:
+            return task.reopen()
+        assert isinstance(task.spec, Ray)
+        _gpus(task.run, task.spec)
+        task.log(task.spec.ignored_settings(task.run))
+        log = task.folder.path / "logs" / "ray.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        # Ray prints about processes that die. The driver reports them in its own lines.
+        with open(log, "a", encoding="utf-8") as printed, redirect_stdout(printed):
+            return RayDriver(task, task.spec).carry_out()
 
 
-def _refuse_devices(run: Run, place: Ray, workload: Workload | None) -> None:
-    """Refuse more devices than a batch has examples, or this machine has GPUs."""
-    if workload is None:
-        refuse_too_many_devices(run, place.devices)
-    _gpus(run, place)
-
-
-def _gpus(run: Run, place: Ray) -> float:
-    """Of each worker: as many as it has devices, or on this machine alone a part of one, where there are fewer than workers."""
+def _gpus(run: Run, spec: Ray) -> float:
+    """GPUs of each worker: one per device, or on this machine a fraction of one if there are fewer GPUs than workers."""
     if device_of(run.resolved) != "cuda":
         return 0.0
-    here = place.address is None
-    return gpus_each(places_of(run, place), place.devices, torch.cuda.device_count()) if here else float(place.devices)
+    here = spec.address is None
+    return gpus_per_worker(spec.worker_slots(run), spec.devices, torch.cuda.device_count()) if here else float(spec.devices)
 
 
-def resume_on_ray(
-    out: str | Path,
-    place: Ray | None = None,
-    *,
-    workload: Workload | None = None,
-    sinks: Sequence[Sink] = (),
-    command: Sequence[str] | None = None,
-    say: Callable[[str], object] = lambda line: None,
-    chaos: FaultScript | None = None,
-) -> Result:
-    """Goes on with a run on Ray, from the hub's newest checkpoint, by as many workers or others; see `run_on_ray`."""
-    folder = RunFolder.open(Path(out).expanduser())
-    before = read_ray(folder.path)
-    if before is None:
-        raise ConfigError(f"{folder.path} is no run on Ray. Use atoll.resume, or atoll.resume_on.")
-    with folder.lock():
-        check_workload(folder, workload)
-        if is_finished(folder):
-            return Execution(from_json(folder.run_json), folder, workload, (), Cache()).resume()
-        refuse_strangers(chaos, place or before, from_json(folder.run_json))
-        _refuse_devices(from_json(folder.run_json), place or before, workload)
-        folder.resumed(list(command or sys.argv))
-        write_ray(folder.path, place or before)
-        return _Drive(folder, place or before, workload, sinks, say, chaos).carry_out()
+class RayDriver(Driver):
+    """Drives a run whose hub and workers are Ray actors."""
 
-
-class _Drive:
-    """One process's share of a run: the one that drives it."""
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        place: Ray,
-        workload: Workload | None,
-        sinks: Sequence[Sink],
-        say: Callable[[str], object],
-        chaos: FaultScript | None,
-    ) -> None:
-        given = from_json(folder.run_json)
-        self._run, self._place, self._folder, self._given, self._say = given.resolved, place, folder, workload, say
-        self._workers = place.processes or self._run.world.islands
-        self._most = places_of(self._run, place)
-        self._chaos = chaos
-        self._cache = Cache()
-        self._books = Execution(given, folder, workload, sinks, self._cache)
+    def __init__(self, task: RunTask, spec: Ray) -> None:
+        super().__init__(task)
+        self._spec = spec
+        self._slots = spec.worker_slots(self.run)
 
     def carry_out(self) -> Result:
-        outlast_hub(self._folder.path, limit_s=self._place.limit_s, say=self._say)  # before anything is read of what it writes
-        checkpoint = Checkpoints(self._folder.checkpoints, keep=self._run.keep.checkpoints).newest()
+        # An earlier hub may still write the log and a checkpoint.
+        outlast_hub(self.folder.path, limit_s=self._spec.hub_timeout_s, say=self.task.log)
+        checkpoint = self.checkpoints.newest()
         lost = self._lost(checkpoint)
-        self._books.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
-        log, *others = self._books.sinks(checkpoint)
+        self.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
+        log, *others = self.open_sinks(checkpoint)
+        assert isinstance(log, JsonlSink)
         with Fanout(others) as sink:
-            warm, workload = self._prepare(Fanout([log, *others]), checkpoint)
-            begin_bytes = self._books.log_bytes()
-            assert isinstance(log, JsonlSink)
-            log.close()  # from now on it is the hub's
-            evaluator = Evaluator(workload, device_of(self._run), dtype_of(self._run))
-            with self._ray(warm.params) as ray:
-                chaos, hub = breaking(self._chaos, self._folder.path), self._hub_spec(warm, workload, begin_bytes, lost)
-                shown = sink if chaos is None else Fanout([sink, chaos])
-                engine = self._engine(ray, warm, workload, evaluator, shown, hub)
+            with_log = Fanout([log, *others])
+            prepared = self.prepare(with_log, checkpoint)
+            if checkpoint is not None:
+                total = self.run.train.steps
+                with_log.emit(Progress(phase="resume", done=0, total=total, note=f"from round {checkpoint.round}"))
+            save_tree(self.folder.path / BEGIN, prepared.warm_start.params)
+            begin_bytes = log.position()
+            log.close()  # from now on the hub writes it
+            evaluator = self.make_evaluator(prepared.workload)
+            with self._cluster(prepared.warm_start.params) as ray:
+                injected = self.task.faults.attach(self.task) if self.task.faults is not None else nullcontext(None)
+                engine: RayEngine | None = None
                 over = False
                 try:
-                    with chaos or nullcontext():  # what is broken is mended before the hub is asked to save
+                    with injected as faults:  # what is broken is mended before the hub is asked to save
+                        receivers = sink if faults is None else Fanout([sink, faults])
+                        hub = self._hub_spec(prepared, begin_bytes, lost)
+                        engine = self._engine(ray, prepared, evaluator, receivers, hub)
                         finished, params, buffers = engine.run()
                     over = True
                 finally:
-                    engine.close(save=not over)
-            self._books.leave(params, buffers, finished, checkpoint)
-        evaluator.load(params, buffers)
-        return self._books.result(evaluator, params)
-
-    # ------------------------------------------------------------------------------------------------------- the beginning
+                    if engine is not None:
+                        engine.close(save=not over)
+            self.write_final(params, buffers, finished, checkpoint)
+        return self.result(evaluator, params, buffers)
 
     def _lost(self, checkpoint: Checkpoint | None) -> LostRounds:
-        """What the log has that no checkpoint knows of, before it is cut off."""
-        lost = lost_after(self._folder.events, checkpoint.metadata["events_bytes"] if checkpoint else 0)
+        """The rounds in the log after the checkpoint. They are computed again."""
+        lost = lost_after(self.folder.events, checkpoint.metadata["events_bytes"] if checkpoint else 0)
         if checkpoint is None and lost.rounds:
             raise CheckpointError(
-                f"{self._folder.path} has no checkpoint, but its log has {lost.rounds} rounds. "
-                f"The run would begin again, and lose them. Put {self._folder.checkpoints} back, or start anew in another folder."
+                f"{self.folder.path} has no checkpoint, but its log has {lost.rounds} rounds. A resume would begin again and lose "
+                f"them. Restore {self.folder.checkpoints}, or start a new run in another folder."
             )
         return lost
 
-    def _prepare(self, sink: Sink, checkpoint: Checkpoint | None) -> tuple[WarmStart, Workload]:
-        """The warm start, and what is trained."""
-        run = self._run
-        (self._folder.path / "logs").mkdir(exist_ok=True)
-        plain = self._given or plain_workload(run, load_data(run, self._cache))
-        if checkpoint is None:
-            self._books.keep_what_is_read()
-            sink.emit(self._books.started(plain, engine="ray"))
-        warm = warm_up(run, plain, file=self._folder.warm_start, cache=None, sink=sink)
-        if run.train.warm_start_steps and checkpoint is None:
-            sink.emit(WarmStartFinished(steps=run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
-        save_tree(self._folder.path / BEGIN, warm.params)
-        workload = self._given or island_workload(run, load_data(run, self._cache), warm.params)
-        if checkpoint is not None:
-            check_origin(checkpoint, self._origin(workload), self._folder.path)
-            sink.emit(Progress(phase="resume", done=0, total=run.train.steps, note=f"from round {checkpoint.round}"))
-        return warm, workload
-
-    def _origin(self, workload: Workload) -> dict[str, str | None]:
-        return {"run": digest_of(to_json(self._run)), "data": fingerprint(workload)}
-
     @contextmanager
-    def _ray(self, params: Tree) -> Iterator[Any]:
-        if self._place.address is not None:
-            with bootstrap.cluster(self._place.address) as ray:
+    def _cluster(self, params: Tree) -> Iterator[Any]:
+        if self._spec.address is not None:
+            with bootstrap.cluster(self._spec.address) as ray:
                 yield ray
             return
-        store_bytes = (_PUBLISHED + self._most) * params.nbytes
-        gpus = torch.cuda.device_count() if device_of(self._run) == "cuda" else 0
-        with bootstrap.own_ray(cpus=self._most + 2, gpus=gpus, store_bytes=store_bytes, folder=self._folder.path) as ray:
+        store_bytes = (_PUBLISHED + self._slots) * params.nbytes
+        gpus = torch.cuda.device_count() if device_of(self.run) == "cuda" else 0
+        with bootstrap.own_ray(cpus=self._slots + 2, gpus=gpus, store_bytes=store_bytes, folder=self.folder.path) as ray:
             yield ray
 
-    def _engine(
-        self,
-        ray: Any,
-        warm: WarmStart,
-        workload: Workload,
-        evaluator: Evaluator,
-        sink: Sink,
-        hub: HubProcessSpec,
-    ) -> RayEngine:
-        run, dealt = self._run, self._given is None and needs_weights(self._run)
-        make = partial(Made, run, (ray.put(tree_bytes(warm.params)),) if dealt else (), self._given, self._place.devices)
+    def _engine(self, ray: Any, prepared: Prepared, evaluator: Evaluator, sink: Sink, hub: HubProcessSpec) -> RayEngine:
+        run, spec, given = self.run, self._spec, self.task.workload
+        weights = (ray.put(tree_bytes(prepared.warm_start.params)),) if given is None and needs_weights(run) else ()
+        load = partial(Made, run, weights, given, spec.devices)
         return RayEngine(
             ray=ray,
             hub=hub,
             workers=WorkerPoolSpec(
-                workers=self._workers,
-                max_workers=self._most,
-                worker=lambda worker, incarnation: self._worker_spec(worker, incarnation, make),
-                cpus=1.0 if self._place.address is None else float(run.cluster.threads_per_island * self._place.devices),
-                gpus=_gpus(run, self._place),
+                workers=hub.workers,
+                max_workers=self._slots,
+                worker=lambda worker, incarnation: self._worker_spec(worker, incarnation, load),
+                cpus=1.0 if spec.address is None else float(run.cluster.threads_per_island * spec.devices),
+                gpus=_gpus(run, spec),
             ),
             evaluate=evaluator,
             sink=sink,
             steps=run.train.steps,
-            timeout_s=self._place.limit_s,
-            log=self._say,
+            timeout_s=spec.hub_timeout_s,
+            log=self.task.log,
         )
 
-    def _hub_spec(self, warm: WarmStart, workload: Workload, begin_bytes: int, lost: LostRounds) -> HubProcessSpec:
-        run, batches = self._run, workload.batches
+    def _hub_spec(self, prepared: Prepared, begin_bytes: int, lost: LostRounds) -> HubProcessSpec:
+        run, spec, batches, params = self.run, self._spec, prepared.workload.batches, prepared.warm_start.params
         assert isinstance(run.algorithm, AsyncAlgorithm)
-        plan, speeds = plan_of(run, self._place)
+        plan, speeds = spec.plan(run)
         islands = run.world.islands
         settings = HubSettings(
             algorithm=run.algorithm,
@@ -294,36 +163,36 @@ class _Drive:
             updates=run.train.steps * islands,
             seed=run.seed,
             islands=islands,
-            max_workers=max(islands, self._most),
-            evaluate_every=run.keep.evaluate_every * islands,
+            max_workers=max(islands, self._slots),
             speeds=speeds,
-            devices=self._place.devices,
+            evaluate_every=run.keep.evaluate_every * islands,
+            devices=spec.devices,
         )
         return HubProcessSpec(
             settings=settings,
-            layout=warm.params.layout,
-            dtype=dtype_name(warm.params),
-            workers=self._workers,
-            save_every_s=self._place.save_every_s,
+            layout=params.layout,
+            dtype=dtype_name(params),
+            workers=spec.processes or islands,
+            save_every_s=spec.save_every_s,
             begin_bytes=begin_bytes,
             lost=lost,
             session=secrets.token_hex(8),
-            storage=FolderStorage(self._folder.path.absolute(), run.keep.checkpoints, self._origin(workload)),
-            fingerprint=str(fingerprint(workload)),
+            storage=FolderStorage(self.folder.path.absolute(), run.keep.checkpoints, prepared.origin),
+            fingerprint=str(fingerprint(prepared.workload)),
             threads=run.cluster.threads_per_island,
-            warm_start_tokens=warm.tokens,
+            warm_start_tokens=prepared.warm_start.tokens,
         )
 
-    def _worker_spec(self, worker: int, incarnation: int, make: Callable[[], Made]) -> WorkerProcessSpec:
-        run, pace = self._run, self._place.pace or 0.0
+    def _worker_spec(self, worker: int, incarnation: int, load: Callable[[], Made]) -> WorkerProcessSpec:
+        run, spec = self.run, self._spec
         assert isinstance(run.algorithm, AsyncAlgorithm)
         return WorkerProcessSpec(
             worker=worker,
             incarnation=incarnation,
             algorithm=run.algorithm,
-            load=make,
+            load=load,
             threads=run.cluster.threads_per_island,
-            pause_s=pace * run.world.step_time(worker, run.seed),
-            timeout_s=self._place.limit_s,
-            log=(self._folder.path / "logs" / f"worker-{worker}.log").absolute(),
+            pause_s=(spec.step_delay or 0.0) * run.world.step_time(worker, run.seed),
+            timeout_s=spec.hub_timeout_s,
+            log=(self.folder.path / "logs" / f"worker-{worker}.log").absolute(),
         )

@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Arrived
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Workload
 from atoll.core.serialization import load_tree
-from atoll.engines.build import loss_of, replica_of
 from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.messages import LostRounds, SavedCheckpoint, dtype_name, tree_view
-from atoll.engines.ray.spec import devices_beside
+from atoll.engines.ray.spec import further_devices
+from atoll.engines.replica_factory import loss_of, replica_of
 from atoll.engines.warm_start import Cache, load_data
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import initial_weights
@@ -28,10 +28,6 @@ from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.workloads import Loaded, fingerprint, island_workload, plain_workload
 from atoll.telemetry.event_log import JsonlSink, read_events
-
-if TYPE_CHECKING:
-    from atoll.testing.chaos.faults import FaultScript
-    from atoll.testing.chaos.ray_faults import RayFaultInjector
 
 HUB_LOG = "hub.log"
 HUB_LOCK = "hub.lock"
@@ -70,7 +66,7 @@ class Made:
         return str(fingerprint(self._workload))
 
     def replica(self, number: int) -> LocalReplica:
-        beside = devices_beside(device_of(self._run), self._devices)
+        beside = further_devices(device_of(self._run), self._devices)
         return replica_of(self._run, self._workload, self._loss, number, more_devices=beside)
 
 
@@ -149,8 +145,8 @@ def outlast_hub(folder: Path, *, limit_s: float, say: Callable[[str], object]) -
             except BlockingIOError as error:
                 if time.monotonic() - began_s >= limit_s:
                     raise ExchangeFailed(
-                        f"the hub of an earlier command still keeps {folder}, after {limit_s:g} s (--limit). Its process is in "
-                        f"logs/{HUB_LOG}: end it, and resume."
+                        f"the hub of an earlier command still keeps {folder}, after {limit_s:g} s (engine.hub_timeout_s). "
+                        f"Its process is in logs/{HUB_LOG}: end it, and resume."
                     ) from error
             if not said:
                 say("the hub of an earlier command is still there, and is waited for")
@@ -162,12 +158,3 @@ def lost_after(log: Path, after: int) -> LostRounds:
     """What stands in a log after so many bytes."""
     arrived = [event for event in read_events(log, [Arrived], after=after) if isinstance(event, Arrived)] if log.exists() else []
     return LostRounds(len(arrived), sum(event.steps for event in arrived))
-
-
-def breaking(script: FaultScript | None, folder: Path) -> RayFaultInjector | None:
-    """What breaks the run in this folder on purpose, if it is to be broken."""
-    if script is None:
-        return None
-    from atoll.testing.chaos.ray_faults import RayFaultInjector
-
-    return RayFaultInjector(script, folder)

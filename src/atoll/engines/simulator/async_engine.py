@@ -125,6 +125,10 @@ class AsyncSimEngine:
         return self._buffers
 
     @property
+    def steps_taken(self) -> int:
+        return self.accounting.totals.steps
+
+    @property
     def round(self) -> int:
         """Finished rounds, which are the hub's steps."""
         return self.accounting.totals.round

@@ -183,6 +183,10 @@ class SimEngine:
         return next(iter(self.islands.values())).replica.buffers()
 
     @property
+    def steps_taken(self) -> int:
+        return self.accounting.totals.steps
+
+    @property
     def round(self) -> int:
         """Finished rounds."""
         return self.accounting.totals.round

@@ -6,13 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.core.config.json_records import from_json
+from atoll.core.config.json_records import type_name
 from atoll.core.errors import ConfigError
 from atoll.core.events import Progress
 from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
 from atoll.core.serialization import load_tree
-from atoll.engines.build import loss_of, replica_of
-from atoll.engines.driver import check_workload, is_finished
+from atoll.engines.replica_factory import loss_of, replica_of
 from atoll.engines.simulator.replay import replay
 from atoll.engines.warm_start import Cache, load_data, warm_up
 from atoll.replica.local_replica import torch_threads
@@ -75,11 +74,11 @@ def replay_run(folder: str | Path, *, workload: Workload | None = None, sink: Si
         sink: takes signs of life.
     """
     opened = RunFolder.open(Path(folder).expanduser())
-    check_workload(opened, workload)
-    run, out = from_json(opened.run_json).resolved, sink or Fanout([])
+    opened.check_workload(None if workload is None else type_name(type(workload)))
+    run, out = opened.run.resolved, sink or Fanout([])
     if not isinstance(run.algorithm, AsyncAlgorithm):
         raise ConfigError(f"{folder} ran {type(run.algorithm).__name__}: only runs with a hub have a schedule to replay.")
-    if not is_finished(opened):
+    if not opened.finished:
         raise ConfigError(f"{folder} is not finished, so there are no weights to compare with. Go on: atoll run --resume {folder}")
     cache = Cache()
     plain = workload or plain_workload(run, load_data(run, cache))

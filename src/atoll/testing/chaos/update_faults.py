@@ -6,9 +6,10 @@ whose process group then flips a bit.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Peers, Replica
 from atoll.engines.elastic.commit import QuorumSource
 from atoll.engines.elastic.island import Interpose
+from atoll.engines.elastic.join import run_island
 from atoll.engines.elastic.membership import Quorum
 from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.testing.chaos.faults import FaultScript, UpdateFault
@@ -142,3 +144,24 @@ def _flip_bit(tensor: Tensor, bit: int = 0) -> Tensor:
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
     copy.view(-1).view(width)[0] ^= 1 << bit
     return copy
+
+
+def faulty_island_command(command: Sequence[str], script: Path) -> list[str]:
+    """The command of an island with the update faults of this script, from the command of an ordinary island."""
+    at = command.index("atoll")
+    return [*command[:at], __name__, str(script), *command[at + 2 :]]
+
+
+def main() -> None:
+    """`python -m atoll.testing.chaos.update_faults SCRIPT ADDRESS --name NAME --folder FOLDER`: an island with update faults."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("script", type=Path)
+    parser.add_argument("address")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--folder", type=Path)
+    given = parser.parse_args()
+    run_island(given.address, given.name, given.folder, interpose=interpose_update_faults(given.script))
+
+
+if __name__ == "__main__":
+    main()

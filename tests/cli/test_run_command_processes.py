@@ -1,4 +1,4 @@
-"""`atoll run --engine dist` as a person meets it: real processes, which are killed, stopped and interrupted."""
+"""`atoll run --engine processes` as a user meets it: real processes, which are killed, stopped and interrupted."""
 
 import json
 import os
@@ -13,15 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll import recipes
-from atoll.cli import run_processes
-from atoll.core.config.overrides import override
 from atoll.core.events import Computed, RoundFinished, RunFinished, RunStarted, Saved
 from atoll.core.serialization import load_tree
 from atoll.engines.processes.rank_log import log_of
-from atoll.engines.processes.run_plan import Order
-from atoll.engines.processes.spec import Dist
-from atoll.runs.run import candidates
 from atoll.telemetry import read_events
 
 PATIENCE_S = 60.0
@@ -108,7 +102,20 @@ def finished(tmp_path_factory):
     """A run by two processes of torchrun that nothing happened to, and what was said of it."""
     folder = tmp_path_factory.mktemp("processes") / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["-m", "atoll", "run", "toy-sync", *SETS, "--engine", "dist", "--out", str(folder), "--json", "--start-limit", "99"]
+    arguments = [
+        "-m",
+        "atoll",
+        "run",
+        "toy-sync",
+        *SETS,
+        "--engine",
+        "dist",
+        "--out",
+        str(folder),
+        "--json",
+        "--set",
+        "engine.start_timeout_s=99",
+    ]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -121,7 +128,7 @@ def finished(tmp_path_factory):
 def test_a_run_leaves_events_figures_and_a_log_of_each_rank(finished):
     folder, out, err = finished
     summary = json.loads(out.splitlines()[-1])
-    assert (summary["engine"], summary["islands"], summary["rounds"], summary["virtual_time_s"]) == ("dist", 2, ROUNDS, None)
+    assert (summary["engine"], summary["islands"], summary["rounds"], summary["virtual_time_s"]) == ("processes", 2, ROUNDS, None)
     assert summary["wall_time_s"] > 0
     assert summary["tokens"] == 2 * 20 * 8
     events = list(read_events(folder / "events.jsonl"))
@@ -134,7 +141,7 @@ def test_a_run_leaves_events_figures_and_a_log_of_each_rank(finished):
     assert err.count("finished: val loss") == 1
     assert "an exchange may take" in err
     assert err.count("cluster.link, cluster.step_time_s: ignored") == 1
-    assert err.count("outside of rounds the others are waited for 99 s (--start-limit)") == 1
+    assert err.count("outside of rounds a rank waits 99 s for the others (engine.start_timeout_s)") == 1
     for rank in (0, 1):
         assert f"rank {rank} of 2 on" in log_of(folder, rank).read_text()
 
@@ -146,7 +153,7 @@ def test_a_finished_run_is_reported_compared_and_resumed_without_a_process(finis
     assert "trace:" in out
     code, out, err = atoll("compare", folder, folder, "--out", tmp_path, "--json")
     assert code == 0, err
-    assert [run["engine"] for run in json.loads(out.splitlines()[-1])["runs"]] == ["dist", "dist"]
+    assert [run["engine"] for run in json.loads(out.splitlines()[-1])["runs"]] == ["processes", "processes"]
     code, out, _ = atoll("run", "--resume", folder, "--json")
     assert (code, json.loads(out)["run_dir"]) == (0, str(folder))
 
@@ -167,7 +174,20 @@ def test_the_simulator_gives_the_same_weights(finished, atoll, tmp_path):
 
 def beginning(folder, *more):
     """Arguments of a run that is slow enough to be caught in the middle."""
-    return ["run", "toy-sync", *SETS, "--engine", "dist", "--processes", 2, "--pace", 0.3, "--out", folder, *more]
+    return [
+        "run",
+        "toy-sync",
+        *SETS,
+        "--engine",
+        "dist",
+        "--processes",
+        2,
+        "--set",
+        "engine.step_delay=0.3",
+        "--out",
+        folder,
+        *more,
+    ]
 
 
 def caught(folder):
@@ -179,29 +199,31 @@ def caught(folder):
 def test_when_a_rank_is_killed_it_is_named_at_once_and_as_many_processes_or_others_go_on(finished, atoll, tmp_path):
     folder, other = tmp_path / "run", tmp_path / "other"
     before = signal.getsignal(signal.SIGINT), "GLOO_SOCKET_IFNAME" in os.environ
-    with started(*beginning(folder, "--start-limit", 88)) as process:
+    with started(*beginning(folder, "--set", "engine.start_timeout_s=88")) as process:
         pids, began = caught(folder), time.monotonic()
         busy, *_ = atoll("run", "--resume", folder, "--processes", 3)
         os.kill(pids[1], signal.SIGKILL)
         code, _, err = end_of(process)
     assert code == 2, err
     assert "rank 1 has failed, and the others were stopped: it was killed by SIGKILL." in err
-    assert f"Go on: atoll run --resume {folder}" in err
+    assert f"Resume: atoll run --resume {folder}" in err
     assert "Traceback" not in err
     assert time.monotonic() - began < 20
     assert not any(map(is_there, pids))
     assert (err.count(f"folder: {folder}\n"), err.count("cluster.link: ignored")) == (1, 1)
-    assert all("waited for 88 s outside of rounds" in log_of(folder, rank).read_text() for rank in (0, 1)), "told to all"
-    assert (busy, json.loads((folder / "engine.json").read_text())["processes"]) == (2, 2), "a folder in use is left as it is"
+    assert all("88 s outside of rounds" in log_of(folder, rank).read_text() for rank in (0, 1)), "told to all"
+    assert (busy, json.loads((folder / "engine.json").read_text())["settings"]["processes"]) == (2, 2), (
+        "a folder in use is left as it is"
+    )
     shutil.copytree(folder, other)
 
-    code, out, err = atoll("run", "--resume", folder, "--pace", 0, "--json", "--quiet")
+    code, out, err = atoll("run", "--resume", folder, "--set", "engine.step_delay=0", "--json", "--quiet")
     assert code == 0, err
     assert json.loads(out)["run_dir"] == str(folder)
     assert weights(folder).equal(weights(finished[0])), "those of the run that nothing happened to"
     assert rounds_of(folder) == rounds_of(finished[0]), "and the log has every round once"
 
-    code, out, err = atoll("run", "--resume", other, "--processes", 3, "--pace", 0, "--quiet")
+    code, out, err = atoll("run", "--resume", other, "--processes", 3, "--set", "engine.step_delay=0", "--quiet")
     assert code == 0, err
     assert (signal.getsignal(signal.SIGINT), "GLOO_SOCKET_IFNAME" in os.environ) == before, "the caller's own are left alone"
     assert [steps for steps, _ in rounds_of(other)] == [steps for steps, _ in rounds_of(finished[0])]
@@ -219,14 +241,14 @@ def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         code, _, err = end_of(process)
     assert code == 130, err
-    assert f"Go on: atoll run --resume {folder}" in err
+    assert f"Resume: atoll run --resume {folder}" in err
     assert "Traceback" not in err
     assert not any(map(is_there, pids))
 
 
 def test_a_rank_that_is_there_and_says_nothing_is_given_up_when_the_limit_is_over(tmp_path):
     folder = tmp_path / "run"
-    with started(*beginning(folder, "--limit", 3)) as process:
+    with started(*beginning(folder, "--set", "engine.exchange_timeout_s=3")) as process:
         (_, pid), log, began = caught(folder), log_of(folder, 0), time.monotonic()
         os.kill(pid, signal.SIGSTOP)
         until(lambda: "error:" in log.read_text(), "the other to give it up")
@@ -247,18 +269,16 @@ def rounds_of(folder):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run", "toy-sync", "--processes", 2], "--processes: for real processes. Add --engine dist"),
-        (["run", "toy-sync", "--limit", 3, "--pace", 1], "--pace, --limit: for real processes"),
+        (["run", "toy-sync", "--processes", 2], "--processes 2: --engine simulator runs in one process. Add --engine"),
+        (["run", "toy-sync", "--set", "engine.step_delay=1"], "Simulator has no such setting"),
         (["run", "toy-async", "--engine", "dist", "--processes", 2], "AsyncLocalSGD has a hub"),
         (["run", "demo-two-level", "--engine", "dist", "--processes", 3], "devices_per_island=2"),
         (["run", "--engine", "dist"], "no recipe was given"),
         (["run", "toy-sync", *SETS, "--set", "data.shards=1000", "--engine", "dist", "--processes", 2], "shards=1000"),
-        (["run", "toy-sync", "--engine", "dist", "--processes", 2, "--limit", -1], "limit_s=-1.0"),
-        (["run", "toy-sync", "--engine", "dist", "--start-limit", 0], "start_limit_s=0.0: it is more than 0"),
-        (["run", "toy-sync", "--start-limit", 9], "--start-limit: for real processes"),
+        (["run", "toy-sync", "--engine", "dist", "--set", "engine.exchange_timeout_s=-1"], "exchange_timeout_s=-1.0"),
         (
-            ["run", "toy-sync", "--engine", "dist", "--processes", 2, "--backend", "nccl", "--set", "train.device=cpu"],
-            "backend=nccl carries weights between GPUs",
+            ["run", "toy-sync", "--engine", "dist", "--processes", 2, "--set", "engine.backend=nccl", "--set", "train.device=cpu"],
+            "engine.backend=nccl connects GPUs",
         ),
     ],
 )
@@ -274,25 +294,12 @@ def test_what_is_impossible_is_refused_and_leaves_no_folder(atoll, tmp_path, mon
 def test_a_folder_stays_with_its_engine(finished, atoll, tmp_path):
     folder, *_ = finished
     code, _, err = atoll("run", "--resume", folder, "--engine", "sim")
-    assert (code, "one of real processes" in err) == (2, True)
+    assert (code, "this run's engine is processes" in err) == (2, True)
     code, _, err = atoll("run", "toy-sync", *SETS, "--out", tmp_path / "sim", "--quiet")
     assert code == 0, err
     code, _, err = atoll("run", "--resume", tmp_path / "sim", "--engine", "dist")
-    assert (code, "a simulated one" in err) == (2, True)
-    code, _, err = atoll("run", "toy-sync", "--resume", folder)
-    assert (code, "goes on as it began" in err) == (2, True)
+    assert (code, "this run's engine is simulator" in err) == (2, True)
+    code, _, err = atoll("run", "--resume", folder, "--set", "seed=1")
+    assert (code, "resumes with the settings that it began with" in err) == (2, True)
     code, _, err = atoll("run", "--resume", folder, "--out", tmp_path / "new")
     assert (code, "in its own folder" in err) == (2, True)
-
-
-@pytest.mark.parametrize(("inside", "sinks"), [("ZeRO1", 2), ("FSDP", 1)])
-def test_bfloat16_without_cuda_is_said_to_be_ignored_unless_torch_casts_on_a_cpu(inside, sinks, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    run = override(recipes.demo_two_level(), ["train.device=auto", "train.precision=bf16", f"inside={inside}"], candidates)
-    shown = []
-    monkeypatch.setattr(run_processes, "take_part", lambda _, sinks, **__: shown.extend(sinks(Order(run, Dist(), tmp_path, False))))
-    how = {"name": None, "settings": [], "seed": None, "out": tmp_path, "resume": None, "engine": "dist", "how": {}}
-    run_processes._take_part(run_processes.Asked(**how), as_json=False, quiet=False)
-    shown[0].emit(RunStarted(recipe="demo-two-level", algorithm="DiLoCo", islands=2, params=1, steps=1, seed=0))
-    assert len(shown) == sinks
-    assert ("train.precision=bf16: ignored" in capsys.readouterr().err) == (inside == "ZeRO1")

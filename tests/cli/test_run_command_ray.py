@@ -1,4 +1,4 @@
-"""`atoll run --engine ray` as a person meets it: a real Ray, whose hub and workers are killed."""
+"""`atoll run --engine ray` as a user meets it: a real Ray, whose hub and workers are killed."""
 
 import json
 import os
@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+import typer
 
-from atoll.cli.run_ray import _terminable
+from atoll.cli.run_command import interruptible
 from atoll.core.events import (
     Arrived,
     Dispatched,
@@ -32,6 +33,7 @@ from atoll.core.events import (
     Saved,
 )
 from atoll.core.serialization import load_tree
+from atoll.engines.ray.spec import Ray
 from atoll.telemetry import read_events
 from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Freeze, Kill, TimedFault
@@ -58,7 +60,9 @@ SETS = [part for setting in SETTINGS for part in ("--set", setting)]
 STEPS, WORKERS = 120, 2
 FAULTS = FaultScript(
     faults=(
-        TimedFault(at_s=0.0, fault=Freeze(victim="worker-0", for_s=1000.0)),  # leaves work to do when all are back
+        TimedFault(
+            at_s=0.0, fault=Freeze(victim="worker-0", for_s=1000.0)
+        ),  # so that there is something left to do when all are back
         TimedFault(at_s=0.0, fault=Kill(victim="worker-1")),
         TimedFault(at_s=1.0, fault=Kill(victim=HUB)),
     )
@@ -135,12 +139,12 @@ def beginning(folder, *more):
         "keep.evaluate_every=40",
         "--processes",
         WORKERS,
-        "--pace",
-        0.02,
-        "--devices",
-        2,
+        "--set",
+        "engine.step_delay=0.02",
+        "--set",
+        "engine.devices=2",
     ]
-    return ["run", "toy-async", *SETS, *arguments, "--engine", "ray", "--save-every", 0.3, "--out", folder, *more]
+    return ["run", "toy-async", *SETS, *arguments, "--engine", "ray", "--set", "engine.save_every_s=0.3", "--out", folder, *more]
 
 
 def free_port():
@@ -229,8 +233,9 @@ def survived(interrupted, a_cluster):
     folder = interrupted.folder
     script = folder.parent / "script.json"
     script.write_text(FaultScript(faults=(TimedFault(at_s=0.0, fault=Freeze(victim=HUB, for_s=0.2)),)).to_text())
-    how = ["--ray-address", a_cluster[0], "--processes", 1, "--pace", 0.005, "--limit", 60]
-    with started("run", "--resume", folder, *how, "--chaos", script, "--json", "--quiet") as process:
+    given = (f"engine.address={a_cluster[0]!r}", "engine.step_delay=0.005", "engine.hub_timeout_s=60")
+    how = ["--processes", 1, *(part for setting in given for part in ("--set", setting))]
+    with started("chaos", script, "--resume", folder, *how, "--json", "--quiet") as process:
         code, out, err = end_of(process)
     assert code == 0, err
     return folder, out, err
@@ -238,7 +243,7 @@ def survived(interrupted, a_cluster):
 
 def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(interrupted):
     assert interrupted.code == 130, interrupted.err
-    assert f"Go on: atoll run --resume {interrupted.folder}" in interrupted.err
+    assert f"Resume: atoll run --resume {interrupted.folder}" in interrupted.err
     assert "Traceback" not in interrupted.err
     assert not interrupted.alive, interrupted.alive
 
@@ -358,7 +363,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again_in_silence(survived
 
 def test_sigterm_ends_a_run_as_ctrl_c_does():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), _terminable():
+    with pytest.raises(typer.Exit), interruptible(None, Ray()):
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -367,18 +372,20 @@ def test_sigterm_ends_a_run_as_ctrl_c_does():
     ("arguments", "says"),
     [
         (["run", "toy-sync", "--engine", "ray"], "DiLoCo has rounds that all islands take part in"),
-        (["run", "toy-async", "--engine", "dist"], "Use --engine ray or sim"),
+        (["run", "toy-async", "--engine", "dist"], "Use --engine ray or simulator"),
         (["run", "--engine", "ray"], "no recipe was given"),
-        (["run", "toy-async", "--processes", 3, "--workers-most", 2], "most=2: at least as many as there are workers"),
-        (["run", "toy-async", "--engine", "ray", "--save-every", 0], "save_every_s=0.0: it is more than 0 seconds"),
-        (["run", "toy-async", "--engine", "dist", "--ray-address", "127.0.0.1:1"], "another --engine with a run on Ray"),
-        (["run", "toy-async", "--engine", "ray", "--backend", "gloo"], "Leave them out"),
         (
-            ["run", "toy-async", "--engine", "ray", "--chaos", STRANGE],
+            ["run", "toy-async", "--engine", "ray", "--processes", 3, "--set", "engine.max_workers=2"],
+            "max_workers=2: at least engine.processes=3",
+        ),
+        (["run", "toy-async", "--engine", "ray", "--set", "engine.backend=gloo"], "Ray has no such setting"),
+        (
+            ["chaos", STRANGE, "toy-async", "--engine", "ray"],
             "the run starts hub, worker-0, worker-1, worker-2, worker-3.",
         ),
-        (["run", "toy-async", "--workers-most", 5, "--chaos", STRANGE], "worker-3, worker-4. Name one of these"),
-        (["run", "toy-async", "--engine", "ray", "--chaos", "nowhere"], "the fault script nowhere cannot be read"),
+        (["chaos", STRANGE, "toy-async", "--engine", "ray", "--set", "engine.max_workers=5"], "worker-4. Name one of these"),
+        (["chaos", STRANGE, "toy-async", "--engine", "sim"], "faults are injected into elastic runs and runs on Ray"),
+        (["chaos", "nowhere", "toy-async", "--engine", "ray"], "nowhere cannot be read"),
         (["run", "toy-async", *SETS, "--set", "data.shards=1000", "--engine", "ray"], "shards=1000"),
     ],
 )
@@ -402,8 +409,6 @@ def test_without_ray_the_message_names_the_extra(atoll, tmp_path, monkeypatch):
 def test_a_folder_stays_with_its_engine(survived, atoll, tmp_path):
     folder, *_ = survived
     code, _, err = atoll("run", "--resume", folder, "--engine", "dist")
-    assert (code, "another --engine" in err) == (2, True)
-    code, _, err = atoll("run", "toy-async", "--resume", folder)
-    assert (code, "goes on as it began" in err) == (2, True)
+    assert (code, "this run's engine is ray" in err) == (2, True)
     code, _, err = atoll("run", "--resume", folder, "--out", tmp_path / "new")
     assert (code, "in its own folder" in err) == (2, True)

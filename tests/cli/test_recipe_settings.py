@@ -9,6 +9,7 @@ import pytest
 
 from atoll import recipes
 from atoll.core.config.json_records import to_json
+from atoll.engines.spec import Simulator, write_spec
 
 
 @pytest.fixture
@@ -16,8 +17,9 @@ def folder(tmp_path):
     """The folder of a run whose algorithm is of this class."""
 
     def made(name):
-        run = {**to_json(recipes.demo_diloco()), "algorithm": {"type": name, "period": 20}}
+        run = {"format": 2, **to_json(recipes.demo_diloco()), "algorithm": {"type": name, "period": 20}}
         (tmp_path / "run.json").write_text(json.dumps(run))
+        write_spec(tmp_path, Simulator())
         return tmp_path
 
     return made
@@ -30,7 +32,7 @@ def test_a_run_of_ones_own_class_is_refused_with_the_command_that_imports_it(ver
     made = folder("deep.easgd.EASGD")
     code, out, err = atoll(*verb, made)
     assert (code, out) == (2, "")
-    assert f"{made} is a run of deep.easgd.EASGD, which is not atoll's own" in err
+    assert f"{made} is a run of deep.easgd.EASGD, which is not a class of atoll" in err
     program, option, text, *rest = shlex.split(err[err.index("python -c") :])
     assert (program, option) == ("python", "-c")
     assert text == "import deep.easgd; from atoll.cli.main import main; main()"

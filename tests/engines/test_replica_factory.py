@@ -12,9 +12,10 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Work
 from atoll.data.partition import ByDomain
-from atoll.engines.build import device_of, island_workload, plain_workload, replica_of
+from atoll.engines.replica_factory import replica_of
 from atoll.optim.adam import AdamW
-from atoll.runs.run import candidates
+from atoll.runs.run import candidates, device_of
+from atoll.runs.workloads import island_workload, plain_workload
 from atoll.testing.simulated_runs import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=20", "algorithm.inner_steps=3"]

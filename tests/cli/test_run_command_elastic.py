@@ -1,4 +1,4 @@
-"""`atoll run --elastic` as a person meets it: real processes, of which some are killed."""
+"""`atoll run --engine elastic` and `atoll chaos` as a user meets them: real processes, of which some are killed."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from atoll.cli import run_elastic
 from atoll.core.events import Attended, IslandJoined, IslandLeft, Leased, RoundFinished, RunFinished
+from atoll.engines.elastic import join
 from atoll.engines.elastic.supervisor import log_of
 from atoll.telemetry import read_events
 
@@ -89,48 +89,68 @@ def child_of(folder, word):
 
 
 def hurry(folder):
-    """Whoever starts after the lighthouse was started again is told by it not to sleep."""
-    invitation = folder / "invitation.json"
-    told = json.loads(invitation.read_text())
-    told["place"]["pace"] = 0.0
-    invitation.write_text(json.dumps(told))
+    """Islands that start after a restart of the rendezvous do not sleep."""
+    join_info = folder / "join_info.json"
+    info = json.loads(join_info.read_text())
+    info["spec"]["step_delay"] = 0.0
+    join_info.write_text(json.dumps(info))
 
 
 def events(folder, kind):
     return [event for event in read_events(folder / "events.jsonl") if isinstance(event, kind)]
 
 
-def test_who_joins_says_how_long_the_run_is_looked_for(monkeypatch, capsys):
+def test_a_joiner_says_how_long_it_looks_for_the_run(monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(run_elastic, "take_part", lambda address, name, *, start_limit_s, **_: asked.append(start_limit_s))
-    monkeypatch.setattr(os, "_exit", lambda code: None)  # which would end the tests
+
+    def fetch(address, timeout_s):
+        asked.append(timeout_s)
+        raise KeyboardInterrupt
+
+    def end(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(join, "fetch_join_info", fetch)
+    monkeypatch.setattr(os, "_exit", end)  # which would end the tests
     monkeypatch.setenv("RUST_LOG", "warn")
-    run_elastic.be_joiner("127.0.0.1:29400", [], None)
-    assert "looking for the run at 127.0.0.1:29400, for at most 3600 s; Ctrl-C ends it before" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="130"):
+        join.join_run("127.0.0.1:29400", None)
+    assert "looking for the run at 127.0.0.1:29400 for at most 3600 s; Ctrl-C ends it" in capsys.readouterr().err
     assert asked == [3600.0]
 
 
 def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_joins(tmp_path):
     folder, steps = tmp_path / "run", 160
-    arguments = ["run", "toy-sync", *SETS, "--set", f"train.steps={steps}", "--elastic", "--processes", 2, "--pace", 0.1]
+    arguments = [
+        "run",
+        "toy-sync",
+        *SETS,
+        "--set",
+        f"train.steps={steps}",
+        "--elastic",
+        "--processes",
+        2,
+        "--set",
+        "engine.step_delay=0.1",
+    ]
     with running(*arguments, "--out", folder) as process:
         until(lambda: len(rounds(folder)) >= 2, "a round", process)
         os.kill(process_of(folder, "island-0001"), signal.SIGKILL)
         until(lambda: any(e.participating == 1 for e in events(folder, Attended)), "a commit without it", process)
         until(lambda: events(folder, Attended)[-1].participating == 2, "a commit with it again", process)
         hurry(folder)
-        lighthouse, command = child_of(folder, "harbour")
+        lighthouse, command = child_of(folder, "rendezvous")
         os.kill(lighthouse, signal.SIGKILL)
         seen = len(rounds(folder))
         until(lambda: len(rounds(folder)) >= seen + 2, "a commit after the lighthouse came back", process)
-        with running("run", "--join", command[-2], "--devices", 2) as newcomer:
+        with running("run", "--join", command[-2], "--set", "engine.devices=2") as newcomer:
             until(lambda: events(folder, Attended)[-1].participating == 3, "a commit of three", process)
             for name in ("island-0000", "island-0001"):
                 os.kill(process_of(folder, name), signal.SIGKILL)
             newcomer.kill()
             code, _, err = end_of(process)
     assert code == 0, err
-    assert err.count("has died (by SIGKILL) and is started again") == 4
+    assert err.count("has died (by SIGKILL) and is restarted") == 4
     logs = [log_of(folder, name).read_text() for name in ("island-0000", "island-0001")]
     assert any("from its checkpoint" in log for log in logs), "the second may fetch it from the first"
     (finished,) = events(folder, RunFinished)
@@ -159,17 +179,28 @@ def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_join
 
 def test_a_run_that_was_stopped_goes_on_with_other_islands(atoll, tmp_path):
     folder = tmp_path / "run"
-    arguments = ["run", "toy-sync", *SETS, "--set", "train.steps=40", "--elastic", "--processes", 2, "--pace", 0.1]
+    arguments = [
+        "run",
+        "toy-sync",
+        *SETS,
+        "--set",
+        "train.steps=40",
+        "--elastic",
+        "--processes",
+        2,
+        "--set",
+        "engine.step_delay=0.1",
+    ]
     with running(*arguments, "--out", folder) as process:
         until(lambda: len(rounds(folder)) >= 5, "a checkpoint", process)
         process.send_signal(signal.SIGINT)
         code, _, err = end_of(process)
     assert code == 130, err
-    assert f"Go on: atoll run --resume {folder}" in err
-    for word in ("harbour", "island"):
+    assert f"Resume: atoll run --resume {folder}" in err
+    for word in ("rendezvous", "island"):
         with pytest.raises(AssertionError, match="there is no process"):
             child_of(folder, word)
-    code, out, err = atoll("run", "--resume", folder, "--processes", 1, "--pace", 0, "--json")
+    code, out, err = atoll("run", "--resume", folder, "--processes", 1, "--set", "engine.step_delay=0", "--json")
     assert code == 0, err
     assert json.loads(out.splitlines()[-1])["local_updates"] == 80
     assert len({tuple(unit[1:]) for event in events(folder, Leased) for unit in event.delivered}) == 40
@@ -185,32 +216,29 @@ def test_what_islands_that_come_and_go_cannot_do_is_refused_and_leaves_no_folder
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--join", "localhost"], "localhost is no address of a run: it is HOST:PORT"),
-        (["toy-sync", "--devices", "2"], "Elsewhere each is a process: use --set cluster.devices_per_island=2"),
-        (["toy-sync", "--join", "127.0.0.1:1", "--set", "seed=1"], "recipe, --set with --join"),
-        (["toy-sync", "--elastic", "--engine", "ray"], "--engine ray with islands that come and go"),
-        (["toy-sync", "--elastic", "--engine", "sim"], "--engine sim with islands that come and go"),
-        (["toy-async", "--engine", "ray", "--chaos", "script.json"], "the fault script script.json cannot be read"),
-        (["toy-sync", "--elastic", "--ray-address", "here:1", "--backend", "gloo"], "--backend, --ray-address with islands"),
-        (["toy-sync", "--elastic", "--host", "0.0.0.0"], "Give one that this machine has"),
-        (["toy-sync", "--elastic", "--host", "::1"], "over IPv4"),
-        (["toy-sync", "--silence", "0.2"], "at least 0.5"),
-        (["toy-sync", "--elastic", "--chaos", "nowhere.json"], "cannot be read"),
+        (["run", "--join", "localhost"], "--join localhost: it is HOST:PORT"),
+        (["run", "toy-sync", "--set", "engine.devices=2"], "Simulator has no such setting"),
+        (["run", "toy-sync", "--join", "127.0.0.1:1", "--set", "seed=1"], "recipe, seed=1 with --join"),
+        (["run", "toy-sync", "--elastic", "--engine", "ray"], "--elastic with --engine ray"),
+        (["run", "toy-sync", "--elastic", "--set", "engine.listen=0.0.0.0:7000"], "must be one that this machine has"),
+        (["run", "toy-sync", "--elastic", "--set", "engine.listen='::1'"], "over IPv4"),
+        (["run", "toy-sync", "--elastic", "--set", "engine.heartbeat_timeout_s=0.2"], "at least 0.5"),
+        (["chaos", "nowhere.json", "toy-sync"], "cannot be read"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_a_sentence(atoll, tmp_path, monkeypatch, arguments, says):
+def test_an_impossible_command_is_refused_and_leaves_no_folder(atoll, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
-    code, _, err = atoll("run", *arguments)
+    code, _, err = atoll(*arguments)
     assert code == 2
     assert says in err
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("victim", ["island-0002", "box-7-00c0ffee"])
-def test_a_script_for_a_process_that_the_run_does_not_start_is_refused_before_there_is_a_folder(atoll, tmp_path, victim):
+def test_faults_of_a_process_that_the_run_does_not_start_are_refused_before_there_is_a_folder(atoll, tmp_path, victim):
     script = tmp_path / "script.json"
     script.write_text(json.dumps({"faults": [{"at_s": 1, "fault": "Kill", "victim": victim}]}))
-    code, _, err = atoll("run", "toy-sync", "--processes", 2, "--chaos", script, "--out", tmp_path / "run")
+    code, _, err = atoll("chaos", script, "toy-sync", "--processes", 2, "--out", tmp_path / "run")
     assert code == 2
-    assert f"has {victim} as victims, and the run starts lighthouse, island-0000, island-0001" in err
+    assert f"the victims {victim}; the run starts lighthouse, island-0000, island-0001" in err
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,137 @@
+"""From the words of a command line to a Run and an engine's spec."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from atoll import recipes
+from atoll.core.config.json_records import find_type
+from atoll.core.config.overrides import override
+from atoll.core.config.settings import Presets
+from atoll.core.errors import ConfigError
+from atoll.engines.spec import EngineSpec
+from atoll.models.gpt import GPT
+from atoll.models.mlp import MLP
+from atoll.runs.folder import RunFolder
+from atoll.runs.run import Run, candidates
+from atoll.telemetry.summary import read_summary
+
+PRESETS: Presets = {
+    "model": {
+        "tiny": GPT.tiny,
+        "m20": GPT.m20,
+        "m60": GPT.m60,
+        "m150": GPT.m150,
+        "m400": GPT.m400,
+        "small": MLP.small,
+    }
+}
+"""`--set model=m60` sets the whole model."""
+_ENGINE = "engine."
+
+
+def run_of(name: str, settings: Sequence[str], seed: int | None, among: Sequence[str] | None = None) -> Run:
+    """The recipe with these settings and this seed.
+
+    Args:
+        name: of the recipe.
+        settings: as --set has them. RECIPE:PATH=VALUE is for that recipe alone; engine.PATH=VALUE is for the engine.
+        seed: none: the recipe's.
+        among: all recipes that the settings are given for; none: this one alone.
+    """
+    run = recipes.recipe(name)
+    meant = [_meant_for(setting, among or [name]) for setting in settings if not setting.startswith(_ENGINE)]
+    run = override(run, [setting for recipe, setting in meant if recipe in (None, name)], candidates, PRESETS)
+    return run if seed is None else replace(run, seed=seed)
+
+
+def _meant_for(setting: str, among: Sequence[str]) -> tuple[str | None, str]:
+    """The recipe that a setting is for, none for all of them, and the setting without it."""
+    path, equals, value = setting.partition("=")
+    recipe, colon, path = path.rpartition(":")
+    if not colon:
+        return None, setting
+    if recipe not in recipes.ALL:
+        near = difflib.get_close_matches(recipe, recipes.ALL, n=1)
+        advice = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(recipes.ALL)}."
+        raise ConfigError(f"{setting}: a recipe stands before the colon, and there is none called {recipe!r}. {advice}")
+    if recipe not in among:
+        raise ConfigError(
+            f"{setting}: this is for {recipe}, which does not run here. The command runs {', '.join(dict.fromkeys(among))}. Leave "
+            f"the setting out, or name one of these."
+        )
+    return recipe, f"{path}{equals}{value}"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Gives an engine's settings the paths that --set knows them by."""
+
+    engine: EngineSpec
+
+
+def spec_with(spec: EngineSpec, settings: Sequence[str], processes: int | None) -> EngineSpec:
+    """The spec with the settings that are for the engine, and this number of processes."""
+    given = [setting for setting in settings if setting.startswith(_ENGINE)]
+    if processes is not None:
+        if not any(field.name == "processes" for field in fields(spec)):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"--processes {processes}: --engine {spec.name} runs in one process. Add --engine processes, elastic or ray, or "
+                f"leave it out."
+            )
+        given.append(f"engine.processes={processes}")
+    return override(EngineSettings(spec), given).engine
+
+
+def run_settings(settings: Sequence[str]) -> list[str]:
+    """The settings that are for the Run, not for the engine."""
+    return [setting for setting in settings if not setting.startswith(_ENGINE)]
+
+
+def planned_runs(what: Sequence[str], settings: Sequence[str], seed: int | None) -> list[Run | Path]:
+    """The runs to carry out, and the folders of finished runs, in the order given."""
+    folders = [item for item in what if item not in recipes.ALL and Path(item).is_dir()]
+    names = [item for item in what if item not in folders]
+    unknown = [name for name in names if name not in recipes.ALL]
+    if unknown:
+        raise ConfigError(
+            f"there is no recipe {unknown[0]!r}, and no run's folder of that name. Give the folder of a finished run, or a recipe: "
+            f"{', '.join(recipes.ALL)}. `atoll recipes` says what they do."
+        )
+    if not names and (settings or seed is not None):
+        given = "--seed" if not settings else f"--set {settings[0]}"
+        raise ConfigError(
+            f"{given} with folders alone ({', '.join(folders)}): these runs are finished, and nothing can be set any more. Leave "
+            f"it out, or name a recipe to run."
+        )
+    for folder in folders:
+        read_summary(folder)
+    return [Path(item) if item in folders else run_of(item, settings, seed, among=names) for item in what]
+
+
+def check_imported(folder: Path) -> None:
+    """Refuse a run of a user's classes whose module is not imported, with the command that imports it first."""
+    for name in _type_names(RunFolder.open(folder).run_json):
+        module = name.rpartition(".")[0]
+        of_a_script = "__main__" in name or "<locals>" in name
+        if find_type(name) is not None or (module in sys.modules and not of_a_script):
+            continue
+        why = f"{folder} is a run of {name}, which is not a class of atoll, and a file cannot make atoll import a module."
+        if of_a_script:
+            raise ConfigError(f"{why} Only the script that defines this class can open it. Put the class into a module.")
+        command = f'python -c "import {module}; from atoll.cli.main import main; main()" {shlex.join(sys.argv[1:])}'
+        raise ConfigError(f"{why} Import the module first, in the folder where it lies: {command}")
+
+
+def _type_names(node: Any) -> Iterator[str]:
+    """The full names of all users' classes in a Run as JSON."""
+    if isinstance(node, dict) and "." in str(node.get("type", "")):
+        yield str(node["type"])
+    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _type_names(inner)

@@ -1,0 +1,228 @@
+"""`atoll run`, `atoll chaos` and `atoll compare`: runs that a command starts, resumes or joins."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import rich
+import typer
+
+from atoll import recipes
+from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_settings, spec_with
+from atoll.core.errors import ConfigError
+from atoll.core.protocols import Sink
+from atoll.engines import driver
+from atoll.engines.driver import Cache, Faults, Result, discard
+from atoll.engines.elastic.spec import Elastic
+from atoll.engines.processes.spec import Processes
+from atoll.engines.spec import EngineSpec, processes_started, read_spec, refuse_torchrun, spec_named
+from atoll.runs.folder import RunFolder, default_path
+from atoll.runs.run import Run
+from atoll.telemetry import compare as comparing
+from atoll.telemetry.console import ConsoleSink
+from atoll.telemetry.plots import plot_comparison
+from atoll.telemetry.summary import read_summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCommand:
+    """What a user typed after `atoll run` or `atoll chaos`.
+
+    Attributes:
+        recipe: its name.
+        settings: of --set, for the Run and for the engine.
+        seed: if another than the recipe's.
+        engine: its name.
+        processes: a number of processes.
+        out: the folder of a new run.
+        resume: the folder of a run to resume.
+        as_json: show the result as JSON.
+        quiet: show no progress.
+    """
+
+    recipe: str | None
+    settings: Sequence[str]
+    seed: int | None
+    engine: str | None
+    processes: int | None
+    out: Path | None
+    resume: Path | None
+    as_json: bool
+    quiet: bool
+
+    def carry_out(self, faults: Faults | None = None) -> Path | None:
+        """Start or resume the run, and show its result. Returns its folder, on rank 0."""
+        ranks = processes_started()
+        result = self._resume(faults) if self.resume is not None else self._start(faults)
+        if result is None:
+            return None
+        # The command that started the ranks shows the result of a run that they resumed.
+        if ranks == 1 or self.resume is None:
+            show_result(result.folder, as_json=self.as_json)
+        return result.folder
+
+    def _start(self, faults: Faults | None) -> Result | None:
+        if self.recipe is None:
+            raise ConfigError(f"no recipe was given. There are: {', '.join(recipes.ALL)}. To resume a run: --resume DIR.")
+        run = run_of(self.recipe, self.settings, self.seed)
+        spec = spec_with(spec_named(self.engine or "simulator"), self.settings, self.processes)
+        out = self.out
+        if out is None and processes_started() == 1:  # else rank 0 chooses it for all
+            out = default_path(run.recipe, run.seed)
+        with interruptible(out, spec):
+            return driver.run(
+                run,
+                engine=spec,
+                out=out,
+                sinks=sinks_of(run, spec, quiet=self.quiet),
+                command=sys.argv,
+                faults=faults,
+                log=discard if self.quiet else print_to_stderr,
+            )
+
+    def _resume(self, faults: Faults | None) -> Result | None:
+        assert self.resume is not None
+        folder = self.resume.expanduser()
+        if self.out is not None:
+            raise ConfigError(f"--out {self.out} with --resume {folder}: a run stays in its own folder. Leave out --out.")
+        if self.recipe is None and (run_settings(self.settings) or self.seed is not None):
+            raise ConfigError(
+                "--set or --seed with --resume: a run resumes with the settings that it began with; only the engine's, such as "
+                "engine.processes, may change. Leave them out."
+            )
+        spec = spec_with(self._spec_to_resume(folder), self.settings, self.processes)
+        if not folder.is_dir() and processes_started() > 1:  # rank 0 has the folder
+            return driver.resume(folder, engine=spec, command=sys.argv)
+        opened = RunFolder.open(folder)
+        if self.recipe is not None:
+            opened.same_run(spec.fitted(run_of(self.recipe, self.settings, self.seed)))
+        check_imported(folder)
+        with interruptible(folder, spec):
+            return driver.resume(
+                folder,
+                engine=spec,
+                sinks=[] if opened.finished else sinks_of(opened.run, spec, quiet=self.quiet, title=f"resume {folder}"),
+                command=sys.argv,
+                faults=faults,
+                log=discard if self.quiet else print_to_stderr,
+            )
+
+    def _spec_to_resume(self, folder: Path) -> EngineSpec:
+        """The engine as before, unless another is named: the driver refuses that."""
+        if not folder.is_dir() and processes_started() > 1:
+            return Processes()
+        RunFolder.open(folder)
+        saved = read_spec(folder)
+        named = spec_named(self.engine) if self.engine is not None else saved
+        return saved if named.name == saved.name else named
+
+
+def join_run(address: str, settings: Sequence[str], others: Sequence[str]) -> None:
+    """Be one more island of the elastic run at this address.
+
+    Args:
+        address: HOST:PORT of its rendezvous.
+        settings: of --set: a joiner sets `engine.devices`, and nothing else is its own.
+        others: further options, which are refused.
+    """
+    from atoll.engines.elastic.join import join_run as join
+
+    foreign = [setting for setting in settings if setting.partition("=")[0] != "engine.devices"]
+    if others or foreign:
+        raise ConfigError(
+            f"{', '.join([*others, *foreign])} with --join: a joiner fetches the run from its address. Its own is --set "
+            f"engine.devices=N alone. Leave out the others."
+        )
+    spec = spec_with(Elastic(), settings, None)
+    assert isinstance(spec, Elastic)
+    join(address, spec.devices if settings else None)
+
+
+def compare_runs(
+    what: Sequence[str],
+    settings: Sequence[str],
+    seed: int | None,
+    *,
+    out: Path | None,
+    as_json: bool,
+    as_markdown: bool,
+    quiet: bool,
+) -> None:
+    """Simulate several recipes on the same work, or read finished runs, and show them in one table."""
+    simulator = spec_named("simulator")
+    refuse_torchrun(simulator)
+    root = out or default_path("compare", seed or 0)
+    # All names are looked up before the first run starts: a misspelt last name must not cost the first runs.
+    planned = planned_runs(what, settings, seed)
+    cache = Cache()
+    folders = [
+        item if isinstance(item, Path) else _simulate(item, root / f"{item.recipe}-{index}", cache, quiet=quiet)
+        for index, item in enumerate(planned)
+    ]
+    comparison = comparing.comparison(folders)
+    root.mkdir(parents=True, exist_ok=True)
+    if as_json:
+        print(json.dumps({**comparison.to_dict(), "plot": str(plot_comparison(folders, root / "comparison.png"))}))
+    elif as_markdown:
+        print(comparing.markdown(comparison))
+    else:
+        # The table first: without matplotlib the runs are not lost.
+        rich.print(comparing.table(comparison))
+        print(f"\n{comparing.sentence(comparison)}")
+        print(f"plot: {plot_comparison(folders, root / 'comparison.png')}")
+
+
+def _simulate(run: Run, folder: Path, cache: Cache, *, quiet: bool) -> Path:
+    simulator = spec_named("simulator")
+    with interruptible(folder, simulator):
+        sinks = sinks_of(run, simulator, quiet=quiet)
+        driver.run(run, out=folder, sinks=sinks, command=sys.argv, cache=cache, log=discard if quiet else print_to_stderr)
+    return folder
+
+
+def show_result(folder: Path, *, as_json: bool) -> None:
+    """Show the figures of a finished run."""
+    if as_json:
+        print(read_summary(folder).to_json())
+    else:
+        one = comparing.comparison([folder])
+        rich.print(comparing.table(one))
+        print(f"{comparing.sentence(one)}\nfolder: {folder}")
+
+
+def sinks_of(run: Run, spec: EngineSpec, *, quiet: bool, title: str | None = None) -> list[Sink]:
+    """The console's progress display. Where this command starts ranks, rank 0 shows it."""
+    if quiet or (isinstance(spec, Processes) and processes_started() == 1):
+        return []
+    cluster, who = run.cluster, None
+    if run.inside is None and cluster.devices_per_island > 1:  # events count each device as an island
+        who = f"{cluster.devices} devices of {cluster.islands} island{'s' if cluster.islands != 1 else ''}, all equals"
+    return [ConsoleSink(title or run.recipe, who=who)]
+
+
+def print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def interruptible(folder: Path | None, spec: EngineSpec) -> Iterator[None]:
+    """Ctrl-C ends a run with a line on how to resume it; SIGTERM too where the engine's processes must be stopped."""
+    stops_processes = spec.name in ("elastic", "ray")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if stops_processes else None
+    try:
+        yield
+    except KeyboardInterrupt:
+        begun = folder is not None and (folder / "run.json").exists()
+        print(
+            f"interrupted. Resume: atoll run --resume {folder}" if begun else "interrupted before the run began.", file=sys.stderr
+        )
+        raise typer.Exit(130) from None
+    finally:
+        if stops_processes:
+            signal.signal(signal.SIGTERM, before)

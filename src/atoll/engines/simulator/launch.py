@@ -1,0 +1,78 @@
+"""Launching a simulated run: the driver trains in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from atoll.core.events import Arranged
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
+from atoll.engines.driver import Driver, Prepared, Result, RunRequest
+from atoll.engines.replica_factory import loss_of, replica_of
+from atoll.engines.simulator.async_engine import AsyncSimEngine
+from atoll.engines.simulator.batched_compute import BatchedCompute
+from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.engines.spec import Simulator, refuse_torchrun
+from atoll.replica.evaluator import Evaluator
+from atoll.runs.run import Run, device_of, precision_notice
+
+
+def start(request: RunRequest) -> Result:
+    refuse_torchrun(Simulator())
+    with request.open() as task:
+        if task.finished:
+            return task.reopen()
+        notice = precision_notice(task.run)
+        if notice is not None:
+            task.log(notice)
+        result = SimulatorDriver(task).carry_out()
+        assert result is not None
+        return result
+
+
+class SimulatorDriver(Driver):
+    """Carries out a simulated run."""
+
+    def build(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> SimEngine | AsyncSimEngine:
+        assert evaluator is not None
+        return engine_of(self.run, prepared.workload, prepared.warm_start.params, evaluator, sink, self.save)
+
+
+def engine_of(
+    run: Run, workload: Workload, params: Tree, evaluator: Evaluator, sink: Sink, save: Callable[[Any], None] | None
+) -> SimEngine | AsyncSimEngine:
+    """The simulator for this run: with synchronous rounds, or with a hub."""
+    loss = loss_of(run, workload)
+    common: dict[str, Any] = {
+        "cluster": run.world,
+        "params": params,
+        "batches": workload.batches,
+        "make_replica": lambda island: replica_of(run, workload, loss, island),
+        "evaluate": evaluator,
+        "sink": sink,
+        "steps": run.train.steps,
+        "seed": run.seed,
+        "save": save,
+        "batched_compute": batched_compute_of(run, workload, sink),
+    }
+    every = (run.keep.evaluate_every, run.keep.save_every)
+    if isinstance(run.algorithm, AsyncAlgorithm):  # intervals are steps per island there too, and count the steps of all
+        evaluate_every, save_every = (steps * run.world.islands for steps in every)
+        return AsyncSimEngine(run.algorithm, SimSetup(evaluate_every=evaluate_every, save_every=save_every, **common))
+    evaluate_every, save_every = (run.rounds(steps) for steps in every)
+    setup = SimSetup(evaluate_every=evaluate_every, save_every=save_every, **common)
+    return SimEngine(run.algorithm, setup, inside=run.inside)
+
+
+def batched_compute_of(run: Run, workload: Workload, sink: Sink) -> BatchedCompute | None:
+    """Computes several islands in one pass; none where each island computes in its own threads."""
+    if run.train.together == "apart" or (run.train.together == "auto" and device_of(run) == "cpu"):
+        return None
+    return BatchedCompute(
+        run.train.together,
+        run.world.islands * run.world.devices_per_island,
+        workload.loss,
+        compiled=run.train.compile,
+        on_decision=lambda how, why: sink.emit(Arranged(how=how, why=why)),
+    )

@@ -1,0 +1,18 @@
+"""The simulator's spec: one process, islands that really train, and a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from atoll.runs.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulator:
+    """Simulate the run's cluster in this process. The cluster itself is part of the Run: `cluster.*`."""
+
+    name: ClassVar[str] = "simulator"
+
+    def fitted(self, run: Run) -> Run:
+        return run
