@@ -1,6 +1,7 @@
 """The house is built as it is drawn: imports go down only, and the mathematics is pure."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,29 @@ def test_every_room_says_what_it_is_for():
         docstring = ast.get_docstring(ast.parse(package.read_text()))
         assert docstring, f"{package} has no docstring"
         assert "TODO" not in docstring
+
+
+def classes():
+    """Every class of the package, with the file that defines it."""
+    for path in FILES:
+        yield from ((path, node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+
+
+def test_no_class_name_stands_twice():
+    """Saved files name types by their class names, and one word has one meaning."""
+    names = Counter(node.name for _, node in classes())
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_service_takes_more_than_ten_arguments():
+    """Records, that is dataclasses, are exempt: what belongs together is grouped in one."""
+    for path, node in classes():
+        if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                arguments = [*method.args.posonlyargs, *method.args.args[1:], *method.args.kwonlyargs]
+                assert len(arguments) <= 10, f"{node.name} in {path.relative_to(ROOT)} takes {len(arguments)} arguments"
 
 
 def test_every_test_file_mirrors_a_source_file():

@@ -35,7 +35,7 @@ FILE = "islands.pt"
 """In each checkpoint's folder."""
 
 
-class IslandsCallback(_Callback):  # type: ignore[misc]
+class HuggingFaceIslands(_Callback):  # type: ignore[misc]
     """Counts the steps of the Trainer's optimizer. Gradient accumulation and mixed precision are supported.
 
     Every checkpoint contains its state. A resumed training loads it from the folder `resume`, or from the Trainer's own folder.
@@ -63,7 +63,7 @@ class IslandsCallback(_Callback):  # type: ignore[misc]
         """The object that `atoll.islands` returns; None before training."""
         return self._context.islands
 
-    def __enter__(self) -> IslandsCallback:
+    def __enter__(self) -> HuggingFaceIslands:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -99,3 +99,7 @@ def _read(folder: Path) -> Any:
             f"IslandsCallback(resume=...), or start from the model's weights alone."
         )
     return torch.load(folder / FILE, map_location="cpu", weights_only=True)
+
+
+IslandsCallback = HuggingFaceIslands
+"""The name by which users know it, as in `atoll.integrations.lightning`."""

@@ -22,7 +22,7 @@ from atoll.loop.islands import Islands
 _Callback: Any = require("lightning.pytorch", extra="lightning", purpose="Lightning's callbacks").Callback
 
 
-class IslandsCallback(_Callback):  # type: ignore[misc]
+class LightningIslands(_Callback):  # type: ignore[misc]
     """Counts the steps of the module's one optimizer. Gradient accumulation and AMP are supported.
 
     Args:
@@ -65,3 +65,7 @@ class IslandsCallback(_Callback):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict:
             self._context.load(state_dict)
+
+
+IslandsCallback = LightningIslands
+"""The name by which users know it, as in `atoll.integrations.hf`."""
