@@ -298,7 +298,7 @@ class AsyncScript:
 
 def _write(folder: Path, recipe: str, seed: int, events: Iterable[Event], *, finished: bool) -> Path:
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"recipe": recipe, "seed": seed}))
+    (folder / "run.json").write_text(json.dumps({"format": 2, "recipe": recipe, "seed": seed}))
     with JsonlSink(folder / "events.jsonl") as sink:
         for event in events:
             sink.emit(event)

@@ -83,7 +83,7 @@ def measured_round(number: int) -> Iterator[Event]:
 
 def measured(rounds: int = ROUNDS, *, finished: bool = True) -> Iterator[Event]:
     """Two islands on real machines."""
-    yield RunStarted(recipe="demo-acco", algorithm="ACCO", islands=2, params=12_345, steps=ROUNDS, seed=0, engine="dist")
+    yield RunStarted(recipe="demo-acco", algorithm="ACCO", islands=2, params=12_345, steps=ROUNDS, seed=0, engine="processes")
     yield LimitSet(limit_s=60.0, why="as given")
     yield WarmStartFinished(steps=1, tokens=0, loss=4.0)
     for number in range(rounds):
@@ -108,7 +108,7 @@ def measured(rounds: int = ROUNDS, *, finished: bool = True) -> Iterator[Event]:
 
 def write(folder: Path, events: Iterable[Event]) -> Path:
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"recipe": "demo", "seed": 0}))
+    (folder / "run.json").write_text(json.dumps({"format": 2, "recipe": "demo", "seed": 0}))
     with JsonlSink(folder / "events.jsonl") as sink:
         for event in events:
             sink.emit(event)
@@ -120,7 +120,7 @@ def on_real_machines(events: Iterable[Event]) -> Iterator[Event]:
     """The same events at the same times, as if these had been measured."""
     for event in events:
         if isinstance(event, RunStarted):
-            yield replace(event, engine="dist")
+            yield replace(event, engine="processes")
         elif isinstance(event, Timed):
             yield replace(event, virtual_time_s=None, wall_time_s=event.time_s)
         else:
@@ -145,16 +145,16 @@ def simulated(tmp_path, script) -> Path:
 
 def test_the_time_of_a_real_run_is_the_whole_runs_and_not_its_last_process(real) -> None:
     summary = read_summary(real)
-    assert (summary.engine, summary.clock, summary.virtual_time_s) == ("dist", "wall", None)
+    assert (summary.engine, summary.clock, summary.virtual_time_s) == ("processes", "wall", None)
     assert summary.wall_time_s == summary.time_s == 2.97
     assert summary.resumed_from_round == 2
     record = json.loads(summary.to_json())
-    assert (record["engine"], record["virtual_time_s"], record["wall_time_s"]) == ("dist", None, 2.97)
+    assert (record["engine"], record["virtual_time_s"], record["wall_time_s"]) == ("processes", None, 2.97)
 
 
 def test_a_simulated_run_keeps_its_virtual_time_whatever_its_process_took(simulated) -> None:
     summary = read_summary(simulated)
-    assert (summary.engine, summary.clock, summary.wall_time_s) == ("sim", "virtual", 99.0)
+    assert (summary.engine, summary.clock, summary.wall_time_s) == ("simulator", "virtual", 99.0)
     assert summary.time_s == summary.virtual_time_s
 
 
@@ -176,15 +176,15 @@ def test_the_parts_of_measured_time_add_up_and_no_second_counts_twice(real) -> N
 
 def test_every_real_run_reports_its_overlap(tmp_path, script) -> None:
     events = list(script().events())
-    assert read_summary(write(tmp_path / "sim", events)).overlap is None
-    found = read_summary(write(tmp_path / "dist", on_real_machines(events))).overlap
-    assert found == read_overlap(tmp_path / "sim")
+    assert read_summary(write(tmp_path / "simulator", events)).overlap is None
+    found = read_summary(write(tmp_path / "processes", on_real_machines(events))).overlap
+    assert found == read_overlap(tmp_path / "simulator")
 
 
 def test_a_log_reads_the_same_on_either_clock(tmp_path, script, async_script) -> None:
     for name, made in (("sync", script()), ("hub", async_script())):
-        virtual = write(tmp_path / name / "sim", made.events())
-        wall = write(tmp_path / name / "dist", on_real_machines(made.events()))
+        virtual = write(tmp_path / name / "simulator", made.events())
+        wall = write(tmp_path / name / "processes", on_real_machines(made.events()))
         assert read_overlap(virtual) == read_overlap(wall)
         assert read_asynchrony(virtual) == read_asynchrony(wall)
         assert read_progress(virtual).utilisation == read_progress(wall).utilisation
@@ -245,9 +245,9 @@ def test_of_many_runs_on_two_clocks_none_is_called_the_fastest(real, simulated) 
 def test_a_real_run_and_its_simulation_are_labelled_by_their_engines(tmp_path, script) -> None:
     events = list(script().events())
     both = [write(tmp_path / "a", events), write(tmp_path / "b", on_real_machines(events))]
-    assert [row.label for row in comparison(both).rows] == ["demo-ddp (sim)", "demo-ddp (dist)"]
-    assert comparison(both[::-1]).most.label == "demo-ddp (dist)"  # as many bytes: the first, not the slowest
-    assert sentence(comparison(both)).startswith("demo-ddp (dist) matches demo-ddp (sim)'s 2.35 with the same bytes; virtual")
+    assert [row.label for row in comparison(both).rows] == ["demo-ddp (simulator)", "demo-ddp (processes)"]
+    assert comparison(both[::-1]).most.label == "demo-ddp (processes)"  # as many bytes: the first, not the slowest
+    assert sentence(comparison(both)).startswith("demo-ddp (processes) matches demo-ddp (simulator)'s 2.35 with the same bytes; virtual")
 
 
 def test_one_real_run_alone_names_the_wall_clock(real) -> None:
@@ -310,7 +310,7 @@ def test_the_console_shows_the_exchange_limit_and_wall_time() -> None:
         for event in measured():
             sink.emit(event)
     shown = file.getvalue()
-    assert "demo-acco: ACCO on 2 islands (engine dist), 12.3 k parameters" in shown
+    assert "demo-acco: ACCO on 2 islands (engine processes), 12.3 k parameters" in shown
     assert "an exchange may take 0:01:00 (as given)" in shown
     assert "wall time 0:00:02.960" in shown
     assert "0:00:02.970 of wall time, 60 % of it computing" in shown

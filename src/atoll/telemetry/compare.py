@@ -91,10 +91,10 @@ def distinct_labels(runs: Sequence[Any], folders: Sequence[str]) -> list[str]:
     All labels take the same form.
 
     >>> from types import SimpleNamespace as Run
-    >>> distinct_labels([Run(recipe="ddp", seed=0, engine="sim"), Run(recipe="ddp", seed=1, engine="sim")], ["a", "b"])
+    >>> distinct_labels([Run(recipe="ddp", seed=0, engine="simulator"), Run(recipe="ddp", seed=1, engine="simulator")], ["a", "b"])
     ['ddp (seed 0)', 'ddp (seed 1)']
-    >>> distinct_labels([Run(recipe="ddp", seed=0, engine=engine) for engine in ("sim", "dist")], ["a", "b"])
-    ['ddp (sim)', 'ddp (dist)']
+    >>> distinct_labels([Run(recipe="ddp", seed=0, engine=engine) for engine in ("simulator", "ray")], ["a", "b"])
+    ['ddp (simulator)', 'ddp (ray)']
     """
     forms = [
         [run.recipe for run in runs],
