@@ -247,7 +247,9 @@ def test_a_real_run_and_its_simulation_are_labelled_by_their_engines(tmp_path, s
     both = [write(tmp_path / "a", events), write(tmp_path / "b", on_real_machines(events))]
     assert [row.label for row in comparison(both).rows] == ["demo-ddp (simulator)", "demo-ddp (processes)"]
     assert comparison(both[::-1]).most.label == "demo-ddp (processes)"  # as many bytes: the first, not the slowest
-    assert sentence(comparison(both)).startswith("demo-ddp (processes) matches demo-ddp (simulator)'s 2.35 with the same bytes; virtual")
+    assert sentence(comparison(both)).startswith(
+        "demo-ddp (processes) matches demo-ddp (simulator)'s 2.35 with the same bytes; virtual"
+    )
 
 
 def test_one_real_run_alone_names_the_wall_clock(real) -> None:

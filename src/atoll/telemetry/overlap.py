@@ -24,7 +24,9 @@ from atoll.telemetry.units import JsonRecord
 Interval = tuple[float, float]
 """Start and end, in seconds on the run's clock."""
 _ROUNDING = 1e-9  # a smaller share of the time is an error of float addition
-_REPORTED = re.compile(rb'"background": true|"devices_per_island": \d|"engine": "(?!simulator")|\{"event": "(UpdateSkipped|RoundFailed)"')
+_REPORTED = re.compile(
+    rb'"background": true|"devices_per_island": \d|"engine": "(?!simulator")|\{"event": "(UpdateSkipped|RoundFailed)"'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
