@@ -1,13 +1,14 @@
-# make install   the environment in .venv, and the command .venv/bin/atoll
-# make demo      several algorithms on the same simulated cluster, a table and a plot
-# make test      lint, types, tests
-# make test-slow fuzzers, soaks in small, network namespaces
+# make install     the environment in .venv, with the command .venv/bin/atoll
+# make demo        several algorithms on one simulated cluster, a table and a plot
+# make test        lint, types, fast tests, links and code of the pages
+# make test-slow   fuzzers, short soaks, network namespaces
+# make docs        the docs site, in site/
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test test-slow lint types clean
+.PHONY: install demo test test-slow lint types docs clean
 
 install: $(STAMP)
 
@@ -35,5 +36,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

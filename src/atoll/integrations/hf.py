@@ -42,7 +42,9 @@ class HuggingFaceIslands(_Callback):  # type: ignore[misc]
 
     Args:
         algorithm: one that counts the steps of an optimizer, such as DiLoCo.
-        limit_s, finish, examples: as in `atoll.islands`.
+        limit_s: as in `atoll.islands`.
+        finish: as in `atoll.islands`.
+        examples: as in `atoll.islands`.
         resume: folder of the checkpoint, if it is not in the Trainer's output folder.
     """
 

@@ -27,7 +27,9 @@ class LightningIslands(_Callback):  # type: ignore[misc]
 
     Args:
         algorithm: one that counts the steps of an optimizer, such as DiLoCo.
-        limit_s, finish, examples: as in `atoll.islands`.
+        limit_s: as in `atoll.islands`.
+        finish: as in `atoll.islands`.
+        examples: as in `atoll.islands`.
     """
 
     def __init__(
