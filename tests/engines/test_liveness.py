@@ -1,13 +1,23 @@
-"""Heartbeats in a store, and attribution of the first failure."""
+"""Heartbeats in a store, attribution of the first failure, and the timeout of exchanges."""
 
 import shutil
 import threading
 from datetime import timedelta
 
+import pytest
 from torch.distributed import FileStore, HashStore
 
 from atoll.engines import liveness
-from atoll.engines.liveness import FailureAttribution, Heartbeat, HeartbeatMonitor, store_heartbeat
+from atoll.engines.liveness import (
+    FIRST_TIMEOUT_S,
+    LEAST_TIMEOUT_S,
+    TIMEOUT_INTERVALS,
+    ExchangeTimeout,
+    FailureAttribution,
+    Heartbeat,
+    HeartbeatMonitor,
+    store_heartbeat,
+)
 
 
 def test_a_count_that_changes_is_a_sign_of_life(monkeypatch):
@@ -98,3 +108,63 @@ def test_without_the_store_the_missing_rank_is_named(tmp_path):
     attribution = FailureAttribution(store, 0, range(3))
     shutil.rmtree(folder)
     assert attribution.report_missing(2) == (2, "")
+
+
+# the timeout of exchanges
+
+
+class ManualClock:
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def exchange(timeout, clock, computed_s, took_s=0.0):
+    """The timeout of an exchange of `took_s` seconds after `computed_s` seconds of computing."""
+    clock.now_s += computed_s
+    timeout_s = timeout.start()
+    clock.now_s += took_s
+    timeout.finish()
+    return timeout_s
+
+
+def test_the_first_timeout_is_long_and_its_reason_tells_the_rule():
+    timeout = ExchangeTimeout()
+    assert timeout.start() == FIRST_TIMEOUT_S
+    assert "before the first exchange" in timeout.reason
+    assert f"{LEAST_TIMEOUT_S:g} s" in timeout.reason
+
+
+@pytest.mark.parametrize(
+    ("intervals_s", "timeout_s"), [([0.01], LEAST_TIMEOUT_S), ([7.0], 70.0), ([7.0, 30.0, 2.0], 30.0 * TIMEOUT_INTERVALS)]
+)
+def test_the_timeout_is_ten_times_the_longest_interval_and_at_least_a_minute(intervals_s, timeout_s):
+    clock = ManualClock()
+    timeout = ExchangeTimeout(now=clock)
+    for interval_s in intervals_s:
+        exchange(timeout, clock, interval_s)
+    assert timeout.start() == pytest.approx(timeout_s)
+    assert f"{max(intervals_s):.3g} s" in timeout.reason
+
+
+def test_the_interval_under_way_counts():
+    """Rounds of 20 minutes here and of 40 minutes elsewhere: each exchange takes 20 minutes of waiting."""
+    clock = ManualClock()
+    timeout = ExchangeTimeout(now=clock)
+    assert [exchange(timeout, clock, 1200.0, 1200.0) for _ in range(3)] == [12000.0, 24000.0, 24000.0]
+
+
+def test_waiting_for_peers_is_part_of_the_interval():
+    clock = ManualClock()
+    timeout = ExchangeTimeout(now=clock)
+    exchange(timeout, clock, 1.0, 99.0)
+    assert exchange(timeout, clock, 1.0) == 1000.0
+
+
+def test_a_fixed_timeout_never_changes():
+    clock = ManualClock()
+    timeout = ExchangeTimeout(2.5, now=clock)
+    exchange(timeout, clock, 100.0)
+    assert (timeout.start(), timeout.timeout_s, timeout.reason) == (2.5, 2.5, "as given")

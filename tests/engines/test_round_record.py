@@ -1,8 +1,8 @@
-"""Records survive the way through JSON."""
+"""Records survive JSON, and the clock of a run continues from a saved time."""
 
 import math
 
-from atoll.engines.round_record import ComputeRecord, DeltaSimilarity, ExchangeRecord, RoundRecord
+from atoll.engines.round_record import ComputeRecord, DeltaSimilarity, ExchangeRecord, RoundRecord, WallClock
 
 THIRD = 1 / 3
 
@@ -34,3 +34,11 @@ def test_losses_that_are_not_finite_survive_json():
     nan, *others = (span.loss for span in RoundRecord.from_json(record.to_json()).computed)
     assert math.isnan(nan)
     assert others == [math.inf, -math.inf]
+
+
+def test_a_clock_continues_from_where_it_is_set():
+    clock = WallClock()
+    assert 0 <= clock.now_s() < 60
+    clock.set(1000.0)
+    assert 1000 <= clock.now_s() < 1060
+    assert clock.now_s() <= clock.now_s()

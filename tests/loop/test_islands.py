@@ -16,7 +16,7 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.replica.micro_batches import split_batch
+from atoll.replica.forward_backward import split_batch
 from atoll.runs.cluster import Cluster
 from atoll.testing.simulated_runs import Regression, simulate
 

@@ -12,8 +12,8 @@ from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import WSD, Constant, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.replica.evaluator import Evaluator
+from atoll.replica.forward_backward import batch_length, two_examples
 from atoll.replica.local_replica import LocalReplica, RoundStart
-from atoll.replica.micro_batches import batch_length, two_examples
 from atoll.testing.simulated_runs import Regression
 
 WORKLOAD = Regression(hidden=6)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,6 +19,19 @@ from atoll.engines.accounting import ComputeSpan, RunAccounting
 from atoll.replica.local_replica import ComputeResult
 
 _UPDATES = ("mean", "reduce_scatter")
+
+
+class WallClock:
+    """Seconds since the run began. A resumed run continues from the saved time."""
+
+    def __init__(self) -> None:
+        self._zero = time.monotonic()
+
+    def now_s(self) -> float:
+        return time.monotonic() - self._zero
+
+    def set(self, now_s: float) -> None:
+        self._zero = time.monotonic() - now_s
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,108 @@
-"""What exists while a block is open: the algorithm's rounds, the user's module, and the links to the other islands."""
+"""What exists while a block is open: the algorithm's rounds, the user's module, and the links to the other islands.
+
+On entry islands compare settings and models, and start from the same weights or the same round. A checkpoint is a dictionary of
+numbers, text and tensors, which torch.save writes and torch.load reads safely.
+"""
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Coroutine
+import hashlib
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
-from atoll.core.errors import ConfigError
+import torch
+
+from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree, forget_spare_buffers
-from atoll.core.protocols import Work
+from atoll.core.layout import Layout
+from atoll.core.protocols import Owner, Work, fields_owned
 from atoll.core.pytree import recycle
-from atoll.core.state_packing import pack
+from atoll.core.state_packing import Packed, pack, unpack
+from atoll.engines.liveness import ExchangeTimeout
+from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread, Request
 from atoll.engines.replicated_state import borrowed, owned
-from atoll.engines.wall_clock import ExchangeTimeout
-from atoll.loop.handshake import check_same_round, handshake
 from atoll.loop.nonfinite_guard import NonFiniteGuard
 from atoll.loop.optimizer import IslandsOptimizer
-from atoll.loop.process_groups import find_topology, log_info
+from atoll.loop.process_groups import GridPosition, Topology, find_topology, log_info
 from atoll.loop.replica import LoopReplica, UserStep, WeightSlice
 from atoll.loop.settings import LoopSettings
-from atoll.loop.state_dict import LoopCheckpoint
 from atoll.loop.uneven_inputs import UnevenPeers
 from atoll.replica.flat_parameters import ModuleWeights
 from atoll.replica.master_weights import check_exchange_dtype
+
+_KIND = "atoll.islands"
+_VERSION = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopCheckpoint:
+    """What one process needs to resume, besides the user's model and optimizer.
+
+    Attributes:
+        rounds: completed ones.
+        steps: of the user, in all rounds.
+        steps_in_round: steps since the last completed round.
+        position: of the process that saved it.
+        module_digest: of the module's weights in the middle of a round; empty where the State has the weights.
+        packed: the algorithm's State after the last completed round.
+    """
+
+    rounds: int
+    steps: int
+    steps_in_round: int
+    position: GridPosition
+    module_digest: str
+    packed: Packed
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {name: value for name, value in vars(self).items() if name != "packed"}
+        tensors = {name: tensor.detach().clone() for name, tensor in self.packed.tensors.items()}
+        packed = {"structure": self.packed.structure, "tensors": tensors}
+        return {"kind": _KIND, "version": _VERSION, **fields, "position": list(self.position), **packed}
+
+    @staticmethod
+    def from_dict(given: Mapping[str, Any]) -> LoopCheckpoint:
+        if given.get("kind") != _KIND or given.get("version") != _VERSION:
+            raise CheckpointError(
+                f"this is no islands.state_dict() of this version: it has the keys {sorted(map(str, given))[:8]}. Load what "
+                f"islands.state_dict() returned, or start without it."
+            )
+        numbers = {name: int(given[name]) for name in ("rounds", "steps", "steps_in_round")}
+        position, packed = GridPosition(*given["position"]), Packed(given["structure"], dict(given["tensors"]))
+        return LoopCheckpoint(**numbers, position=position, module_digest=str(given["module_digest"]), packed=packed)
+
+    def check_module(self, weights: Tree, position: GridPosition) -> None:
+        """Checks that the module holds the weights of the checkpoint. Another island's checkpoint has a digest of other weights."""
+        if self.module_digest and position == self.position and weights.digest() != self.module_digest:
+            raise CheckpointError(
+                f"this state was saved in the middle of a round, {self.steps_in_round} steps after the last exchange, and the "
+                f"model holds other weights. First load the model's state_dict that was saved with it."
+            )
+
+    def unpack_state(self, like: Any, position: GridPosition) -> Any:
+        """The algorithm's State for this process; CheckpointError for another algorithm's, or another process's slice."""
+        sliced = position.devices > 1 or bool(fields_owned(like, Owner.SHARDED))
+        if (sliced and position != self.position) or position.devices != self.position.devices:
+            raise CheckpointError(
+                f"this state holds a slice, saved by {_described(self.position)}. This process is {_described(position)}. Load "
+                f"into each process the state that it saved, with the same number of processes."
+            )
+        try:
+            return unpack(self.packed, like)
+        except CheckpointError as error:
+            difference, _, _ = str(error).partition(": it is the checkpoint of")
+            raise CheckpointError(
+                f"this state was saved with another model or another algorithm ({difference}). Use those, or start without it."
+            ) from error
+
+
+def _described(position: GridPosition) -> str:
+    return f"device {position.device} of {position.devices} in island {position.island} of {position.islands}"
+
 
 _LEAVE_MESSAGE_S = 1.0
 """How long an ending process waits until its leave message is posted. It is posted at once, unless an exchange is stuck."""
@@ -217,3 +295,81 @@ class LoopContext:
             atexit.register(lambda held: None, handle)
         finally:
             posted.set()
+
+
+def handshake(
+    settings: LoopSettings,
+    checkpoint: LoopCheckpoint | None,
+    topology: Topology,
+    module: ModuleWeights,
+    weights: ModuleWeights | WeightSlice,
+    thread: CommunicationThread,
+) -> None:
+    """Compares settings, model and checkpoint. Without a checkpoint every island then loads island 0's weights, if any differ.
+
+    `weights` is the part of the module's weights that this process exchanges.
+    """
+    params, inter_island, fresh = weights.read(), topology.inter_island, checkpoint is None
+    trained = [(piece.name, piece.shape, piece.dtype) for piece in params.layout.pieces]
+    fixed = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in module.untrained_tensors()] if fresh else ""
+    mine = [_fingerprint(settings.comparable), _fingerprint(f"{trained} {fixed}")]
+    mine += [not fresh, checkpoint.rounds if checkpoint else 0, _values_fingerprint(params, module) if fresh else 0]
+    rows = thread.call(lambda: inter_island.all_gather_on_entry(*mine))
+    _check_rounds([row[2:4] for row in rows])
+    island = topology.position.island
+    _check_equal([row[0] for row in rows], "another algorithm or another finish", f"Island {island} has {settings.comparable}")
+    _check_equal([row[1] for row in rows], "another model or other buffers", f"Island {island} has {_summary(params.layout)}")
+    differ = any(row[4] != rows[0][4] for row in rows)
+    if topology.intra_island is not None:  # one device that differs makes all devices of its island take part
+        intra_island = topology.intra_island
+        differ = any(row[0] for row in thread.call(lambda: intra_island.all_gather_numbers(differ)))
+    if differ:
+        thread.call(lambda: inter_island.broadcast(params.flat))
+        weights.write(params)
+        _load_others(module, inter_island, thread)
+
+
+def check_same_round(checkpoint: LoopCheckpoint, topology: Topology, thread: CommunicationThread) -> None:
+    """For a checkpoint that is loaded inside of the block."""
+    _check_rounds(thread.call(lambda: topology.inter_island.all_gather_on_entry(True, checkpoint.rounds)))
+
+
+def _load_others(module: ModuleWeights, inter_island: GroupCollectives, thread: CommunicationThread) -> None:
+    """Loads island 0's frozen weights and buffers."""
+    with torch.no_grad():
+        for _, tensor in module.untrained_tensors():
+            received = tensor.clone(memory_format=torch.contiguous_format)
+            data = received.view(-1).view(torch.uint8)
+            thread.call(lambda data=data: inter_island.broadcast(data))  # type: ignore[misc]
+            if not torch.equal(received, tensor):
+                tensor.copy_(received)
+
+
+def _check_equal(fingerprints: Sequence[float], what: str, here: str) -> None:
+    others = [f"island {island}" for island, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+    if others:
+        raise ConfigError(f"{', '.join(others)} entered with {what} than island 0. {here}. Give the same on all islands.")
+
+
+def _values_fingerprint(params: Tree, module: ModuleWeights) -> float:
+    digest = hashlib.blake2b(params.digest().encode())
+    for _, tensor in module.untrained_tensors():
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return _fingerprint(digest.hexdigest())
+
+
+def _check_rounds(rows: Sequence[Sequence[float]]) -> None:
+    """Each row: whether the island has a checkpoint, and its round."""
+    if any(row != rows[0] for row in rows):
+        rounds = [f"round {number:g}" if saved else "no checkpoint" for saved, number in rows]
+        raise CheckpointError(f"islands would resume from {', '.join(rounds)}. Load checkpoints of the same round on all of them.")
+
+
+def _summary(layout: Layout) -> str:
+    first = layout.pieces[0]
+    return f"{len(layout.pieces)} trained tensors with {layout.numel} numbers, first {first.name} {first.shape} {first.dtype}"
+
+
+def _fingerprint(text: str) -> float:
+    """48 bits, which a double holds exactly."""
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()))

@@ -29,10 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm
-from atoll.loop.context import LoopContext
+from atoll.loop.context import LoopCheckpoint, LoopContext
 from atoll.loop.optimizer import IslandsOptimizer, was_skipped
 from atoll.loop.settings import LoopSettings
-from atoll.loop.state_dict import LoopCheckpoint
 
 T = TypeVar("T", bound=Callable[..., None])
 

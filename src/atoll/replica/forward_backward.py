@@ -1,9 +1,9 @@
 """Forward and backward passes over a batch: in micro-batches, on one device or several, with autocast or without. The gradient is
-that of the mean loss over the whole batch, however it is split."""
+that of the mean loss over the whole batch, however it is split. A batch is a tensor, or nested tuples, lists and dicts of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ from atoll.core.errors import ConfigError
 from atoll.core.protocols import Batches
 from atoll.replica.data_parallel import DataParallelDevices
 from atoll.replica.flat_parameters import TrainableWeights
-from atoll.replica.micro_batches import batch_length, split_batch, to_device, two_examples
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -133,3 +132,59 @@ def probe_module(module: nn.Module, device: str, run: Callable[[], object]) -> M
 
 def _generator_states(on_cuda: bool) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
+
+
+# ----------------------------------------------------------------------------------------------------- batches and micro-batches
+
+
+def split_batch(batch: Any, pieces: int) -> Iterator[Any]:
+    """Splits the batch along its first dimension."""
+    if pieces == 1:
+        yield batch
+    elif isinstance(batch, Tensor):
+        yield from torch.tensor_split(batch, pieces)
+    elif isinstance(batch, Mapping):
+        for parts in zip(*(split_batch(item, pieces) for item in batch.values()), strict=True):
+            yield dict(zip(batch, parts, strict=True))
+    else:
+        for parts in zip(*(split_batch(item, pieces) for item in batch), strict=True):
+            yield type(batch)(parts)
+
+
+def two_examples(batch: Any) -> Any:
+    """The first two examples: BatchNorm needs more than one. The whole batch if its tensors differ in their first dimension, which
+    then need not count examples.
+
+    >>> two_examples({"tokens": torch.zeros(16, 3)})["tokens"].shape
+    torch.Size([2, 3])
+    """
+    lengths = {part.shape[0] if part.dim() else 0 for part in batch_tensors(batch)}
+    return next(split_batch(batch, max(1, min(lengths) // 2))) if len(lengths) == 1 else batch
+
+
+def batch_length(batch: Any) -> int:
+    """The first dimension of the first tensor."""
+    return next(batch_tensors(batch)).shape[0]
+
+
+def to_device(batch: Any, device: str) -> Any:
+    return batch if device == "cpu" else map_tensors(lambda part: part.to(device, non_blocking=True), batch)
+
+
+def batch_tensors(batch: Any) -> Iterator[Tensor]:
+    """All tensors of a batch, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    else:
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from batch_tensors(item)
+
+
+def map_tensors(function: Callable[..., Tensor], *batches: Any) -> Any:
+    """Applies the function to each tensor of a batch, or to the corresponding tensors of several batches."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return function(*batches)
+    if isinstance(first, Mapping):
+        return {name: map_tensors(function, *(batch[name] for batch in batches)) for name in first}
+    return type(first)(map_tensors(function, *items) for items in zip(*batches, strict=True))

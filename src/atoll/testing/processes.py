@@ -23,11 +23,11 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Event, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Workload
+from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.engine import Intervals, ModelSetup, ProcessEngine
 from atoll.engines.processes.fsdp import ShardedModel
 from atoll.engines.processes.process_group import RankContext, create_context
-from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import InnerRule, LocalReplica

@@ -13,7 +13,8 @@ from atoll.engines.elastic.commit import CommitProtocol
 from atoll.engines.elastic.membership import Member, Quorum
 from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.state_version import StateVersion
-from atoll.engines.wall_clock import ExchangeTimeout, WallClock
+from atoll.engines.liveness import ExchangeTimeout
+from atoll.engines.round_record import WallClock
 
 NAMES, NOW = ("a", "b"), StateVersion(3, 7)
 STATE, DELTA_SUMMARY, LENGTH, TEXT, VOTE = range(5)

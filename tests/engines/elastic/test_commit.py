@@ -17,7 +17,7 @@ from atoll.engines.elastic.membership import Membership, MembershipLost
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port
 from atoll.engines.elastic.snapshot_server import IslandStatus, SnapshotServer
 from atoll.engines.elastic.state_version import StateVersion, attempt_epoch
-from atoll.engines.wall_clock import ExchangeTimeout
+from atoll.engines.liveness import ExchangeTimeout
 
 HOST = "127.0.0.1"
 NOW = StateVersion(3, 7)

@@ -18,11 +18,11 @@ from atoll.core.events import Saved
 from atoll.core.serialization import load_tree
 from atoll.engines.driver import RunRequest, RunTask, resume
 from atoll.engines.driver import run as run_in_folder
+from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.rank import RankDriver, RunPlan, _publish_plan, _read_plan, _sharded_model, wait_for_all
 from atoll.engines.processes.rank_log import RankLog, log_of
 from atoll.engines.processes.spec import Processes
 from atoll.engines.spec import read_spec
-from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.runs.folder import RunFolder
 from atoll.telemetry import read_events
 from atoll.testing.processes import context_of

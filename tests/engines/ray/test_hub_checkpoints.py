@@ -13,7 +13,7 @@ from atoll.core.flat_tree import Tree
 from atoll.engines.ray.hub_checkpoints import CheckpointWriter, EventOutbox, RecoveredHub
 from atoll.engines.ray.hub_state import HubState
 from atoll.engines.ray.messages import HubSettings
-from atoll.engines.wall_clock import WallClock
+from atoll.engines.round_record import WallClock
 from atoll.optim.sgd import SGD
 from atoll.telemetry.sinks import MemorySink
 

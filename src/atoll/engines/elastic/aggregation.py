@@ -18,8 +18,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
 from atoll.engines.elastic.state_version import NO_VERSION, checksum, combine_checksums
 from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord
-from atoll.engines.wall_clock import WallClock
+from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord, WallClock
 
 NORM_WINDOW = 16
 """Rounds whose delta norms the validator remembers."""

@@ -24,11 +24,11 @@ from atoll.engines.elastic.data_leases import DataLeases, DataUnit, Settlement
 from atoll.engines.elastic.peers import ElasticPeers, ObserverReplica
 from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion, refuse_unreplicated, state_digest
+from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.replicated_state import shared_fields, trees_to_device, with_shared
-from atoll.engines.round_record import RoundRecord
-from atoll.engines.wall_clock import ExchangeTimeout, WallClock
+from atoll.engines.round_record import RoundRecord, WallClock
 from atoll.replica.local_replica import LocalReplica
 
 _EPOCH_GAP = 1 << 20

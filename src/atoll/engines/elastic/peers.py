@@ -15,7 +15,7 @@ from atoll.engines.elastic.commit import Commit, CommitProtocol
 from atoll.engines.elastic.data_leases import DataUnit
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.processes.communication_thread import BackgroundTask, CommunicationThread, Request
-from atoll.engines.wall_clock import WallClock
+from atoll.engines.round_record import WallClock
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -28,13 +28,11 @@ from atoll.core.protocols import Work, Workload
 from atoll.engines.processes.collectives import LOST
 from atoll.engines.processes.island_role import CheckpointPart, PartLoader, SlicedReplica
 from atoll.engines.processes.process_group import RankContext
-from atoll.engines.round_record import ComputeRecord, RoundRecorder
-from atoll.engines.wall_clock import WallClock
+from atoll.engines.round_record import ComputeRecord, RoundRecorder, WallClock
 from atoll.optim.schedules import at
 from atoll.replica.flat_parameters import ModuleWeights, copy_buffers
-from atoll.replica.forward_backward import Loss
+from atoll.replica.forward_backward import Loss, to_device
 from atoll.replica.local_replica import torch_optimizer
-from atoll.replica.micro_batches import to_device
 
 
 class ShardedModel:

@@ -20,14 +20,14 @@ from atoll.core.layout import Layout, shard_range
 from atoll.core.protocols import Algorithm, Gradient, HoldsWeights, Owner, Replica, Weigh, Work, fields_owned
 from atoll.core.pytree import recycle
 from atoll.engines.accounting import MAX_SKIPPED
+from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.replicated_state import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
-from atoll.engines.round_record import ExchangeRecord, RoundRecorder, last_update
-from atoll.engines.wall_clock import ExchangeTimeout, WallClock
+from atoll.engines.round_record import ExchangeRecord, RoundRecorder, WallClock, last_update
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.two_level import at_position
 

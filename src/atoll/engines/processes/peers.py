@@ -13,10 +13,10 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.protocols import Mean, Scattered, Work
+from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.collectives import Collectives
 from atoll.engines.processes.communication_thread import BackgroundTask, CommunicationThread, Request
-from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord
-from atoll.engines.wall_clock import ExchangeTimeout, WallClock
+from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, WallClock
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -30,6 +30,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Sink, Workload
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.driver import Driver, Prepared, Result, RunRequest, RunTask, digest_without_islands
+from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.engine import Intervals, ModelSetup, ProcessEngine
 from atoll.engines.processes.fsdp import ShardedModel
 from atoll.engines.processes.process_group import (
@@ -45,7 +46,6 @@ from atoll.engines.processes.spec import Processes, gpu_of_rank
 from atoll.engines.processes.transport import first_sentence
 from atoll.engines.replica_factory import loss_of, replica_of, seed_of
 from atoll.engines.spec import read_spec
-from atoll.engines.wall_clock import ExchangeTimeout
 from atoll.engines.warm_start import WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss

@@ -14,7 +14,7 @@ from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import clock_fields
 from atoll.engines.ray.hub_state import HubState
 from atoll.engines.ray.messages import HubProcessSpec, LostRounds
-from atoll.engines.wall_clock import WallClock
+from atoll.engines.round_record import WallClock
 from atoll.telemetry.event_log import JsonlSink
 
 

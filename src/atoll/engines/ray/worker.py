@@ -22,7 +22,7 @@ import torch
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
-from atoll.engines.processes.replica import ProcessReplica
+from atoll.engines.processes.replica import ProcessReplica, run_worker_round
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.client import HubClient
 from atoll.engines.ray.messages import (
@@ -35,9 +35,7 @@ from atoll.engines.ray.messages import (
     tree_bytes,
     tree_copy,
 )
-from atoll.engines.round_record import ComputeRecord
-from atoll.engines.wall_clock import WallClock
-from atoll.engines.worker_round import run_worker_round
+from atoll.engines.round_record import ComputeRecord, WallClock
 from atoll.replica.local_replica import LocalReplica
 
 _PULL_WAIT_S = 5.0

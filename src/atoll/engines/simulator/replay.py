@@ -19,8 +19,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Arrived, Dispatched, Event, IslandJoined, IslandLeft, Refused, Returned, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Batches, Task, Work
-from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.worker_round import run_worker_round
+from atoll.engines.processes.replica import ProcessReplica, run_worker_round
 from atoll.replica.local_replica import LocalReplica
 
 

@@ -8,9 +8,8 @@ from atoll.core.protocols import Work
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
-from atoll.replica.cuda_graphs import _MAX_GRAPHS, CudaGraphCache
 from atoll.replica.local_replica import LocalReplica, TrainJob
-from atoll.replica.vmap_stack import VmapStack
+from atoll.replica.vmap_stack import _MAX_GRAPHS, CudaGraphCache, VmapStack
 from atoll.testing.island_memory import DecoderWorkload, RepeatedBatch
 
 pytestmark = [
