@@ -23,9 +23,9 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.flat_tree import Tree
 from atoll.core.pytree import recycle
-from atoll.engines.replica_factory import loss_of, replica_of
 from atoll.engines.simulator.collectives import weighted_mean
 from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.engines.training_setup import loss_of, replica_of
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import at

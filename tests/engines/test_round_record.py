@@ -2,14 +2,15 @@
 
 import math
 
-from atoll.engines.round_record import ComputeRecord, DeltaSimilarity, ExchangeRecord, RoundRecord, WallClock
+from atoll.engines.accounting import ComputeSpan
+from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord, WallClock
 
 THIRD = 1 / 3
 
 
 def test_a_record_survives_json():
     record = RoundRecord(
-        computed=[ComputeRecord(0.1, 0.1 + THIRD, 3, 3.0, 24, THIRD, True), ComputeRecord(1.0, 2.0, 0, 0.25, 2, 0.5, False)],
+        computed=[ComputeSpan(0.1, 0.1 + THIRD, 3, 3.0, [THIRD], 24, True), ComputeSpan(1.0, 2.0, 0, 0.25, [0.5], 2, False)],
         exchanges=[
             ExchangeRecord("mean", 0.5, 0.75, 40, 16, 2.0, False, (1, 3), True),
             ExchangeRecord("total", 0.8, 0.9, 0, 8, 0.0, True),
@@ -30,7 +31,7 @@ def test_an_empty_record_survives_json():
 
 
 def test_losses_that_are_not_finite_survive_json():
-    record = RoundRecord(computed=[ComputeRecord(0.0, 1.0, 0, 1.0, 8, loss, False) for loss in (math.nan, math.inf, -math.inf)])
+    record = RoundRecord(computed=[ComputeSpan(0.0, 1.0, 0, 1.0, [loss], 8, False) for loss in (math.nan, math.inf, -math.inf)])
     nan, *others = (span.loss for span in RoundRecord.from_json(record.to_json()).computed)
     assert math.isnan(nan)
     assert others == [math.inf, -math.inf]

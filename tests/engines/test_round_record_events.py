@@ -7,8 +7,8 @@ import torch
 
 from atoll.core.events import Compared, Computed, Exchanged, RoundFinished, UpdateSkipped
 from atoll.core.flat_tree import Tree
-from atoll.engines.accounting import RunAccounting
-from atoll.engines.round_record import ComputeRecord, DeltaSimilarity, EventAggregator, ExchangeRecord, RoundRecord
+from atoll.engines.accounting import ComputeSpan, RunAccounting
+from atoll.engines.round_record import DeltaSimilarity, EventAggregator, ExchangeRecord, RoundRecord
 from atoll.testing.simulated_runs import Recorder
 
 
@@ -28,7 +28,7 @@ def mean(arrived_s, end_s, sent_bytes=40, **more):
 
 
 def trained(start_s, end_s, steps=3, tokens=24, loss=0.5):
-    return ComputeRecord(start_s, end_s, steps, float(steps), tokens, loss, True)
+    return ComputeSpan(start_s, end_s, steps, float(steps), [loss], tokens, True)
 
 
 def test_an_exchange_starts_when_the_last_rank_arrives_and_ends_when_the_last_one_finishes():
@@ -80,7 +80,7 @@ def test_figures_of_a_round_are_sums_over_all_ranks():
 
 def test_all_gradients_of_a_round_are_one_update_of_each_island():
     aggregator, _, sink = aggregator_of()
-    piece = ComputeRecord(0, 1, 0, 0.5, 4, 0.5, False)
+    piece = ComputeSpan(0, 1, 0, 0.5, [0.5], 4, False)
     aggregator.add_round([RoundRecord([piece, piece], [mean(1, 2)]), RoundRecord([piece, piece], [mean(1, 2)])], 1, 2.0)
     (finished,) = of(sink, RoundFinished)
     assert finished.local_updates == 2
@@ -172,7 +172,7 @@ def zeros():
 
 def test_a_nan_loss_is_reported_as_it_is():
     aggregator, _, sink = aggregator_of()
-    aggregator.add_round([RoundRecord([ComputeRecord(0, 1, 0, 1.0, 8, math.nan, False)]), RoundRecord()], 1, 1.0)
+    aggregator.add_round([RoundRecord([ComputeSpan(0, 1, 0, 1.0, [math.nan], 8, False)]), RoundRecord()], 1, 1.0)
     (computed,), (finished,) = of(sink, Computed), of(sink, RoundFinished)
     assert math.isnan(computed.loss)
     assert math.isnan(finished.loss)

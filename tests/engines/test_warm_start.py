@@ -7,7 +7,7 @@ import pytest
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.protocols import Work
-from atoll.engines.replica_factory import replica_of
+from atoll.engines.training_setup import replica_of
 from atoll.engines.warm_start import Cache, load_data, warm_start, warm_up
 from atoll.runs.run import candidates
 from atoll.runs.workloads import plain_workload

@@ -20,7 +20,7 @@ from atoll.core.events import Computed, Evaluated, Saved
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Work
 from atoll.data.gaussians import Gaussians
-from atoll.engines.replica_factory import replica_of
+from atoll.engines.training_setup import replica_of
 from atoll.models.mlp import MLP
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine

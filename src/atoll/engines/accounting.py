@@ -31,20 +31,26 @@ from atoll.core.events import (
     WindowClosed,
 )
 from atoll.core.protocols import Sink
-from atoll.replica.local_replica import ComputeResult
 
 MAX_SKIPPED = 20
 """Updates skipped in a row that end a run."""
 
 
 class ComputeSpan(NamedTuple):
-    """What an island computed between two moments."""
+    """What an island computed between two moments. `losses` has that of each step, or their mean; `moved` is whether the steps
+    changed the weights."""
 
     start_s: float
     end_s: float
     steps: int
     batches: float
-    result: ComputeResult
+    losses: Sequence[float]
+    tokens: int
+    moved: bool = True
+
+    @property
+    def loss(self) -> float:
+        return fmean(self.losses)
 
 
 @dataclass
@@ -160,32 +166,30 @@ class RunAccounting:
         Raises:
             TrainingDiverged: a loss is not finite, and the island has updated its weights with it. A gradient may still be skipped.
         """
-        start_s, end_s, steps, batches, result = span
         round = self.totals.round if round is None else round
-        for step, loss in enumerate(result.losses):
+        for step, loss in enumerate(span.losses):
             if not math.isfinite(loss):
                 where = f"at inner step {self.totals.steps + step}" if device is None else f"on its device {device}"
                 self.divergence = (
                     f"the loss is {loss} on island {island} in round {round}, {where}. The run stops; checkpoints from before this "
                     f"round are valid. Lower the learning rate, set train.clip_norm, or look at this island's data."
                 )
-                if result.moved:
+                if span.moved:
                     raise TrainingDiverged(self.divergence)
-        self.ledgers[island].computed_s += (end_s - start_s) / (1 if device is None else len(self.device_ledgers[island]))
+        self.ledgers[island].computed_s += (span.end_s - span.start_s) / (1 if device is None else len(self.device_ledgers[island]))
         if device is not None:
-            self.device_ledgers[island][device].computed_s += end_s - start_s
-        self.totals.local_updates += steps
-        loss = fmean(result.losses)
-        self._losses.append(loss)
+            self.device_ledgers[island][device].computed_s += span.end_s - span.start_s
+        self.totals.local_updates += span.steps
+        self._losses.append(span.loss)
         return Computed(
             island=island,
             round=round,
-            start_s=start_s,
-            end_s=end_s,
-            steps=steps,
-            batches=batches,
-            tokens=result.tokens,
-            loss=loss,
+            start_s=span.start_s,
+            end_s=span.end_s,
+            steps=span.steps,
+            batches=span.batches,
+            tokens=span.tokens,
+            loss=span.loss,
             device=device,
         )
 
@@ -222,7 +226,7 @@ class RunAccounting:
         dispatch = applied.dispatch
         for span in spans:
             yield self.computed(dispatch.worker, span, round=dispatch.round)
-            self.totals.tokens += span.result.tokens * applied.counted
+            self.totals.tokens += span.tokens * applied.counted
         self.totals.version = applied.version
         self.totals.outer_steps += applied.moved
         yield Arrived(

@@ -16,7 +16,6 @@ from typing import Any
 from atoll.core.events import Compared, Event, Exchanged, UpdateSkipped
 from atoll.core.protocols import Sink
 from atoll.engines.accounting import ComputeSpan, RunAccounting
-from atoll.replica.local_replica import ComputeResult
 
 _UPDATES = ("mean", "reduce_scatter")
 
@@ -32,19 +31,6 @@ class WallClock:
 
     def set(self, now_s: float) -> None:
         self._zero = time.monotonic() - now_s
-
-
-@dataclass(frozen=True)
-class ComputeRecord:
-    """A span of computing."""
-
-    start_s: float
-    end_s: float
-    steps: int
-    batches: float
-    tokens: int
-    loss: float
-    moved: bool
 
 
 @dataclass(frozen=True)
@@ -97,7 +83,7 @@ class RoundRecord:
         similarities: of the trees that islands brought to means, where an algorithm compares them.
     """
 
-    computed: list[ComputeRecord] = field(default_factory=list)
+    computed: list[ComputeSpan] = field(default_factory=list)
     exchanges: list[ExchangeRecord] = field(default_factory=list)
     island_exchanges: list[ExchangeRecord] = field(default_factory=list)
     tokens: int = 0
@@ -112,7 +98,7 @@ class RoundRecord:
     @staticmethod
     def from_json(text: str) -> RoundRecord:
         record: dict[str, Any] = json.loads(text)
-        record["computed"] = [ComputeRecord(**span) for span in record["computed"]]
+        record["computed"] = [ComputeSpan(*span) for span in record["computed"]]
         for name in ("exchanges", "island_exchanges"):
             record[name] = [ExchangeRecord(**{**x, "nonfinite": tuple(x["nonfinite"])}) for x in record[name]]
         record["similarities"] = [
@@ -128,7 +114,7 @@ class RoundRecorder:
     def __init__(self) -> None:
         self.record = RoundRecord()
 
-    def add_computed(self, span: ComputeRecord) -> None:
+    def add_computed(self, span: ComputeSpan) -> None:
         self.record.computed.append(span)
 
     def add_exchange(self, exchange: ExchangeRecord) -> None:
@@ -191,8 +177,7 @@ class EventAggregator:
         for rank, record in enumerate(records):
             island, device = divmod(rank, self._devices)
             for one in record.computed:
-                result = ComputeResult([one.loss], one.tokens, moved=False)
-                span = ComputeSpan(one.start_s, one.end_s, one.steps, one.batches, result)
+                span = one._replace(moved=False)  # its rank has ended the run already, if a loss that moved weights was not finite
                 yield self._accounting.computed(self._islands[island], span, device=device if self._inside else None)
         for exchanges in zip(*(record.exchanges for record in records), strict=True):
             yield self._exchanged([exchanges[at : at + self._devices] for at in range(0, len(exchanges), self._devices)])

@@ -18,7 +18,7 @@ from atoll.core.events import Progress
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink, Work, Workload
 from atoll.core.serialization import load_tree, read_tensors, save_tree
-from atoll.engines.replica_factory import loss_of, replica_of
+from atoll.engines.training_setup import loss_of, replica_of
 from atoll.optim.schedules import WSD, at
 from atoll.replica.local_replica import torch_threads
 from atoll.replica.master_weights import initial_weights

@@ -1,5 +1,8 @@
 """Forward and backward passes over a batch: in micro-batches, on one device or several, with autocast or without. The gradient is
-that of the mean loss over the whole batch, however it is split. A batch is a tensor, or nested tuples, lists and dicts of tensors."""
+that of the mean loss over the whole batch, however it is split.
+
+A batch is a tensor, or nested tuples, lists and dicts of tensors.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Workload
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.engine import Intervals, ModelSetup, ProcessEngine
+from atoll.engines.processes.engine import ProcessEngine, ProcessSetup
 from atoll.engines.processes.fsdp import ShardedModel
 from atoll.engines.processes.process_group import RankContext, create_context
 from atoll.optim.sgd import SGD
@@ -169,11 +169,9 @@ def engine_of(
     inner: InnerRule | None = None,
     inside: Algorithm[Any] | None = None,
     *,
-    evaluate_every: int = 1,
-    save_every: int = 1,
     pause_s: float = 0.0,
     timeout_s: float = _TIMEOUT_S,
-    **options: Any,
+    **setup_options: Any,
 ) -> tuple[ProcessEngine, Recorder]:
     """An engine and the sink that it reports to, with the same choices as `simulated_runs.simulator`."""
     sink = Recorder()
@@ -182,17 +180,17 @@ def engine_of(
         assert isinstance(inside, FSDP)
         return ShardedModel(workload, mesh=mesh, algorithm=inside, device="cpu", seed=context.rank)
 
-    setup = ModelSetup(
+    setup = ProcessSetup(
         params=Tree.of(workload.module()),
         batches=workload.batches,
         make_replica=lambda rank: LocalReplica(workload, optimizer=inner or SGD(lr=0.05), seed=rank),
         make_sharded=make_sharded,
         pause_s=pause_s,
+        sink=sink,
+        steps=steps,
+        **{"evaluate": Evaluator(workload), **setup_options},
     )
-    intervals = Intervals(steps=steps, evaluate_every=evaluate_every, save_every=save_every)
-    options = {"evaluate": Evaluator(workload), "timeout": ExchangeTimeout(timeout_s), **options}
-    engine = ProcessEngine(algorithm, context, setup, intervals, sink=sink, inside=inside, **options)
-    return engine, sink
+    return ProcessEngine(algorithm, context, setup, inside=inside, timeout=ExchangeTimeout(timeout_s)), sink
 
 
 class ProcessRun(NamedTuple):

@@ -39,7 +39,7 @@ from atoll.engines.elastic.snapshot_server import IslandPhase, Snapshot, Snapsho
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.elastic.supervisor import island_name
-from atoll.engines.replica_factory import replica_of
+from atoll.engines.training_setup import replica_of
 from atoll.models.gpt import GPT
 from atoll.telemetry import read_events
 from atoll.testing.chaos.faults import UpdateFault

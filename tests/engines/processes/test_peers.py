@@ -10,12 +10,12 @@ from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import HoldsWeights
-from atoll.engines.data_positions import DataPositions
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.replicated_state import donated, owned
+from atoll.engines.training_setup import DataPositions
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.replica.local_replica import LocalReplica

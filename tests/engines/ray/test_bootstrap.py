@@ -14,7 +14,7 @@ from atoll.engines.ray import bootstrap
 
 
 def test_all_modules_import_without_ray():
-    names = "atoll.engines.ray.engine, atoll.engines.ray.launch, atoll.cli.run_ray"
+    names = "atoll.engines.ray.engine, atoll.engines.ray.launch, atoll.cli.main"
     text = f"import sys\nsys.modules['ray'] = None\nimport {names}\nassert sys.modules['ray'] is None"
     subprocess.run([sys.executable, "-c", text], check=True, timeout=60)
 

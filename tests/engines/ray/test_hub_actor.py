@@ -11,6 +11,7 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.core.errors import CheckpointError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Arrived, Dispatched, Evaluated, HubLoad, HubRestarted, IslandLeft, RunFinished, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
+from atoll.engines.accounting import ComputeSpan
 from atoll.engines.ray.hub_actor import HubProcess, LoadMeter, WeightPublisher
 from atoll.engines.ray.messages import (
     HubProcessSpec,
@@ -21,7 +22,6 @@ from atoll.engines.ray.messages import (
     tree_bytes,
     tree_view,
 )
-from atoll.engines.round_record import ComputeRecord
 from atoll.optim.sgd import SGD
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})
@@ -140,7 +140,7 @@ def started_hub(store, storage, **settings):
 
 def update(task, number, incarnation):
     begin_s = task.now_s
-    stretch = ComputeRecord(begin_s, begin_s, task.steps, float(task.steps), 8, 2.0, True)
+    stretch = ComputeSpan(begin_s, begin_s, task.steps, float(task.steps), [2.0], 8, True)
     return UpdateMessage(number, incarnation, task.round_id, begin_s, begin_s, (stretch,), {})
 
 

@@ -23,9 +23,9 @@ from atoll.core.events import (
     WindowClosed,
 )
 from atoll.core.flat_tree import Tree
+from atoll.engines.accounting import ComputeSpan
 from atoll.engines.ray.hub_state import HubState, StartBarrier
 from atoll.engines.ray.messages import HubSettings, UpdateMessage
-from atoll.engines.round_record import ComputeRecord
 from atoll.optim.sgd import SGD
 from atoll.optim.staleness import Polynomial
 from atoll.telemetry.sinks import MemorySink
@@ -57,7 +57,7 @@ def round_id(state, number):
 
 def update(state, number, *, incarnation=0, begin_s=0.0, pushed_s=1.0, loss=2.0, buffers=None):
     steps = state.hub.scheduler.workers[number].out.steps
-    stretch = ComputeRecord(begin_s, pushed_s, steps, float(steps), 8 * steps, loss, True)
+    stretch = ComputeSpan(begin_s, pushed_s, steps, float(steps), [loss], 8 * steps, True)
     return UpdateMessage(number, incarnation, round_id(state, number), begin_s, pushed_s, (stretch,), buffers or {})
 
 

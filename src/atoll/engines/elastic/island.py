@@ -28,7 +28,7 @@ from atoll.engines.elastic.rendezvous import Registry
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, query_islands
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
-from atoll.engines.replica_factory import loss_of, replica_of
+from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start import Cache, WarmStart, load_data, warm_up
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights

@@ -38,6 +38,7 @@ from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.membership import log_while_waiting
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
+from atoll.engines.training_setup import passed_multiple
 from atoll.engines.warm_start import Cache, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder
@@ -276,8 +277,8 @@ class LeaderLog:
     def _is_due(self, before: int, done_at: int, every: int) -> bool:
         """Whether the run has just passed a multiple of `every` steps. If an earlier multiple was missed, because a disk was full
         or a leader died, it is due again with each tenth of `every`."""
-        missed, tenth = self._steps // every > done_at // every, max(every // 10, 1)
-        return self._steps // every > before // every or (missed and self._steps // tenth > before // tenth)
+        missed = passed_multiple(done_at, self._steps, every)
+        return passed_multiple(before, self._steps, every) or (missed and passed_multiple(before, self._steps, max(every // 10, 1)))
 
     def _evaluate(self, engine: ElasticEngine, lease: EventLogLease) -> None:
         metrics = self._evaluator(engine.params, engine.replica.buffers())

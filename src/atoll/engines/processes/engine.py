@@ -18,10 +18,9 @@ from atoll.algorithms.zero import FSDP
 from atoll.core.errors import ExchangeFailed, TrainingDiverged
 from atoll.core.events import LimitSet, Progress, RunFinished
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned, whole_steps
+from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned, whole_steps
 from atoll.core.pytree import recycle, trees
 from atoll.engines.accounting import RunAccounting
-from atoll.engines.data_positions import DataPositions
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.fsdp import FsdpDevice, ShardedModel
@@ -41,6 +40,7 @@ from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.replicated_state import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.engines.round_record import EventAggregator, RoundRecord, RoundRecorder, WallClock, last_update
+from atoll.engines.training_setup import DataPositions, TrainingSetup, passed_multiple
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
 
@@ -49,32 +49,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSetup:
-    """What a rank trains.
+class ProcessSetup(TrainingSetup):
+    """What a rank trains. Only rank 0 evaluates and emits events; all ranks save together.
 
     Attributes:
-        params: the initial weights, the same on all ranks.
-        batches: rank i reads shard i, or i modulo the number of shards where there are fewer.
-        make_replica: makes rank i's replica, with a fresh optimizer.
         make_sharded: makes a model that FSDP2 shards over these devices, for inside=FSDP.
         pause_s: sleeps this long for each batch besides, to emulate a slower machine.
     """
 
-    params: Tree
-    batches: Batches
-    make_replica: Callable[[int], LocalReplica]
     make_sharded: Callable[[DeviceMesh], ShardedModel] | None = None
     pause_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Intervals:
-    """The length of a run in inner steps of each island, and the rounds between evaluations and between checkpoints. The last round
-    is always evaluated and saved."""
-
-    steps: int
-    evaluate_every: int = 1
-    save_every: int = 1
 
 
 class StoreMessages:
@@ -149,36 +133,30 @@ class ProcessEngine:
     Args:
         algorithm: between islands.
         inside: the algorithm of the devices of an island; None if an island is one device.
-        evaluate: evaluates the global weights, with the buffers of rank 0.
-        sink: takes events, on rank 0.
-        save: writes a checkpoint, together with all ranks.
     """
 
     def __init__(
         self,
         algorithm: Algorithm[Any],
         context: RankContext,
-        setup: ModelSetup,
-        intervals: Intervals,
+        setup: ProcessSetup,
         *,
-        evaluate: Callable[[Tree, Mapping[str, torch.Tensor]], Mapping[str, float]],
-        sink: Sink,
         inside: Algorithm[Any] | None = None,
-        save: Callable[[ProcessEngine], None] | None = None,
         timeout: ExchangeTimeout | None = None,
     ) -> None:
-        self.algorithm, self.context, self.steps = algorithm, context, intervals.steps
+        self.algorithm, self.context, self.steps = algorithm, context, setup.steps
         self.accounting = self._new_accounting(inside)
         self.clock = WallClock()
         self.round = self.steps_taken = 0
-        self._inside, self._intervals, self._layout = inside, intervals, setup.params.layout
-        self._evaluate, self._sink, self._save = evaluate, sink, save
+        self._inside, self._layout, self._sink = inside, setup.params.layout, setup.sink
+        self._evaluate, self._evaluate_every = setup.evaluate, setup.evaluate_every
+        self._save, self._save_every = setup.save, setup.save_every
         self._timeout = timeout or ExchangeTimeout()
         self._start_s = 0.0
         """The time of the run when this process starts or resumes."""
         self._reported_timeout_s: float | None = None
         self._progress_s = time.monotonic()
-        self._aggregator = EventAggregator(self.accounting, context.devices_per_island, inside=inside is not None, sink=sink)
+        self._aggregator = EventAggregator(self.accounting, context.devices_per_island, inside=inside is not None, sink=self._sink)
         self._messages = StoreMessages(context, self._aggregator)
         self._positions = DataPositions(setup.batches)
         self._recorder, self._counter = RoundRecorder(), UpdateCounter()
@@ -202,13 +180,13 @@ class ProcessEngine:
     def _new_accounting(self, inside: Algorithm[Any] | None) -> RunAccounting:
         return RunAccounting(self.context.islands, self.context.devices_per_island if inside is not None else 0, real=True)
 
-    def _make_model(self, setup: ModelSetup) -> LocalReplica | ShardedModel:
+    def _make_model(self, setup: ProcessSetup) -> LocalReplica | ShardedModel:
         if setup.make_sharded is None or not isinstance(self._inside, FSDP):
             return setup.make_replica(self.context.rank)
         self.accounting.counts_device_bytes = False  # torch does not tell what FSDP2 sends
         return setup.make_sharded(self.context.device_mesh(setup.params.flat.device.type, self._timeout.timeout_s))
 
-    def _make_role(self, model: LocalReplica | ShardedModel, setup: ModelSetup) -> IslandRole:
+    def _make_role(self, model: LocalReplica | ShardedModel, setup: ProcessSetup) -> IslandRole:
         self._positions.check_readers(self.context.size, self.algorithm, self._inside)
         for one in (self.algorithm, self._inside):
             check_exchange_dtype(one, self._layout)
@@ -303,18 +281,17 @@ class ProcessEngine:
         self._messages.post_record(self._recorder.take(), self.round, self.steps_taken, self.clock.now_s())
         self.round += 1
         self._report_timeout()
-        if self.finished or self._passed(self._intervals.evaluate_every, before):
+        if self._is_due(before, self._evaluate_every):
             self._run_evaluation()
-        if self._save is not None and (self.finished or self._passed(self._intervals.save_every, before)):
+        if self._save is not None and self._is_due(before, self._save_every):
             self._messages.add_all_rounds()
             self._compare_digests()
             self._save(self)
             self._timeout.restart()
 
-    def _passed(self, rounds: int, before: int) -> bool:
-        """Whether the round has passed a multiple of the steps of this many rounds."""
-        interval = rounds * self.algorithm.steps_per_round
-        return self.steps_taken // interval > before // interval
+    def _is_due(self, before: int, rounds: int) -> bool:
+        """Whether the run is over, or has passed a multiple of the steps of so many rounds."""
+        return self.finished or passed_multiple(before, self.steps_taken, rounds * self.algorithm.steps_per_round)
 
     def _run_evaluation(self) -> None:
         self._messages.add_all_rounds()

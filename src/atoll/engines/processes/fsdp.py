@@ -25,10 +25,11 @@ from atoll.algorithms.zero import FSDP
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.protocols import Work, Workload
+from atoll.engines.accounting import ComputeSpan
 from atoll.engines.processes.collectives import LOST
 from atoll.engines.processes.island_role import CheckpointPart, PartLoader, SlicedReplica
 from atoll.engines.processes.process_group import RankContext
-from atoll.engines.round_record import ComputeRecord, RoundRecorder, WallClock
+from atoll.engines.round_record import RoundRecorder, WallClock
 from atoll.optim.schedules import at
 from atoll.replica.flat_parameters import ModuleWeights, copy_buffers
 from atoll.replica.forward_backward import Loss, to_device
@@ -197,7 +198,7 @@ class FsdpDevice(SlicedReplica):
             time.sleep(self._pause_s * batches)
         self._recorder.record.island_updates += steps
         loss, end_s = math.fsum(losses) / steps, self._clock.now_s()
-        self._recorder.add_computed(ComputeRecord(start_s, end_s, 0, float(batches), tokens, loss, True))
+        self._recorder.add_computed(ComputeSpan(start_s, end_s, 0, float(batches), [loss], tokens))
 
     def parts(self) -> dict[str, CheckpointPart]:
         return {self._part: CheckpointPart(self.model.state())}

@@ -31,7 +31,7 @@ from atoll.core.protocols import Algorithm, Sink, Workload
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.driver import Driver, Prepared, Result, RunRequest, RunTask, digest_without_islands
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.engine import Intervals, ModelSetup, ProcessEngine
+from atoll.engines.processes.engine import ProcessEngine, ProcessSetup
 from atoll.engines.processes.fsdp import ShardedModel
 from atoll.engines.processes.process_group import (
     RankContext,
@@ -44,8 +44,8 @@ from atoll.engines.processes.rank_log import RankLog, leave_at_once, own_log, te
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.engines.processes.spec import Processes, gpu_of_rank
 from atoll.engines.processes.transport import first_sentence
-from atoll.engines.replica_factory import loss_of, replica_of, seed_of
 from atoll.engines.spec import read_spec
+from atoll.engines.training_setup import loss_of, replica_of, seed_of
 from atoll.engines.warm_start import WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
@@ -283,29 +283,20 @@ class RankDriver(Driver):
         run, world, device, workload = self.run, self._world, self._device, prepared.workload
         loss = loss_of(run, workload)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
-        setup = ModelSetup(
+        setup = ProcessSetup(
             params=prepared.warm_start.params.to(device),
             batches=workload.batches,
             make_replica=lambda number: replica_of(run, workload, loss, number, device),
             make_sharded=lambda mesh: _sharded_model(run, workload, loss, mesh, device, world.rank),
             pause_s=self._spec.delay_s(run, world.island),
-        )
-        intervals = Intervals(
-            steps=run.train.steps,
-            evaluate_every=run.rounds(run.keep.evaluate_every),
-            save_every=run.rounds(run.keep.save_every),
-        )
-        return ProcessEngine(
-            algorithm,
-            world,
-            setup,
-            intervals,
-            inside=run.inside,
             evaluate=evaluator or _refuse_evaluation,
             sink=sink,
+            steps=run.train.steps,
+            evaluate_every=run.rounds(run.keep.evaluate_every),
             save=self.save,
-            timeout=self._limit,
+            save_every=run.rounds(run.keep.save_every),
         )
+        return ProcessEngine(algorithm, world, setup, inside=run.inside, timeout=self._limit)
 
     def restore(self, engine: ProcessEngine, checkpoint: Checkpoint) -> None:
         engine.restore(checkpoint.metadata["engine"], self.checkpoints.loader(checkpoint, engine.parts()))

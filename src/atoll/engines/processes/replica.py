@@ -11,7 +11,8 @@ from typing import Any
 from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Gradient, Replica, Task, Weigh, Work
-from atoll.engines.round_record import ComputeRecord, WallClock
+from atoll.engines.accounting import ComputeSpan
+from atoll.engines.round_record import WallClock
 from atoll.replica.local_replica import ComputeResult, LocalReplica
 
 
@@ -31,7 +32,7 @@ class ProcessReplica:
         replica: LocalReplica,
         *,
         clock: WallClock | None = None,
-        on_computed: Callable[[ComputeRecord], object] = lambda span: None,
+        on_computed: Callable[[ComputeSpan], object] = lambda span: None,
         pause_s: float = 0.0,
         where: Callable[[int], str] = lambda step: f"this island, at step {step} of the round",
         allow_nonfinite: bool = False,
@@ -75,7 +76,7 @@ class ProcessReplica:
                 f"the loss is {worst} on {self._where(step)}. The run stops; checkpoints from before this round are valid. Lower "
                 f"the learning rate, set train.clip_norm, or look at this island's data."
             )
-        self._on_computed(ComputeRecord(start_s, self._clock.now_s(), steps, batches, result.tokens, loss, result.moved))
+        self._on_computed(ComputeSpan(start_s, self._clock.now_s(), steps, batches, [loss], result.tokens, result.moved))
         return value
 
 

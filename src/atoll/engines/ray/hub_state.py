@@ -27,9 +27,9 @@ from atoll.core.errors import TrainingDiverged
 from atoll.core.events import Evaluated, IslandJoined, IslandLeft, Refused, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
-from atoll.engines.accounting import ComputeSpan, Ledger, RunAccounting, clock_fields, dispatched, refused, returned, window_closed
+from atoll.engines.accounting import Ledger, RunAccounting, clock_fields, dispatched, refused, returned, window_closed
 from atoll.engines.ray.messages import HubSettings, PullStatus, PushStatus, RoundId, UpdateMessage, tensors_of
-from atoll.replica.local_replica import ComputeResult
+from atoll.engines.training_setup import passed_multiple
 from atoll.runs.cluster import draw
 from atoll.runs.network import CONTROL_BYTES
 
@@ -296,14 +296,11 @@ class HubState:
         self._end_round(dispatch)
         for worker, present in self.slots.items():
             self._count_presence(worker, present, applied.time_s)
-        spans = []
-        for record in update.computed:
-            result = ComputeResult([record.loss], record.tokens, record.moved)
-            spans.append(ComputeSpan(record.start_s, min(record.end_s, applied.time_s), record.steps, record.batches, result))
+        spans = [span._replace(end_s=min(span.end_s, applied.time_s)) for span in update.computed]
         pushed_s, sent_bytes, workers = min(update.pushed_s, applied.time_s), self.params.nbytes, len(self.slots)
         for event in self.accounting.update_applied(applied, spans, pushed_s=pushed_s, sent_bytes=sent_bytes, workers=workers):
             self._emit(event)
-        if self.done or self.accounting.totals.local_updates // every > before // every:
+        if self.done or passed_multiple(before, self.accounting.totals.local_updates, every):
             self.request_evaluation(applied.time_s)
 
     def _refused(self, refusal: Refusal, update: UpdateMessage) -> None:

@@ -24,7 +24,7 @@ from atoll.core.events import Evaluated, Event
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.protocols import AsyncAlgorithm, Plan, Work
-from atoll.engines.round_record import ComputeRecord
+from atoll.engines.accounting import ComputeSpan
 from atoll.telemetry.event_log import JsonlSink
 
 ByteArray = NDArray[np.uint8]
@@ -74,7 +74,7 @@ class UpdateMessage(NamedTuple):
     round_id: RoundId
     begin_s: float
     pushed_s: float
-    computed: tuple[ComputeRecord, ...]
+    computed: tuple[ComputeSpan, ...]
     buffers: dict[str, NDArray[Any]]
 
     @property

@@ -20,7 +20,7 @@ from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.messages import LostRounds, SavedCheckpoint, dtype_name, tree_view
 from atoll.engines.ray.spec import further_devices
-from atoll.engines.replica_factory import loss_of, replica_of
+from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start import Cache, load_data
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import initial_weights

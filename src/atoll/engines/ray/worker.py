@@ -22,6 +22,7 @@ import torch
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
+from atoll.engines.accounting import ComputeSpan
 from atoll.engines.processes.replica import ProcessReplica, run_worker_round
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.client import HubClient
@@ -35,7 +36,7 @@ from atoll.engines.ray.messages import (
     tree_bytes,
     tree_copy,
 )
-from atoll.engines.round_record import ComputeRecord, WallClock
+from atoll.engines.round_record import WallClock
 from atoll.replica.local_replica import LocalReplica
 
 _PULL_WAIT_S = 5.0
@@ -146,7 +147,7 @@ class WorkerProcess:
         assert task.work is not None
         params = tree_copy(array, self._replica.weights.layout, task.dtype, self._replica.device)
         del array  # frees its room in the object store
-        begin_s, computed = self._clock.now_s(), list[ComputeRecord]()
+        begin_s, computed = self._clock.now_s(), list[ComputeSpan]()
         self._client.hub.round_started.remote(self._spec.worker, self._spec.incarnation, task.round_id, begin_s)
         replica = ProcessReplica(
             self._replica,
@@ -161,7 +162,7 @@ class WorkerProcess:
             params.release()
         return 1
 
-    def _push(self, round_id: RoundId, begin_s: float, computed: Sequence[ComputeRecord], delta: Tree) -> None:
+    def _push(self, round_id: RoundId, begin_s: float, computed: Sequence[ComputeSpan], delta: Tree) -> None:
         spec, pushed_s, buffers = self._spec, self._clock.now_s(), arrays_of(self._replica.buffers())
         update = UpdateMessage(spec.worker, spec.incarnation, round_id, begin_s, pushed_s, tuple(computed), buffers)
         reference = self._ray.put(tree_bytes(delta))  # once, also for a repeated push

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,6 +30,7 @@ from atoll.engines.simulator.compute_pool import ComputePool
 from atoll.engines.simulator.engine import SimSetup
 from atoll.engines.simulator.peers import Compute, SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
+from atoll.engines.training_setup import passed_multiple
 from atoll.replica.forward_backward import ModuleTraits
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster, draw
@@ -298,7 +299,7 @@ class AsyncSimEngine:
 
             def finish() -> Any:
                 result, computed = self._pool.result(future)
-                worker.spans.append(ComputeSpan(start_s, end_s, steps, batches, computed))
+                worker.spans.append(ComputeSpan(start_s, end_s, steps, batches, *computed))
                 return result
 
             task.resume_at(end_s, finish)
@@ -348,7 +349,7 @@ class AsyncSimEngine:
     def _is_due(self, before: int, every: int) -> bool:
         """Whether the local updates have passed a multiple of `every`, or the run is over."""
         now = self.accounting.totals.local_updates
-        return now > before and (self.hub.done or now // every > before // every)
+        return now > before and (self.hub.done or passed_multiple(before, now, every))
 
     def _account_update(self, applied: Applied) -> None:
         worker, before = self.workers[applied.dispatch.worker], self.accounting.totals.local_updates

@@ -181,7 +181,7 @@ class TimedCompute:
             def finish() -> Any:
                 result, computed = self._pool.result(future)
                 del self._running[island, device]
-                event = self._accounting.computed(island, ComputeSpan(start_s, end_s, steps, batches, computed), device=device)
+                event = self._accounting.computed(island, ComputeSpan(start_s, end_s, steps, batches, *computed), device=device)
                 self._sink.emit(event)
                 count_tokens(computed.tokens)
                 return result

@@ -8,7 +8,7 @@ bits, accounts, evaluates, saves, and adds and removes islands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,10 +22,9 @@ from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Progress, RoundFailed, RunFinished, UpdateSkipped
 from atoll.core.flat_tree import Tree, all_finite
 from atoll.core.memoize import sharing
-from atoll.core.protocols import Algorithm, Batches, HoldsWeights, Owner, Sink, Work, fields_owned, whole_steps
+from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned, whole_steps
 from atoll.core.pytree import memories, recycle, trees
 from atoll.engines.accounting import RunAccounting
-from atoll.engines.data_positions import DataPositions, same_batches_everywhere
 from atoll.engines.replicated_state import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.cluster_state import ClusterState, IslandState
@@ -42,6 +41,7 @@ from atoll.engines.simulator.island_devices import (
 from atoll.engines.simulator.memory_counter import MemoryCounter, is_counted
 from atoll.engines.simulator.peers import Compute, SimPeers, SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
+from atoll.engines.training_setup import DataPositions, TrainingSetup, passed_multiple, same_batches_everywhere
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
 from atoll.runs.cluster import Cluster
@@ -49,36 +49,17 @@ from atoll.runs.two_level import check_inside
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimSetup:
+class SimSetup(TrainingSetup):
     """What both simulators, the synchronous and the asynchronous one, need for a run.
 
     Attributes:
         cluster: the islands and their links.
-        params: the first weights.
-        batches: the data. In a synchronous run island i reads shard i modulo the number of shards.
-        make_replica: makes the replica of island i, with a fresh optimizer. Where islands have devices with an algorithm of their
-            own, device j of island i has the number i * devices_per_island + j.
-        evaluate: returns the metrics of weights and buffers.
-        sink: takes events.
-        steps: inner steps of each island.
         seed: of all random draws of the cluster.
-        evaluate_every: rounds between evaluations (local updates in an asynchronous run). The last weights are always evaluated.
-        save: writes a checkpoint of the engine; None saves nothing.
-        save_every: as `evaluate_every`, between checkpoints.
         batched_compute: computes for several islands at once, if they share one device.
     """
 
     cluster: Cluster
-    params: Tree
-    batches: Batches
-    make_replica: Callable[[int], LocalReplica]
-    evaluate: Callable[[Tree, Mapping[str, torch.Tensor]], Mapping[str, float]]
-    sink: Sink
-    steps: int
     seed: int = 0
-    evaluate_every: int = 1
-    save: Callable[[Any], None] | None = None
-    save_every: int = 1
     batched_compute: BatchedCompute | None = None
 
 
@@ -318,15 +299,14 @@ class SimEngine:
         if "steps" in shared:  # the State counts the steps of committed rounds; failed rounds count too
             steps = whole_steps(shared["steps"]) + totals.failed_rounds * per_round
         self._sink.emit(self.accounting.round_finished(steps, len(self.islands), self.virtual_time_s))
-        if self.over or self._passed(before, self._setup.evaluate_every):
+        if self._is_due(before, self._setup.evaluate_every):
             self._evaluate()
-        if self._setup.save is not None and (self.over or self._passed(before, self._setup.save_every)):
+        if self._setup.save is not None and self._is_due(before, self._setup.save_every):
             self._setup.save(self)
 
-    def _passed(self, before: int, rounds: int) -> bool:
-        """Whether the last round has passed a multiple of the steps of so many rounds."""
-        interval = rounds * self.algorithm.steps_per_round
-        return self.accounting.totals.steps // interval > before // interval
+    def _is_due(self, before: int, rounds: int) -> bool:
+        """Whether the run is over, or has passed a multiple of the steps of so many rounds."""
+        return self.over or passed_multiple(before, self.steps_taken, rounds * self.algorithm.steps_per_round)
 
     def _evaluate(self) -> None:
         metrics = self._pool.run(lambda: self._setup.evaluate(self.params, self.buffers()))

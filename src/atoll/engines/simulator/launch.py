@@ -9,11 +9,11 @@ from atoll.core.events import Arranged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
 from atoll.engines.driver import Driver, Prepared, Result, RunRequest
-from atoll.engines.replica_factory import loss_of, replica_of
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.engine import SimEngine, SimSetup
 from atoll.engines.spec import Simulator, refuse_torchrun
+from atoll.engines.training_setup import loss_of, replica_of
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.run import Run, device_of, precision_notice
 

@@ -11,8 +11,8 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Progress
 from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
 from atoll.core.serialization import load_tree
-from atoll.engines.replica_factory import loss_of, replica_of
 from atoll.engines.simulator.replay import replay
+from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start import Cache, load_data, warm_up
 from atoll.replica.local_replica import torch_threads
 from atoll.runs.folder import RunFolder

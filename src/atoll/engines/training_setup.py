@@ -1,16 +1,87 @@
-"""Data positions of a synchronous run: which batches each reader gets."""
+"""What an engine trains: the setup of a run, replicas as a Run describes them, and the batches that each reader gets."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import torch
+
 from atoll.core.errors import ConfigError
-from atoll.core.protocols import Batches, Work
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Batches, Sink, Work, Workload
+from atoll.replica.forward_backward import Loss
+from atoll.replica.local_replica import LocalReplica, RoundStart
+from atoll.runs.run import Run, device_of, dtype_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """What an engine trains, for how long, and what it reports. The last weights are always evaluated and saved.
+
+    Attributes:
+        params: the initial weights, the same on all ranks.
+        batches: the data. In a synchronous run reader i reads shard i modulo the number of shards.
+        make_replica: makes the replica of a reader, with a fresh optimizer. Where islands have devices with an algorithm of their
+            own, device j of island i is reader i * devices_per_island + j; else island i is reader i.
+        evaluate: returns the metrics of weights and buffers.
+        sink: takes events.
+        steps: inner steps of each island.
+        evaluate_every: rounds between evaluations (local updates in an asynchronous run).
+        save: writes a checkpoint of the engine; None saves nothing.
+        save_every: as `evaluate_every`, between checkpoints.
+    """
+
+    params: Tree
+    batches: Batches
+    make_replica: Callable[[int], LocalReplica]
+    evaluate: Callable[[Tree, Mapping[str, torch.Tensor]], Mapping[str, float]]
+    sink: Sink
+    steps: int
+    evaluate_every: int = 1
+    save: Callable[[Any], None] | None = None
+    save_every: int = 1
+
+
+def passed_multiple(before: int, now: int, interval: int) -> bool:
+    """Whether a count has passed a multiple of `interval` since it was `before`.
+
+    >>> [now for now in range(1, 10) if passed_multiple(now - 1, now, 4)]
+    [4, 8]
+    """
+    return now // interval > before // interval
+
+
+def loss_of(run: Run, workload: Workload) -> Loss:
+    """The workload's loss; with train.compile one compiled graph for all replicas."""
+    return torch.compile(workload.loss) if run.train.compile else workload.loss
+
+
+def replica_of(
+    run: Run, workload: Workload, loss: Loss, island: int, device: str | None = None, more_devices: Sequence[str] = ()
+) -> LocalReplica:
+    """One island's model and inner optimizer on `device`, or on the run's. `more_devices` share its batches."""
+    return LocalReplica(
+        workload,
+        optimizer=run.optimizer,
+        clip_norm=run.train.clip_norm,
+        micro_batches=run.train.micro_batches,
+        devices=(device or device_of(run), *more_devices),
+        autocast=run.train.precision == "bf16",
+        dtype=dtype_of(run),
+        loss=loss,
+        seed=seed_of(run, island),
+        round_start=RoundStart(run.train.fresh_optimizer, run.train.peak_first),
+    )
+
+
+def seed_of(run: Run, number: int) -> int:
+    """The seed of the random numbers that one island, or one device of an island, draws while it computes."""
+    return run.seed * 100_003 + number
 
 
 class DataPositions:

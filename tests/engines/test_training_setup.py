@@ -12,7 +12,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Work
 from atoll.data.partition import ByDomain
-from atoll.engines.replica_factory import replica_of
+from atoll.engines.training_setup import replica_of
 from atoll.optim.adam import AdamW
 from atoll.runs.run import candidates, device_of
 from atoll.runs.workloads import island_workload, plain_workload

@@ -7,7 +7,7 @@ import pytest
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
-from atoll.engines.data_positions import DataPositions
+from atoll.engines.training_setup import DataPositions
 from atoll.testing.simulated_runs import RegressionBatches
 
 
