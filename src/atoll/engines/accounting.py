@@ -6,13 +6,13 @@ Every reported figure since the warm start comes from here. A checkpoint saves a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
-from atoll.algorithms.async_hub import Applied, Refusal
+from atoll.algorithms.async_hub import Applied, AsyncHub, Refusal
 from atoll.algorithms.async_scheduler import Closing, Dispatch, Return
 from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.events import (
@@ -313,7 +313,30 @@ def clock_fields(time_s: float, *, real: bool) -> dict[str, Any]:
     return {"virtual_time_s": None if real else time_s, "wall_time_s": time_s if real else None}
 
 
-# ---------------------------------------------------------------------------------------------------------- decisions of a hub
+# ----------------------------------------------------------------------------------------------------------------------- a hub
+
+
+def hub_parts(hub: AsyncHub, accounting: RunAccounting, buffers: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a checkpoint of a hub, its accounting, the buffers of the last arrival, and what the engine adds to its part."""
+    parts = hub.to_parts()
+    versions = parts["versions"]
+    return {
+        "engine": {**accounting.to_parts(), "hub": parts["plain"], "versions": list(versions), **engine},
+        "hub": {"state": parts["state"]},
+        "buffers": {"buffers": buffers},
+        **{f"version-{name}": {"params": tree} for name, tree in versions.items()},
+    }
+
+
+def restore_hub(hub: AsyncHub, accounting: RunAccounting, load: Callable[[str, Any], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Restores what `hub_parts` returned. Returns the engine's part and the buffers. `load(part, like)` loads a part, with the
+    types of `like`."""
+    engine: dict[str, Any] = load("engine", None)
+    accounting.from_parts(engine)
+    versions = {name: load(f"version-{name}", {"params": hub.params})["params"] for name in engine["versions"]}
+    hub.from_parts(load("hub", {"state": hub.state})["state"], versions, engine["hub"])
+    buffers: dict[str, Any] = load("buffers", None)["buffers"]
+    return engine, buffers
 
 
 def dispatched(dispatch: Dispatch, begin_s: float, sent_bytes: int, *, real: bool = False, devices: int = 1) -> Dispatched:

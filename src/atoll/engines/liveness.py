@@ -132,7 +132,6 @@ class FailureAttribution:
 
     Args:
         store: outlives the ranks.
-        rank: the rank that reports.
         ranks: the global rank of each member of the group. Methods take and return ranks of the group.
     """
 

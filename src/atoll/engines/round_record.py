@@ -73,7 +73,6 @@ class RoundRecord:
     """One round of one process.
 
     Attributes:
-        computed: its spans of computing.
         exchanges: with other islands.
         island_exchanges: with the other devices of its island.
         tokens: in updates of this round.
@@ -136,10 +135,7 @@ class EventAggregator:
     """Turns the records of all ranks into events and figures.
 
     Args:
-        accounting: keeps the figures.
-        devices: per island.
         inside: whether the devices of an island have an algorithm of their own.
-        sink: takes the events.
     """
 
     def __init__(self, accounting: RunAccounting, devices: int, *, inside: bool, sink: Sink) -> None:

@@ -29,7 +29,6 @@ class TrainingSetup:
         make_replica: makes the replica of a reader, with a fresh optimizer. Where islands have devices with an algorithm of their
             own, device j of island i is reader i * devices_per_island + j; else island i is reader i.
         evaluate: returns the metrics of weights and buffers.
-        sink: takes events.
         steps: inner steps of each island.
         evaluate_every: rounds between evaluations (local updates in an asynchronous run).
         save: writes a checkpoint of the engine; None saves nothing.

@@ -43,10 +43,8 @@ class LoopCheckpoint:
     """What one process needs to resume, besides the user's model and optimizer.
 
     Attributes:
-        rounds: completed ones.
         steps: of the user, in all rounds.
         steps_in_round: steps since the last completed round.
-        position: of the process that saved it.
         module_digest: of the module's weights in the middle of a round; empty where the State has the weights.
         packed: the algorithm's State after the last completed round.
     """

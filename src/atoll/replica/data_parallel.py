@@ -40,10 +40,7 @@ class DataParallelDevices:
         """Adds the gradient of all parts, one per device, to that of the replica's own weights.
 
         Args:
-            own: the replica's weights.
-            device: where they are.
             parts: of a batch; the first is for `device`.
-            compute: computes one part.
             in_turn: compute the parts one after the other, because modules draw from one random generator.
         """
         weights, threads = own.borrowed(), torch.get_num_threads()

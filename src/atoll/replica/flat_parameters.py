@@ -343,6 +343,12 @@ class UnflattenedModule(ModuleWeights):
         return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a checkpoint of the module has, such as BatchNorm's running means."""
+    persistent = module.state_dict().keys()
+    return {name: buffer.detach() for name, buffer in module.named_buffers() if name in persistent}
+
+
 def copy_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Writes the module's buffers of these names."""
     for name, buffer in module.named_buffers():

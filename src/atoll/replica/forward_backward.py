@@ -30,9 +30,7 @@ class ForwardBackward:
     Attributes:
         weights: of the module, to whose gradients passes add.
         batches: count the tokens of a micro-batch.
-        loss: may be compiled.
         plain_loss: the same loss, not compiled.
-        device: of the module.
         data_parallel: further devices, each of which computes a share of every batch.
         autocast: run forward passes in bfloat16 (CUDA only).
     """
@@ -50,7 +48,6 @@ class ForwardBackward:
 
         Args:
             batch: all of it. Each micro-batch weighs as many tokens as it has, because examples may be padded.
-            weight: of its gradient.
             micro_batches: per device.
             in_turn: one device after the other, because modules draw from one random generator.
         """

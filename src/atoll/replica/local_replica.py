@@ -23,7 +23,7 @@ from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Schedule, at
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.data_parallel import DataParallelDevices
-from atoll.replica.flat_parameters import FlatModule, TrainableWeights, copy_buffers, trainable_weights
+from atoll.replica.flat_parameters import FlatModule, TrainableWeights, copy_buffers, persistent_buffers, trainable_weights
 from atoll.replica.forward_backward import ForwardBackward, Loss, ModuleTraits, probe_module, split_batch
 from atoll.replica.master_weights import InnerRule as InnerRule
 from atoll.replica.master_weights import MasterWeights, cast_parameters, needs_master_weights
@@ -57,7 +57,6 @@ class LocalReplica:
     """One island's model and inner optimizer.
 
     Args:
-        workload: what is trained.
         optimizer: the inner rule, carried out by torch's own optimizer (fused AdamW where there is one).
         clip_norm: gradients with a larger norm are scaled down to it.
         micro_batches: into how many pieces each batch is cut; their gradients are accumulated to the mean over the batch.
@@ -66,7 +65,6 @@ class LocalReplica:
         dtype: of the module's parameters, and so of gradients and activations; None leaves them as the workload makes them.
         loss: a compiled form of `workload.loss`, shared by all replicas.
         seed: of this replica's random generator, for modules that draw (dropout).
-        round_start: see `RoundStart`.
     """
 
     def __init__(
@@ -292,10 +290,7 @@ class LocalReplica:
         }
 
     def buffers(self) -> dict[str, Tensor]:
-        """The module's persistent buffers, such as BatchNorm's running means."""
-        module = self.weights.module
-        persistent = module.state_dict().keys()
-        return {name: buffer.detach() for name, buffer in module.named_buffers() if name in persistent}
+        return persistent_buffers(self.weights.module)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what `state` returned."""

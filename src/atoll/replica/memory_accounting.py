@@ -42,7 +42,6 @@ def add_storages(storages: Storages, value: Any, kind: str, named: frozenset[str
     """Adds the storages in a nested value. A storage keeps the kind it was first added with.
 
     Args:
-        storages: are added to.
         value: Trees, tensors, and tuples, lists, mappings and dataclasses of them; anything else has no storage.
         kind: of what is found, except for gradients, which have a type of their own.
         named: names of a State's fields; values of these names, in any record, count as the State's.

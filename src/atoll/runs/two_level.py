@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from atoll.core.errors import ConfigError
-from atoll.core.protocols import Algorithm, AsyncAlgorithm, Rebases
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Algorithm, AsyncAlgorithm, Gradient, Rebases, Weigh, Work
 from atoll.optim.schedules import Schedule, at
 
 
@@ -27,6 +28,18 @@ def check_inside(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], inside: Algori
         raise ConfigError(
             f"a round between islands has {algorithm.steps_per_round} steps, which is not a multiple of the "
             f"{inside.steps_per_round} of a round of {inner} inside. Use {inside.steps_per_round} steps, or a multiple."
+        )
+
+
+class TrainingOnlyReplica:
+    """The Replica of an island whose devices have an algorithm of their own: it trains, and has no gradients."""
+
+    async def gradient(
+        self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
+    ) -> Gradient:
+        raise ConfigError(
+            "an island whose devices have an algorithm of their own (inside) trains, and has no gradient to give. Use an "
+            "algorithm between islands that trains, such as DiLoCo, or inside=none."
         )
 
 

@@ -89,8 +89,6 @@ class IslandReport:
     Attributes:
         donor: the island that it fetched its state from since its last commit, and `received_bytes` of it.
         written: the number of the last version that it has written into the event log.
-        record: of its round.
-        now_s: on its clock.
     """
 
     has_folder: bool
@@ -147,11 +145,9 @@ class Agreement:
     """What a quorum agreed on; deltas and reports in rank order.
 
     Attributes:
-        value: the mean.
         rejected: the reasons, by rank.
         weight: of all accepted deltas.
         now_s: of the clock that is furthest ahead: a joiner does not know how long its start took.
-        rank: of this island.
     """
 
     value: Tree

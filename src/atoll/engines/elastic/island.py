@@ -59,10 +59,8 @@ class IslandProcess:
     """One island.
 
     Args:
-        address: of the run.
         host: the address by which other islands reach this machine.
         folder: of the run, where this machine has it.
-        interpose: replaces parts of the island, for fault injection.
         devices: that compute for this island; None: as many as the run's settings say.
     """
 

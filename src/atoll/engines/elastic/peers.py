@@ -41,7 +41,6 @@ class ElasticPeers:
         Args:
             held: the version and the digest of this island's state.
             unit: that the island trains on; None if it has no work in this round.
-            work: the unit, as the algorithm gets it.
             report: of this island, with the record that the round fills in.
         """
         self._held, self._unit, self._work, self._report, self.commit = held, unit, work, report, None

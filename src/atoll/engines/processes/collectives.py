@@ -14,7 +14,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,38 +30,6 @@ PIECES_IN_FLIGHT = 4
 CONTROL_BYTES = 8  # of each number that travels beside the payload
 LOST = "it died, or its link is too slow"
 """The possible reasons for a rank that does not answer in time."""
-
-
-class Collectives(Protocol):
-    """What `ProcessPeers` needs of a group; `GroupCollectives` documents each method."""
-
-    timeout_s: float
-
-    @property
-    def sent_bytes(self) -> int: ...
-
-    @property
-    def control_bytes(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def all_gather_numbers(self, *numbers: float) -> list[list[float]]: ...
-
-    def reduce_scatter(
-        self,
-        flat: Tensor,
-        weights: Sequence[float],
-        sum_dtype: torch.dtype | None = None,
-        *,
-        inner_products: Tensor | None = None,
-        divide_by: float | None = None,
-    ) -> Tensor: ...
-
-    def all_gather(self, whole: Tensor) -> None: ...
 
 
 class GroupCollectives:

@@ -131,7 +131,6 @@ class ProcessEngine:
     """Runs an algorithm as one of many ranks.
 
     Args:
-        algorithm: between islands.
         inside: the algorithm of the devices of an island; None if an island is one device.
     """
 

@@ -24,26 +24,25 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from atoll.algorithms.zero import FSDP
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.flat_tree import Tree, empty
-from atoll.core.protocols import Work, Workload
+from atoll.core.protocols import Replica, Work, Workload
 from atoll.engines.accounting import ComputeSpan
 from atoll.engines.processes.collectives import LOST
-from atoll.engines.processes.island_role import CheckpointPart, PartLoader, SlicedReplica
+from atoll.engines.processes.island_role import OwnPartRole
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.round_record import RoundRecorder, WallClock
 from atoll.optim.schedules import at
-from atoll.replica.flat_parameters import ModuleWeights, copy_buffers
+from atoll.replica.flat_parameters import ModuleWeights, copy_buffers, persistent_buffers
 from atoll.replica.forward_backward import Loss, to_device
 from atoll.replica.local_replica import torch_optimizer
+from atoll.runs.two_level import TrainingOnlyReplica
 
 
 class ShardedModel:
     """A module that FSDP2 shards, and torch's optimizer for it. An IslandModel.
 
     Args:
-        mesh: the devices of the island.
         algorithm: its settings: optimizer, clipping, accumulation.
         bf16: compute in bfloat16; weights, sums of gradients and optimizer state stay in single precision.
-        loss: the workload's, perhaps compiled.
         seed: of this device's random numbers, for modules that draw some (dropout).
     """
 
@@ -117,8 +116,7 @@ class ShardedModel:
         return Tree.of(whole)
 
     def buffers(self) -> dict[str, Tensor]:
-        kept = self.module.state_dict().keys()
-        return {name: buffer.detach() for name, buffer in self.module.named_buffers() if name in kept}
+        return persistent_buffers(self.module)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -138,14 +136,14 @@ class ShardedModel:
         copy_buffers(self.module, state["buffers"])
 
 
-class FsdpDevice(SlicedReplica):
+class FsdpDevice(OwnPartRole, TrainingOnlyReplica):
     """One device of an island that FSDP2 trains. An IslandRole, and the Replica that it trains.
 
     Args:
-        params: the whole initial weights.
         assign: assigns batches, in pieces, at a position of the schedule.
-        pause_s: sleeps this long for each batch besides.
     """
+
+    model: ShardedModel
 
     def __init__(
         self,
@@ -158,9 +156,12 @@ class FsdpDevice(SlicedReplica):
         clock: WallClock,
         pause_s: float = 0.0,
     ) -> None:
-        self.model, self._part, self._pause_s = model, f"device-{context.rank}", pause_s
-        self._assign, self._recorder, self._clock = assign, recorder, clock
+        super().__init__(model, f"device-{context.rank}")
+        self._assign, self._recorder, self._clock, self._pause_s = assign, recorder, clock, pause_s
         model.weights.write(self.shard(params))
+
+    def replica(self) -> Replica:
+        return self
 
     def shard(self, params: Tree) -> Tree:
         layout = self.model.weights.layout
@@ -171,9 +172,6 @@ class FsdpDevice(SlicedReplica):
 
     def gather(self, shard: Tree) -> Tree:
         return self.model.gather(shard)
-
-    def committed_tokens(self, read: int) -> int:
-        return read
 
     def load(self, params: Tree) -> None:
         self.model.weights.write(params)
@@ -199,14 +197,6 @@ class FsdpDevice(SlicedReplica):
         self._recorder.record.island_updates += steps
         loss, end_s = math.fsum(losses) / steps, self._clock.now_s()
         self._recorder.add_computed(ComputeSpan(start_s, end_s, 0, float(batches), [loss], tokens))
-
-    def parts(self) -> dict[str, CheckpointPart]:
-        return {self._part: CheckpointPart(self.model.state())}
-
-    def restore(self, load: PartLoader) -> None:
-        state = load(self._part, CheckpointPart(None))
-        if state is not None:
-            self.model.restore(state)
 
 
 def _check(algorithm: FSDP) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
-from atoll.core.protocols import Algorithm, Gradient, HoldsWeights, Owner, Replica, Weigh, Work, fields_owned
+from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, Work, fields_owned
 from atoll.core.pytree import recycle
 from atoll.engines.accounting import MAX_SKIPPED
 from atoll.engines.liveness import ExchangeTimeout
@@ -29,7 +29,7 @@ from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.replicated_state import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.engines.round_record import ExchangeRecord, RoundRecorder, WallClock, last_update
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.two_level import at_position
+from atoll.runs.two_level import TrainingOnlyReplica, at_position
 
 
 @dataclass(frozen=True)
@@ -117,20 +117,11 @@ class IslandRole(Protocol):
         """Continue from a checkpoint."""
 
 
-class SingleDevice:
-    """The only device of its island. An IslandRole."""
+class OwnPartRole:
+    """What the roles have in common whose model is one part of a checkpoint, and whose updates have all tokens that it read."""
 
-    def __init__(self, model: LocalReplica, replica: Replica, rank: int) -> None:
-        self.model, self._replica, self._part = model, replica, f"replica-{rank}"
-
-    def replica(self) -> Replica:
-        return self._replica
-
-    def shard(self, params: Tree) -> Tree:
-        return params
-
-    def gather(self, shard: Tree) -> Tree:
-        return shard
+    def __init__(self, model: Any, part: str) -> None:
+        self.model, self._part = model, part
 
     def committed_tokens(self, read: int) -> int:
         return read
@@ -144,36 +135,31 @@ class SingleDevice:
             self.model.restore(state)
 
 
-class SlicedReplica:
-    """The Replica of a slice of an island's weights: it trains, and has no gradients."""
+class SingleDevice(OwnPartRole):
+    """The only device of its island. An IslandRole."""
 
-    def replica(self) -> Any:
-        return self
+    model: LocalReplica
 
-    async def gradient(
-        self,
-        work: Work,
-        *,
-        at: Tree | None = None,
-        onto: Gradient | None = None,
-        weigh: Weigh = "batches",
-        wide: bool = False,
-    ) -> Gradient:
-        raise ConfigError(
-            "an island whose devices have an algorithm of their own (inside) trains, and has no gradient to give. Use an "
-            "algorithm between islands that trains, such as DiLoCo, or inside=none."
-        )
+    def __init__(self, model: LocalReplica, replica: Replica, rank: int) -> None:
+        super().__init__(model, f"replica-{rank}")
+        self._replica = replica
+
+    def replica(self) -> Replica:
+        return self._replica
+
+    def shard(self, params: Tree) -> Tree:
+        return params
+
+    def gather(self, shard: Tree) -> Tree:
+        return shard
 
 
-class DeviceGroup(SlicedReplica):
+class DeviceGroup(TrainingOnlyReplica):
     """One of several devices that train an island together. An IslandRole, and the Replica that it trains.
 
     Args:
         algorithm: what the devices of an island do together.
-        model: of this device.
         replica: the same, as the algorithm inside sees it.
-        thread: communicates.
-        params: the whole initial weights.
         assign: assigns batches, in pieces, at a position of the schedule.
     """
 
@@ -214,6 +200,9 @@ class DeviceGroup(SlicedReplica):
         self._load_held()
 
     # ------------------------------------------------------------------------------------------------ seen from the island
+
+    def replica(self) -> Replica:
+        return self
 
     def shard(self, params: Tree) -> Tree:
         return params.shard(self._group.rank, self._group.size)

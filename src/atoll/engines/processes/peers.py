@@ -14,7 +14,7 @@ from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.protocols import Mean, Scattered, Work
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.collectives import Collectives
+from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import BackgroundTask, CommunicationThread, Request
 from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, WallClock
 
@@ -35,18 +35,14 @@ class ProcessPeers:
     """A protocols.Peers over a process group.
 
     Args:
-        group: carries the exchanges.
-        thread: uses the group.
         assign: assigns work: steps, batches, pieces.
-        layout: of the whole weights.
         timeout: of exchanges; it is told how long they take.
-        on_exchange: takes a record of each exchange.
         on_similarity: takes the inner products of compared trees; without it, nothing is compared.
     """
 
     def __init__(
         self,
-        group: Collectives,
+        group: GroupCollectives,
         thread: CommunicationThread,
         assign: Callable[[int, int, int], Work],
         layout: Layout,

@@ -20,8 +20,6 @@ class ProcessReplica:
     """This process's model. A protocols.Replica.
 
     Args:
-        replica: computes.
-        on_computed: takes a record of each span of computing.
         pause_s: sleeps this long for each batch besides, to emulate a slower machine.
         where: names the island, the round and a step of the span, for errors.
         allow_nonfinite: a loss that is not finite is no error here: the receiver of the weights checks them.

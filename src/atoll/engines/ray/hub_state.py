@@ -27,7 +27,17 @@ from atoll.core.errors import TrainingDiverged
 from atoll.core.events import Evaluated, IslandJoined, IslandLeft, Refused, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
-from atoll.engines.accounting import Ledger, RunAccounting, clock_fields, dispatched, refused, returned, window_closed
+from atoll.engines.accounting import (
+    Ledger,
+    RunAccounting,
+    clock_fields,
+    dispatched,
+    hub_parts,
+    refused,
+    restore_hub,
+    returned,
+    window_closed,
+)
 from atoll.engines.ray.messages import HubSettings, PullStatus, PushStatus, RoundId, UpdateMessage, tensors_of
 from atoll.engines.training_setup import passed_multiple
 from atoll.runs.cluster import draw
@@ -339,31 +349,18 @@ class HubState:
 
     def to_parts(self, now_s: float) -> dict[str, Any]:
         """All parts of a checkpoint. They are saved in one write, so no round is saved in part."""
-        hub = self.hub.to_parts()
-        return {
-            "engine": {
-                **self.accounting.to_parts(),
-                "hub": hub["plain"],
-                "now_s": now_s,
-                "slots": [[n, s.incarnation, s.counted_s, s.last, s.verdict, s.refusals] for n, s in self.slots.items()],
-                "logged_rounds": sorted(self._logged),
-                "round_epochs": [list(item) for item in self._round_epochs.items()],
-                "versions": list(hub["versions"]),
-            },
-            "hub": {"state": hub["state"]},
-            "buffers": {"buffers": self.buffers},
-            **{f"version-{name}": {"params": tree} for name, tree in hub["versions"].items()},
+        engine = {
+            "now_s": now_s,
+            "slots": [[n, s.incarnation, s.counted_s, s.last, s.verdict, s.refusals] for n, s in self.slots.items()],
+            "logged_rounds": sorted(self._logged),
+            "round_epochs": [list(item) for item in self._round_epochs.items()],
         }
+        return hub_parts(self.hub, self.accounting, self.buffers, engine)
 
     def from_parts(self, load: Callable[[str, Any], Any]) -> float:
         """Restores a checkpoint, and returns its time. `load(part, like)` gives a part with the types of `like`."""
-        engine = load("engine", None)
-        self.accounting.from_parts(engine)
+        engine, self.buffers = restore_hub(self.hub, self.accounting, load)
         self._add_ledgers()
-        versions = {name: load(f"version-{name}", {"params": self.params})["params"] for name in engine["versions"]}
-        state = load("hub", {"state": self.hub.state})["state"]
-        self.hub.from_parts(state, versions, engine["hub"])
-        self.buffers = load("buffers", None)["buffers"]
         for worker, incarnation, counted_s, last, verdict, refusals in engine["slots"]:
             round_id = None if last is None else (last[0], last[1])
             self.slots[worker] = WorkerSlot(incarnation, counted_s, round_id, verdict, refusals)

@@ -48,7 +48,6 @@ class TaskMessage(NamedTuple):
     Attributes:
         weights: a reference into the object store, in a tuple of one.
         fresh_optimizer: the worker must reset its inner optimizer, since the hub does not know the rounds it was trained on.
-        now_s: the hub's clock at the reply.
     """
 
     status: PullStatus
@@ -125,7 +124,6 @@ class HubSettings:
     Attributes:
         plan: the algorithm's dispatch plan, adapted to real machines.
         examples: number of examples of each shard.
-        updates: local updates of the run.
         islands: the planned number; steps of the run are local updates over it.
         evaluate_every: local updates between evaluations. The last weights are always evaluated.
         speeds: of the worker slots in steps per second, if given.
@@ -190,11 +188,9 @@ class HubProcessSpec:
     Attributes:
         layout, dtype: of the weights.
         workers: number that the start barrier waits for.
-        save_every_s: seconds between checkpoints.
         begin_bytes: length of the event log at the start of the run.
         lost: rounds that the event log had after the last checkpoint when this session began.
         session: identifies the driving process. A new session resumes from the saved time, with new workers.
-        fingerprint: of the data.
     """
 
     settings: HubSettings

@@ -25,7 +25,16 @@ from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import IslandJoined, IslandLeft, Progress, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
-from atoll.engines.accounting import ComputeSpan, RunAccounting, dispatched, refused, returned, window_closed
+from atoll.engines.accounting import (
+    ComputeSpan,
+    RunAccounting,
+    dispatched,
+    hub_parts,
+    refused,
+    restore_hub,
+    returned,
+    window_closed,
+)
 from atoll.engines.simulator.compute_pool import ComputePool
 from atoll.engines.simulator.engine import SimSetup
 from atoll.engines.simulator.peers import Compute, SimReplica
@@ -416,33 +425,20 @@ class AsyncSimEngine:
 
     def parts(self) -> dict[str, Any]:
         """The parts of a checkpoint. After a hub step only."""
-        hub = self.hub.to_parts()
-        return {
-            "engine": {
-                **self.accounting.to_parts(),
-                "batched_compute": self._pool.to_part(),
-                "hub": hub["plain"],
-                "now_s": self._now_s,
-                "changes_done": self._changes_done,
-                "workers": [[worker.id, worker.accounted_s, worker.refusals] for worker in self.workers.values()],
-                "versions": list(hub["versions"]),
-            },
-            "hub": {"state": hub["state"]},
-            "buffers": {"buffers": self._buffers},
-            **{f"version-{name}": {"params": tree} for name, tree in hub["versions"].items()},
-            **{f"worker-{worker.id}": {"replica": worker.resumable()} for worker in self.workers.values()},
+        engine = {
+            "batched_compute": self._pool.to_part(),
+            "now_s": self._now_s,
+            "changes_done": self._changes_done,
+            "workers": [[worker.id, worker.accounted_s, worker.refusals] for worker in self.workers.values()],
         }
+        workers = {f"worker-{worker.id}": {"replica": worker.resumable()} for worker in self.workers.values()}
+        return {**hub_parts(self.hub, self.accounting, self._buffers, engine), **workers}
 
     def restore(self, load: Callable[[str, Any], Any]) -> None:
         """Restores a checkpoint. `load(part, like)` returns a part, with the types of `like`."""
-        engine = load("engine", None)
-        self.accounting.from_parts(engine)
+        engine, self._buffers = restore_hub(self.hub, self.accounting, load)
         self._pool.from_part(engine["batched_compute"])
         self._now_s, self._changes_done = engine["now_s"], engine["changes_done"]
-        versions = {name: load(f"version-{name}", {"params": self.params})["params"] for name in engine["versions"]}
-        state = load("hub", {"state": self.hub.state})["state"]
-        self.hub.from_parts(state, versions, engine["hub"])
-        self._buffers = load("buffers", None)["buffers"]
         fresh, self._workers.present = self.workers, {}
         for island, accounted_s, refusals in engine["workers"]:
             replica = fresh[island].replica if island in fresh else self._workers.new_replica(island)

@@ -50,10 +50,7 @@ class SimCollectives:
     Args:
         islands: the numbers of the members, in rank order.
         heard: whether the messages of each member arrive in this round.
-        links: of each member.
         topology: of means; slices always travel on a ring.
-        accounting: counts bytes, and knows the round.
-        sink: takes events.
         inside: the island whose devices are the members; None if islands are.
         devices: per island; each sends control bytes to its counterparts.
     """

@@ -36,7 +36,6 @@ class ComputePool:
     """The threads of one run, each with the torch threads of one island.
 
     Args:
-        cluster: has the number of torch threads.
         report_progress: called about once a second while the engine waits.
         batched: computes jobs of several islands at once on one device; None computes each by itself.
     """

@@ -53,7 +53,6 @@ class SimSetup(TrainingSetup):
     """What both simulators, the synchronous and the asynchronous one, need for a run.
 
     Attributes:
-        cluster: the islands and their links.
         seed: of all random draws of the cluster.
         batched_compute: computes for several islands at once, if they share one device.
     """
@@ -67,8 +66,6 @@ class SimEngine:
     """Runs a synchronous algorithm on a simulated cluster.
 
     Args:
-        algorithm: between islands.
-        setup: of the run.
         inside: the algorithm between the devices of each island, if an island has several.
         count_memory: count each island's memory in a few rounds.
     """

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.memoize import forget
-from atoll.core.protocols import Algorithm, Gradient, HoldsWeights, Owner, Sink, Weigh, Work, fields_owned
+from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Sink, Work, fields_owned
 from atoll.core.pytree import memories, recycle
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.replicated_state import adopt_shared, donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
@@ -31,7 +31,7 @@ from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.replica.flat_parameters import FlatModule
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
-from atoll.runs.two_level import at_position
+from atoll.runs.two_level import TrainingOnlyReplica, at_position
 
 
 class WeightHolder(Protocol):
@@ -88,13 +88,7 @@ class IntraIsland:
     """What the devices of all islands have in common.
 
     Args:
-        algorithm: that the devices of an island run.
-        cluster: has the number of devices and the link between them.
-        accounting: of the run.
-        timed_compute: computes for devices.
         assign: assigns data by reader, batches, pieces and schedule position. Device j of island i is reader i * devices + j.
-        sink: takes events.
-        make_replica: makes the replica of a reader.
     """
 
     algorithm: Algorithm[Any]
@@ -297,7 +291,7 @@ class IslandDevices:
         load_held_weights(self._intra.algorithm, self.members)
 
 
-class IslandReplica:
+class IslandReplica(TrainingOnlyReplica):
     """An island of several devices, seen by the inter-island algorithm. A protocols.Replica."""
 
     def __init__(self, devices: IslandDevices, clock: VirtualClock) -> None:
@@ -315,17 +309,3 @@ class IslandReplica:
         for step in range(0, steps, self._devices.steps_per_round):
             await Wait(partial(self._devices.start_round, self._clock, work.schedule + step))
         self._devices.check()
-
-    async def gradient(
-        self,
-        work: Work,
-        *,
-        at: Tree | None = None,
-        onto: Gradient | None = None,
-        weigh: Weigh = "batches",
-        wide: bool = False,
-    ) -> Gradient:
-        raise ConfigError(
-            "an island whose devices have an algorithm of their own (inside) trains, and has no gradient to give. Use an "
-            "algorithm between islands that trains, such as DiLoCo, or inside=none."
-        )
