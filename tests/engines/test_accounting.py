@@ -11,11 +11,11 @@ def closed(*, real: bool) -> list[tuple[float | None, float | None]]:
     return [(event.virtual_time_s, event.wall_time_s) for event in events]
 
 
-def test_simulated_moments_are_on_the_virtual_clock_alone():
+def test_simulated_times_are_on_the_virtual_clock_only():
     assert closed(real=False) == [(1.0, None), (2.0, None), (4.0, None)]
 
 
-def test_measured_moments_are_on_the_wall_clock_alone():
+def test_measured_times_are_on_the_wall_clock_only():
     assert closed(real=True) == [(None, 1.0), (None, 2.0), (None, 4.0)]
 
 

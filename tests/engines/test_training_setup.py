@@ -101,7 +101,7 @@ def test_gradient_algorithms_take_the_runs_optimizer_and_clipping():
     assert run.optimizer.lr.steps == run.train.steps
 
 
-def test_their_own_come_first():
+def test_an_algorithms_own_optimizer_and_clipping_take_precedence():
     run = override(recipes.demo_ddp(), ["algorithm.optimizer=SGD(lr=0.1)", "algorithm.clip_norm=0.2"], candidates).resolved
     assert run.algorithm.clip_norm == 0.2
     assert type(run.algorithm.optimizer).__name__ == "SGD"

@@ -17,7 +17,7 @@ def test_readers_of_one_shard_never_read_the_same_batch():
     assert [(work.shard, work.start) for work in works] == [(0, 0), (1, 0), (0, 3), (1, 3)]
 
 
-def test_who_reads_other_pieces_than_the_last_one_begins_with_a_whole_one():
+def test_a_reader_of_other_pieces_begins_with_a_whole_one():
     positions = DataPositions(RegressionBatches(num_shards=1))
     assert positions.assign(0, 3, 2, schedule=0).start == 0  # one and a half batches
     assert positions.assign(0, 1, 1, schedule=0).start == 2
@@ -65,7 +65,7 @@ def test_assigned_work_expires_with_its_round():
     assert positions.positions == [Fraction(4)]
 
 
-def test_who_may_ask_for_more_than_others_shares_no_shard_with_them_on_processes():
+def test_processes_with_free_batches_cannot_share_a_shard():
     positions = DataPositions(RegressionBatches(num_shards=2))
     positions.check_readers(2, ACCO(batch="free"), None)
     positions.check_readers(3, ACCO(), None)

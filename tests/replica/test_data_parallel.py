@@ -51,7 +51,7 @@ def test_modules_in_half_precision_have_one_master():
     assert float((many.params().flat - one.params().flat).abs().max()) < 1e-2
 
 
-def test_what_modules_draw_is_drawn_again_with_the_same_seed_and_otherwise_with_another():
+def test_random_draws_of_modules_depend_on_the_seed():
     workload = Regression(hidden=32, dropout=0.5)
     found = [trained(workload, 3, seed=seed)[0].params() for seed in (1, 1, 2)]
     assert found[0].equal(found[1])
@@ -81,7 +81,7 @@ class Padded(Regression):
         return ((module(inputs).squeeze(1) - targets).square() * sound).sum() / sound.sum()
 
 
-def test_a_device_whose_share_has_no_tokens_brings_nothing():
+def test_a_device_whose_share_has_no_tokens_adds_no_gradient():
     workload = Padded(batches=Padded.Batches(batch_size=6))
     many, told = trained(workload, 2, optimizer=SGD(lr=0.05))
     one, expected = trained(workload, 1, optimizer=SGD(lr=0.05))

@@ -125,7 +125,7 @@ def mixed():
 @pytest.mark.parametrize(
     "kind", [lambda: FlatModule(make()), lambda: UnflattenedModule(make()), lambda: trainable_weights(mixed())]
 )
-def test_collecting_adds_to_what_was_there_and_starts_from_zero_otherwise(kind):
+def test_accumulation_adds_to_given_gradients_or_starts_from_zero(kind):
     weights = kind()
     weights.begin_accumulation(None)
     backward(weights)
@@ -155,7 +155,7 @@ def test_gradients_are_added_to_in_place_and_borrowed_ones_are_copied():
     assert first.deleted
 
 
-def test_collecting_for_others_leaves_an_optimizers_gradients_alone():
+def test_accumulation_leaves_the_optimizers_gradients_unchanged():
     weights = FlatModule(make())
     weights.zero_gradient()
     backward(weights)
@@ -204,7 +204,7 @@ def test_gradients_of_half_precision_accumulate_in_single_precision_on_request()
     assert single.end_accumulation().flat.dtype == torch.float32
 
 
-def test_a_module_holds_what_it_was_loaded_with_once_that_is_in_its_precision():
+def test_a_module_equals_loaded_weights_after_rounding():
     for weights in (FlatModule(make().bfloat16()), UnflattenedModule(make().bfloat16())):
         fine = Tree.of(make(1).bfloat16()).wide() * 1.001
         weights.load(fine)

@@ -345,7 +345,7 @@ def slope_of(batches):
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_weighed_by_tokens_padded_batches_are_one_batch_of_what_is_real(pieces, micro_batches):
+def test_weighed_by_tokens_padded_batches_equal_one_batch_without_padding(pieces, micro_batches):
     """Also where a piece, or one of its micro-batches, has nothing but padding."""
     batches = PaddedBatches(3, 8, 0, 5)
     replica = LocalReplica(Padded(batches), optimizer=SGD(lr=0.1), micro_batches=micro_batches)
@@ -358,7 +358,7 @@ def test_weighed_by_tokens_padded_batches_are_one_batch_of_what_is_real(pieces, 
     assert torch.allclose(total.sum.flat / total.weight, expected.flat, atol=1e-6)
 
 
-def test_micro_batches_of_a_padded_batch_weigh_what_is_real_in_them():
+def test_micro_batches_of_a_padded_batch_are_weighted_by_their_tokens():
     batches = PaddedBatches(5)
     for pieces in (1, 2, 4, 8):
         replica = LocalReplica(Padded(batches), optimizer=SGD(lr=0.1), micro_batches=pieces)
@@ -373,7 +373,7 @@ def test_a_batch_of_padding_alone_adds_nothing_and_weighs_nothing():
     assert (gradient.weight, gradient.tokens, trained.losses) == (0.0, 0, [0.0])
 
 
-def test_weights_that_are_lent_are_the_present_ones_without_a_copy():
+def test_borrowed_weights_are_the_present_ones_without_a_copy():
     replica = LocalReplica(Regression(hidden=3), optimizer=SGD(lr=0.1))
     assert replica.borrowed().equal(replica.params())
     assert replica.borrowed().flat.data_ptr() == replica.borrowed().flat.data_ptr() != replica.params().flat.data_ptr()

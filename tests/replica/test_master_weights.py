@@ -78,7 +78,7 @@ def test_updates_too_small_for_half_precision_add_up(rule):
     assert one.weights.equals(one.params()), "the module holds the masters, rounded"
 
 
-def test_masters_begin_with_all_digits_of_what_was_loaded():
+def test_master_weights_keep_the_precision_of_loaded_weights():
     full = initial_weights(WORKLOAD, "cpu", HALF)
     assert full.flat.dtype == torch.float32
     assert full.layout == replica().weights.layout
@@ -98,7 +98,7 @@ def test_a_replica_that_computes_gradients_only_allocates_no_master_weights():
     assert asked.params().flat.dtype == HALF
 
 
-def test_clipping_shortens_what_the_masters_are_given():
+def test_clipping_scales_the_gradients_of_master_weights():
     rule = SGD(lr=0.1)
     free, clipped = replica(rule), replica(rule, clip_norm=1e-3)
     before = free.params()

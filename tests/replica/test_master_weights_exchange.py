@@ -47,7 +47,7 @@ def test_slices_that_would_travel_in_several_precisions_are_refused_before_anyth
         check_exchange_dtype(algorithm, layout)
 
 
-def test_in_single_precision_they_travel_on_processes_as_in_the_simulator(four):
+def test_mixed_slices_on_an_fp32_wire_have_the_simulators_bits_on_processes(four):
     workload, algorithm = Mixed(hidden=7), ZeRO1(optimizer=RULE, wire="fp32")
     expected = simulate(algorithm, steps=4, cluster=Cluster(islands=2), workload=workload)
     first, _ = four.run(run_on_processes, algorithm, workload, 4, size=2)
@@ -55,6 +55,6 @@ def test_in_single_precision_they_travel_on_processes_as_in_the_simulator(four):
     assert first.finished.val_loss == expected.finished.val_loss
 
 
-def test_processes_refuse_them_too(four):
+def test_processes_refuse_slices_of_several_precisions(four):
     with pytest.raises(ConfigError, match="differs from slice to slice"):
         four.run(run_on_processes, ZeRO1(optimizer=RULE), Mixed(hidden=7), 2, size=2)

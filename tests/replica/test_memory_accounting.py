@@ -39,7 +39,7 @@ def test_a_storage_counts_once_with_its_first_kind():
     assert list(holding.values()) == [("gradients", 40)]
 
 
-def test_a_window_holds_all_of_its_buffer():
+def test_a_view_counts_its_whole_storage():
     holding = Storages()
     add_storages(holding, tree().slice(0, 1), "communication")
     assert total_bytes(holding) == 40
@@ -51,7 +51,7 @@ def test_gradients_are_known_by_their_type_and_a_states_own_by_their_names():
     assert sorted(holding.values()) == [("communication", 12), ("gradients", 8), (STATE, 4)]
 
 
-def test_what_was_given_away_is_held_by_nobody_here():
+def test_donated_buffers_are_not_counted():
     given, holding = tree(), Storages()
     given.donate()
     add_storages(holding, [given, None, 3, "text"], "communication")
@@ -94,5 +94,5 @@ def test_the_formulas_have_the_runs_own_widths(algorithm, half, single):
         assert paper.per_param == eval(text)
 
 
-def test_an_algorithm_that_the_paper_has_not_has_no_formula():
+def test_an_algorithm_that_the_paper_lacks_has_no_formula():
     assert paper_formula(AsyncLocalSGD(inner_steps=1), LocalReplica(Regression(), optimizer=SGD(lr=0.1)), 3) is None

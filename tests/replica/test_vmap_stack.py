@@ -73,7 +73,7 @@ def test_a_stack_trains_each_island_as_it_would_train_by_itself(rule):
     assert not close(together[0].params(), together[1].params())
 
 
-def test_islands_with_fewer_steps_are_through_earlier_and_rates_may_differ():
+def test_stacked_islands_may_take_fewer_steps_and_have_other_rates():
     rule = AdamW(lr=Cosine(lr=0.02, steps=10, warmup=2))
     alone, together = replicas(3, rule), replicas(3, rule)
     todo = [(5, work(0, 0, schedule=0)), (2, work(0, 3, schedule=4)), (3, work(0, 1, schedule=4))]
@@ -85,7 +85,7 @@ def test_islands_with_fewer_steps_are_through_earlier_and_rates_may_differ():
         assert close(a.params(), b.params())
 
 
-def test_moments_go_on_whether_an_island_is_stacked_or_steps_by_itself():
+def test_moments_continue_between_stacked_and_single_steps():
     alone, mixed = replicas(2), replicas(2)
     for replica in alone:
         replica.train(6, work(0))
@@ -138,7 +138,7 @@ class Shorter(Positions):
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_where_batches_differ_in_shape_islands_have_taken_the_steps_before(shard):
+def test_ragged_batches_stop_a_stack_after_the_steps_before_them(shard):
     """Whether the batches of two islands differ, or those of two steps."""
     alone, together = (
         [

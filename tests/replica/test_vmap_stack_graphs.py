@@ -58,7 +58,7 @@ def trained_apart(bf16):
 
 @pytest.mark.parametrize("rows", [1, 3], ids=["recorded", "stacked"])
 @pytest.mark.parametrize(("bf16", "close", "along"), [(False, 1e-4, 0.9999), (True, 1e-2, 0.98)], ids=["fp32", "bf16"])
-def test_recorded_and_stacked_passes_train_as_islands_do_by_themselves(rows, bf16, close, along):
+def test_captured_and_stacked_passes_train_like_single_islands(rows, bf16, close, along):
     expected, moved = trained_apart(bf16)
     work, made = replicas(3, bf16=bf16)
     before = [replica.params().flat.clone() for replica in made]
@@ -72,7 +72,7 @@ def test_recorded_and_stacked_passes_train_as_islands_do_by_themselves(rows, bf1
     stack.close()
 
 
-def test_a_recorded_pass_reads_weights_where_they_lie_and_more_shapes_than_are_recorded_are_computed():
+def test_a_captured_pass_reads_present_weights_and_further_shapes_are_not_captured():
     weights = torch.ones(4, device=DEVICE)
     replayed = CudaGraphCache(lambda batch: (weights * batch["x"]).sum())
     for turn in range(2):

@@ -107,7 +107,7 @@ def test_a_run_stops_at_the_step_that_reaches_its_updates_and_counts_bytes_and_t
     assert {event.sent_bytes for event in done.of(Arrived, Dispatched)} == {PARAMS_BYTES}
 
 
-def test_bytes_per_island_are_a_mean_over_those_who_have_been_there():
+def test_bytes_per_island_are_a_mean_over_islands_that_were_present():
     done = run(steps=4, cluster=two(islands=3, outages=(Outage(island=2, start_s=0.0, stop_s=1000.0),)))
     assert [event.sent_bytes_per_island for event in done.of(RoundFinished)] == [12.0, 24.0, 36.0, 48.0]
 
@@ -176,7 +176,7 @@ class Readable:
 @pytest.mark.parametrize(
     "rule", [DelayedNesterov(lr=0.5, period=9), Buffered(rule=Nesterov(lr=0.3), size=3)], ids=lambda rule: type(rule).__name__
 )
-def test_weights_that_are_out_survive_the_fused_step(rule):
+def test_dispatched_weights_survive_the_fused_step(rule):
     """Nine workers of very different speeds: buffers go round, and nobody may train from one that was used again."""
     algorithm = AsyncLocalSGD(inner_steps=2, outer=rule, grace_s=0.4, correction=Polynomial(threshold=40))
     cluster = Cluster(islands=9, step_time_s=(0.2, 0.3, 0.5, 0.7, 1.1, 1.3, 1.7, 1.9, 9.0), step_time_jitter=0.3, link=FREE)
@@ -222,7 +222,7 @@ def test_weights_are_evaluated_with_the_buffers_of_the_last_arrival():
         (8.0, 6.0, [(0, 3, 3), (1, 0, 0), (1, 3, 3)]),  # in its push; at 7 its shard was still counted
     ],
 )
-def test_a_worker_that_dies_leaves_its_shard_to_the_others_from_where_it_took_it(dies_s, computed_s, next_works):
+def test_the_round_of_a_dead_worker_is_dispatched_again_from_its_start(dies_s, computed_s, next_works):
     """Worker 0 is there every 7 s, and takes the shard that was left as soon as that lags."""
     done = run(cluster=two(outages=(Outage(island=1, start_s=dies_s),)))
     assert when(done, Returned, "round", "shard", "steps", "virtual_time_s") == [(1, 1, 1, 3, dies_s)]
@@ -259,7 +259,7 @@ def test_a_joiner_is_dispatched_at_once_while_others_wait_in_a_window():
     assert (second.islands, second.opened_s) == ([2, 0], pytest.approx(12.3))
 
 
-def test_a_window_closes_when_the_one_it_waits_for_dies():
+def test_a_window_closes_when_the_worker_it_waits_for_dies():
     algorithm = AsyncLocalSGD(inner_steps=3, outer=SGD(lr=0.3), grace_s=5.0)
     done = run(algorithm, cluster=two(outages=(Outage(island=1, start_s=9.0),)))
     first = done.of(WindowClosed)[0]
@@ -301,7 +301,7 @@ def test_of_a_join_and_a_leave_at_one_moment_the_join_comes_first():
     assert {event.island for event in done.of(Arrived)} == {0, 1}
 
 
-def test_a_message_that_is_lost_costs_its_time_and_its_bytes_and_brings_nothing():
+def test_a_lost_update_costs_time_and_bytes_and_changes_no_weight():
     """Round 1 is worker 1's first. It is there at 10 but not heard, and the worker begins again, on the same work."""
     done = run(cluster=two(lost=(Lost(island=1, round=1),)))
     assert when(done, Arrived, "virtual_time_s") == [(0, 7.0), (0, 14.0), (1, 20.0), (0, 21.0)]
@@ -314,7 +314,7 @@ def test_a_message_that_is_lost_costs_its_time_and_its_bytes_and_brings_nothing(
     assert done.finished.tokens == 12 * 8
 
 
-def test_losses_by_chance_are_returned_once_each_and_the_run_reaches_its_updates():
+def test_each_randomly_lost_update_is_returned_once_and_the_run_completes():
     done = run(cluster=two(drop_probability=0.4, link=FREE), steps=60, seed=3)
     lost, arrived = when(done, Returned, "round"), when(done, Arrived, "round")
     assert len(lost) > 10
@@ -342,7 +342,7 @@ class Poisoned(RegressionBatches):
         return inputs, targets * math.nan if shard == 1 else targets
 
 
-def test_a_worker_that_keeps_bringing_nan_ends_the_run_and_the_weights_are_finite():
+def test_a_worker_that_pushes_nan_repeatedly_ends_the_run_with_finite_weights():
     engine, sink = engine_of(two(), steps=50, workload=Regression(Poisoned(num_shards=2)))
     with pytest.raises(TrainingDiverged, match=r"worker 1 has brought 3 unusable updates in a row: .*not finite.*clip_norm"):
         engine.run()
@@ -430,7 +430,7 @@ def test_an_update_that_is_delivered_twice_counts_once():
     assert twice.finished.local_updates == once.finished.local_updates
 
 
-def test_a_second_delivery_that_is_lost_does_not_end_the_round_that_its_worker_is_in_by_then():
+def test_a_lost_second_delivery_does_not_end_its_workers_next_round():
     """Losses go by rounds, so both deliveries of a round are lost or neither. After the first, the worker is in its next round."""
     cluster = two(drop_probability=0.5, link=FREE, step_time_s=(1.0, 1.0))
     once, twice = (run(kind(inner_steps=3, outer=SGD(lr=0.3)), steps=30, cluster=cluster) for kind in (AsyncLocalSGD, Twice))
@@ -452,7 +452,7 @@ def test_a_round_that_never_pushes_is_an_error_and_not_a_hang():
         run(Silent(inner_steps=3))
 
 
-def test_weights_that_a_hub_made_infinite_out_of_finite_updates_end_the_run():
+def test_hub_weights_that_become_infinite_end_the_run():
     with pytest.raises(TrainingDiverged, match=r"hub's weights are no longer finite.*outer learning rate"):
         run(AsyncLocalSGD(inner_steps=3, outer=SGD(lr=3e38)), steps=100, inner=SGD(lr=10.0), clip_norm=1.0)
 
@@ -468,7 +468,7 @@ def test_weights_that_a_hub_made_infinite_out_of_finite_updates_end_the_run():
         ({"drop_probability": 1.0}, r"drop_probability=1: nothing would ever arrive"),
     ],
 )
-def test_what_counts_in_shared_rounds_is_refused_for_an_asynchronous_algorithm(settings, message):
+def test_settings_of_synchronous_rounds_are_refused_for_an_asynchronous_algorithm(settings, message):
     with pytest.raises(ConfigError, match=message):
         simulator(PLAIN, steps=3, cluster=two(**settings))
 

@@ -138,7 +138,7 @@ def test_measuring_leaves_no_trace():
     ("one_s", "all_s", "how", "min_jobs"),
     [(0.01, 0.015, "stacked", 2), (0.01, 0.025, "stacked", 3), (0.01, 0.04, "apart", 4), (1.0, 0.1, "apart", 2)],
 )
-def test_auto_takes_what_was_faster(one_s, all_s, how, min_jobs, monkeypatch):
+def test_auto_chooses_the_faster_way(one_s, all_s, how, min_jobs, monkeypatch):
     workload, made = replicas(3)
     times = iter([one_s, all_s])
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))

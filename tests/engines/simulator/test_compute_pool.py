@@ -40,7 +40,7 @@ def test_an_error_in_a_job_is_raised_by_result():
             pool.result(future)
 
 
-def test_nothing_can_be_begun_before_it_is_open_or_after():
+def test_jobs_are_refused_before_open_and_after_close():
     pool = computing()
     with pool.open(replica()):
         pass
@@ -48,7 +48,7 @@ def test_nothing_can_be_begun_before_it_is_open_or_after():
         pool.submit(lambda: None)
 
 
-def test_something_aside_is_done_at_once_also_without_a_pool():
+def test_run_works_with_and_without_an_open_pool():
     pool = computing()
     here = threading.current_thread()
     assert pool.run(threading.current_thread) is here
@@ -56,7 +56,7 @@ def test_something_aside_is_done_at_once_also_without_a_pool():
         assert pool.run(threading.current_thread) is not here
 
 
-def test_work_that_draws_random_numbers_is_done_one_after_the_other_and_something_aside_waits_its_turn():
+def test_jobs_that_draw_random_numbers_run_one_at_a_time():
     """Torch's generators are the process's. Two that wait for each other to begin therefore wait in vain."""
     pool, meeting = computing(), threading.Barrier(2, timeout=0.05)
     with pool.open(replica(dropout=0.5)):
@@ -68,7 +68,7 @@ def test_work_that_draws_random_numbers_is_done_one_after_the_other_and_somethin
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_computation_has_the_clusters_number_of_torch_threads_and_the_callers_is_put_back(threads):
+def test_jobs_have_the_clusters_torch_threads_and_the_callers_number_is_restored(threads):
     pool = computing(threads)
     with pool.open(replica()):
         assert pool.result(pool.submit(torch.get_num_threads)) == threads
@@ -76,7 +76,7 @@ def test_every_computation_has_the_clusters_number_of_torch_threads_and_the_call
     assert torch.get_num_threads() == 1
 
 
-def test_the_number_of_torch_threads_is_put_back_also_after_an_error():
+def test_torch_threads_are_restored_after_an_error():
     pool = computing(2)
     with pytest.raises(ZeroDivisionError), pool.open(replica()):
         pool.result(pool.submit(lambda: 1 / 0))
@@ -84,7 +84,7 @@ def test_the_number_of_torch_threads_is_put_back_also_after_an_error():
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_closing_does_not_wait_for_rounds_without_a_reader(error):
+def test_closing_stops_jobs_whose_results_are_not_needed(error):
     """Whether the run is over or was interrupted, a replica gives up at its next step: a million would take minutes."""
     pool, mine, begun = computing(), replica(), threading.Event()
     mine.cancelled = lambda: begun.set() or pool.closing()
@@ -115,7 +115,7 @@ def test_a_second_interrupt_does_not_leave_threads_behind(monkeypatch):
     assert calls == [True, True]
 
 
-def test_threads_take_turns_more_often_while_it_is_open_and_as_before_afterwards():
+def test_the_switch_interval_is_short_while_the_pool_is_open():
     before, pool = sys.getswitchinterval(), computing()
     with pool.open(replica()):
         assert sys.getswitchinterval() < before

@@ -57,7 +57,7 @@ def test_spans_of_an_island_never_overlap_and_exchanges_wait_for_the_last():
         assert event.start_s == max(event.arrived_s)
 
 
-def test_islands_really_run_on_their_own_shards():
+def test_each_island_reads_its_own_shard():
     done = simulate(DiLoCo(inner_steps=2), steps=6)
     assert done.engine.positions == [6, 6, 6, 6]
 
@@ -163,7 +163,7 @@ def test_islands_that_agree_hold_their_weights_once():
     assert len({island.state.outer.velocity.flat.data_ptr() for island in done.engine.islands.values()}) == 1
 
 
-def test_the_number_of_torch_threads_is_put_back():
+def test_torch_threads_are_restored_after_a_run():
     torch.set_num_threads(2)
     simulate(DiLoCo(inner_steps=1), steps=2, cluster=Cluster(islands=2, threads_per_island=1))
     assert torch.get_num_threads() == 2
@@ -190,12 +190,12 @@ def test_any_module_with_a_loss_can_be_trained_also_with_dropout_and_mixed_dtype
     assert done.params.layout == Tree.of(workload.module()).layout
 
 
-def test_weights_that_are_not_finite_are_called_so_and_not_a_disagreement():
+def test_non_finite_weights_are_not_reported_as_a_disagreement():
     with pytest.raises(TrainingDiverged, match=r"(the loss is|no longer finite)"):
         simulate(DDP(optimizer=SGD(lr=1e38)), steps=40)
 
 
-def test_a_gradient_that_was_not_heard_is_lost_and_its_tokens_are_not_counted():
+def test_tokens_of_a_lost_gradient_are_not_counted():
     done = simulate(DDP(optimizer=SGD(lr=0.05)), steps=2, cluster=Cluster(islands=2, lost=(Lost(island=1, round=0),)))
     assert done.finished.tokens == (1 + 2) * 8
 
@@ -252,7 +252,7 @@ def test_memory_that_a_state_still_references_is_not_reused(islands):
     assert views.params.equal(copies.params)
 
 
-def test_weights_of_zero_leave_out_whatever_they_weigh():
+def test_contributions_of_weight_zero_are_left_out():
     bad = Tree.of({"w": torch.full((3,), math.nan)})
     good = Tree.of({"w": torch.ones(3)})
     assert weighted_mean([bad, good, good], [0.0, 1.0, 3.0]).equal(good)
@@ -290,7 +290,7 @@ class Normed(Regression):
         return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
 
 
-def test_buffers_are_saved_and_brought_to_the_evaluation():
+def test_buffers_are_saved_and_evaluated():
     saved = []
     whole, sink = simulator(
         DiLoCo(inner_steps=3), steps=12, workload=Normed(), save=lambda e: saved.append(copy.deepcopy(e.parts()))
@@ -344,7 +344,7 @@ def test_control_bytes_are_a_weight_and_whether_it_is_finite_for_each_peer():
     assert done.finished.control_bytes_per_island == 5 * 3 * (8 + 8)
 
 
-def test_a_total_has_a_number_for_each_peer_and_slices_that_are_gathered_have_nothing():
+def test_a_total_sends_one_control_number_per_peer_and_an_all_gather_none():
     done = simulate(ZeRO1(clip_norm=0.1), steps=5, cluster=Cluster(islands=4))
     assert done.finished.control_bytes_per_island == 5 * 3 * (8 + 8 + 8)
 
@@ -374,7 +374,7 @@ class Counting(DDP):
         return CountingState(inner.params, inner.optimizer, state.rounds_seen + 1)
 
 
-def test_a_count_is_no_work_that_was_kept():
+def test_a_counter_in_a_state_keeps_no_pending_work():
     lost = Cluster(islands=2, lost=(Lost(island=1, round=0),))
     done = simulate(Counting(optimizer=SGD(lr=0.05)), steps=2, cluster=lost)
     assert done.finished.tokens == (1 + 2) * 8

@@ -30,7 +30,7 @@ def test_a_pool_shares_the_run_evenly_also_where_rounds_differ_in_length():
     assert 20 <= before.steps < 20 + 8
 
 
-def test_what_a_run_sent_is_what_its_exchanges_sent_also_after_a_void_round():
+def test_bytes_of_a_run_are_those_of_its_exchanges_after_a_failed_round_too():
     cluster = Cluster(islands=3, lost=(Lost(island=1, round=2),))
     done = simulate(ACCO(optimizer=SGD(lr=0.02)), steps=5, cluster=cluster, workload=Regression(hidden=3))
     assert len(done.of(RoundFailed)) == 1
@@ -77,7 +77,7 @@ def test_data_parallel_training_skips_and_reports_an_update_that_is_not_finite()
     assert done.params.is_finite()
 
 
-def test_who_is_blamed_for_an_end_is_not_whose_update_was_left_out_before():
+def test_the_island_of_a_skipped_update_is_not_blamed_for_a_later_divergence():
     workload = Poison(batches=RegressionBatches(num_shards=2))
     done = simulate(ZeRO1(optimizer=SGD(lr=0.05)), steps=4, cluster=Cluster(islands=2), workload=workload)
     assert done.engine.accounting.divergence == ""

@@ -147,7 +147,7 @@ def test_weights_of_a_model_in_half_precision_go_out_as_they_came_in(wide):
 
 
 @pytest.mark.parametrize("inside", INSIDE, ids=repr)
-def test_it_learns(inside):
+def test_two_level_training_reduces_the_loss(inside):
     done = two_level(inside, inner_steps=5, rounds=6, outer=SGD(lr=1.0))
     before = done.events[0].metrics["loss"]
     assert done.finished.val_loss < 0.6 * before
@@ -321,7 +321,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_its_island_alone():
     assert done.finished.tokens == (4 * 9 - 2) * 8
 
 
-def test_too_many_of_them_end_the_run():
+def test_too_many_skipped_updates_inside_an_island_end_the_run():
     workload = Spoilt(RegressionBatches(num_shards=4, shard_examples=8), hidden=3)
     with pytest.raises(TrainingDiverged, match=r"20 updates in a row were skipped inside island 1.*loss is nan"):
         two_level(ZeRO1(optimizer=SGD(lr=0.05)), workload=workload, inner_steps=5, rounds=6)

@@ -34,7 +34,7 @@ def test_a_long_wait_costs_no_time_and_the_clock_shows_it():
     assert (task.result, task.now_s) == ("rested", 5.0 + 1e9)
 
 
-def test_a_task_that_waits_for_nothing_is_named():
+def test_a_task_that_never_resumes_is_named():
     clock = VirtualClock()
 
     async def forlorn():
@@ -94,7 +94,7 @@ def test_a_stopped_clock_continues_from_the_same_event():
     assert seen[3:] == [("b", 1), ("a", 2), ("b", 2)]
 
 
-def test_what_is_filed_for_a_task_that_was_closed_no_longer_happens():
+def test_a_closed_task_is_not_resumed():
     seen, clock = [], VirtualClock()
 
     async def worker():
@@ -145,7 +145,7 @@ def test_on_done_is_called_before_other_tasks_resume():
     assert seen == [("worker", "done"), "other"]
 
 
-def test_a_loop_that_is_closed_before_it_ran_leaves_no_coroutine_behind():
+def test_closing_a_clock_that_never_ran_closes_its_coroutines():
     clock = VirtualClock()
 
     async def never():
