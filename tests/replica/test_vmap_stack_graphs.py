@@ -80,7 +80,7 @@ def test_a_captured_pass_reads_present_weights_and_further_shapes_are_not_captur
         for rows in range(1, _MAX_GRAPHS + 3):
             batch = {"x": torch.full((rows, 4), 3.0, device=DEVICE)}
             assert replayed(batch).item() == (turn + 2.0) * 3.0 * 4 * rows
-    assert len(replayed._recorded) == _MAX_GRAPHS
+    assert len(replayed._graphs) == _MAX_GRAPHS
 
 
 def test_a_stack_that_does_not_fit_in_memory_is_freed_and_islands_compute_apart():

@@ -222,7 +222,7 @@ def test_weights_are_evaluated_with_the_buffers_of_the_last_arrival():
         (8.0, 6.0, [(0, 3, 3), (1, 0, 0), (1, 3, 3)]),  # in its push; at 7 its shard was still counted
     ],
 )
-def test_the_round_of_a_dead_worker_is_dispatched_again_from_its_start(dies_s, computed_s, next_works):
+def test_the_data_of_a_dead_workers_round_is_dispatched_to_the_others(dies_s, computed_s, next_works):
     """Worker 0 is there every 7 s, and takes the shard that was left as soon as that lags."""
     done = run(cluster=two(outages=(Outage(island=1, start_s=dies_s),)))
     assert when(done, Returned, "round", "shard", "steps", "virtual_time_s") == [(1, 1, 1, 3, dies_s)]
