@@ -168,3 +168,15 @@ def test_a_fixed_timeout_never_changes():
     timeout = ExchangeTimeout(2.5, now=clock)
     exchange(timeout, clock, 100.0)
     assert (timeout.start(), timeout.timeout_s, timeout.reason) == (2.5, 2.5, "as given")
+
+
+def test_a_timeout_is_news_at_first_and_when_it_has_changed_by_a_factor_of_2():
+    clock = ManualClock()
+    timeout = ExchangeTimeout(now=clock)
+    assert [timeout.is_news(), timeout.is_news()] == [True, False]
+    exchange(timeout, clock, 7.0)
+    assert [timeout.is_news(), timeout.is_news()] == [True, False]
+    exchange(timeout, clock, 10.0)
+    assert not timeout.is_news()
+    exchange(timeout, clock, 14.0)
+    assert timeout.is_news()

@@ -43,3 +43,13 @@ def test_a_clock_continues_from_where_it_is_set():
     clock.set(1000.0)
     assert 1000 <= clock.now_s() < 1060
     assert clock.now_s() <= clock.now_s()
+
+
+def test_a_taken_record_keeps_its_round_and_the_next_round_goes_to_the_same_lists():
+    record = RoundRecord(tokens=3)
+    add = record.computed.append
+    add(ComputeSpan(0.0, 1.0, 1, 1.0, [0.5], 3))
+    taken = record.take()
+    assert (record, len(taken.computed), taken.tokens) == (RoundRecord(), 1, 3)
+    add(ComputeSpan(1.0, 2.0, 1, 1.0, [0.25], 3))
+    assert (len(record.computed), len(taken.computed)) == (1, 1)

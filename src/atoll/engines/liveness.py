@@ -198,6 +198,7 @@ class ExchangeTimeout:
     def __init__(self, fixed_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.fixed_s, self._now = fixed_s, now
         self._finished_s, self._longest_s = now(), 0.0
+        self._reported_s: float | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -220,6 +221,14 @@ class ExchangeTimeout:
     def restart(self) -> None:
         """Begin a new interval: the time since the last exchange went into something else than a round, such as a checkpoint."""
         self._finished_s = self._now()
+
+    def is_news(self) -> bool:
+        """Whether this is the first call, or the timeout has changed by a factor of 2 since the last call that returned true."""
+        timeout_s, reported_s = self.timeout_s, self._reported_s
+        if reported_s is not None and reported_s / 2 < timeout_s < reported_s * 2:
+            return False
+        self._reported_s = timeout_s
+        return True
 
     @property
     def reason(self) -> str:

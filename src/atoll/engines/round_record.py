@@ -6,6 +6,7 @@ records of all ranks into the events of the round and the figures of the run.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
@@ -91,6 +92,16 @@ class RoundRecord:
     island_skipped: list[tuple[int, ...]] = field(default_factory=list)
     similarities: list[DeltaSimilarity] = field(default_factory=list)
 
+    def take(self) -> RoundRecord:
+        """The record of a round that is over. This one goes on with the next round; its lists stay the same objects."""
+        taken = copy.deepcopy(self)
+        for name, value in vars(RoundRecord()).items():
+            if isinstance(value, list):
+                getattr(self, name).clear()
+            else:
+                setattr(self, name, value)
+        return taken
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -105,30 +116,6 @@ class RoundRecord:
         ]
         record["island_skipped"] = [tuple(devices) for devices in record["island_skipped"]]
         return RoundRecord(**record)
-
-
-class RoundRecorder:
-    """Collects the record of the round under way."""
-
-    def __init__(self) -> None:
-        self.record = RoundRecord()
-
-    def add_computed(self, span: ComputeSpan) -> None:
-        self.record.computed.append(span)
-
-    def add_exchange(self, exchange: ExchangeRecord) -> None:
-        self.record.exchanges.append(exchange)
-
-    def add_island_exchange(self, exchange: ExchangeRecord) -> None:
-        self.record.island_exchanges.append(exchange)
-
-    def add_similarity(self, similarity: DeltaSimilarity) -> None:
-        self.record.similarities.append(similarity)
-
-    def take(self) -> RoundRecord:
-        """The record of the round that is over; the next one starts."""
-        record, self.record = self.record, RoundRecord()
-        return record
 
 
 class EventAggregator:

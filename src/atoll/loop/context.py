@@ -130,7 +130,6 @@ class LoopContext:
             self._weights = WeightSlice(self._module, intra_island, self._thread)
         self._replica = LoopReplica(self._module, self._weights, settings.stepped_by)
         self._timeout = ExchangeTimeout(settings.limit_s)
-        self._logged_limit_s: float | None = None
         self._collectives = self.topology.inter_island
         self._guard = NonFiniteGuard(self.topology.position.island, settings.user_optimizer, intra_island)
         layout, timeout = self._weights.layout, self._timeout
@@ -233,11 +232,10 @@ class LoopContext:
 
     def _log_limit(self) -> None:
         """The first process logs the timeout on entry, and when it has changed by a factor of 2."""
-        limit_s, logged_s, position = self._timeout.timeout_s, self._logged_limit_s, self.topology.position
-        if position.islands == 1 or position.island or position.device or (logged_s and logged_s / 2 < limit_s < logged_s * 2):
-            return
-        self._logged_limit_s = limit_s
-        log_info(f"timeout of an exchange of {position.islands} islands: {limit_s:g} s ({self._timeout.reason}). Set by limit_s.")
+        timeout, position = self._timeout, self.topology.position
+        if position.islands > 1 and position.island == position.device == 0 and timeout.is_news():
+            what = f"timeout of an exchange of {position.islands} islands"
+            log_info(f"{what}: {timeout.timeout_s:g} s ({timeout.reason}). Set by limit_s.")
 
     def _check_usable(self) -> None:
         if not self._waits_for_user:

@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.liveness import FailureAttribution
 from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.processes.process_group import new_group
 from atoll.engines.processes.transport import Group
 from atoll.loop.settings import LoopSettings
 from atoll.loop.uneven_inputs import UnevenCollectives
@@ -180,14 +181,14 @@ def _visible_topology(settings: LoopSettings, timeout_s: float) -> Topology:
     island, device = next((i, d) for i, ranks in enumerate(grid) for d, other in enumerate(ranks) if other == rank)
     position = GridPosition(island, len(grid), device, len(grid[0]))
     counterparts = [list(column) for column in zip(*grid, strict=True)]
-    inter, inter_ranks = _new_group(counterparts, rank, timeout_s)
+    inter = new_group(counterparts, rank, "gloo", timeout_s)
     store = PrefixStore(f"atoll/{inter.group_name}", _get_default_store())
-    inter_island = _uneven_collectives(settings, timeout_s, inter, inter_ranks, store, position.devices)
+    inter_island = _uneven_collectives(settings, timeout_s, inter, counterparts[device], store, position.devices)
     if position.devices == 1:
         return Topology(position, inter_island, groups=(inter,))
-    intra, intra_ranks = _new_group(grid, rank, timeout_s)
+    intra = new_group(grid, rank, "gloo", timeout_s)
     names = [f"device {number} of island {island}" for number in range(position.devices)]
-    attribution = FailureAttribution(store, rank, intra_ranks)
+    attribution = FailureAttribution(store, rank, grid[island])
     intra_island = GroupCollectives(intra, timeout_s=timeout_s, attribution=attribution, names=names)
     return Topology(position, inter_island, intra_island, (inter, intra))
 
@@ -235,10 +236,3 @@ def _checked_grid(mesh: DeviceMesh, size: int) -> list[list[int]]:
         raise ConfigError(f"the mesh has {mesh.size()} processes and the process group {size}: put all of them into the mesh.")
     grid: list[list[int]] = mesh.mesh.tolist()
     return grid
-
-
-def _new_group(groups: Sequence[list[int]], rank: int, timeout_s: float) -> tuple[dist.ProcessGroup, list[int]]:
-    """The group that contains this rank, and its members. torch requires that all processes create all groups in the same order."""
-    created: list[Any] = [dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s)) for ranks in groups]
-    own: dist.ProcessGroup = next(group for group, ranks in zip(created, groups, strict=True) if rank in ranks)
-    return own, dist.get_process_group_ranks(own)

@@ -39,7 +39,7 @@ from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.replicated_state import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
-from atoll.engines.round_record import EventAggregator, RoundRecord, RoundRecorder, WallClock, last_update
+from atoll.engines.round_record import EventAggregator, RoundRecord, WallClock, last_update
 from atoll.engines.training_setup import DataPositions, TrainingSetup, passed_multiple
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
@@ -153,12 +153,11 @@ class ProcessEngine:
         self._timeout = timeout or ExchangeTimeout()
         self._start_s = 0.0
         """The time of the run when this process starts or resumes."""
-        self._reported_timeout_s: float | None = None
         self._progress_s = time.monotonic()
         self._aggregator = EventAggregator(self.accounting, context.devices_per_island, inside=inside is not None, sink=self._sink)
         self._messages = StoreMessages(context, self._aggregator)
         self._positions = DataPositions(setup.batches)
-        self._recorder, self._counter = RoundRecorder(), UpdateCounter()
+        self._record, self._counter = RoundRecord(), UpdateCounter()
         self._assigned_steps = 0
         model = self._make_model(setup)
         self._thread = CommunicationThread(model.device)
@@ -169,8 +168,8 @@ class ProcessEngine:
             self._layout,
             clock=self.clock,
             timeout=self._timeout,
-            on_exchange=self._recorder.add_exchange,
-            on_similarity=self._recorder.add_similarity,
+            on_exchange=self._record.exchanges.append,
+            on_similarity=self._record.similarities.append,
         )
         self._role = self._make_role(model, setup)
         self._state = algorithm.init(self._role.shard(setup.params).copy(), self.peers)
@@ -191,11 +190,11 @@ class ProcessEngine:
             check_exchange_dtype(one, self._layout)
         if self._inside is not None:
             check_sliceable(self.algorithm)
-        common: dict[str, Any] = {"assign": self._assign_batches, "recorder": self._recorder, "clock": self.clock}
+        common: dict[str, Any] = {"assign": self._assign_batches, "record": self._record, "clock": self.clock}
         model.cancelled = self._report_progress
         if isinstance(model, ShardedModel):
             return FsdpDevice(model, self.context, setup.params, pause_s=setup.pause_s, **common)
-        on_computed = self._recorder.add_computed
+        on_computed = self._record.computed.append
         replica = ProcessReplica(model, clock=self.clock, on_computed=on_computed, pause_s=setup.pause_s, where=self._describe)
         if self._inside is None:
             return SingleDevice(model, replica, self.context.rank)
@@ -261,7 +260,7 @@ class ProcessEngine:
             raise ExchangeFailed(
                 f"rank {self.context.rank} leaves round {self.round} with a background exchange open. Await it within the round."
             )
-        record = self._recorder.record
+        record = self._record
         read = self._role.committed_tokens(sum(span.tokens for span in record.computed))
         record.tokens = self._counter.count(last_update(record.exchanges), read, pending_tokens(after))
         recycle([before, *self.peers.results], [after])
@@ -277,7 +276,7 @@ class ProcessEngine:
     def _finish_round(self) -> None:
         before, shared = self.steps_taken, shared_fields(self._state)
         self.steps_taken = whole_steps(shared["steps"]) if "steps" in shared else before + self.algorithm.steps_per_round
-        self._messages.post_record(self._recorder.take(), self.round, self.steps_taken, self.clock.now_s())
+        self._messages.post_record(self._record.take(), self.round, self.steps_taken, self.clock.now_s())
         self.round += 1
         self._report_timeout()
         if self._is_due(before, self._evaluate_every):
@@ -351,10 +350,8 @@ class ProcessEngine:
 
     def _report_timeout(self) -> None:
         """Report the timeout at first, and when it has changed by a factor of 2."""
-        timeout_s, reported_s = self._timeout.timeout_s, self._reported_timeout_s
-        if self.context.is_rank_zero and (reported_s is None or not reported_s / 2 < timeout_s < reported_s * 2):
-            self._reported_timeout_s = timeout_s
-            self._sink.emit(LimitSet(limit_s=timeout_s, why=self._timeout.reason))
+        if self.context.is_rank_zero and self._timeout.is_news():
+            self._sink.emit(LimitSet(limit_s=self._timeout.timeout_s, why=self._timeout.reason))
 
     # --------------------------------------------------------------------------------------------------------- checkpoints
 

@@ -29,7 +29,7 @@ from atoll.engines.accounting import ComputeSpan
 from atoll.engines.processes.collectives import LOST
 from atoll.engines.processes.island_role import OwnPartRole
 from atoll.engines.processes.process_group import RankContext
-from atoll.engines.round_record import RoundRecorder, WallClock
+from atoll.engines.round_record import RoundRecord, WallClock
 from atoll.optim.schedules import at
 from atoll.replica.flat_parameters import ModuleWeights, copy_buffers, persistent_buffers
 from atoll.replica.forward_backward import Loss, to_device
@@ -152,12 +152,12 @@ class FsdpDevice(OwnPartRole, TrainingOnlyReplica):
         params: Tree,
         *,
         assign: Callable[[int, int, int], Work],
-        recorder: RoundRecorder,
+        record: RoundRecord,
         clock: WallClock,
         pause_s: float = 0.0,
     ) -> None:
         super().__init__(model, f"device-{context.rank}")
-        self._assign, self._recorder, self._clock, self._pause_s = assign, recorder, clock, pause_s
+        self._assign, self._record, self._clock, self._pause_s = assign, record, clock, pause_s
         model.weights.write(self.shard(params))
 
     def replica(self) -> Replica:
@@ -194,9 +194,9 @@ class FsdpDevice(OwnPartRole, TrainingOnlyReplica):
         batches = steps * self.model.batches_per_step
         if self._pause_s:
             time.sleep(self._pause_s * batches)
-        self._recorder.record.island_updates += steps
+        self._record.island_updates += steps
         loss, end_s = math.fsum(losses) / steps, self._clock.now_s()
-        self._recorder.add_computed(ComputeSpan(start_s, end_s, 0, float(batches), [loss], tokens))
+        self._record.computed.append(ComputeSpan(start_s, end_s, 0, float(batches), [loss], tokens))
 
 
 def _check(algorithm: FSDP) -> None:

@@ -27,7 +27,7 @@ from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.replicated_state import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
-from atoll.engines.round_record import ExchangeRecord, RoundRecorder, WallClock, last_update
+from atoll.engines.round_record import ExchangeRecord, RoundRecord, WallClock, last_update
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.two_level import TrainingOnlyReplica, at_position
 
@@ -173,13 +173,13 @@ class DeviceGroup(TrainingOnlyReplica):
         params: Tree,
         *,
         assign: Callable[[int, int, int], Work],
-        recorder: RoundRecorder,
+        record: RoundRecord,
         clock: WallClock,
         timeout: ExchangeTimeout,
     ) -> None:
         assert context.island_devices is not None, "an island of one device has no algorithm inside"
         self.model = model
-        self._algorithm, self._replica, self._thread, self._recorder = algorithm, replica, thread, recorder
+        self._algorithm, self._replica, self._thread, self._record = algorithm, replica, thread, record
         self._group, self._island, self._rank, self._layout = context.island_devices, context.island, context.rank, params.layout
         self._schedule = self._committed = 0
         self._counter = UpdateCounter()
@@ -190,7 +190,7 @@ class DeviceGroup(TrainingOnlyReplica):
             params.layout,
             clock=clock,
             timeout=timeout,
-            on_exchange=recorder.add_island_exchange,
+            on_exchange=record.island_exchanges.append,
         )
         self._dtype = params.flat.dtype
         """Of the weights that are exchanged between islands."""
@@ -247,7 +247,7 @@ class DeviceGroup(TrainingOnlyReplica):
         before, holds = self._state, isinstance(algorithm, HoldsWeights)
         self._state = algorithm.rebase(before, loaded if holds else await self._peers.all_gather(loaded), self._peers)
         pending = pending_tokens(self._state)
-        self._recorder.record.dropped_tokens += self._counter.pending_tokens - pending
+        self._record.dropped_tokens += self._counter.pending_tokens - pending
         self._counter.pending_tokens = pending
         if holds:
             self.model.load(await self._peers.all_gather(algorithm.held(self._state)))
@@ -255,7 +255,7 @@ class DeviceGroup(TrainingOnlyReplica):
 
     async def _round(self) -> None:
         """One round of the algorithm inside, at this position of the schedule."""
-        before, record = self._state, self._recorder.record
+        before, record = self._state, self._record
         spans, exchanges = len(record.computed), len(record.island_exchanges)
         algorithm = at_position(self._algorithm, self._schedule)
         self._state = owned(await algorithm.round(donated(before), self._replica, self._peers))

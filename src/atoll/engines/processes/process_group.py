@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -111,7 +112,7 @@ class RankContext:
             raise ConfigError(
                 "inside=FSDP on GPUs needs NCCL between the devices of an island. Use --backend nccl, or inside=ZeRO1."
             )
-        group = _new_group(_islands(self.size, self.devices_per_island), self.rank, self.backend, timeout_s)
+        group = new_group(_islands(self.size, self.devices_per_island), self.rank, self.backend, timeout_s)
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=("device",))
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ def create_context(
     def collectives(groups: list[list[int]], backend: str) -> GroupCollectives:
         ranks = next(ranks for ranks in groups if rank in ranks)
         return GroupCollectives(
-            _new_group(groups, rank, backend, start_limit_s),
+            new_group(groups, rank, backend, start_limit_s),
             timeout_s=start_limit_s,
             attribution=FailureAttribution(store, rank, ranks),
             names=[f"rank {member}" for member in ranks],
@@ -185,10 +186,10 @@ def _islands(size: int, devices: int) -> list[list[int]]:
     return [list(range(first, first + devices)) for first in range(0, size, devices)]
 
 
-def _new_group(groups: list[list[int]], rank: int, backend: str, timeout_s: float) -> Any:
-    """This rank's group. All ranks create all groups, in the same order."""
+def new_group(groups: Sequence[Sequence[int]], rank: int, backend: str, timeout_s: float) -> Any:
+    """This rank's group. torch requires that all ranks create all groups, in the same order."""
     mine: Any = None
     for ranks in groups:
-        group = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=timeout_s))
+        group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout_s))
         mine = group if rank in ranks else mine
     return mine
