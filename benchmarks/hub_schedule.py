@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, Literal, TypeVar
 
 from atoll.algorithms.async_scheduler import Decision, Dispatch, Scheduler
-from atoll.algorithms.shard_sampler import Shards
+from atoll.algorithms.shard_sampler import ShardSampler
 from atoll.core.protocols import Plan, Work
 from atoll.runs.cluster import draw
 from atoll.telemetry.units import human_count, human_percent
@@ -33,8 +33,8 @@ ALLOWED_S = 20.0
 """What 100,000 arrivals from 1,000 workers may take."""
 STEPS = 50
 """Of the fastest worker's round."""
-DRAWING, CHOOSING, HANDING_OUT, OWN = "drawing", "choosing", "handing out", "windows, pace"
-PARTS = (DRAWING, CHOOSING, HANDING_OUT, OWN, "driver")
+DRAWING, CHOOSING, ASSIGNING, OWN = "drawing", "choosing", "handing out", "windows, pace"
+PARTS = (DRAWING, CHOOSING, ASSIGNING, OWN, "driver")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,8 @@ class Clock:
         return result
 
 
-class TimedShards(Shards):
-    """Shards with a clock around what a scheduler asks of them."""
+class TimedShards(ShardSampler):
+    """A sampler with a clock around what a scheduler asks of them."""
 
     def __init__(self, setting: Setting, size: Size, clock: Clock) -> None:
         super().__init__(examples_of(size), setting.plan.shards, setting.plan.ties)
@@ -146,8 +146,8 @@ class TimedShards(Shards):
     def choose(self, last: int, draw: Callable[[], float]) -> int:
         return self._clock.around(CHOOSING, lambda: super(TimedShards, self).choose(last, draw))
 
-    def hand_out(self, shard: int, steps: int) -> Work:
-        return self._clock.around(HANDING_OUT, lambda: super(TimedShards, self).hand_out(shard, steps))
+    def assign(self, shard: int, steps: int) -> Work:
+        return self._clock.around(ASSIGNING, lambda: super(TimedShards, self).assign(shard, steps))
 
 
 class TimedScheduler(Scheduler):

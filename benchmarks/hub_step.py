@@ -24,7 +24,7 @@ import torch
 from atoll.algorithms.async_hub import AsyncHub, Push
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.async_scheduler import Dispatch
-from atoll.core.flat_tree import Tree, forget_spare_buffers
+from atoll.core.flat_tree import Tree, free_buffer_pool
 from atoll.core.pytree import recycle
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.sgd import SGD, Nesterov
@@ -180,7 +180,7 @@ def _measured(record: Record, params: int, repeats: int, *, quiet: bool) -> dict
                 if bench is not None and record.get(keys[way.key, number]) is None:
                     record.add(keys[way.key, number], {"way": way.key, "params": params, **bench.seconds(way)})
             watch.end(f"measurement {number + 1} of {repeats}")
-    forget_spare_buffers()
+    free_buffer_pool()
     return {way.key: [record[keys[way.key, number]] for number in range(repeats)] for way in ways()}
 
 

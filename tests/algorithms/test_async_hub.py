@@ -10,7 +10,7 @@ import torch
 
 from atoll.algorithms.async_hub import Applied, AsyncHub, Push, Refusal
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
-from atoll.algorithms.async_scheduler import Closing, Dispatch, Return
+from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import Adam
@@ -36,7 +36,7 @@ def hub_of(algorithm, workers=4, params=None, shards=4, updates=10**9):
 def push(hub, worker, value, now_s=1.0, next_s=None):
     """What the worker brings from the round that it is in."""
     delta = scalar(value) if isinstance(value, float) else value
-    return hub.push(Push(worker, hub.scheduler.workers[worker].out.round, delta), now_s, next_s)
+    return hub.push(Push(worker, hub.scheduler.workers[worker].dispatch.round, delta), now_s, next_s)
 
 
 def after_each(hub, values):
@@ -150,7 +150,7 @@ def test_an_update_is_applied_before_its_worker_is_sent_off_again():
     hub = hub_of(plain(1.0), workers=1, params=scalar(10.0), shards=1)
     applied, closing, dispatch = push(hub, 0, 4.0, 3.0)
     assert isinstance(applied, Applied)
-    assert isinstance(closing, Closing)
+    assert isinstance(closing, ClosedWindow)
     assert float(hub.task(dispatch).params["w"]) == 6.0
     assert hub.task(dispatch).steps == 2
     assert hub.task(dispatch).work.start == 2
@@ -179,7 +179,7 @@ def test_a_round_that_is_given_up_begins_anew_from_the_present_weights():
     hub = hub_of(plain(1.0), workers=2, params=scalar(10.0))
     push(hub, 0, 1.0, next_s=9.0)
     back, again = hub.give_up(1, 5.0)
-    assert isinstance(back, Return)
+    assert isinstance(back, AbandonedRound)
     assert (back.dispatch.work, again.work, again.version) == (again.work, back.dispatch.work, 1)
     assert float(hub.task(again).params["w"]) == 9.0
 
@@ -207,8 +207,8 @@ def test_weights_that_a_worker_is_out_with_never_change_and_never_vanish(rule):
             if isinstance(outcome, Dispatch):
                 held[outcome.worker] = hub.task(outcome).params.digest()
         for other, here in hub.scheduler.workers.items():
-            if here.out is not None:
-                assert hub.task(here.out).params.digest() == held[other]
+            if here.dispatch is not None:
+                assert hub.task(here.dispatch).params.digest() == held[other]
 
 
 def test_a_delta_that_was_not_given_can_still_be_read():
@@ -269,7 +269,7 @@ def begun():
 )
 def test_an_update_that_cannot_be_used_changes_nothing_and_its_worker_is_sent_off_again(delta, reason):
     hub = begun()
-    before, round = account(hub), hub.scheduler.workers[1].out.round
+    before, round = account(hub), hub.scheduler.workers[1].dispatch.round
     refusal, back, again = push(hub, 1, delta, 5.0)
     assert (refusal.worker, refusal.round, refusal.known) == (1, round, True)
     assert re.search(reason, refusal.reason)
@@ -283,9 +283,9 @@ def test_an_update_that_cannot_be_used_changes_nothing_and_its_worker_is_sent_of
 @pytest.mark.parametrize(
     ("worker", "round", "reason"),
     [
-        (9, 0, r"there is no worker 9 among the 3 that are here"),
-        (2, 2, r"there is no worker 2"),  # it left
-        (0, 0, r"round 0 is not open: worker 0 is in round 4. It was delivered twice, or given up"),
+        (9, 0, r"worker 9 is not one of the 3 present workers"),
+        (2, 2, r"worker 2 is not one of the 3 present workers"),  # it left
+        (0, 0, r"round 0 is not open: worker 0 is in round 4. It was delivered twice, or abandoned"),
         (0, 77, r"round 77 is not open"),
         (3, 0, r"round 0 is not open: worker 3 is in round 5"),  # another worker's
     ],
@@ -306,7 +306,7 @@ def test_an_update_that_comes_twice_while_its_worker_waits_is_refused():
     hub.push(first, 1.0, 5.0)
     before, parts = account(hub), hub.scheduler.to_parts()
     [refusal] = hub.push(first, 1.5, 5.0)
-    assert refusal.reason.startswith("round 0 is not open: worker 0 waits to be sent off")
+    assert refusal.reason.startswith("round 0 is not open: worker 0 waits in a window")
     assert (account(hub), hub.scheduler.to_parts()) == (before, parts)
 
 
@@ -332,7 +332,7 @@ def test_whoever_waits_goes_on_waiting_when_another_brings_nonsense():
     hub = hub_of(AsyncLocalSGD(inner_steps=3, grace_s=9.0), workers=3)
     push(hub, 0, 0.5, 1.0, next_s=2.0)
     before = account(hub)
-    assert [type(o) for o in push(hub, 1, math.nan, 2.0, next_s=3.0)] == [Refusal, Return, Dispatch]
+    assert [type(o) for o in push(hub, 1, math.nan, 2.0, next_s=3.0)] == [Refusal, AbandonedRound, Dispatch]
     assert account(hub) == before
     push(hub, 2, 0.5, 3.0, next_s=4.0)
     assert push(hub, 1, 0.5, 4.0, next_s=math.inf)[1].workers == (0, 2, 1)
@@ -341,9 +341,9 @@ def test_whoever_waits_goes_on_waiting_when_another_brings_nonsense():
 def test_a_stranger_who_leaves_or_a_worker_who_joins_twice_is_refused_and_changes_nothing():
     hub = begun()
     before, parts = account(hub), hub.scheduler.to_parts()
-    with pytest.raises(ConfigError, match="it is not here"):
+    with pytest.raises(ConfigError, match="it is not one of the"):
         hub.leave(9, 5.0)
-    with pytest.raises(ConfigError, match="it is here already"):
+    with pytest.raises(ConfigError, match="it has joined already"):
         hub.join(0, 5.0)
     assert (account(hub), hub.scheduler.to_parts()) == (before, parts)
     assert isinstance(push(hub, 0, 0.5, 6.0)[0], Applied)
@@ -356,7 +356,7 @@ def test_what_comes_after_the_end_changes_nothing_and_nobody_is_sent_off_again()
     before = account(hub)
     for value in (math.nan, 0.25):
         [refusal] = push(hub, 1, value, 2.0)
-        assert (refusal.reason, refusal.known) == ("the run has its local updates", False)
+        assert (refusal.reason, refusal.known) == ("the run has reached its local updates", False)
     assert account(hub) == before
 
 
@@ -405,7 +405,7 @@ def test_a_given_delta_that_comes_twice_is_refused_like_any_other():
     [refusal] = hub.push(given, 2.0, None)
     assert "delivered twice" in refusal.reason
     [refusal] = hub.push(given._replace(worker=9), 3.0, None)
-    assert "no worker 9" in refusal.reason
+    assert "worker 9 is not one of" in refusal.reason
     assert account(hub) == before
 
 
@@ -462,14 +462,14 @@ def test_the_hub_survives_a_file_and_goes_on_alike():
 def test_weights_that_are_held_can_be_read_however_many_updates_come_and_circulate_when_they_are_let_go():
     hub = hub_of(plain(1.0), workers=2)
     first = hub.params
-    held = hub.hold()
+    held = hub.pin_weights()
     for now_s in (1.0, 2.0):
         for worker in (0, 1):
             push(hub, worker, 0.25, now_s=now_s)
     assert held == [first]
     assert first["w"].tolist() == [1.0]
     assert hub.params["w"].tolist() == [0.0]
-    hub.let_go(held)
+    hub.unpin_weights(held)
     assert first.deleted
-    hub.let_go(hub.hold())
+    hub.unpin_weights(hub.pin_weights())
     assert not hub.params.deleted, "the hub's own are in use"

@@ -178,29 +178,29 @@ def test_over_a_run_every_shard_has_had_its_share_of_steps():
 # ----------------------------------------------------------------------------------------------------- dynamic local updates
 
 
-def steps_of(done):
+def steps_per_worker(done):
     return [[e.steps for e in done.of(Dispatched) if e.island == island] for island in range(4)]
 
 
 def test_given_speeds_are_the_clusters_unless_they_are_listed():
     options = {"steps": 40, "cluster": Cluster(islands=4, step_time_s="very", link=FREE), "evaluate_every": 10**6}
     known = simulate(AsyncLocalSGD(inner_steps=20, pace="given"), **options)
-    assert [set(steps) for steps in steps_of(known)] == [{20}, {15}, {7}, {3}]
+    assert [set(steps) for steps in steps_per_worker(known)] == [{20}, {15}, {7}, {3}]
     listed = simulate(AsyncLocalSGD(inner_steps=20, pace="given", speeds=(1.0, 4.0, 2.0, 1.0)), **options)
-    assert [set(steps) for steps in steps_of(listed)] == [{5}, {20}, {10}, {5}]
+    assert [set(steps) for steps in steps_per_worker(listed)] == [{5}, {20}, {10}, {5}]
 
 
 def test_the_fastest_worker_need_not_be_the_first():
     """All that are there at the start are known before one of them is sent off."""
     cluster = Cluster(islands=4, step_time_s=(3.33, 1.51, 0.75, 0.58), link=FREE)
     done = simulate(AsyncLocalSGD(inner_steps=20, pace="given"), steps=40, cluster=cluster, evaluate_every=10**6)
-    assert [set(steps) for steps in steps_of(done)] == [{3}, {7}, {15}, {20}]
+    assert [set(steps) for steps in steps_per_worker(done)] == [{3}, {7}, {15}, {20}]
 
 
 def test_measured_speeds_lead_to_the_steps_of_given_ones():
     cluster = Cluster(islands=4, step_time_s="very", link=Link(latency_s=2.0))
     done = simulate(AsyncLocalSGD(inner_steps=20, pace="measured"), steps=100, cluster=cluster, evaluate_every=10**6)
-    steps = steps_of(done)
+    steps = steps_per_worker(done)
     assert [taken[0] for taken in steps] == [20] * 4
     assert [taken[1:3] for taken in steps] == [[20, 20], [15, 15], [7, 7], [3, 3]]  # the line's two seconds are no matter
 
@@ -226,7 +226,7 @@ def test_rounds_of_dynamic_steps_take_about_as_long():
         ({"pace": "given", "speeds": (-1.0,)}, r"speeds=\[-1.0\]"),
         ({"pace": "given", "speeds": (math.inf,)}, r"speeds=\[inf\]"),
         ({"pace": "given", "speeds": (math.nan,)}, r"speeds=\[nan\]"),
-        ({"speeds": (1.0, 2.0)}, r"pace=even does not look at them"),
+        ({"speeds": (1.0, 2.0)}, r"pace=even does not use them"),
         ({"pace": "fast"}, r"pace"),
         ({"shards": "random"}, r"shards"),
         ({"ties": "first"}, r"ties"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.algorithms.async_scheduler import Closing, Dispatch, Return, Scheduler
+from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch, Scheduler
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Plan
 
@@ -31,11 +31,11 @@ def told(decisions):
     short = []
     for decision in decisions:
         match decision:
-            case Closing():
+            case ClosedWindow():
                 short.append((decision.time_s, decision.workers))
             case Dispatch():
                 short.append((decision.time_s, decision.worker))
-            case Return():
+            case AbandonedRound():
                 short.append((decision.time_s, decision.dispatch.worker, decision.dispatch.work.shard))
     return short
 
@@ -152,7 +152,7 @@ def test_a_worker_that_waits_may_leave_and_what_it_brought_stays_counted():
 def test_a_window_that_everybody_has_left_is_over_and_its_number_is_used_up():
     hub = scheduler(2, grace_s=5.0)
     assert hub.arrive(0, 10.0, 1, next_s=14.0) == (0, [])
-    assert hub.leave(0, 11.0, 1, next_s=14.0) == [Closing(0, (), 10.0, 11.0, ())]
+    assert hub.leave(0, 11.0, 1, next_s=14.0) == [ClosedWindow(0, (), 10.0, 11.0, ())]
     assert hub.deadline_s is None
     assert hub.tick(100.0, 1) == []
     assert hub.arrive(1, 101.0, 2, next_s=None)[0] == 1
@@ -163,7 +163,7 @@ def test_an_estimate_that_has_proved_wrong_counts_as_unknown():
     hub = scheduler(2, grace_s=5.0)
     hub.arrive(0, 10.0, 1, next_s=12.0)
     assert hub.tick(14.0, 1, next_s=12.0) == []
-    assert isinstance(hub.tick(15.0, 1, next_s=12.0)[0], Closing)
+    assert isinstance(hub.tick(15.0, 1, next_s=12.0)[0], ClosedWindow)
 
 
 @pytest.mark.parametrize("now_s", [9.0, math.nan, math.inf])
@@ -196,7 +196,7 @@ def test_a_worker_that_was_measured_and_comes_back_has_the_speed_it_had():
     hub = scheduler(2, steps=20, pace="measured")
     rounds_at(hub, 0, 1.0, 2)
     rounds_at(hub, 1, 2.0, 2)
-    assert hub.steps_of(1) == 10
+    assert hub.speeds.steps(1) == 10
     now_s = hub.to_parts()["latest_s"]
     hub.leave(1, now_s, 0)
     [again] = hub.join(1, now_s, 0)
@@ -208,9 +208,9 @@ def test_a_time_that_gives_no_speed_is_passed_over(seconds):
     hub = scheduler(2, steps=20, pace="measured")
     rounds_at(hub, 0, 1.0, 1)
     rounds_at(hub, 1, 2.0, 1)
-    dispatch, now_s = hub.workers[1].out, hub.to_parts()["latest_s"]
+    dispatch, now_s = hub.workers[1].dispatch, hub.to_parts()["latest_s"]
     hub.arrive(1, now_s + 1, 0, None, seconds)
-    assert (dispatch.steps, hub.steps_of(1)) == (10, 10)
+    assert (dispatch.steps, hub.speeds.steps(1)) == (10, 10)
 
 
 def test_the_round_of_a_worker_that_dies_is_put_back_and_given_to_the_next():
@@ -237,23 +237,23 @@ def test_a_worker_that_comes_back_has_forgotten_the_round_it_died_in():
     hub = scheduler(1)
     hub.leave(0, 1.0, 0)
     [dispatch] = hub.join(0, 2.0, 0)
-    assert (dispatch.round, hub.out(0, 0), hub.out(0, 1)) == (1, None, dispatch)
+    assert (dispatch.round, hub.open_dispatch(0, 0), hub.open_dispatch(0, 1)) == (1, None, dispatch)
 
 
 def test_nobody_can_come_twice_or_leave_without_being_there():
     hub = scheduler(2)
     before = hub.to_parts()
-    with pytest.raises(ConfigError, match=r"worker 1 joins, but it is here already"):
+    with pytest.raises(ConfigError, match=r"worker 1 joins, but it has joined already"):
         hub.join(1, 1.0, 0)
-    with pytest.raises(ConfigError, match=r"worker 5 leaves, but it is not here. There are 2"):
+    with pytest.raises(ConfigError, match=r"worker 5 leaves, but it is not one of the 2 workers"):
         hub.leave(5, 1.0, 0)
     assert hub.to_parts() == before
 
 
 def test_what_cannot_be_used_is_put_back_and_the_worker_sent_off_with_the_same_work():
     hub = scheduler(1, examples=(100,))
-    first = hub.out(0, 0)
-    back, again = hub.send_again(0, 4.0, 0)
+    first = hub.open_dispatch(0, 0)
+    back, again = hub.redispatch(0, 4.0, 0)
     assert (back.dispatch, again.work, again.round, again.time_s) == (first, first.work, 1, 4.0)
     assert hub.local_updates == 0
 
@@ -264,7 +264,7 @@ def test_once_the_updates_are_reached_nobody_is_sent_off_any_more():
     assert hub.done
     assert hub.tick(100.0, 1) == []
     assert hub.join(9, 101.0, 1) == []
-    assert told(hub.send_again(1, 102.0, 1)) == [(102.0, 1, 1)]
+    assert told(hub.redispatch(1, 102.0, 1)) == [(102.0, 1, 1)]
     assert told(hub.leave(2, 103.0, 1)) == [(103.0, 2, 2)]
     assert hub.shards.steps.tolist() == [10, 0, 0, 0]
 
@@ -301,37 +301,37 @@ def test_steps_follow_the_speed_and_the_fastest_takes_all_of_them(steps, expecte
     hub = scheduler(steps=steps, pace="given", speeds=tuple(1 / time for time in VERY_S))
     for worker in range(4):
         hub.join(worker, 0.0, 0)
-    assert [hub.steps_of(worker) for worker in range(4)] == expected
+    assert [hub.speeds.steps(worker) for worker in range(4)] == expected
 
 
 def test_a_worker_of_a_thousandth_of_the_speed_takes_a_step_all_the_same():
     hub = scheduler(2, steps=50, pace="given", speeds=(1000.0, 1.0))
-    assert [hub.steps_of(worker) for worker in range(2)] == [50, 1]
+    assert [hub.speeds.steps(worker) for worker in range(2)] == [50, 1]
 
 
 @settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 40), st.floats(1e-3, 1e3))
 def test_a_worker_of_exactly_one_nth_of_the_speed_loses_no_step_to_rounding(parts, steps, time_s):
     hub = scheduler(2, steps=parts * steps, pace="given", speeds=(1 / time_s, 1 / (parts * time_s)))
-    assert hub.steps_of(1) == steps
+    assert hub.speeds.steps(1) == steps
 
 
 def test_the_reference_is_the_fastest_worker_that_is_there():
     hub = scheduler(pace="given", steps=20, speeds=(4.0, 2.0, 1.0))
     [alone] = hub.join(2, 0.0, 0)
     [faster] = hub.join(1, 0.0, 0)
-    assert (alone.steps, faster.steps, hub.steps_of(2)) == (20, 20, 10)
+    assert (alone.steps, faster.steps, hub.speeds.steps(2)) == (20, 20, 10)
     hub.join(0, 0.0, 0)
-    assert [hub.steps_of(worker) for worker in (0, 1, 2)] == [20, 10, 5]
+    assert [hub.speeds.steps(worker) for worker in (0, 1, 2)] == [20, 10, 5]
     hub.leave(0, 1.0, 0)
-    assert [hub.steps_of(worker) for worker in (1, 2)] == [20, 10]
+    assert [hub.speeds.steps(worker) for worker in (1, 2)] == [20, 10]
 
 
 def test_speeds_may_come_from_whoever_drives_the_scheduler():
     hub = scheduler(pace="given", steps=20)
     for worker, time in enumerate(VERY_S):
         hub.join(worker, 0.0, 0, speed=1 / time)
-    assert [hub.steps_of(worker) for worker in range(4)] == [20, 15, 7, 3]
+    assert [hub.speeds.steps(worker) for worker in range(4)] == [20, 15, 7, 3]
 
 
 @pytest.mark.parametrize(
@@ -353,31 +353,31 @@ def test_a_worker_beyond_the_list_of_speeds_is_refused_though_the_driver_knows_o
 
 def test_measured_speeds_agree_with_given_ones_after_one_round_each():
     hub = scheduler(4, steps=50, pace="measured")
-    assert [hub.steps_of(worker) for worker in range(4)] == [50] * 4
+    assert [hub.speeds.steps(worker) for worker in range(4)] == [50] * 4
     for worker, time in enumerate(VERY_S):
         hub.arrive(worker, 50 * time, worker, next_s=None, seconds=50 * time)
-    assert [hub.steps_of(worker) for worker in range(4)] == [50, 38, 19, 8]
+    assert [hub.speeds.steps(worker) for worker in range(4)] == [50, 38, 19, 8]
 
 
 def test_a_worker_that_was_not_measured_yet_takes_all_steps():
     hub = scheduler(2, steps=50, pace="measured")
     hub.arrive(0, 10.0, 1, next_s=None, seconds=10.0)
     [newcomer] = hub.join(5, 11.0, 1)
-    assert (newcomer.steps, hub.steps_of(1), hub.steps_of(0)) == (50, 50, 50)
+    assert (newcomer.steps, hub.speeds.steps(1), hub.speeds.steps(0)) == (50, 50, 50)
 
 
 def test_the_time_away_counts_where_nobody_knows_how_long_a_worker_computed():
     hub = scheduler(2, steps=50, pace="measured")
     hub.arrive(0, 10.0, 1, next_s=None)
     hub.arrive(1, 20.0, 2, next_s=None)
-    assert [hub.steps_of(worker) for worker in (0, 1)] == [50, 25]
+    assert [hub.speeds.steps(worker) for worker in (0, 1)] == [50, 25]
 
 
 def rounds_at(hub, worker, time_s, count):
     """So many rounds in a row, at so many seconds a step; the steps of each next one."""
     steps = []
     for _ in range(count):
-        dispatch = hub.workers[worker].out
+        dispatch = hub.workers[worker].dispatch
         now_s = max(hub.to_parts()["latest_s"], dispatch.time_s + dispatch.steps * time_s)
         decisions = hub.arrive(worker, now_s, 0, next_s=math.inf, seconds=dispatch.steps * time_s)[1]
         steps.append(next(d.steps for d in decisions if isinstance(d, Dispatch) and d.worker == worker))
@@ -397,11 +397,11 @@ def test_measured_steps_follow_a_worker_that_slows_down_and_recovers():
 def test_when_the_fastest_slows_down_another_becomes_the_reference():
     hub = scheduler(2, steps=60, pace="measured")
     rounds_at(hub, 0, 1.0, 1), rounds_at(hub, 1, 2.0, 1)
-    assert [hub.steps_of(worker) for worker in (0, 1)] == [60, 30]
+    assert [hub.speeds.steps(worker) for worker in (0, 1)] == [60, 30]
     rounds_at(hub, 0, 8.0, 40)
-    assert [hub.steps_of(worker) for worker in (0, 1)] == [15, 60]
+    assert [hub.speeds.steps(worker) for worker in (0, 1)] == [15, 60]
     rounds_at(hub, 0, 0.5, 40)
-    assert [hub.steps_of(worker) for worker in (0, 1)] == [60, 15]
+    assert [hub.speeds.steps(worker) for worker in (0, 1)] == [60, 15]
 
 
 @settings(deadline=None)
@@ -410,10 +410,10 @@ def test_the_fastest_that_is_remembered_is_the_fastest_that_is_there(seen):
     hub = scheduler(4, steps=50, pace="measured")
     for worker, time_s in seen:
         rounds_at(hub, worker, time_s, 1)
-        speeds = [speed for _, speed in hub.pace.to_parts()["here"]]
+        speeds = [speed for _, speed in hub.speeds.to_parts()["present"]]
         fastest = max(speed for speed in speeds if speed is not None)
         expected = [50 if s is None else max(1, math.floor(s / fastest * 50 + 1e-9)) for s in speeds]
-        assert [hub.steps_of(w) for w in range(4)] == expected
+        assert [hub.speeds.steps(w) for w in range(4)] == expected
 
 
 # --------------------------------------------------------------------------------------------------------- whole schedules
@@ -430,7 +430,7 @@ def play(hub, times_s, until_s):
         window, decisions = hub.arrive(worker, now_s, 0, next_s=out[0][0] if out else math.inf)
         arrivals.append((round(now_s, 6), worker, window))
         for decision in decisions:
-            if isinstance(decision, Closing):
+            if isinstance(decision, ClosedWindow):
                 closings.append((round(decision.time_s, 6), decision.workers))
             else:
                 heapq.heappush(out, (decision.time_s + decision.steps * times_s[decision.worker], decision.worker))

@@ -1,4 +1,4 @@
-"""Shards: eq. (2) by hand, counted at dispatch, and an account that adds up whatever is put back."""
+"""ShardSampler: eq. (2) by hand, counted at dispatch, and an account that adds up whatever is put back."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.algorithms.shard_sampler import Shards
+from atoll.algorithms.shard_sampler import ShardSampler
 from atoll.core.errors import ConfigError
 
 
@@ -19,10 +19,10 @@ def never():
 
 def shards(examples, policy="deficit", ties="chance", steps=()):
     """With some steps handed out already."""
-    made = Shards(examples, policy, ties)
+    made = ShardSampler(examples, policy, ties)
     for shard, count in enumerate(steps):
         if count:
-            made.hand_out(shard, count)
+            made.assign(shard, count)
     return made
 
 
@@ -61,7 +61,7 @@ def test_four_workers_that_are_sent_off_together_take_four_shards():
         account, taken = shards([50] * 4), []
         for worker in range(4):
             taken.append(account.choose(worker, lambda draw=draw: draw))
-            account.hand_out(taken[-1], 20)
+            account.assign(taken[-1], 20)
         assert sorted(taken) == [0, 1, 2, 3]
 
 
@@ -69,7 +69,7 @@ def test_four_workers_that_are_sent_off_together_take_four_shards():
 def test_a_tie_goes_to_the_workers_last_shard_without_asking_chance(policy):
     account = shards([50] * 4, policy, "last")
     assert [account.choose(last, never) for last in range(4)] == [0, 1, 2, 3]
-    account.hand_out(2, 5)
+    account.assign(2, 5)
     assert [account.choose(last, never) for last in (0, 1, 3)] == [0, 1, 3]  # three lag equally, and these are among them
     assert drawn(account, draws=300, last=2) == [1 / 3, 1 / 3, 0, 1 / 3]  # its last one does not lag: chance
 
@@ -82,14 +82,14 @@ def test_a_last_shard_that_lags_less_than_another_is_no_tie():
 def test_visits_takes_one_of_the_least_visited_whatever_their_sizes_and_steps():
     account = shards([1000, 10, 10], "visits", steps=[1, 500, 0])
     assert drawn(account) == [0, 0, 1]
-    account.hand_out(2, 1)
+    account.assign(2, 1)
     assert drawn(account, draws=999) == [1 / 3, 1 / 3, 1 / 3]
 
 
 def test_over_many_rounds_the_steps_follow_the_sizes_also_when_rounds_differ_in_length():
     account = shards([500, 300, 200])
     for round in range(2000):
-        account.hand_out(account.choose(0, lambda round=round: (round * 0.618) % 1), (50, 38, 19, 8)[round % 4])
+        account.assign(account.choose(0, lambda round=round: (round * 0.618) % 1), (50, 38, 19, 8)[round % 4])
     total = int(account.steps.sum())
     assert [steps / total for steps in account.steps.tolist()] == pytest.approx([0.5, 0.3, 0.2], abs=50 / total)
 
@@ -128,7 +128,7 @@ def test_huge_counts_are_counted_exactly():
 
 def test_the_position_on_the_schedule_and_in_the_data_goes_on_where_the_shard_was_left():
     account = shards([70, 30])
-    works = [account.hand_out(0, 5), account.hand_out(1, 3), account.hand_out(0, 2), account.hand_out(0, 1)]
+    works = [account.assign(0, 5), account.assign(1, 3), account.assign(0, 2), account.assign(0, 1)]
     assert [(work.shard, work.start, work.schedule, work.examples) for work in works] == [
         (0, 0, 0, 70), (1, 0, 0, 30), (0, 5, 5, 70), (0, 7, 7, 70),
     ]  # fmt: skip
@@ -137,7 +137,7 @@ def test_the_position_on_the_schedule_and_in_the_data_goes_on_where_the_shard_wa
 def test_what_is_put_back_leaves_everything_as_it_was():
     account = shards([50, 50], steps=[5, 3])
     before = account.to_parts()
-    account.put_back(account.hand_out(0, 7), 7)
+    account.unassign(account.assign(0, 7), 7)
     assert account.to_parts() == before
 
 
@@ -145,26 +145,26 @@ def test_what_is_put_back_leaves_everything_as_it_was():
 def test_what_is_put_back_out_of_order_leaves_everything_as_it_was_too(order):
     account = shards([50, 50], steps=[5, 3])
     before = account.to_parts()
-    works = [(account.hand_out(0, steps), steps) for steps in (4, 2, 6)]
+    works = [(account.assign(0, steps), steps) for steps in (4, 2, 6)]
     for number in order:
-        account.put_back(*works[number])
+        account.unassign(*works[number])
     assert account.to_parts() == before
 
 
 def test_a_stretch_that_came_back_is_read_again_before_anything_new():
     account = shards([50])
-    first, _ = account.hand_out(0, 10), account.hand_out(0, 10)
-    account.put_back(first, 10)
-    again, rest, new = account.hand_out(0, 4), account.hand_out(0, 6), account.hand_out(0, 1)
+    first, _ = account.assign(0, 10), account.assign(0, 10)
+    account.unassign(first, 10)
+    again, rest, new = account.assign(0, 4), account.assign(0, 6), account.assign(0, 1)
     assert (again.start, rest.start, new.start) == (0, 4, 20)
     assert (again.schedule, rest.schedule, new.schedule) == (10, 14, 20)
 
 
 def test_a_stretch_that_is_too_short_waits_for_a_round_that_fits():
     account = shards([50])
-    first, _ = account.hand_out(0, 3), account.hand_out(0, 10)
-    account.put_back(first, 3)
-    assert [account.hand_out(0, steps).start for steps in (4, 3)] == [13, 0]
+    first, _ = account.assign(0, 3), account.assign(0, 10)
+    account.unassign(first, 3)
+    assert [account.assign(0, steps).start for steps in (4, 3)] == [13, 0]
 
 
 @settings(deadline=None)
@@ -173,16 +173,16 @@ def test_no_batch_is_out_twice_and_the_counts_add_up_whatever_comes_back(moves):
     account, out = shards([5, 50, 10]), []
     for shard, steps, back, which in moves:
         if back and out:
-            account.put_back(*out.pop(which % len(out)))
+            account.unassign(*out.pop(which % len(out)))
         else:
-            out.append((account.hand_out(shard, steps), steps))
+            out.append((account.assign(shard, steps), steps))
         for number in range(3):
             mine = sorted((work.start, work.start + steps) for work, steps in out if work.shard == number)
             assert all(one[1] <= two[0] for one, two in pairwise(mine)), mine
             assert account.steps[number] == sum(stop - start for start, stop in mine)
             assert account.visits[number] == len(mine)
     for work, steps in out:
-        account.put_back(work, steps)
+        account.unassign(work, steps)
     assert account.to_parts() == shards([5, 50, 10]).to_parts()
 
 
@@ -191,22 +191,22 @@ def test_no_batch_is_out_twice_and_the_counts_add_up_whatever_comes_back(moves):
 
 def test_the_account_survives_a_file_and_goes_on_alike():
     account = shards([50, 30])
-    first, _ = account.hand_out(0, 10), account.hand_out(0, 4)
-    account.hand_out(1, 3)
-    account.put_back(first, 10)
+    first, _ = account.assign(0, 10), account.assign(0, 4)
+    account.assign(1, 3)
+    account.unassign(first, 10)
     again = shards([50, 30])
     again.from_parts(json.loads(json.dumps(account.to_parts())))
     assert again.to_parts() == account.to_parts()
     for draw in (0.1, 0.5, 0.9):
         shard = account.choose(0, lambda draw=draw: draw)
         assert again.choose(0, lambda draw=draw: draw) == shard
-        assert again.hand_out(shard, 4) == account.hand_out(shard, 4)
+        assert again.assign(shard, 4) == account.assign(shard, 4)
 
 
 @pytest.mark.parametrize("examples", [[], [0, 0], [5, -1]])
 def test_shards_with_nothing_in_them_are_refused(examples):
-    with pytest.raises(ConfigError, match="at least one shard, and something in it"):
-        Shards(examples, "deficit", "last")
+    with pytest.raises(ConfigError, match="at least one shard with at least one example"):
+        ShardSampler(examples, "deficit", "last")
 
 
 def test_equal_workers_keep_their_shards_though_one_is_an_example_short():
@@ -215,7 +215,7 @@ def test_equal_workers_keep_their_shards_though_one_is_an_example_short():
     for round in range(200):
         for worker in [(round + number) % 4 for number in range(4)]:
             assert account.choose(worker, lambda: pytest.fail("nothing was to be drawn")) == worker
-            account.hand_out(worker, 20)
+            account.assign(worker, 20)
 
 
 def test_shards_that_differ_more_are_drawn_by_their_sizes_at_first():

@@ -106,7 +106,7 @@ def test_a_log_that_names_no_engine_was_simulated():
     line = '{"event": "RunStarted", "recipe": "r", "algorithm": "DDP", "islands": 1, "params": 1, "steps": 1, "seed": 0}'
     started = from_json(line)
     assert isinstance(started, RunStarted)
-    assert started.engine == "sim"
+    assert started.engine == "simulator"
 
 
 def test_floats_are_written_to_the_last_bit():

@@ -8,7 +8,7 @@ from atoll.core.errors import TreeDonated
 from atoll.core.flat_tree import Tree
 from atoll.core.pytree import trees
 from atoll.optim.adam import AdamW
-from atoll.optim.chunked_step import glance, step
+from atoll.optim.chunked_step import preview, step
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.testing.conformance import digests
@@ -38,7 +38,7 @@ def test_a_step_has_the_bits_of_the_rule_and_a_glance_those_of_its_weights(rule,
     params, gradient, state = case(rule, numel)
     expected = rule.update(params, (gradient / 3.0) * 0.5, state)
     before = digests((params, state))
-    seen = glance(rule, params, gradient.copy(), state, over=3.0, times=0.5)
+    seen = preview(rule, params, gradient.copy(), state, over=3.0, times=0.5)
     sent, new, kept = step(rule, params, gradient.copy(), state, over=3.0, times=0.5)
     assert seen.same_bits(expected[0])
     assert sent.same_bits(expected[0])
@@ -53,7 +53,7 @@ def test_a_slice_of_nothing_still_counts_the_step(rule):
     assert params.numel == 0
     sent, new, state = step(rule, params, gradient, rule.init(params))
     assert (sent.numel, new.numel, state.step) == (0, 0, 1)
-    assert glance(rule, params, gradient, state).numel == 0
+    assert preview(rule, params, gradient, state).numel == 0
 
 
 @each_rule
@@ -74,7 +74,7 @@ def test_donated_weights_and_moments_are_stepped_in_their_own_buffers(rule):
 def test_a_glance_reads_weights_and_moments_also_where_they_are_donated(rule):
     params, gradient, state = case(rule)
     before, weights, moments = digests((params, state)), donated(params), donated(state)
-    glance(rule, weights, gradient, moments)
+    preview(rule, weights, gradient, moments)
     assert digests((weights, moments)) == before
     assert weights.donated
 
@@ -83,7 +83,7 @@ def test_the_new_weights_lie_in_the_gradients_buffer_where_they_have_its_precisi
     rule = AdamW(lr=0.1)
     params, gradient, state = case(rule)
     place = gradient.flat.data_ptr()
-    assert glance(rule, params, gradient, state).flat.data_ptr() == place
+    assert preview(rule, params, gradient, state).flat.data_ptr() == place
     params, gradient, state = case(rule, dtype=torch.bfloat16)
     place = gradient.flat.data_ptr()
     assert step(rule, params, gradient, state).sent.flat.data_ptr() == place
@@ -112,7 +112,7 @@ def test_a_step_that_sends_nothing_leaves_the_gradient_as_it_is():
     assert digests((new.params, new.state)) == digests((expected.params, expected.state))
 
 
-@pytest.mark.parametrize("operation", [glance, step])
+@pytest.mark.parametrize("operation", [preview, step])
 def test_a_gradient_of_another_model_is_refused(operation):
     rule = AdamW(lr=0.1)
     params, _, state = case(rule)

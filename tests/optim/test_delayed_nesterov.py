@@ -8,7 +8,7 @@ from torch import Tensor
 
 from atoll.core.chunked_elementwise import CHUNK
 from atoll.core.errors import ConfigError, TreeDonated
-from atoll.core.flat_tree import Tree, forget_spare_buffers
+from atoll.core.flat_tree import Tree, free_buffer_pool
 from atoll.core.protocols import Rule
 from atoll.core.pytree import trees
 from atoll.engines.simulator.collectives import weighted_mean
@@ -302,7 +302,7 @@ def test_the_twin_computes_in_the_weights_that_it_was_given(rule):
 def test_a_given_gradient_goes_back_into_circulation(rule):
     params, state = Tree.of(tensors(0)), rule.init(Tree.of(tensors(0)))
     for arrival in range(5):
-        forget_spare_buffers()
+        free_buffer_pool()
         gradient = Tree.of(tensors(arrival + 1)).donate()
         memory = gradient.flat.data_ptr()
         params, state = rule.update_in_place(params, gradient, state)

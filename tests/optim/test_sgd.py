@@ -4,7 +4,7 @@ from torch import Tensor
 
 from atoll.core.chunked_elementwise import CHUNK
 from atoll.core.errors import ConfigError, TreeDonated
-from atoll.core.flat_tree import Tree, forget_spare_buffers
+from atoll.core.flat_tree import Tree, free_buffer_pool
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 
@@ -115,7 +115,7 @@ def test_the_twin_leaves_weights_that_it_was_not_given(rule):
 
 @ids
 def test_the_twin_puts_a_given_gradient_back_into_circulation(rule):
-    forget_spare_buffers()
+    free_buffer_pool()
     params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1)).donate()
     memory = gradient.flat.data_ptr()
     result, _ = rule.update_in_place(params, gradient, rule.init(params))

@@ -123,7 +123,7 @@ class ACCO(Sharded):
         reduced = await self.reduce(first, peers, keep=True)  # the second half is added to it meanwhile
         if reduced is None:
             return None
-        return await peers.all_gather(self.glance(self._rule_at(state), state.params, state.optimizer, reduced))
+        return await peers.all_gather(self.preview(self._rule_at(state), state.params, state.optimizer, reduced))
 
     async def _load(self, replica: Replica, estimate: PendingExchange[Tree | None]) -> None:
         """Compute at the estimate from now on, if there is one."""

@@ -1,8 +1,8 @@
 """The hub: the scheduler together with the weights that it dispatches. A parameter server without sockets and without a clock.
 
-The hub applies an update when it is pushed, before it dispatches workers again. It refuses an update from a worker that
-it does not know, in a round that is over (delivered twice, or by one who was given up), of another shape, or not finite. What is
-refused changes no weight. A worker whose update was unusable is dispatched again; the data of a lost round is put back.
+The hub applies an update when it is pushed, before it dispatches workers again. It refuses an update from an unknown worker, of a
+round that is over (delivered twice, or abandoned), of another layout, or not finite. A refused update changes no weight: the
+scheduler abandons its round and dispatches the worker again.
 
 >>> import torch
 >>> from atoll.algorithms.async_local_sgd import AsyncLocalSGD
@@ -12,7 +12,7 @@ refused changes no weight. A worker whose update was unusable is dispatched agai
 >>> [first] = hub.join(0, now_s=0.0)
 >>> first.steps, first.work.start
 (3, 0)
->>> applied, closing, second = hub.push(Push(0, first.round, weights * 0.5), now_s=1.5, next_s=None)
+>>> applied, closed, second = hub.push(Push(0, first.round, weights * 0.5), now_s=1.5, next_s=None)
 >>> hub.params["w"], second.work.start
 (tensor([0.5000, 0.5000]), 3)
 """
@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from atoll.algorithms.async_scheduler import Closing, Decision, Dispatch, Return, Scheduler
+from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Decision, Dispatch, Scheduler
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Task
 from atoll.core.pytree import WeightLeases
@@ -31,7 +31,7 @@ from atoll.optim.in_place import HubStep
 
 
 class Push(NamedTuple):
-    """What a worker brings: how far it moved in which round, and how many seconds it computed, where that is known."""
+    """A worker's update: how far it moved in which round, and how many seconds it computed, where that is known."""
 
     worker: int
     round: int
@@ -40,8 +40,8 @@ class Push(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """An update was taken. `counted` is false if the algorithm left it out, as too stale; `moved` is whether the weights changed,
-    which they need not if the algorithm only takes note of it for now."""
+    """The hub accepted an update. `counted` is false if the algorithm left it out as too stale. `moved` is false if the weights
+    did not change, as with a rule that buffers several updates."""
 
     dispatch: Dispatch
     window: int
@@ -63,14 +63,14 @@ class Refusal(NamedTuple):
     known: bool
 
 
-Outcome = Applied | Refusal | Dispatch | Closing | Return
+Outcome = Applied | Refusal | Dispatch | ClosedWindow | AbandonedRound
 
 
 class AsyncHub:
     """The state machine with its weights. Each event carries the time, and the hub returns its decisions in order.
 
     Args:
-        algorithm: whose hub it is.
+        algorithm: computes the hub's steps.
         params: the initial weights. They are donated: their buffer returns to the pool when no worker reads them any more.
         examples: of each shard.
         updates: local updates after which it dispatches no worker any more.
@@ -90,8 +90,7 @@ class AsyncHub:
         self.state = algorithm.init(params)
         self._step = HubStep(algorithm, self.state)
         self.scheduler = Scheduler(algorithm.plan, examples, updates, draw)
-        self.version = 0
-        """Updates applied so far."""
+        self.version = 0  # updates applied so far
         self._dispatched = WeightLeases()
 
     @property
@@ -101,7 +100,7 @@ class AsyncHub:
 
     @property
     def done(self) -> bool:
-        """Whether the run has its local updates."""
+        """Whether the run has reached its local updates."""
         return self.scheduler.done
 
     def task(self, dispatch: Dispatch) -> Task:
@@ -111,37 +110,37 @@ class AsyncHub:
     # ------------------------------------------------------------------------------------------------------------- events
 
     def join(self, worker: int, now_s: float, speed: float | None = None) -> list[Outcome]:
-        """A worker is there. It begins from the present weights, whether a window is open or not."""
+        """A worker joins. The hub dispatches it from the present weights, whether a window is open or not."""
         return self.join_all({worker: speed}, now_s)
 
     def join_all(self, speeds: Mapping[int, float | None], now_s: float) -> list[Outcome]:
-        """Several workers are there, with their speeds in steps per second where the driver knows them."""
-        return self._send(self.scheduler.join_all(speeds, now_s, self.version))
+        """Several workers join, with their speeds in steps per second where the driver knows them."""
+        return self._lease_weights(self.scheduler.join_all(speeds, now_s, self.version))
 
     def leave(self, worker: int, now_s: float, next_s: float | None = None) -> list[Outcome]:
-        """A worker is gone, whatever it was doing."""
+        """A worker leaves, or has died."""
         decisions = self.scheduler.leave(worker, now_s, self.version, next_s)
         self._dispatched.end(worker, self.state)
-        return self._send(decisions)
+        return self._lease_weights(decisions)
 
     def give_up(self, worker: int, now_s: float) -> list[Outcome]:
-        """A worker's update was lost: the data of its round is put back, and the worker is dispatched again."""
-        return self._send(self.scheduler.send_again(worker, now_s, self.version))
+        """A worker's update was lost: its round is abandoned, and the worker dispatched again."""
+        return self._lease_weights(self.scheduler.redispatch(worker, now_s, self.version))
 
     def tick(self, now_s: float, next_s: float | None = None) -> list[Outcome]:
         """Time has passed. A driver that does not know the next arrival ticks at `scheduler.deadline_s`."""
-        return self._send(self.scheduler.tick(now_s, self.version, next_s))
+        return self._lease_weights(self.scheduler.tick(now_s, self.version, next_s))
 
     def push(self, push: Push, now_s: float, next_s: float | None) -> list[Outcome]:
-        """A worker's update is there; `next_s` is when the earliest *other* worker can be.
+        """A worker's update has arrived; `next_s` is when the earliest *other* worker can arrive.
 
-        A donated delta is the hub's: its buffer returns to the pool.
+        The buffer of a donated delta returns to the pool.
         """
-        dispatch = self.scheduler.out(push.worker, push.round)
-        reason, norm = self._look_at(push, dispatch)
+        dispatch = self.scheduler.open_dispatch(push.worker, push.round)
+        reason, norm = self._check(push, dispatch)
         if reason is not None or dispatch is None:
             return self._refuse(push, now_s, reason or "", dispatch)
-        before = self.tick(now_s, now_s)  # a window that had run out dispatches its workers with the weights it closed with
+        before = self.tick(now_s, now_s)  # a window past its deadline dispatches its workers with the weights before this update
         staleness = self.version - dispatch.version
         arrival = Arrival(push.delta, self._dispatched.leased[push.worker], staleness, len(self.scheduler.workers))
         old = self.state
@@ -152,31 +151,31 @@ class AsyncHub:
         window, after = self.scheduler.arrive(push.worker, now_s, self.version, next_s, push.seconds)
         self._dispatched.end(push.worker, self.state)
         applied = Applied(dispatch, window, now_s, self.version, staleness, counted, moved, norm)
-        return [*before, applied, *self._send(after)]
+        return [*before, applied, *self._lease_weights(after)]
 
-    def _look_at(self, push: Push, dispatch: Dispatch | None) -> tuple[str | None, float]:
-        """Why an update cannot be taken, if it cannot, and the norm of its delta, if that could be looked at."""
+    def _check(self, push: Push, dispatch: Dispatch | None) -> tuple[str | None, float]:
+        """Why the hub refuses an update, if it does, and the norm of its delta, if that could be computed."""
         if self.done:
-            return "the run has its local updates", math.nan
-        here = self.scheduler.workers.get(push.worker)
-        if here is None:
-            return f"there is no worker {push.worker} among the {len(self.scheduler.workers)} that are here", math.nan
+            return "the run has reached its local updates", math.nan
+        worker = self.scheduler.workers.get(push.worker)
+        if worker is None:
+            return f"worker {push.worker} is not one of the {len(self.scheduler.workers)} present workers", math.nan
         if dispatch is None:
-            now = "waits to be sent off" if here.out is None else f"is in round {here.out.round}"
-            return f"round {push.round} is not open: worker {push.worker} {now}. It was delivered twice, or given up", math.nan
+            now = "waits in a window" if worker.dispatch is None else f"is in round {worker.dispatch.round}"
+            return f"round {push.round} is not open: worker {push.worker} {now}. It was delivered twice, or abandoned", math.nan
         if push.delta.layout != self.params.layout:
             return f"its delta is {push.delta!r}, and the hub's weights are {self.params!r}", math.nan
         norm = push.delta.rough_norm()
         return (None if math.isfinite(norm) else f"its delta is not finite (norm {norm})"), norm
 
     def _refuse(self, push: Push, now_s: float, reason: str, dispatch: Dispatch | None) -> list[Outcome]:
-        """The update changes nothing; its worker is dispatched again, unless the run is done."""
+        """The update changes nothing; the hub dispatches its worker again, unless the run is done."""
         again = dispatch is not None and not self.done
         refusal = Refusal(push.worker, push.round, now_s, reason, again)
         return [refusal, *(self.give_up(push.worker, now_s) if again else [])]
 
-    def _send(self, decisions: Sequence[Decision]) -> list[Outcome]:
-        """Workers that are dispatched now get the present weights."""
+    def _lease_weights(self, decisions: Sequence[Decision]) -> list[Outcome]:
+        """Leases the present weights to workers that are dispatched now."""
         for decision in decisions:
             if isinstance(decision, Dispatch):
                 self._dispatched.end(decision.worker, self.state)
@@ -185,14 +184,14 @@ class AsyncHub:
 
     # ------------------------------------------------------------------------------------------------------------- saving
 
-    def hold(self) -> list[Tree]:
-        """The present weights and those that workers have: no buffer of theirs is reused until `let_go`."""
-        held = list({id(tree): tree for tree in (self.params, *self._dispatched.leased.values())}.values())
-        self._dispatched.pin(held)
-        return held
+    def pin_weights(self) -> list[Tree]:
+        """The present weights and those leased to workers. None of their buffers is reused before `unpin_weights`."""
+        pinned = list({id(tree): tree for tree in (self.params, *self._dispatched.leased.values())}.values())
+        self._dispatched.pin(pinned)
+        return pinned
 
-    def let_go(self, held: Sequence[Tree]) -> None:
-        self._dispatched.unpin(held, self.state)
+    def unpin_weights(self, pinned: Sequence[Tree]) -> None:
+        self._dispatched.unpin(pinned, self.state)
 
     def to_parts(self) -> dict[str, Any]:
         """All of its state: the algorithm's, the weights that workers were dispatched with (each once), and plain data."""
@@ -203,7 +202,7 @@ class AsyncHub:
             "versions": {versions[id(tree)]: tree for tree in dispatched.values()},
             "plain": {
                 "version": self.version,
-                "sent": [[worker, versions[id(tree)]] for worker, tree in dispatched.items()],
+                "leased": [[worker, versions[id(tree)]] for worker, tree in dispatched.items()],
                 "scheduler": self.scheduler.to_parts(),
             },
         }
@@ -211,5 +210,5 @@ class AsyncHub:
     def from_parts(self, state: Any, versions: Mapping[str, Tree], plain: Mapping[str, Any]) -> None:
         self.state = state
         self.version = plain["version"]
-        self._dispatched = WeightLeases({worker: versions[name] for worker, name in plain["sent"]})
+        self._dispatched = WeightLeases({worker: versions[name] for worker, name in plain["leased"]})
         self.scheduler.from_parts(plain["scheduler"])

@@ -108,10 +108,10 @@ class Sharded:
         shortening = self.clip_norm / (length + 1e-6) if length > self.clip_norm else 1.0
         return Reduced(summed.value, summed.weight, shortening)
 
-    def glance(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced) -> Tree:
+    def preview(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced) -> Tree:
         """The slice of the weights after a step, as it travels. Nothing is kept of the step."""
         over, times, sent = reduced.weight, reduced.shortening, self.wire_dtype(params)
-        return chunked_step.glance(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent)
+        return chunked_step.preview(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent)
 
     def step(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced, *, send: bool = True) -> Stepped:
         """A step on the slice. Without `send` the new weights stay here, and the gradient can be used once more."""

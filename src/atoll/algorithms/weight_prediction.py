@@ -87,7 +87,7 @@ class WP(Accumulating):
             ahead = new.sent
         else:
             new = self.step(self.rule, state.params, state.optimizer, reduced, send=False)
-            ahead = self.glance(self.rule, new.params, new.state, reduced)
+            ahead = self.preview(self.rule, new.params, new.state, reduced)
         return Updated(await peers.all_gather(ahead), new.params, new.state, ahead)
 
     def _unpredicted(self, params: Tree) -> Tree:

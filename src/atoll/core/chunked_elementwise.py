@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from atoll.core.flat_tree import Tree, empty
+from atoll.core.pytree import trees_in, with_trees
 
 CHUNK = 1 << 18
 """Elements at a time. A multiple of every vector width, so that cutting changes no bit."""
@@ -21,11 +22,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def elementwise(method: F) -> F:
-    """Applies a method over Trees chunk by chunk, where that pays.
+    """Applies a method over Trees chunk by chunk, on a CPU and above one chunk.
 
-    For methods whose results at a position depend on arguments at that position alone. Arguments and results may be Trees,
-    numbers, and tuples (also named ones) of them; all Trees have one layout. The
-    buffer of a donated Tree returns to the pool.
+    For methods whose results at a position depend on arguments at that position alone. Arguments and results are Trees of one
+    layout, numbers, and tuples (also named ones) of them. The buffer of a donated Tree returns to the pool.
     """
 
     @wraps(method)
@@ -57,22 +57,3 @@ def _joined(model: Tree, parts: Iterator[Any]) -> Any:
             window.copy_(tree.flat)
         part = next(parts, part)
     return with_trees(part, iter(wholes))
-
-
-def with_trees(value: Any, trees: Iterator[Tree]) -> Any:
-    """The same value with the Trees in it replaced, one after the other."""
-    if type(value) is Tree:
-        return next(trees)
-    if not isinstance(value, tuple):
-        return value
-    items = [with_trees(item, trees) for item in value]
-    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-
-
-def trees_in(value: Any) -> Iterator[Tree]:
-    """The Trees in a Tree or in nested tuples, in order."""
-    if type(value) is Tree:
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from trees_in(item)

@@ -1,19 +1,10 @@
-"""Everything atoll raises on purpose.
-
-AtollError                    catch this to catch them all; the command line shows the message alone and exits with 2
-├── ConfigError               a setting is impossible: what was given, what is allowed, what to do
-├── DataError                 text, tokens or a tokenizer cannot be used as they are
-├── CheckpointError           a checkpoint is truncated, foreign, or could not be written
-├── TrainingDiverged          a loss is NaN or infinite; says which island, round and step
-├── ExchangeFailed            islands could not agree; every participant of the exchange sees it
-└── TreeDonated             a Tree was read after its buffer had been donated (a bug in the calling code)
-"""
+"""Everything atoll raises on purpose. Catch AtollError to catch them all; the command line prints its message and exits with 2."""
 
 from __future__ import annotations
 
 
 class AtollError(Exception):
-    """The root of the tree above. Its message is written for the person at the keyboard."""
+    """The base class. Its message says what was given, what is allowed, and what to do."""
 
 
 class ConfigError(AtollError):
@@ -29,7 +20,7 @@ class CheckpointError(AtollError):
 
 
 class TrainingDiverged(AtollError):
-    """A loss is NaN or infinite."""
+    """A loss is NaN or infinite. The message names island, round and step."""
 
 
 class ExchangeFailed(AtollError):
@@ -37,4 +28,4 @@ class ExchangeFailed(AtollError):
 
 
 class TreeDonated(AtollError):
-    """A Tree was read after its buffer had been handed on."""
+    """A Tree was read after its buffer had been donated: a bug in the calling code."""

@@ -8,12 +8,12 @@ Weights, gradients and momenta are all Trees, so that a rule reads like its equa
 >>> (weights - 0.1 * gradient)["w"][0]
 tensor([0.9500, 0.9500])
 
-A Tree is a value: arithmetic returns a new Tree and changes none. Buffers change hands in two ways, as in JAX:
+A Tree is a value: arithmetic returns a new Tree and changes none. A buffer is reused by contract, as in JAX:
 
 - **Donated.** An engine that will not read a Tree again marks it with `donate()`; an update may then compute in its buffer. An
-  exchange owns what it is handed: it calls `claim()`, and a Tree that was claimed can no longer be read.
-- **Borrowed.** A view of memory that has another owner, such as a replica's weights or a slice of a larger Tree. A borrowed Tree is
-  never computed in; a consumer that needs a buffer of its own copies it.
+  exchange owns its argument: it calls `claim()`, and a claimed Tree can no longer be read.
+- **Borrowed.** A view of memory that has another owner, such as a replica's weights or a slice of a larger Tree. No code computes
+  in a borrowed Tree; a consumer that needs a buffer of its own copies it.
 
 >>> mine = weights.claim()               # the same buffer under a new name ...
 >>> weights["w"]                         # ... so the old name can no longer be read
@@ -22,8 +22,8 @@ atoll.core.errors.TreeDonated: this Tree was donated ...
 
 Methods with a trailing underscore compute in place, as torch's do. They are for code that made the Tree itself.
 
-A Tree may hold a part of larger tensors. Its layout then knows for each piece the whole tensor's name and shape and where in it
-the piece begins, so that shards can be saved, joined and cut again.
+A Tree may hold pieces of larger tensors. Its layout has each piece's start and the whole tensor's name and shape, so that shards
+can be saved, joined and cut again.
 """
 
 from __future__ import annotations
@@ -42,15 +42,12 @@ from atoll.core.layout import Layout, Piece, difference, shard_range, viewed
 Scalar = float | int
 _CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 25
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""To compare bits, by bytes of an element: a GPU compares four bytes as fast as one."""
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # to compare bits, by bytes of an element
 
 
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """A module's trainable parameters, tied ones once, in the order in which Trees of it are laid out.
-
-    Matrices come first, so that weight decay, which spares biases and norms, is one range of the buffer.
-    """
+    """A module's trainable parameters, tied ones once, in the order of its Trees: matrices first, so that weight decay, which
+    spares biases and norms, is one range of the buffer."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     return dict(sorted(named, key=lambda item: item[1].dim() < 2))
 
@@ -88,7 +85,7 @@ class Tree(Mapping[str, Tensor]):
 
     @property
     def flat(self) -> Tensor:
-        """The buffer. Read it; to change a Tree, make another."""
+        """The buffer. Only read it: a Tree is a value."""
         if self._flat is None:
             if self._read is not None:
                 return self._read()
@@ -102,12 +99,12 @@ class Tree(Mapping[str, Tensor]):
 
     @property
     def donated(self) -> bool:
-        """Whether its owner will not read it again, so that an update may compute in its buffer."""
+        """Whether its owner has given up reading it, so that an update may compute in its buffer."""
         return self._donated and self._flat is not None
 
     @property
     def borrowed(self) -> bool:
-        """Whether its memory has another owner: then nothing is computed in it."""
+        """Whether its memory has another owner, so that no code may compute in it."""
         return self._borrowed
 
     @property
@@ -160,9 +157,9 @@ class Tree(Mapping[str, Tensor]):
     # ------------------------------------------------------------------------------------------------------- buffer ownership
 
     def donate(self) -> Tree:
-        """A handle that says that an update may compute in this buffer; this Tree itself can no longer be read.
+        """A handle on this buffer that an update may compute in; this Tree itself can no longer be read.
 
-        Reading the donated handle is allowed until an update has claimed it. A borrowed Tree stays borrowed.
+        The handle can be read until an update has claimed it. A borrowed Tree stays borrowed.
         """
         if self._borrowed:
             return self
@@ -170,7 +167,7 @@ class Tree(Mapping[str, Tensor]):
         return _tree(self._layout, flat, donated=True)
 
     def claim(self, dtype: torch.dtype | None = None) -> Tree:
-        """The same values in a buffer that is the caller's to overwrite: its own, unless it is borrowed or of another dtype.
+        """The same values in a buffer that the caller may overwrite: its own, unless it is borrowed or of another dtype.
 
         This Tree can no longer be read, unless it is borrowed. Views that were taken of it before change with the buffer.
         """
@@ -187,18 +184,18 @@ class Tree(Mapping[str, Tensor]):
         return converted
 
     def borrow(self) -> Tree:
-        """Another handle on this buffer, which nothing is computed in."""
+        """Another, borrowed, handle on this buffer."""
         return _tree(self._layout, self.flat, borrowed=True)
 
     @staticmethod
     def borrowed_from(layout: Layout, read: Callable[[], Tensor]) -> Tree:
-        """A borrowed Tree of weights that do not lie in one buffer: each read collects them into a fresh one."""
+        """A borrowed Tree of weights that are not in one buffer: each read collects them into a new one."""
         tree = _tree(layout, None, borrowed=True)
         tree._read = read
         return tree
 
     def release(self) -> None:
-        """Return the buffer to the pool. For an owner that knows that neither this Tree nor a view of it will be read again."""
+        """Return the buffer to the pool. The owner guarantees that neither this Tree nor a view of it is read again."""
         flat, self._flat = self.flat, None
         if not self._borrowed:
             _recycle(flat)
@@ -217,7 +214,7 @@ class Tree(Mapping[str, Tensor]):
         return _tree(self._layout, operation(mine, *operands, **options, out=place))
 
     def _collected(self, others: Sequence[Tree | Scalar], operands: Sequence[Tensor | Scalar]) -> Tensor:
-        """A buffer for a result: one that an operand was just collected into, else one from the pool."""
+        """A buffer for a result: one that an operand was collected into, else one from the pool."""
         for other, operand in zip(others, operands, strict=True):
             if type(other) is Tree and other._read is not None:
                 return cast(Tensor, operand)
@@ -308,12 +305,12 @@ class Tree(Mapping[str, Tensor]):
     def dot(self, other: Tree) -> float:
         """The inner product, summed in double precision."""
         self._operand(other)
-        # The doubles of one chunk stay in a CPU's cache; elsewhere a chunk costs some launches, and its doubles room.
+        # The doubles of one chunk stay in a CPU's cache; on a GPU a chunk costs launches, and its doubles memory.
         on_cpu = self.flat.device.type == "cpu"
         size = _CHUNK if on_cpu else _DEVICE_CHUNK
         pairs = zip(torch.split(self.flat, size), torch.split(other.flat, size), strict=True)
         dots = (torch.dot(one.double(), two.double()) for one, two in pairs)
-        if not on_cpu:  # which is waited for once
+        if not on_cpu:  # one synchronization
             return float(torch.stack([*dots, torch.zeros((), dtype=torch.float64, device=self.flat.device)]).sum())
         total = 0.0
         for dot in dots:
@@ -334,11 +331,11 @@ class Tree(Mapping[str, Tensor]):
         return norm if math.isfinite(norm) else self.norm()  # squares may overflow where the norm does not
 
     def is_finite(self) -> bool:
-        # A sum is one pass and no temporary; it is finite unless a value is not (or the sum itself overflows: then look closer).
+        # A sum is one pass without a temporary. If it is not finite, a value is not, or the sum itself overflowed.
         return bool(torch.isfinite(self.flat.sum())) or bool(torch.isfinite(self.flat).all())
 
     def digest(self) -> str:
-        """A hash of names, shapes, dtypes and bits: equal digests mean equal Trees, on any machine of the same byte order."""
+        """A hash of names, shapes, dtypes and bits, the same on all machines of one byte order."""
         state = hashlib.blake2b(digest_size=16)
         for piece in self._layout.pieces:
             state.update(f"{piece.name}{piece.shape}{piece.dtype}{piece.start}:{piece.count};".encode())
@@ -362,7 +359,7 @@ class Tree(Mapping[str, Tensor]):
 
     @staticmethod
     def join(shards: Sequence[Tree]) -> Tree:
-        """The whole of which these are the shards, in rank order."""
+        """The whole Tree of these shards, in rank order."""
         pieces: list[Piece] = []
         for piece in (piece for shard in shards for piece in shard.layout.pieces):
             last = pieces[-1] if pieces else None
@@ -374,17 +371,17 @@ class Tree(Mapping[str, Tensor]):
 
 
 def all_finite(trees: Iterable[Tree]) -> bool:
-    """Whether every value of every Tree is finite. On a GPU that is asked for once."""
+    """Whether every value of every Tree is finite, with one synchronization on a GPU."""
     trees = list(trees)
     if any(tree.flat.device.type == "cpu" for tree in trees):
         return all(tree.is_finite() for tree in trees)
     sums = [tree.flat.sum(dtype=torch.float64) for tree in trees]
     finite = not sums or bool(torch.isfinite(torch.stack(sums)).all())
-    return finite or all(tree.is_finite() for tree in trees)  # the sum of doubles may overflow: look closer
+    return finite or all(tree.is_finite() for tree in trees)  # the sum of doubles may overflow
 
 
 def products(trees: Sequence[Tree]) -> list[list[float]]:
-    """The inner products of each with each, summed in double precision. On a GPU they are asked for once."""
+    """The inner products of all pairs, summed in double precision, with one synchronization on a GPU."""
     if not trees or trees[0].flat.device.type == "cpu":
         rows = [[one.dot(two) if i <= j else 0.0 for j, two in enumerate(trees)] for i, one in enumerate(trees)]
         return [[rows[min(i, j)][max(i, j)] for j in range(len(trees))] for i in range(len(trees))]
@@ -398,23 +395,23 @@ def products(trees: Sequence[Tree]) -> list[list[float]]:
 
 
 def _tree(layout: Layout, flat: Tensor | None, *, donated: bool = False, borrowed: bool = False) -> Tree:
-    """A Tree without the checks, where they cannot fail."""
+    """A Tree without the constructor's checks."""
     tree = object.__new__(Tree)
     tree._layout, tree._flat, tree._donated, tree._borrowed, tree._read = layout, flat, donated, borrowed, None
     return tree
 
 
-# ------------------------------------------------------------------------------------------------------- recycled buffers
-# A fresh buffer of some megabytes costs more to fault in than to fill. Buffers that were released are used again.
+# ------------------------------------------------------------------------------------------------------------ buffer pool
+# A new buffer of several megabytes costs more in page faults than in filling it, so released buffers are reused.
 
-_SPARE: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
-_SPARE_AT_MOST = 8  # of one size
+_POOL: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+_POOL_LIMIT = 8  # of one size
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised buffer: a released one if there is one of this size."""
+    """An uninitialised buffer, from the pool if that has one of this size."""
     try:
-        return _SPARE[numel, dtype, device].pop()  # one step, so that two threads cannot both see the last one
+        return _POOL[numel, dtype, device].pop()  # atomic: two threads cannot both get the last one
     except (KeyError, IndexError):
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -422,11 +419,11 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _recycle(flat: Tensor) -> None:
     if flat.untyped_storage().nbytes() != flat.nbytes:  # a slice: the rest of the buffer has another owner
         return
-    spare = _SPARE.setdefault((flat.numel(), flat.dtype, flat.device), [])
-    if len(spare) < _SPARE_AT_MOST and all(flat.data_ptr() != other.data_ptr() for other in spare):
-        spare.append(flat)
+    pooled = _POOL.setdefault((flat.numel(), flat.dtype, flat.device), [])
+    if len(pooled) < _POOL_LIMIT and all(flat.data_ptr() != other.data_ptr() for other in pooled):
+        pooled.append(flat)
 
 
-def forget_spare_buffers() -> None:
-    """Free the memory of released buffers. An engine calls it when it is done."""
-    _SPARE.clear()
+def free_buffer_pool() -> None:
+    """Free all released buffers. An engine calls it at its end."""
+    _POOL.clear()

@@ -1,4 +1,4 @@
-"""Which pieces of which tensors lie where in one contiguous buffer, and how it is cut into shards.
+"""The layout of named tensors, or pieces of them, in one contiguous buffer, and how a buffer is cut into shards.
 
 >>> layout = Layout.of({"w": torch.ones(2, 2), "b": torch.zeros(2)})
 >>> layout.numel, layout.offsets
@@ -21,14 +21,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor, or `count` consecutive elements of it from `start` on.
-
-    `dtype` is the tensor's own. The buffer is as wide as the widest piece, which loses nothing.
-    """
+    """A tensor, or `count` consecutive elements of it from `start` on."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype  # the tensor's own; the buffer has the widest dtype of its pieces, which loses nothing
     start: int
     count: int
 
@@ -39,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which pieces lie where in a buffer: one after the other, in this order."""
+    """The pieces of a buffer, one after the other."""
 
     pieces: tuple[Piece, ...]
 
@@ -82,14 +79,14 @@ class Layout:
         return self is other or (isinstance(other, Layout) and self._hash == other._hash and self.pieces == other.pieces)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout, (self.pieces,)  # a hash is of no use in another process
+        return Layout, (self.pieces,)  # a hash is not valid in another process
 
     def slice(self, start: int, stop: int) -> Layout:
         """The layout of `buffer[start:stop]`."""
         return _slice(self, start, stop)
 
     def windows(self, size: int) -> tuple[Layout, ...]:
-        """The layouts of the buffer's consecutive windows of this size (the last may be shorter). Kept: rules ask every step."""
+        """The layouts of the buffer's consecutive windows of this size (the last may be shorter). Cached: rules ask every step."""
         if size not in self._windows:
             self._windows[size] = tuple(_slice(self, at, min(at + size, self.numel)) for at in range(0, self.numel, size))
         return self._windows[size]

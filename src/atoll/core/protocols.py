@@ -1,11 +1,11 @@
 """The seams of atoll, on one page.
 
 A **rule** turns weights and a gradient into new weights: pure mathematics over Trees.
-An **algorithm** says what one island does in one round. It is handed a **replica** (this island's model, which can train) and
-**peers** (the other islands, with which it exchanges), and it `await`s wherever time passes or bytes move, and nowhere else.
-An **asynchronous algorithm** has no peers: its workers pull weights from a **hub** and push what they learnt, each at its own pace.
-An **engine** supplies replica, peers or hub, and owns the clock. A **workload** is what is trained; a **sink** takes what is
-reported.
+An **algorithm** says what one island does in one round. It gets a **replica** (this island's model, which can train) and **peers**
+(the other islands, with which it exchanges), and it `await`s wherever time passes or bytes move, and nowhere else.
+An **asynchronous algorithm** has no peers: its workers pull weights from a **hub** and push updates, each at its own speed.
+An **engine** supplies replica, peers or hub, and owns the clock. A **workload** is the model, its data and its loss; a **sink**
+takes events.
 
 Implementations are final. `atoll.testing` ships the checks that each of them must pass.
 """
@@ -48,7 +48,7 @@ class Rule(Protocol):
 
 
 class Owner(Enum):
-    """Whose a field of an algorithm's State is. It decides how the field is checked, saved and sent to a joiner."""
+    """The owner of a field of an algorithm's State: it decides how the field is checked, saved and sent to a joiner."""
 
     SHARED = "shared"  # the same bits on every island: digested, saved once, sent to a joiner
     SHARDED = "sharded"  # a slice by rank: re-cut when the number of islands changes
@@ -58,14 +58,13 @@ class Owner(Enum):
 def shared(*, donated: bool = False) -> Any:
     """Declares a State field that has the same bits on every island.
 
-    `donated` says that the update of a round replaces the field. An engine that will never have to repeat the round then lets the
-    update compute in the field's buffers.
+    `donated`: a round replaces the field. An engine that never repeats a round lets the update compute in its buffers.
     """
     return field(metadata={"owner": Owner.SHARED, "donated": donated})
 
 
 def sharded(*, donated: bool = False) -> Any:
-    """Declares a State field that holds this rank's slice of something. `donated`: see `shared`."""
+    """Declares a State field that holds this rank's slice. `donated`: see `shared`."""
     return field(metadata={"owner": Owner.SHARDED, "donated": donated})
 
 
@@ -84,38 +83,24 @@ def fields_owned(state: Any, owner: Owner) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A piece of work for a replica, which keeps no data position of its own.
-
-    Attributes:
-        shard: which shard of the data to read.
-        start: position in the shard, in batches, or in pieces where batches are cut.
-        schedule: position on the learning-rate schedule, in inner steps.
-        examples: how many examples the shard holds in all; the weight of a delta where islands differ in data.
-        pieces: into how many each batch is cut; `start` counts these.
-    """
+    """Which batches a replica reads. A replica keeps no data position of its own."""
 
     shard: int
-    start: int
-    schedule: int
-    examples: int
-    pieces: int = 1
+    start: int  # position in the shard, in batches, or in pieces where batches are cut
+    schedule: int  # position on the learning-rate schedule, in inner steps
+    examples: int  # in the whole shard; the weight of a delta where islands differ in data
+    pieces: int = 1  # that each batch is cut into
 
 
 class Gradient(NamedTuple):
-    """Gradients added up; divide by `weight` for the mean.
+    """A sum of gradients; divide by `weight` for the mean."""
 
-    Attributes:
-        sum: each batch's mean gradient times its weight.
-        weight: of all of them: how many batches (or pieces of batches) they are, or how many tokens these have.
-        tokens: that were read for it.
-    """
-
-    sum: Tree
-    weight: float
-    tokens: int
+    sum: Tree  # of each batch's mean gradient times its weight
+    weight: float  # the number of batches, or of pieces of batches, or of their tokens
+    tokens: int  # read for it
 
     def mean(self) -> Tree:
-        """The mean gradient. It is computed in the buffer of the sum, which can then no longer be read."""
+        """The mean gradient, in the buffer of the sum, which can then no longer be read."""
         return self.sum.claim().div_(self.weight or 1.0)
 
 
@@ -123,17 +108,17 @@ Weigh = Literal["batches", "tokens"]
 
 
 class Replica(Protocol):
-    """This island's copy of the model, with its inner optimizer. Ordinary, fast PyTorch lives behind this door."""
+    """This island's copy of the model, with its inner optimizer. Behind this interface is ordinary, fast PyTorch."""
 
     def load(self, params: Tree) -> None:
-        """Take these weights. The inner optimizer's state stays as it is."""
+        """Load these weights. The inner optimizer's state stays as it is."""
 
     def params(self) -> Tree:
-        """The present weights, borrowed: they can be read until the replica computes or loads again. What a round returns in its
-        State is copied by the engine."""
+        """The present weights, borrowed: they can be read until the replica computes or loads again. The engine copies those that a
+        round returns in its State."""
 
     async def train(self, steps: int, work: Work) -> None:
-        """Take that many optimizer steps on consecutive batches of `work`."""
+        """Take `steps` optimizer steps on consecutive batches of `work`."""
 
     async def gradient(
         self,
@@ -144,11 +129,10 @@ class Replica(Protocol):
         weigh: Weigh = "batches",
         wide: bool = False,
     ) -> Gradient:
-        """The gradient of the batch, or piece of one, that `work` begins with. No optimizer is involved.
+        """The gradient of the first batch of `work`, or of its first piece. No optimizer is involved.
 
         Args:
-            work: what to read.
-            at: weights to load first; none: those that the replica holds.
+            at: weights to load first; None: those that the replica holds.
             onto: gradients to add it to. They are donated: the sum lies in their buffer.
             weigh: whether each batch weighs the same, or each token.
             wide: add up in single precision where the model has half.
@@ -156,42 +140,31 @@ class Replica(Protocol):
 
 
 class Mean(NamedTuple):
-    """What an exchange brought.
+    """The result of a mean over islands."""
 
-    Attributes:
-        value: the weighted mean of what arrived. Every island that was heard has the same bits, and may have the same object: read
-            it.
-        weight: the sum of the weights that arrived; 0 means that nothing did, and `value` is zero.
-        heard: whether this island took part. If not, the others went on without it and it must not use `value`.
-        finite: whether every island's tree was.
-    """
-
-    value: Tree
-    weight: float
-    heard: bool
-    finite: bool = True
+    value: Tree  # the same bits on all islands that took part, perhaps the same object: only read it
+    weight: float  # the sum of the weights that arrived; at 0 nothing did, and `value` is zero
+    heard: bool  # whether this island took part; if not, the others continued without it, and it must not use `value`
+    finite: bool = True  # whether every island's tree was
 
 
 class Scattered(NamedTuple):
-    """What a reduce-scatter brought.
+    """The result of a reduce-scatter.
 
-    Attributes:
-        value: this rank's slice of the sum, borrowed from the buffer that was exchanged. A sharded step writes the new weights
-            over it, for an all-gather to collect.
-        weight: the sum of the weights.
-        finite: whether every island's tree was. If not, no island may use its slice: it may look finite where another's is not.
+    `value` is this rank's slice of the sum, borrowed from the exchanged buffer. A sharded step writes the new weights over it, for
+    an all-gather to collect.
     """
 
     value: Tree
-    weight: float
-    finite: bool
+    weight: float  # the sum of the weights
+    finite: bool  # whether every island's tree was; if not, no island may use its slice, though the slice itself may be finite
 
 
 class PendingExchange(Protocol[T_co]):
-    """A coroutine that goes on in the background. Await it for its result."""
+    """A coroutine that runs in the background. Await it for its result."""
 
     def done(self) -> bool:
-        """Whether it is over by now."""
+        """Whether it has finished."""
 
     def __await__(self) -> Generator[Any, Any, T_co]: ...
 
@@ -206,51 +179,48 @@ class Peers(Protocol):
     def size(self) -> int: ...
 
     def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
-        """The next piece of work for this island: `steps` positions of the schedule and `batches` (else `steps`) of the data. Where
-        batches are cut into pieces, `batches` counts these."""
+        """The next work for this island: `steps` positions of the schedule and `batches` (else `steps`) of the data, counted in
+        pieces where batches are cut."""
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
-        """The weighted mean of every island's tree, which is donated. `compare` has the engine report norms and cosines of the
-        contributions."""
+        """The weighted mean of every island's tree, which is donated. With `compare` the engine reports norms and cosines."""
 
     async def reduce_scatter(
         self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
     ) -> Scattered:
         """This rank's slice of the sum of every island's tree, and the sum of their weights, such as numbers of batches.
 
-        Trees are added as they are: a weight is sent, not multiplied. The tree is donated: the slice lies in its buffer, and so
-        does what an all-gather makes of it next.
+        Weights are summed, not multiplied. The tree is donated: the slice lies in its buffer, and so does the result of the
+        all-gather that follows.
 
         Args:
-            tree: what this island contributes.
-            weight: of it.
-            wide: sum in single precision what travels in half.
-            wire: the precision in which the tree travels; None: its own.
+            wide: sum in single precision what is sent in half.
+            wire: the precision in which the tree is sent; None: its own.
         """
 
     async def all_gather(self, shard: Tree) -> Tree:
-        """The whole tree of which every island holds a shard. All islands may have the same object: read it."""
+        """The whole tree of which every island holds a shard. All islands may get the same object: only read it."""
 
     async def total(self, number: float) -> float:
         """The sum of every island's number, such as the square of a norm of which each holds a part."""
 
     def background(self, coroutine: Coroutine[Any, Any, T], /) -> PendingExchange[T]:
-        """Go on with a coroutine that exchanges, while this island computes. It runs up to its first exchange at once. An
-        island has one background exchange at a time, and makes no other exchange until it has awaited it."""
+        """Run a coroutine that exchanges while this island computes. It runs up to its first exchange at once. An island has one
+        background exchange at a time, and starts no other exchange before it has awaited it."""
 
     async def catch_up(self, state: S) -> S:
-        """Bring the shared fields up to date, if this island missed an exchange and can be reached now; else `state` itself."""
+        """Fetch the shared fields, if this island missed an exchange and can be reached now; else `state` itself."""
 
 
 class Algorithm(Protocol[S]):
-    """What one island does. All that it remembers between rounds is in its State, a frozen dataclass whose fields are
-    declared `shared()`, `sharded()` or `own()` and which has a field `params`, the global weights: shared, or sharded.
+    """What one island does. Its memory between rounds is its State, a frozen dataclass whose fields are declared `shared()`,
+    `sharded()` or `own()`. The field `params` is the global weights, shared or sharded.
 
-    If the State has a shared field `steps`, that is how far the run has come: it ends when the `whole_steps` of it reach the steps
-    it was given. Without one, every round counts `steps_per_round`.
+    If the State has a shared field `steps`, the run ends when its `whole_steps` reach the Run's steps. Without one, every round
+    counts `steps_per_round`.
 
-    An algorithm is a frozen dataclass. Fields called `optimizer` and `clip_norm` that are None are filled in from the Run, and
-    schedules that were left open are made as long as it."""
+    An algorithm is a frozen dataclass. The engine fills in fields `optimizer` and `clip_norm` that are None from the Run, and gives
+    schedules without a length the Run's."""
 
     @property
     def steps_per_round(self) -> int:
@@ -264,7 +234,7 @@ class Algorithm(Protocol[S]):
 
 
 def whole_steps(steps: float) -> int:
-    """How many steps are over, of a number that was added up from fractions.
+    """The whole steps in a sum of fractions.
 
     >>> whole_steps(12 + sum([1 / 3] * 3) - 1e-15)
     13
@@ -274,9 +244,8 @@ def whole_steps(steps: float) -> int:
 
 @runtime_checkable
 class HoldsWeights(Protocol):
-    """What an algorithm with sharded weights has besides: its replicas keep the whole of them from one round to the next, so that
-    they need not be gathered anew. Each round leaves them there; an engine puts them there for a joiner, after a round that
-    failed, and when a run is resumed."""
+    """An algorithm with sharded weights whose replicas keep the whole weights between rounds, so that no round gathers them anew.
+    Each round leaves them in the replica; an engine loads them for a joiner, after a failed round, and when a run is resumed."""
 
     def held(self, state: Any) -> Tree:
         """This rank's slice of the weights that the replica holds between two rounds."""
@@ -284,15 +253,12 @@ class HoldsWeights(Protocol):
 
 @runtime_checkable
 class Rebases(Protocol[S]):
-    """What an algorithm has besides that can train the devices of one island."""
+    """An algorithm that can also train the devices of one island."""
 
     def rebase(self, state: S, params: Tree, peers: Peers) -> S:
-        """Go on from these weights, which the islands agreed on. Moments stay.
+        """The state with these weights, which the islands agreed on. Moments stay. `peers` are the devices of the island.
 
-        Args:
-            state: of this rank.
-            params: the whole; this rank's slice alone, if the algorithm is one that `HoldsWeights`. Nothing of it is kept.
-            peers: the devices of the island.
+        `params` are the whole weights, or this rank's slice if the algorithm `HoldsWeights`. Their buffer is not kept.
         """
 
 
@@ -300,7 +266,7 @@ class Rebases(Protocol[S]):
 
 
 class Task(NamedTuple):
-    """What a hub dispatches a worker with: the present weights, and how many steps to take on what."""
+    """What a hub dispatches a worker with: the present weights, and the number of steps to take on which batches."""
 
     params: Tree
     steps: int
@@ -308,19 +274,12 @@ class Task(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A worker's update, as the hub sees it.
+    """A worker's update, as the hub sees it."""
 
-    Attributes:
-        delta: the weights it was dispatched with minus those it reached.
-        dispatched: the weights it was dispatched with.
-        staleness: how many updates the hub has applied since.
-        workers: how many there are now.
-    """
-
-    delta: Tree
-    dispatched: Tree
-    staleness: int
-    workers: int
+    delta: Tree  # the weights it was dispatched with minus those it reached
+    dispatched: Tree  # the weights it was dispatched with
+    staleness: int  # updates that the hub has applied since
+    workers: int  # present now
 
 
 class Hub(Protocol):
@@ -330,15 +289,15 @@ class Hub(Protocol):
         """The present weights, and work."""
 
     async def push(self, delta: Tree) -> None:
-        """Send what the round brought: old weights minus new. It is donated."""
+        """Send the round's update: old weights minus new. It is donated."""
 
 
 class Correction(Protocol):
-    """What a hub does to an update because it is late, before its rule sees it. Pure."""
+    """How a hub corrects a stale update before its rule applies it. Pure."""
 
     def correct(self, params: Tree, arrival: Arrival, weight: float = 1.0) -> Tree | None:
-        """The delta to apply to `params`, the hub's present weights, times `weight`: the arrival's own Tree or a new one; none to
-        leave it out."""
+        """The delta to apply to `params`, the hub's present weights, times `weight`: the arrival's own Tree or a new one; None
+        leaves the update out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,11 +306,11 @@ class Plan:
 
     Attributes:
         steps: of a round, for the fastest worker where `pace` is not even, else for all.
-        grace_s: how long the hub waits, from the first arrival on, for others to be dispatched together with it.
+        grace_s: how long the hub waits after the first arrival, to dispatch further arrivals together with it.
         pace: even: all take the same steps; given or measured: steps in proportion to speed, which is known or observed.
         speeds: steps per second by worker, where `pace` is given; empty where the engine knows them.
-        shards: how a worker's next shard is found: by how far shards lag behind their share, or by fewest visits.
-        ties: who gets which of several shards that lag equally: the worker's last one if it is among them, or chance alone.
+        shards: a worker's next shard is the one that lags most behind its share (deficit), or one with the fewest visits.
+        ties: of several shards that lag equally, the worker keeps its last one if it is among them, or chance decides.
     """
 
     steps: int
@@ -367,23 +326,21 @@ class Plan:
             raise ConfigError(f"steps={self.steps}: a round needs at least 1 inner step. Use 1 to push after every step.")
         if not self.grace_s >= 0:
             raise ConfigError(
-                f"grace_s={self.grace_s}: a hub can wait for 0 seconds or more. Use 0 to send every worker off at once, or inf to "
+                f"grace_s={self.grace_s}: a hub can wait for 0 seconds or more. Use 0 to dispatch every worker at once, or inf to "
                 f"wait for all of them."
             )
         if not all(0 < speed < math.inf for speed in self.speeds):
             raise ConfigError(
-                f"speeds={list(self.speeds)}: each is a positive number of steps per second. Give a worker that hardly works a "
-                f"small one."
+                f"speeds={list(self.speeds)}: each is a positive number of steps per second. Give a very slow worker a small one."
             )
         if self.speeds and self.pace != "given":
-            raise ConfigError(f"speeds are given, but pace={self.pace} does not look at them. Use pace=given, or leave them out.")
+            raise ConfigError(f"speeds are given, but pace={self.pace} does not use them. Use pace=given, or leave them out.")
 
 
 @runtime_checkable
 class AsyncAlgorithm(Protocol[S]):
-    """What one worker does, and what the hub does with what it brings. All that the hub's mathematics remembers is in a State
-    with a field `params`, the global weights; who is where and does what is the scheduler's, and inner optimizers stay with
-    workers."""
+    """What one worker does in a round, and what the hub does with its update. The memory of the hub's mathematics is a State with a
+    field `params`, the global weights. The scheduler knows the workers, and inner optimizers stay with workers."""
 
     @property
     def plan(self) -> Plan:
@@ -396,45 +353,44 @@ class AsyncAlgorithm(Protocol[S]):
         """One worker's round."""
 
     def step(self, state: S, arrival: Arrival) -> S:
-        """The hub's step for one arrival: pure. The same State means that the update was left out."""
+        """The hub's step for one arrival: pure. It returns the same State to leave an update out."""
 
 
 # ------------------------------------------------------------------------------------------------- what is trained, and how
 
 
 class Batches(Protocol):
-    """A source of batches by position. It has no cursor: the same shard and position give the same batch to any reader, and several
-    threads may ask at a time."""
+    """A source of batches by position, without a cursor: a shard and a position give the same batch to any reader. Thread-safe."""
 
     @property
     def num_shards(self) -> int: ...
 
     def examples(self, shard: int) -> int:
-        """How many examples the shard holds."""
+        """In the shard."""
 
     def batch(self, shard: int, position: int) -> Any:
-        """The batch at this position; shards have no end (they start again, in another order)."""
+        """The batch at this position. A shard has no end: it starts again, in another order."""
 
     def tokens(self, batch: Any) -> int:
-        """How many tokens (or whatever is counted) a batch has."""
+        """In the batch; for other data than text, whatever is counted."""
 
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """What batches have besides that can be read on a device."""
+    """Batches that can be prefetched to a device."""
 
     def ahead(self, shard: int, start: int, count: int, device: str) -> Iterator[Any]:
-        """Consecutive batches, on that device, and there before they are asked for."""
+        """Consecutive batches, copied to that device in advance."""
 
 
 class Workload(Protocol):
-    """What is trained: how to make a module, what it reads, what its loss is, and how it is judged."""
+    """What is trained: a module, its batches, its loss and its evaluation."""
 
     @property
     def batches(self) -> Batches: ...
 
     def module(self) -> torch.nn.Module:
-        """A new module with its initial weights, which are the same at every call."""
+        """A new module with initial weights, the same at every call."""
 
     def loss(self, module: torch.nn.Module, batch: Any) -> torch.Tensor:
         """The mean loss over a batch, as a scalar."""
@@ -444,6 +400,6 @@ class Workload(Protocol):
 
 
 class Sink(Protocol):
-    """Takes events. Engines report; algorithms are silent; nothing prints."""
+    """Takes events. Engines report, algorithms do not, and nothing prints."""
 
     def emit(self, event: Event) -> None: ...

@@ -1,4 +1,4 @@
-"""The Trees and tensors in a nested value (a State, a part of a checkpoint), and which of their buffers can return to the pool."""
+"""Nested values (a State, a rule's state, part of a checkpoint): the Trees and tensors in them, and the reuse of their buffers."""
 
 from __future__ import annotations
 
@@ -34,35 +34,54 @@ def trees(value: Any) -> Iterator[Tree]:
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, Tree))
 
 
+def trees_in(value: Any) -> Iterator[Tree]:
+    """The Trees in a Tree or in nested tuples, in order: `trees` for the states of rules, at a fraction of the time."""
+    if type(value) is Tree:
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from trees_in(item)
+
+
+def with_trees(value: Any, trees: Iterator[Tree]) -> Any:
+    """The same nested tuples with the Trees in them replaced, one after the other."""
+    if type(value) is Tree:
+        return next(trees)
+    if not isinstance(value, tuple):
+        return value
+    items = [with_trees(item, trees) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
 def tree_bytes(value: Any) -> int:
-    """Bytes of all Trees in a value: what it takes to send it."""
+    """Bytes of all Trees in a value: the payload to send it."""
     return sum(tree.nbytes for tree in trees(value))
 
 
 def memories(value: Any) -> set[int]:
-    """Where the Trees and tensors in a value lie."""
+    """The addresses of the Trees and tensors in a value."""
     return {memory for _, leaf in leaves(value) if (memory := memory_of(leaf)) is not None}
 
 
 def recycle(old: Iterable[Any], live: Iterable[Any]) -> None:
-    """Releases the Trees in `old` whose memory nothing in `live` uses, neither a Tree nor a tensor."""
+    """Releases the Trees in `old` whose memory no Tree or tensor in `live` uses."""
     used = {memory for value in live for memory in memories(value)}
     for tree in (tree for value in old for tree in trees(value)):
         memory = memory_of(tree)
         if memory is not None and memory not in used:
-            used.add(memory)  # two Trees may share a buffer, which must circulate once
+            used.add(memory)  # two Trees may share a buffer, which must return to the pool once
             tree.release()
 
 
 def memory_of(leaf: Any) -> int | None:
-    """Where a Tree or a tensor lies; None for anything else, and for a Tree that was donated."""
+    """The address of a Tree or a tensor; None for anything else, and for a Tree that was donated."""
     if isinstance(leaf, Tree):
         return None if leaf.deleted else leaf.flat.untyped_storage().data_ptr()
     return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None
 
 
 class WeightLeases:
-    """The weights that each worker was dispatched with. A buffer returns to the pool when neither the State nor a worker has it."""
+    """The weights each worker was dispatched with. A buffer returns to the pool when neither the State nor a worker uses it."""
 
     def __init__(self, leased: Mapping[int, Tree] | None = None) -> None:
         self.leased = dict(leased or {})
@@ -73,7 +92,6 @@ class WeightLeases:
         self.pin([params])
 
     def end(self, worker: int, state: Any) -> None:
-        """The worker has no weights any more."""
         params = self.leased.pop(worker, None)
         if params is not None:
             self.unpin([params], state)

@@ -1,12 +1,11 @@
 """Tensors in a file: the safetensors format, written whole or not at all.
 
-A file appears under its name only when it is complete and on the disk, so that a crash, a kill or a full disk leaves what was there
-before. Any safetensors reader can open it. A Tree keeps its order, its tensors' own dtypes and which parts of larger tensors
-it holds: these stand in the file's metadata.
+A file appears under its name only when it is complete and on the disk, so that a crash, a kill or a full disk leaves the old file
+in place. Any safetensors reader can open it. The metadata hold a Tree's order, its tensors' own dtypes and the pieces it holds.
 
-The format is a length, a JSON header and the raw bytes. It is written here and not by the library, which refuses tensors that
-share memory, takes other arguments from one version to the next, and hides the system's error. So a Tree's views go to the file
-as they lie, without a copy, and tensors on another device pass through memory one at a time.
+The format is a length, a JSON header and the raw bytes. This module writes it itself: the library refuses tensors that share
+memory, changes its arguments between versions, and hides the system's error. A Tree's views are written without a copy, and tensors
+on another device pass through memory one at a time.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ from atoll.core.layout import Layout, Piece
 
 @contextmanager
 def replacing(path: Path, error: type[AtollError]) -> Iterator[IO[bytes]]:
-    """A file to write to, which takes the place of `path` when it is complete and on the disk, and is removed if it fails.
-
-    Raises:
-        error: it cannot be written. What was there is untouched.
-    """
+    """A file to write to. It replaces `path` when it is complete and on the disk. If it cannot be written, it is removed, the old
+    file stays, and `error` is raised."""
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
         with open(unfinished, "xb") as file:
@@ -44,7 +40,7 @@ def replacing(path: Path, error: type[AtollError]) -> Iterator[IO[bytes]]:
         os.replace(unfinished, path)
     except OSError as cause:
         raise error(
-            f"could not write {path}: {cause.strerror or cause}. What was there before is untouched. "
+            f"could not write {path}: {cause.strerror or cause}. The file that was there before is untouched. "
             f"Make room there, or write to another folder."
         ) from cause
     finally:
@@ -55,7 +51,7 @@ def replacing(path: Path, error: type[AtollError]) -> Iterator[IO[bytes]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the file system can: some refuse, and the file itself is safe already."""
+    """Make a rename survive a power cut, where the file system can. Some refuse; the file itself is on the disk already."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -64,8 +60,7 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-LAYOUT = "atoll.layout"
-"""The metadata key under which `save_tree` writes the layout."""
+LAYOUT = "atoll.layout"  # the metadata key of the layout
 
 _CODES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -84,18 +79,14 @@ _CODES: Mapping[torch.dtype, str] = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-_ALIGNMENT = 8  # of the data, as the widest dtype needs it
+_ALIGNMENT = 8  # of the data, for the widest dtype
 
 
 # -------------------------------------------------------------------------------------------------------------- tensors
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write these tensors under this name, replacing what was there in one step.
-
-    Raises:
-        CheckpointError: the file could not be written. Whatever was there before is untouched.
-    """
+    """Write these tensors, replacing an old file in one step. CheckpointError if that fails: the old file stays."""
     path = Path(path)
     # Widest first, as the library does: then every tensor begins at a multiple of its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
@@ -109,10 +100,8 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a safetensors file, by name, and its metadata.
 
-    The tensors are windows on the file, read from the disk when they are first touched. To write to one does not change the file.
-
-    Raises:
-        CheckpointError: there is no such file, it is truncated, or it is not a safetensors file.
+    The tensors are memory-mapped; writing to one does not change the file. CheckpointError if there is no such file, or it is
+    truncated or not a safetensors file.
     """
     path = Path(path)
     try:
@@ -133,11 +122,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def save_tree(path: str | Path, tree: Tree, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a Tree under this name, bit by bit: each piece in the buffer's dtype, with the layout in the metadata.
-
-    Raises:
-        CheckpointError: the file could not be written. Whatever was there before is untouched.
-    """
+    """Write a Tree with its exact bits: each piece in the buffer's dtype, with the layout in the metadata."""
     metadata = metadata or {}
     if LAYOUT in metadata:
         raise ValueError(f"metadata may not have the key {LAYOUT!r}: the Tree's layout is written under it. Rename yours.")
@@ -146,11 +131,8 @@ def save_tree(path: str | Path, tree: Tree, metadata: Mapping[str, str] | None =
 
 
 def load_tree(path: str | Path) -> Tree:
-    """The Tree that `save_tree` wrote: same names, order, shapes, dtypes, pieces and bits. On the CPU.
-
-    Raises:
-        CheckpointError: there is no such file, it is truncated, or `save_tree` did not write it.
-    """
+    """The Tree that `save_tree` wrote, on the CPU: same names, order, shapes, dtypes, pieces and bits. CheckpointError if there is
+    none."""
     tensors, metadata = read_tensors(path)
     if LAYOUT not in metadata:
         raise CheckpointError(f"{path} holds tensors but no Tree: its metadata has no {LAYOUT!r}. Read it with read_tensors.")
@@ -214,6 +196,6 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The tensor's memory; a copy only if it lies elsewhere or in another order."""
+    """The tensor's memory; a copy only if it is on another device or not contiguous."""
     data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data

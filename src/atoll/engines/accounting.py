@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from atoll.algorithms.async_hub import Applied, AsyncHub, Refusal
-from atoll.algorithms.async_scheduler import Closing, Dispatch, Return
+from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch
 from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.events import (
     Arrived,
@@ -352,7 +352,7 @@ def dispatched(dispatch: Dispatch, begin_s: float, sent_bytes: int, *, real: boo
     )
 
 
-def window_closed(closing: Closing, *, real: bool = False) -> WindowClosed:
+def window_closed(closing: ClosedWindow, *, real: bool = False) -> WindowClosed:
     return WindowClosed(
         window=closing.window,
         islands=list(closing.workers),
@@ -362,7 +362,7 @@ def window_closed(closing: Closing, *, real: bool = False) -> WindowClosed:
     )
 
 
-def returned(back: Return, *, real: bool = False) -> Returned:
+def returned(back: AbandonedRound, *, real: bool = False) -> Returned:
     return Returned(**_worker_round(back.dispatch), **clock_fields(back.time_s, real=real))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from atoll.core.errors import CheckpointError, ConfigError
-from atoll.core.flat_tree import Tree, forget_spare_buffers
+from atoll.core.flat_tree import Tree, free_buffer_pool
 from atoll.core.layout import Layout
 from atoll.core.protocols import Owner, Work, fields_owned
 from atoll.core.pytree import recycle
@@ -266,7 +266,7 @@ class LoopContext:
             self._replica.load(params)
             self._thread.close()
             self.topology.close()
-            forget_spare_buffers()
+            free_buffer_pool()
         except BaseException:
             self.abandon()
             raise
@@ -282,7 +282,7 @@ class LoopContext:
             atexit.register(posted.wait, _LEAVE_MESSAGE_S)
         self._close_round()
         self._thread.close(wait=False)
-        forget_spare_buffers()
+        free_buffer_pool()
 
     async def _post_leave_message(self, posted: Event) -> None:
         try:

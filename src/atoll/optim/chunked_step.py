@@ -3,7 +3,7 @@
 A sharded optimizer keeps its slice of the weights in single precision, is given gradients in the precision that travels, and sends
 the new weights in that precision again. Nothing in between needs more room than a chunk:
 
-- `glance` computes the new weights and keeps nothing else. The rule's new state passes away with each chunk.
+- `preview` computes the new weights and keeps nothing else. The rule's new state passes away with each chunk.
 - `step` also keeps the new weights and state: in the old ones' buffers where these are donated, else in buffers of their own.
 
 Both have the bits of `rule.update`, whatever is donated.
@@ -12,7 +12,7 @@ Both have the bits of `rule.update`, whatever is donated.
 >>> from atoll.optim.adam import AdamW
 >>> rule, params = AdamW(lr=0.1), Tree.of({"w": torch.ones(3)})
 >>> state, gradient = rule.init(params), params * 2
->>> glance(rule, params, gradient.copy(), state, over=2.0)["w"]
+>>> preview(rule, params, gradient.copy(), state, over=2.0)["w"]
 tensor([0.9000, 0.9000, 0.9000])
 >>> state.mean["w"]
 tensor([0., 0., 0.])
@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.core.chunked_elementwise import trees_in, with_trees
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.protocols import Rule
+from atoll.core.pytree import trees_in, with_trees
 from atoll.optim.in_place import check_layouts
 
 _CHUNK = 1 << 16  # smaller than for what is computed into buffers of its own: a slice of a model may be small
@@ -52,7 +52,7 @@ class Stepped(NamedTuple):
     state: Any
 
 
-def glance(
+def preview(
     rule: Rule,
     params: Tree,
     gradient: Tree,
@@ -85,7 +85,7 @@ def step(
     sent: torch.dtype | None = None,
     send: bool = True,
 ) -> Stepped:
-    """`glance`, and the new weights and state are kept. Donated weights and state are updated in place. Without `send` the gradient
+    """`preview` that keeps the new weights and state. Donated weights and state are updated in place. Without `send` the gradient
     stays as it is, and nothing is written for the wire."""
     check_layouts(params, gradient, *trees_in(state))
     kept = [_kept(tree) for tree in trees_in((params, state))]

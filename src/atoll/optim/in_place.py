@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from atoll.core.chunked_elementwise import CHUNK, trees_in
+from atoll.core.chunked_elementwise import CHUNK
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.memoize import once
 from atoll.core.protocols import Arrival, AsyncAlgorithm
+from atoll.core.pytree import trees_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 A = TypeVar("A")

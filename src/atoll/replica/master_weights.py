@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.core.chunked_elementwise import trees_in, with_trees
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
 from atoll.core.protocols import HoldsWeights, Workload
+from atoll.core.pytree import trees_in, with_trees
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.chunked_step import step
 from atoll.optim.sgd import SGD, Momentum, Nesterov

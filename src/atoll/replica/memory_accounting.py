@@ -24,11 +24,11 @@ from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
-from atoll.core.chunked_elementwise import trees_in
 from atoll.core.errors import TreeDonated
 from atoll.core.events import MEMORY_KINDS
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient
+from atoll.core.pytree import trees_in
 from atoll.replica.local_replica import LocalReplica
 
 STATE = "state"

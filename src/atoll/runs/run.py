@@ -11,10 +11,10 @@ import torch
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
+from atoll.algorithms.async_scheduler import dynamic_steps
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.dynamic_local_updates import dynamic_steps
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import FSDP, ZeRO1
 from atoll.core.config.type_checks import check_types

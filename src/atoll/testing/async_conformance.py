@@ -103,7 +103,7 @@ def check_nothing_is_counted_twice_or_lost(algorithm: AsyncAlgorithm[Any]) -> No
     arrived, back = done.of(Arrived), done.of(Returned)
     assert back, "no round failed in this cluster: it tests nothing"
     assert sum(event.steps for event in arrived) == engine.accounting.totals.local_updates
-    out = [worker.out for worker in engine.hub.scheduler.workers.values() if worker.out is not None]
+    out = [worker.dispatch for worker in engine.hub.scheduler.workers.values() if worker.dispatch is not None]
     steps = [0] * len(engine.hub.scheduler.shards)
     for shard, count in [(e.shard, e.steps) for e in arrived] + [(d.work.shard, d.steps) for d in out]:
         steps[shard] += count

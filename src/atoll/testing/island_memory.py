@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 import atoll
-from atoll.core.flat_tree import forget_spare_buffers
+from atoll.core.flat_tree import free_buffer_pool
 from atoll.core.protocols import Algorithm
 from atoll.engines.replicated_state import borrowed, donated, owned
 from atoll.models.gpt import GPT, Decoder
@@ -286,7 +286,7 @@ def measure_peak_memory(
 
     If rounds may fail, the State before a round stays alive until the round is over. Else the round may reuse its buffers.
     """
-    forget_spare_buffers()
+    free_buffer_pool()
     before_bytes = _allocated_bytes(device)
     tracker = StorageTracker()
     tracker.exclude(workload.batches.tokens_of_a_batch)
@@ -302,7 +302,7 @@ def measure_peak_memory(
                     torch.cuda.reset_peak_memory_stats()
             before = borrowed(state) if may_fail else donated(state)
             state = owned(run_alternating(algorithm.round(before, EchoReplica(replica), peers), peers, tracker.wait))
-    forget_spare_buffers()
+    free_buffer_pool()
     return PeakMemory(
         params=params,
         peak_bytes=tracker.peak_bytes,

@@ -52,11 +52,11 @@ def hub_state(
 
 
 def round_id(state, number):
-    return state.round_id(state.hub.scheduler.workers[number].out)
+    return state.round_id(state.hub.scheduler.workers[number].dispatch)
 
 
 def update(state, number, *, incarnation=0, begin_s=0.0, pushed_s=1.0, loss=2.0, buffers=None):
-    steps = state.hub.scheduler.workers[number].out.steps
+    steps = state.hub.scheduler.workers[number].dispatch.steps
     stretch = ComputeSpan(begin_s, pushed_s, steps, float(steps), [loss], 8 * steps, True)
     return UpdateMessage(number, incarnation, round_id(state, number), begin_s, pushed_s, (stretch,), buffers or {})
 
@@ -101,10 +101,10 @@ def test_a_dead_workers_data_is_dispatched_again_and_its_late_update_is_rejected
     sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
-    late, task = update(state, 0), state.hub.scheduler.workers[0].out
+    late, task = update(state, 0), state.hub.scheduler.workers[0].dispatch
     state.leave(0, 2.0)
     state.join({0: 2}, 3.0)
-    again = state.hub.scheduler.workers[0].out
+    again = state.hub.scheduler.workers[0].dispatch
     assert (again.work.shard, again.work.start) == (task.work.shard, task.work.start)
     assert state.push(late, delta(), 4.0) == "replaced"
     assert state.pull(0, 0, None, 4.0)[0] == "replaced"
@@ -172,9 +172,9 @@ def test_a_window_closes_at_its_deadline_and_at_once_if_no_worker_can_arrive_bef
     state.push(update(state, 0), delta(), 1.0)
     assert state.deadline_s == 3.0, "the other worker has no last round"
     state.tick(2.9)
-    assert state.hub.scheduler.workers[0].out is None
+    assert state.hub.scheduler.workers[0].dispatch is None
     state.tick(3.0)
-    assert state.hub.scheduler.workers[0].out is not None
+    assert state.hub.scheduler.workers[0].dispatch is not None
     state.push(update(state, 1, incarnation=1), delta(), 40.0)  # 10 s per step
     state.tick(42.0)
     state.push(update(state, 0), delta(), 45.0)
@@ -233,7 +233,7 @@ def test_three_unusable_updates_in_a_row_end_the_run_and_change_no_weight():
     assert "worker 0 has pushed 3 unusable updates" in str(state.fatal_error)
     assert torch.equal(state.params["w"], WEIGHTS["w"])
     assert len(sink.of(Returned)) == 3
-    assert state.hub.scheduler.workers[0].out is not None, "the state is consistent"
+    assert state.hub.scheduler.workers[0].dispatch is not None, "the state is consistent"
 
 
 @pytest.mark.parametrize(
@@ -245,10 +245,10 @@ def test_an_unusable_update_is_refused_and_its_data_dispatched_again(what, loss,
     sink = MemorySink()
     state = hub_state(sink)
     state.join({0: 0, 1: 1}, 0.0)
-    task = state.hub.scheduler.workers[0].out
+    task = state.hub.scheduler.workers[0].dispatch
     bad = update(state, 0, loss=loss)
     assert state.push(bad, what, 1.0) == "refused"
-    again = state.hub.scheduler.workers[0].out
+    again = state.hub.scheduler.workers[0].dispatch
     assert (again.work, again.round > task.round) == (task.work, True)
     assert says in sink.of(Refused)[0].reason
     assert state.accounting.ledgers[0].computed_s == 1.0, "a refused update was computed, too"
@@ -283,7 +283,7 @@ def test_measured_speeds_give_a_slow_worker_fewer_steps():
     state.join({0: 0, 1: 1}, 0.0)
     state.push(update(state, 0, pushed_s=1.0), delta(), 1.0)
     state.push(update(state, 1, incarnation=1, pushed_s=4.0), delta(), 4.0)
-    assert state.hub.scheduler.workers[1].out.steps == 1
+    assert state.hub.scheduler.workers[1].dispatch.steps == 1
 
 
 def test_additional_workers_have_ledgers_and_steps_do_not_go_back():

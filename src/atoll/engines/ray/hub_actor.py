@@ -141,7 +141,7 @@ class EvaluationQueue:
         """Claims the present weights if an evaluation is due, unless 4 are outstanding. The last weights are always claimed."""
         due, self._state.evaluation_due = self._state.evaluation_due, None
         if due is not None and (self._state.done or self.outstanding < _MAX_EVALUATIONS):
-            self._claims.append((due, self._state.params, arrays_of(self._state.buffers), self._state.hub.hold()))
+            self._claims.append((due, self._state.params, arrays_of(self._state.buffers), self._state.hub.pin_weights()))
 
     def publish(self) -> None:
         """Publishes the claimed weights in order, while the hub applies the next update."""
@@ -153,7 +153,7 @@ class EvaluationQueue:
                     self.newest += 1
                     self._requests[self.newest] = EvaluationRequest(self.newest, due, (reference,), buffers)
                     self._claims.popleft()
-                    self._state.hub.let_go(held)
+                    self._state.hub.unpin_weights(held)
                     self._changed.notify_all()
 
     def after(self, seen: int) -> list[EvaluationRequest]:

@@ -143,7 +143,7 @@ class CheckpointWriter:
         self._saved_progress = self._progress()
         position, zero_s = self._hub.outbox.log.position(), time.monotonic() - now_s
         metadata = {"events_bytes": position, "session": self._session, "zero_s": zero_s}
-        held = state.hub.hold()
+        held = state.hub.pin_weights()
         parts = copy.deepcopy(state.to_parts(now_s), {id(tree): tree for tree in held})
         self._snapshot_s += time.monotonic() - began_s
         return _HubSnapshot(state.accounting.totals.round, parts, metadata, held)
@@ -159,7 +159,7 @@ class CheckpointWriter:
 
     def _finish(self, snapshot: _HubSnapshot, error: CheckpointError | None) -> None:
         """After a failure the last checkpoint is still valid, the run continues, and the next save tries again."""
-        self._hub.state.hub.let_go(snapshot.held)
+        self._hub.state.hub.unpin_weights(snapshot.held)
         if error is None:
             self._hub.outbox.emit(Saved(round=snapshot.round, name=self._storage.checkpoint_name(snapshot.round)))
         else:

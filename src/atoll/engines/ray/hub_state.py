@@ -21,8 +21,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from atoll.algorithms.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
-from atoll.algorithms.async_scheduler import Closing, Dispatch, Return
-from atoll.algorithms.dynamic_local_updates import Pace
+from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch, WorkerSpeeds
 from atoll.core.errors import TrainingDiverged
 from atoll.core.events import Evaluated, IslandJoined, IslandLeft, Refused, RunFinished
 from atoll.core.flat_tree import Tree
@@ -110,7 +109,7 @@ class HubState:
             updates=settings.updates,
             draw=lambda round: draw(settings.seed, "shard", round),
         )
-        self.hub.scheduler.plan, self.hub.scheduler.pace = settings.plan, Pace(settings.plan)
+        self.hub.scheduler.plan, self.hub.scheduler.speeds = settings.plan, WorkerSpeeds(settings.plan)
         self.slots: dict[int, WorkerSlot] = {}
         self.buffers: dict[str, Tensor] = {}
         self.evaluation_due: Evaluated | None = None
@@ -154,7 +153,7 @@ class HubState:
     def leave(self, worker: int, now_s: float) -> None:
         """A worker is gone; the scheduler dispatches its round again."""
         self._count_presence(worker, self.slots.pop(worker), now_s)
-        out = self.hub.scheduler.workers[worker].out
+        out = self.hub.scheduler.workers[worker].dispatch
         if out is not None:
             self._log_dispatch(out, out.time_s)
         self._emit(IslandLeft(island=worker, round=self.accounting.totals.round, virtual_time_s=None, wall_time_s=now_s))
@@ -172,7 +171,7 @@ class HubState:
         fresh = slot.last != last
         if fresh:
             self.join({worker: incarnation}, now_s)
-        out = self.hub.scheduler.workers[worker].out
+        out = self.hub.scheduler.workers[worker].dispatch
         return ("wait" if out is None else "train"), out, fresh
 
     def tick(self, now_s: float) -> None:
@@ -193,20 +192,20 @@ class HubState:
         round, or is late: it may arrive at any moment."""
         arrivals = []
         for number, worker in self.hub.scheduler.workers.items():
-            if number != but and worker.out is not None:
+            if number != but and worker.dispatch is not None:
                 step_s = self.slots[number].step_s if number in self.slots else None
-                if step_s is None or worker.out.time_s + step_s * worker.out.steps < now_s:
+                if step_s is None or worker.dispatch.time_s + step_s * worker.dispatch.steps < now_s:
                     return None
-                arrivals.append(worker.out.time_s + step_s * worker.out.steps)
+                arrivals.append(worker.dispatch.time_s + step_s * worker.dispatch.steps)
         return min(arrivals, default=None)
 
     def overdue(self, now_s: float) -> dict[int, float]:
         """Seconds since dispatch of each worker that should have arrived long ago."""
         found = {}
         for number, worker in self.hub.scheduler.workers.items():
-            if worker.out is not None and number in self.slots:
-                step_s, out_s = self.slots[number].step_s, now_s - worker.out.time_s
-                limit_s = _FIRST_OVERDUE_S if step_s is None else max(_OVERDUE_S, _OVERDUE_FACTOR * step_s * worker.out.steps)
+            if worker.dispatch is not None and number in self.slots:
+                step_s, out_s = self.slots[number].step_s, now_s - worker.dispatch.time_s
+                limit_s = _FIRST_OVERDUE_S if step_s is None else max(_OVERDUE_S, _OVERDUE_FACTOR * step_s * worker.dispatch.steps)
                 if out_s > limit_s:
                     found[number] = out_s
         return found
@@ -215,7 +214,7 @@ class HubState:
         return dispatch.round, self._round_epochs[dispatch.round]
 
     def _open_round(self, worker: int, round_id: RoundId) -> Dispatch | None:
-        out = self.hub.scheduler.out(worker, round_id[0])
+        out = self.hub.scheduler.open_dispatch(worker, round_id[0])
         return out if out is not None and self.round_id(out) == round_id else None
 
     def round_started(self, worker: int, incarnation: int, round_id: RoundId, begin_s: float) -> None:
@@ -271,7 +270,9 @@ class HubState:
         again, number = slot.last == update.round_id, update.round_id[0]
         why = "it was delivered twice" if again else "a hub that died had dispatched it, and this hub has no record of it"
         reason = f"round {number} of worker {update.worker} is not open: {why}"
-        if self.hub.scheduler.out(update.worker, number) is None:  # else the log would say so of this hub's round with that number
+        if (
+            self.hub.scheduler.open_dispatch(update.worker, number) is None
+        ):  # else the log would say so of this hub's round with that number
             self._emit(Refused(island=update.worker, round=number, virtual_time_s=None, wall_time_s=now_s, reason=reason))
         if again:  # the first reply may have been lost
             return "duplicate" if slot.verdict == "accepted" else "refused"
@@ -280,9 +281,9 @@ class HubState:
     def _process(self, outcomes: Sequence[Outcome], update: UpdateMessage | None = None) -> None:
         for outcome in outcomes:
             match outcome:
-                case Closing():
+                case ClosedWindow():
                     self._emit(window_closed(outcome, real=True))
-                case Return():
+                case AbandonedRound():
                     self._log_dispatch(outcome.dispatch, outcome.dispatch.time_s)
                     self._end_round(outcome.dispatch)
                     self._emit(returned(outcome, real=True))
@@ -334,11 +335,11 @@ class HubState:
     def finish(self, now_s: float, warm_start_tokens: int) -> RunFinished:
         """Ends the run. Dispatched workers have computed in vain, at most as long as their steps took in the last round."""
         workers = self.hub.scheduler.workers
-        for dispatch in [worker.out for worker in workers.values() if worker.out is not None]:
+        for dispatch in [worker.dispatch for worker in workers.values() if worker.dispatch is not None]:
             self._log_dispatch(dispatch, dispatch.time_s)
         for number, slot in self.slots.items():
             self._count_presence(number, slot, now_s)
-            out = workers[number].out
+            out = workers[number].dispatch
             if out is not None and slot.compute_step_s is not None:
                 self.accounting.ledgers[number].computed_s += min(now_s - out.time_s, slot.compute_step_s * out.steps)
         finished = self.accounting.finished(now_s, warm_start_tokens, self.params.digest())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from atoll.algorithms.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
-from atoll.algorithms.async_scheduler import Closing, Dispatch, Return
+from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import IslandJoined, IslandLeft, Progress, RunFinished
 from atoll.core.flat_tree import Tree
@@ -271,9 +271,9 @@ class AsyncSimEngine:
                 case Dispatch():
                     self._start_round(outcome)
                     self._sink.emit(dispatched(outcome, self.workers[outcome.worker].begin_s, self.params.nbytes))
-                case Closing():
+                case ClosedWindow():
                     self._sink.emit(window_closed(outcome))
-                case Return():
+                case AbandonedRound():
                     self._sink.emit(returned(outcome))
                 case Applied():
                     self._account_update(outcome)
@@ -330,7 +330,7 @@ class AsyncSimEngine:
         if self.cluster.heard(worker.id, dispatch.round, self._setup.seed):
             seconds = math.fsum(span.end_s - span.start_s for span in worker.spans)
             self._apply(self.hub.push(Push(worker.id, dispatch.round, delta, seconds or None), now_s, next_s))
-        elif self.hub.scheduler.out(worker.id, dispatch.round) is not None:  # not a second delivery of the same update
+        elif self.hub.scheduler.open_dispatch(worker.id, dispatch.round) is not None:  # not a second delivery of the same update
             self._workers.account_lost_computing(worker, self._now_s)
             self._apply(self.hub.give_up(worker.id, now_s))
         self._tick()
@@ -443,7 +443,7 @@ class AsyncSimEngine:
         for island, accounted_s, refusals in engine["workers"]:
             replica = fresh[island].replica if island in fresh else self._workers.new_replica(island)
             replica.restore(load(f"worker-{island}", None)["replica"])
-            dispatch = self.hub.scheduler.workers[island].out
+            dispatch = self.hub.scheduler.workers[island].dispatch
             worker = self.workers[island] = SimWorker(island, replica, accounted_s, dispatch=dispatch, refusals=refusals)
             if dispatch is not None:  # a finished run accounts this round without starting it again
                 self._workers.predict(worker, dispatch, self.params.nbytes)

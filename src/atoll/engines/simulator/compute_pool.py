@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from atoll.core.flat_tree import forget_spare_buffers
+from atoll.core.flat_tree import free_buffer_pool
 from atoll.core.protocols import Sink
 from atoll.engines.accounting import ComputeSpan, RunAccounting
 from atoll.engines.simulator.batched_compute import BatchedCompute
@@ -64,7 +64,7 @@ class ComputePool:
             self._queue.clear()
             if self._batched is not None:
                 self._batched.close()
-            forget_spare_buffers()
+            free_buffer_pool()
 
     def closing(self) -> bool:
         """Whether the engine no longer needs results. Replicas check it before each step, so that the end of a run, or an
