@@ -1,4 +1,4 @@
-"""The headlines of the three papers' evidence as one table, for the README and the top of `docs/evidence.md`.
+"""The headlines of the three papers' evidence: a table of all for `docs/evidence.md`, and one of eight rows for the README.
 
     python benchmarks/evidence_headline.py --docs README.md docs/evidence.md
 
@@ -26,22 +26,26 @@ from evidence import Evidence
 from evidence_diloco_report import DILOCO_ROW, ONE
 from record import RECORDS, Record, has_marks, markdown_table, replace_between, script
 
-MARKER = "evidence_headline"
+MARKER, BRIEF_MARKER = "evidence_headline", "evidence_brief"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One paper's part of the table.
+    """One paper's part of the tables.
 
     Attributes:
         evidence: its tables.
         about: what stands above its rows, from the plan.
         rows: labels, with what they are in words.
+        setting: islands, work and links, in the README's table.
+        brief: the rows of the README's table, with what they are in words.
     """
 
     evidence: Evidence[Any]
     about: str
     rows: Mapping[str, str]
+    setting: str
+    brief: Mapping[str, str]
 
 
 def studies() -> list[Study]:
@@ -60,6 +64,13 @@ def studies() -> list[Study]:
                 mild(f"H={diloco.inner_steps}"): f"DiLoCo, agreeing every {diloco.inner_steps} steps, {milder}",
                 diloco.batch: f"{diloco.islands} times the batch: DDP, agreeing at every step",
             },
+            setting=f"{diloco.islands} islands, {diloco.steps:,} steps each, {diloco.mbit_per_s:g} Mbit/s",
+            brief={
+                ONE: f"one worker, 1/{diloco.islands} of the tokens",
+                DILOCO_ROW: f"DiLoCo, exchange every {diloco.inner_steps} steps",
+                mild(f"H={diloco.inner_steps}"): f"DiLoCo, exchange every {diloco.inner_steps} steps, {milder}",
+                diloco.batch: "DDP, exchange every step",
+            },
         ),
         Study(
             evidence=evidence_async.EVIDENCE,
@@ -70,6 +81,9 @@ def studies() -> list[Study]:
                 NAIVE: "naive: its outer step at every arrival",
                 DELAYED: "Delayed Nesterov with Dynamic Local Updates",
             },
+            setting=f"{waiting.islands} workers of very different speeds, {waiting.steps * waiting.islands:,} updates, "
+            f"{waiting.mbit_per_s:g} Mbit/s",
+            brief={SYNC: "DiLoCo", DELAYED: "asynchronous: Delayed Nesterov, Dynamic Local Updates"},
         ),
         Study(
             evidence=evidence_acco.EVIDENCE,
@@ -79,19 +93,23 @@ def studies() -> list[Study]:
                 evidence_acco.ACCO: "ACCO",
                 evidence_acco.DPU: "delayed parameter updates, with a warm-up",
             },
+            setting=f"{hidden.islands} islands, {hidden.steps:,} updates, {hidden.mbit_per_s:g} Mbit/s",
+            brief={evidence_acco.DDP: "DDP", evidence_acco.ACCO: "ACCO"},
         ),
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    for page in options.docs:
-        if not has_marks(page, MARKER):
-            raise ConfigError(f"--docs {page}: there is no such file. Name pages with the marks of {MARKER}.")
-    table = headline_table([(study, _outcomes(study, options)) for study in studies()])
-    for page in options.docs:
-        replace_between(page, MARKER, table)
-    print(table)
+    markers = {page: BRIEF_MARKER if page.name == "README.md" else MARKER for page in options.docs}
+    for page, marker in markers.items():
+        if not has_marks(page, marker):
+            raise ConfigError(f"--docs {page}: there is no such file. Name pages with the marks of {marker}.")
+    found = [(study, _outcomes(study, options)) for study in studies()]
+    tables = {MARKER: headline_table(found), BRIEF_MARKER: brief_table(found)}
+    for page, marker in markers.items():
+        replace_between(page, marker, tables[marker])
+    print(tables[MARKER])
 
 
 def headline_table(found: Sequence[tuple[Study, Mapping[str, Outcome]]]) -> str:
@@ -104,6 +122,16 @@ def headline_table(found: Sequence[tuple[Study, Mapping[str, Outcome]]]) -> str:
                 outcome = outcomes[label]
                 rows.append([words, _loss(outcome), figure_text.bytes_text(outcome), figure_text.time_text(outcome)])
     return markdown_table(["", "validation loss", "sent per island", "virtual time"], rows)
+
+
+def brief_table(found: Sequence[tuple[Study, Mapping[str, Outcome]]]) -> str:
+    """The README's rows. A study's first row names its setting."""
+    rows = []
+    for study, outcomes in found:
+        for number, (label, words) in enumerate(study.brief.items()):
+            outcome, setting = outcomes[label], "" if number else study.setting
+            rows.append([setting, words, _loss(outcome), figure_text.bytes_text(outcome), figure_text.time_text(outcome)])
+    return markdown_table(["setting", "method", "validation loss", "sent per island", "virtual time"], rows, left=2)
 
 
 def _loss(outcome: Outcome) -> str:
@@ -143,7 +171,13 @@ def _texts(record: Record) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     first = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--docs", type=Path, nargs="+", default=[], help=f"pages whose marks, {MARKER}, take the table")
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        nargs="+",
+        default=[],
+        help=f"pages to update: a README.md at its marks {BRIEF_MARKER}, others at {MARKER}",
+    )
     parser.add_argument("--text", default="prepared/wiki", help="what the records' commands called it")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="those of the records' headlines")
     parser.add_argument("--records", type=Path, default=RECORDS, help="where records are; None: beside this script")

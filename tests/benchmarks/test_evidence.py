@@ -246,13 +246,15 @@ def published(b, tmp_path_factory):
 
 
 def test_the_published_headline_is_what_the_records_hold(b, published, tmp_path, capsys):
-    page = tmp_path / "page.md"
+    page, readme = tmp_path / "page.md", tmp_path / "README.md"
     page.write_text("<!-- evidence_headline:begin -->\n<!-- evidence_headline:end -->\n")
-    b.evidence_headline.main(["--docs", str(page), "--records", str(published)])
+    readme.write_text("<!-- evidence_brief:begin -->\n<!-- evidence_brief:end -->\n")
+    b.evidence_headline.main(["--docs", str(page), str(readme), "--records", str(published)])
     made = marked(page, "evidence_headline")
     assert capsys.readouterr().out.strip() == made
     assert "±" in made
-    assert made == marked(ROOT / "README.md", "evidence_headline") == marked(ROOT / "docs" / "evidence.md", "evidence_headline")
+    assert made == marked(ROOT / "docs" / "evidence.md", "evidence_headline")
+    assert marked(readme, "evidence_brief") == marked(ROOT / "README.md", "evidence_brief")
     assert not list(published.glob("*/source.txt")), "who only reads leaves no trace"
 
 
