@@ -247,7 +247,7 @@ def test_a_joiner_with_other_data_is_refused(tmp_path, threaded, toy):
     live.wait_until("committed round 1 ")
     text.write_text("0123456789 is another text on the other machine " * 200)
     live.start("elsewhere", has_folder=False)
-    live.wait_until("elsewhere ended: the data here")
+    live.wait_until("elsewhere ended: the data of this island")
     (error,) = live.errors
     assert isinstance(error, ConfigError)
     live.errors.clear()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from atoll.core.flat_tree import Tree
+from atoll.core.protocols import AsyncAlgorithm
 from atoll.engines.driver import Driver, Result, RunRequest, RunTask
 from atoll.engines.elastic.rendezvous import free_port, is_free
 from atoll.engines.elastic.spec import Elastic
@@ -33,7 +34,7 @@ def start(request: RunRequest) -> Result:
 def check_algorithm(run: Run) -> None:
     """Refuse an algorithm whose state would be lost with an island."""
     algorithm: Any = run.resolved.algorithm
-    if hasattr(algorithm, "round"):
+    if not isinstance(algorithm, AsyncAlgorithm):  # the spec refuses those
         refuse_unreplicated(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), _SinglePeer()))
 
 
