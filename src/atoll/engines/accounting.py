@@ -34,6 +34,8 @@ from atoll.core.protocols import Sink
 
 MAX_SKIPPED = 20
 """Updates skipped in a row that end a run."""
+MAX_REFUSALS = 3
+"""Updates of one worker refused in a row that end a run."""
 
 
 class ComputeSpan(NamedTuple):

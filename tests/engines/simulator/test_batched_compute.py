@@ -78,9 +78,11 @@ def test_a_resumed_stacked_run_has_the_bits_of_one_that_was_not_stopped(name, tm
     assert (straight.folder / "final.safetensors").read_bytes() == (resumed.folder / "final.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("more", [[], ["cluster.drop_probability=0.2", "cluster.step_time_jitter=0.3"]])
+@pytest.mark.parametrize(
+    "more", [pytest.param([], marks=pytest.mark.slow), ["cluster.drop_probability=0.2", "cluster.step_time_jitter=0.3"]]
+)
 def test_a_stacked_run_without_windows_has_the_same_bits_wherever_it_was_cut(more, tmp_path):
-    """Who is computed together with whom depends on where it was."""
+    """Which islands compute together depends on where the run was cut."""
     settings = [
         *SHORT,
         "algorithm.inner_steps=3",

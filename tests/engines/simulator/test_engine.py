@@ -163,13 +163,6 @@ def test_islands_that_agree_hold_their_weights_once():
     assert len({island.state.outer.velocity.flat.data_ptr() for island in done.engine.islands.values()}) == 1
 
 
-def test_torch_threads_are_restored_after_a_run():
-    torch.set_num_threads(2)
-    simulate(DiLoCo(inner_steps=1), steps=2, cluster=Cluster(islands=2, threads_per_island=1))
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(1)
-
-
 def test_any_module_with_a_loss_can_be_trained_also_with_dropout_and_mixed_dtypes():
     @dataclass(frozen=True)
     class Mixed(Regression):

@@ -27,6 +27,7 @@ from atoll.core.events import Evaluated, IslandJoined, IslandLeft, Refused, RunF
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
 from atoll.engines.accounting import (
+    MAX_REFUSALS,
     Ledger,
     RunAccounting,
     clock_fields,
@@ -42,7 +43,6 @@ from atoll.engines.training_setup import passed_multiple
 from atoll.runs.cluster import draw
 from atoll.runs.network import CONTROL_BYTES
 
-_MAX_REFUSALS = 3  # of one worker in a row
 _OVERDUE_FACTOR, _OVERDUE_S, _FIRST_OVERDUE_S = 10.0, 30.0, 300.0
 """A worker is overdue after this multiple of its last round's time, at least `_OVERDUE_S`; in its first round after the third."""
 _START_TIMEOUT_S = 60.0
@@ -319,7 +319,7 @@ class HubState:
         self.accounting.ledgers[refusal.worker].computed_s += update.computed_s
         slot = self.slots[refusal.worker]
         slot.refusals += 1
-        if slot.refusals == _MAX_REFUSALS:
+        if slot.refusals == MAX_REFUSALS:
             self.fatal_error = TrainingDiverged(
                 f"worker {refusal.worker} has pushed {slot.refusals} unusable updates in a row: {refusal.reason}. The run stops; "
                 f"its checkpoints are valid. Lower the learning rate, set train.clip_norm, or look at this worker's machine."

@@ -26,6 +26,7 @@ from atoll.core.events import IslandJoined, IslandLeft, Progress, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
 from atoll.engines.accounting import (
+    MAX_REFUSALS,
     ComputeSpan,
     RunAccounting,
     dispatched,
@@ -44,9 +45,6 @@ from atoll.replica.forward_backward import ModuleTraits
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster, draw
 from atoll.runs.network import CONTROL_BYTES
-
-_MAX_REFUSALS = 3
-"""Updates of one worker refused in a row that end a run."""
 
 
 @dataclass
@@ -380,7 +378,7 @@ class AsyncSimEngine:
             return
         worker = self.workers[refusal.worker]
         worker.refusals += 1
-        if worker.refusals == _MAX_REFUSALS:
+        if worker.refusals == MAX_REFUSALS:
             raise TrainingDiverged(
                 f"worker {worker.id} has brought {worker.refusals} unusable updates in a row: {refusal.reason}. The run stops; its "
                 f"checkpoints are valid. Lower the learning rate, or set train.clip_norm."
