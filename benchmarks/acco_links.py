@@ -25,8 +25,7 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.core.events import Exchanged, RoundFinished
 from atoll.core.protocols import Algorithm
 from atoll.optim.adam import AdamW
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure
 from atoll.telemetry.units import human_bytes, human_percent
 from atoll.testing.simulated_runs import Regression, simulate

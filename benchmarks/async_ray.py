@@ -110,7 +110,7 @@ def busy(loads: Sequence[HubLoad]) -> float:
 def step_times_s(settings: Sequence[str]) -> list[float]:
     """What a batch takes each of the machines that are played."""
     run = override(recipes.demo_async(), list(settings), candidates)
-    return [run.world.step_time(number, run.seed) for number in range(WORKERS)]
+    return [run.effective_cluster.step_time(number, run.seed) for number in range(WORKERS)]
 
 
 def _atoll(*arguments: str) -> str:

@@ -28,7 +28,7 @@ from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.events import Evaluated, Event, Progress, RoundFinished
 from atoll.engines import driver
-from atoll.engines.driver import Cache
+from atoll.engines.warm_start import Cache
 from atoll.runs.run import Run, candidates
 from atoll.telemetry.overlap import overlap_of
 from gpu_device import tidy

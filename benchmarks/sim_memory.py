@@ -23,7 +23,7 @@ from atoll.core.flat_tree import Tree
 from atoll.engines.simulator.launch import engine_of
 from atoll.models.gpt import GPT
 from atoll.runs.run import Run, candidates
-from atoll.runs.workloads import island_workload
+from atoll.runs.workloads import sharded_workload
 from atoll.telemetry.sinks import Fanout
 from record import script
 
@@ -47,7 +47,7 @@ def run_of(islands: int, model: GPT, vocab_size: int) -> Run:
 
 def use_memory(run: Run) -> dict[str, int]:
     """Carries out the run, saving nothing: the model's parameters, and what this process holds and has held at most."""
-    workload = island_workload(run, run.data.load(), Tree.of({}))
+    workload = sharded_workload(run, run.data.load(), Tree.of({}))
     params = Tree.of(workload.module())
     engine, _ = engine_of(run, workload, params, Fanout([]), None)
     engine.run()

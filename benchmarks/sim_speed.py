@@ -32,7 +32,7 @@ from atoll.optim.schedules import at
 from atoll.optim.sgd import Nesterov
 from atoll.replica.local_replica import torch_threads
 from atoll.runs.run import Run, candidates
-from atoll.runs.workloads import TextWorkload, island_workload
+from atoll.runs.workloads import TextWorkload, sharded_workload
 from atoll.telemetry.event_log import JsonlSink
 from progress import timed
 
@@ -80,7 +80,7 @@ class SpeedPlan:
 def workload_of(plan: SpeedPlan) -> TextWorkload:
     """The text in shards; made once in each process."""
     run = plan.run()
-    return island_workload(run, run.data.load(), Tree.of({}))
+    return sharded_workload(run, run.data.load(), Tree.of({}))
 
 
 class Contest:

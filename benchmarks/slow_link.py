@@ -26,7 +26,7 @@ from typing import Any
 
 from atoll.core.errors import AtollError
 from atoll.models.gpt import GPT
-from atoll.runs.network import Link, all_reduce
+from atoll.runs.cluster import Link, all_reduce
 from atoll.telemetry.plot_style import save_figure
 from atoll.testing.namespaces import NetworkNamespace, linked_pair, unavailable_reason
 from progress import Watch

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.events import RoundFinished
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.testing.simulated_runs import simulate
 from slow_atoll import ALGORITHMS
 

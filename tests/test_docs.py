@@ -26,7 +26,8 @@ from atoll.core.config.overrides import override
 from atoll.core.events import Event, RoundFinished
 from atoll.data.text import Text
 from atoll.engines.elastic.spec import check_address
-from atoll.engines.spec import Simulator, spec_named, write_spec
+from atoll.engines.simulator.spec import Simulator
+from atoll.engines.spec import spec_named, write_spec
 from atoll.runs.run import candidates
 from atoll.telemetry.summary import Summary
 from atoll.testing.chaos.faults import FaultScript

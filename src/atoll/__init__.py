@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from atoll.engines.elastic.spec import Elastic as Elastic
     from atoll.engines.processes.spec import Processes as Processes
     from atoll.engines.ray.spec import Ray as Ray
-    from atoll.engines.simulator.replay_run import replay_run as replay_run
+    from atoll.engines.simulator.replay import replay_run as replay_run
     from atoll.engines.simulator.spec import Simulator as Simulator
     from atoll.loop.islands import Islands as Islands
     from atoll.loop.islands import islands as islands
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
     from atoll.optim.staleness import Polynomial as Polynomial
     from atoll.runs.cluster import Away as Away
     from atoll.runs.cluster import Cluster as Cluster
+    from atoll.runs.cluster import Link as Link
     from atoll.runs.cluster import Lost as Lost
     from atoll.runs.cluster import Outage as Outage
     from atoll.runs.export import export as export
     from atoll.runs.export import load_exported as load_exported
-    from atoll.runs.network import Link as Link
     from atoll.runs.run import Keep as Keep
     from atoll.runs.run import Run as Run
     from atoll.runs.run import Train as Train
@@ -88,7 +88,7 @@ _HOME = {
     "Dirichlet": "atoll.data.partition",
     "KMeans": "atoll.data.partition",
     "Text": "atoll.data.text",
-    "Link": "atoll.runs.network",
+    "Link": "atoll.runs.cluster",
     "Away": "atoll.runs.cluster",
     "Cluster": "atoll.runs.cluster",
     "Lost": "atoll.runs.cluster",
@@ -122,7 +122,7 @@ _HOME = {
     "Processes": "atoll.engines.processes.spec",
     "Simulator": "atoll.engines.simulator.spec",
     "Ray": "atoll.engines.ray.spec",
-    "replay_run": "atoll.engines.simulator.replay_run",
+    "replay_run": "atoll.engines.simulator.replay",
     "Keep": "atoll.runs.run",
     "Run": "atoll.runs.run",
     "Train": "atoll.runs.run",

@@ -17,8 +17,7 @@ from atoll.engines import driver
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.runs.run import candidates
 from atoll.testing.conformance import detached, digests
 from atoll.testing.simulated_runs import SMALL, Regression, RegressionBatches, simulate, simulator

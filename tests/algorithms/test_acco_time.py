@@ -11,8 +11,7 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.core.events import Computed, Exchanged, RoundFinished
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.testing.simulated_runs import Regression, simulate
 
 

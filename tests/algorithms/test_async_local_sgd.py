@@ -18,8 +18,7 @@ from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.optim.staleness import DelayCompensation, Polynomial
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.testing.fakes import FakeReplica, ScriptedHub, drive
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 

@@ -13,8 +13,7 @@ from atoll.engines.replicated_state import reshard
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
-from atoll.runs.cluster import Away, Cluster, Lost
-from atoll.runs.network import Link
+from atoll.runs.cluster import Away, Cluster, Link, Lost
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
 from atoll.testing.simulated_runs import Regression, simulate
 

@@ -5,8 +5,7 @@ import pytest
 from atoll.algorithms.zero import FSDP, ZeRO1
 from atoll.core.events import Exchanged
 from atoll.optim.adam import AdamW
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.testing.simulated_runs import simulate
 
 RULE = AdamW(lr=0.1)

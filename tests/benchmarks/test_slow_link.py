@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import atoll.testing.namespaces
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.testing.simulated_runs import simulate
 
 

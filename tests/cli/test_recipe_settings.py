@@ -9,7 +9,8 @@ import pytest
 
 from atoll import recipes
 from atoll.core.config.json_records import to_json
-from atoll.engines.spec import Simulator, write_spec
+from atoll.engines.simulator.spec import Simulator
+from atoll.engines.spec import write_spec
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from atoll.core.events import Attended, IslandJoined, IslandLeft, Leased, RoundFinished, RunFinished
-from atoll.engines.elastic import join
+from atoll.engines.elastic import launch
 from atoll.engines.elastic.supervisor import log_of
 from atoll.telemetry import read_events
 
@@ -110,11 +110,11 @@ def test_a_joiner_says_how_long_it_looks_for_the_run(monkeypatch, capsys):
     def end(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(join, "fetch_join_info", fetch)
+    monkeypatch.setattr(launch, "fetch_join_info", fetch)
     monkeypatch.setattr(os, "_exit", end)  # which would end the tests
     monkeypatch.setenv("RUST_LOG", "warn")
     with pytest.raises(SystemExit, match="130"):
-        join.join_run("127.0.0.1:29400", None)
+        launch.join_run("127.0.0.1:29400", None)
     assert "looking for the run at 127.0.0.1:29400 for at most 3600 s; Ctrl-C ends it" in capsys.readouterr().err
     assert asked == [3600.0]
 

@@ -15,7 +15,7 @@ import pytest
 
 from atoll.core.events import Computed, RoundFinished, RunFinished, RunStarted, Saved
 from atoll.core.serialization import load_tree
-from atoll.engines.processes.rank_log import log_of
+from atoll.engines.processes.rank import rank_log_path
 from atoll.telemetry import read_events
 
 PATIENCE_S = 60.0
@@ -82,7 +82,7 @@ def until(condition, what):
 
 def process_of(folder, rank):
     """The process of a rank, as it said itself."""
-    return int(re.findall(r"process (\d+)", log_of(folder, rank).read_text())[-1])
+    return int(re.findall(r"process (\d+)", rank_log_path(folder, rank).read_text())[-1])
 
 
 def is_there(pid):
@@ -143,7 +143,7 @@ def test_a_run_leaves_events_figures_and_a_log_of_each_rank(finished):
     assert err.count("cluster.link, cluster.step_time_s: ignored") == 1
     assert err.count("outside of rounds a rank waits 99 s for the others (engine.start_timeout_s)") == 1
     for rank in (0, 1):
-        assert f"rank {rank} of 2 on" in log_of(folder, rank).read_text()
+        assert f"rank {rank} of 2 on" in rank_log_path(folder, rank).read_text()
 
 
 def test_a_finished_run_is_reported_compared_and_resumed_without_a_process(finished, atoll, tmp_path):
@@ -192,7 +192,7 @@ def beginning(folder, *more):
 
 def caught(folder):
     """The processes of a run, once it has saved something."""
-    until(lambda: log_of(folder, 0).exists() and "saved round" in log_of(folder, 0).read_text(), "a checkpoint")
+    until(lambda: rank_log_path(folder, 0).exists() and "saved round" in rank_log_path(folder, 0).read_text(), "a checkpoint")
     return [process_of(folder, rank) for rank in (0, 1)]
 
 
@@ -211,7 +211,7 @@ def test_when_a_rank_is_killed_it_is_named_at_once_and_as_many_processes_or_othe
     assert time.monotonic() - began < 20
     assert not any(map(is_there, pids))
     assert (err.count(f"folder: {folder}\n"), err.count("cluster.link: ignored")) == (1, 1)
-    assert all("88 s outside of rounds" in log_of(folder, rank).read_text() for rank in (0, 1)), "told to all"
+    assert all("88 s outside of rounds" in rank_log_path(folder, rank).read_text() for rank in (0, 1)), "told to all"
     assert (busy, json.loads((folder / "engine.json").read_text())["settings"]["processes"]) == (2, 2), (
         "a folder in use is left as it is"
     )
@@ -249,7 +249,7 @@ def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path):
 def test_a_rank_that_is_there_and_says_nothing_is_given_up_when_the_limit_is_over(tmp_path):
     folder = tmp_path / "run"
     with started(*beginning(folder, "--set", "engine.exchange_timeout_s=3")) as process:
-        (_, pid), log, began = caught(folder), log_of(folder, 0), time.monotonic()
+        (_, pid), log, began = caught(folder), rank_log_path(folder, 0), time.monotonic()
         os.kill(pid, signal.SIGSTOP)
         until(lambda: "error:" in log.read_text(), "the other to give it up")
         assert time.monotonic() - began < 20

@@ -75,7 +75,7 @@ def names(checkpoints: Checkpoints) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ saving and loading
 
 
-def test_what_was_saved_is_loaded_with_its_bits(tmp_path):
+def test_a_checkpoint_is_loaded_bit_for_bit(tmp_path):
     checkpoints = saved(tmp_path, 3)
     newest = checkpoints.newest()
     assert holds(checkpoints, newest, 3)
@@ -84,18 +84,18 @@ def test_what_was_saved_is_loaded_with_its_bits(tmp_path):
     assert newest.metadata == {"events_bytes": 300}
 
 
-def test_before_the_first_save_there_is_no_newest(tmp_path):
+def test_there_is_no_newest_before_the_first_save(tmp_path):
     assert Checkpoints(tmp_path / "checkpoints", keep=1).newest() is None
 
 
-def test_the_newest_ones_are_kept_and_the_oldest_go(tmp_path):
+def test_the_newest_are_kept_and_the_oldest_removed(tmp_path):
     checkpoints = saved(tmp_path, 5, 10, 15, 20, keep=3)
     assert names(checkpoints) == ["00000010", "00000015", "00000020"]
     assert checkpoints.rounds() == [10, 15, 20]
     assert holds(checkpoints, checkpoints.at(10), 10)
 
 
-def test_a_run_that_went_back_keeps_what_it_saves(tmp_path):
+def test_a_run_that_went_back_keeps_its_new_checkpoint(tmp_path):
     checkpoints = saved(tmp_path, 9, keep=1)
     assert checkpoints.save(5, parts(5)).is_dir()
     assert checkpoints.rounds() == [5]
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_the_same_round_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("round", [2, 3])
-def test_what_is_not_to_count_after_all_leaves_everything_as_it_was(tmp_path, round: int):
+def test_an_error_before_the_rename_changes_nothing(tmp_path, round: int):
     checkpoints = saved(tmp_path, 1, 2)
     seen = []
 
@@ -118,20 +118,20 @@ def test_what_is_not_to_count_after_all_leaves_everything_as_it_was(tmp_path, ro
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.save(round, parts(7), before_it_counts=stop)
+        checkpoints.save(round, parts(7), before_rename=stop)
     assert seen == [True], "it was complete"
     assert holds(checkpoints, checkpoints.newest(), 2)
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["00000001", "00000002"]
 
 
-def test_checkpoints_that_are_not_to_count_any_more_are_removed(tmp_path):
+def test_checkpoints_of_given_rounds_are_removed(tmp_path):
     checkpoints = saved(tmp_path, 1, 2, 3, keep=3)
     checkpoints.remove([1, 3, 9])
     assert holds(checkpoints, checkpoints.newest(), 2)
     assert [path.name for path in checkpoints.folder.iterdir()] == ["00000002"]
 
 
-def test_a_checkpoint_is_the_same_bytes_when_it_is_saved_again(tmp_path):
+def test_saving_again_gives_the_same_bytes(tmp_path):
     one, two = (saved(tmp_path / name, 6).newest() for name in "ab")
     assert all((one.path / name).read_bytes() == (two.path / name).read_bytes() for name in [*one.files, "meta.json"])
 
@@ -142,19 +142,19 @@ def test_metadata_may_have_tuples_and_odd_numbers(tmp_path):
     assert checkpoints.newest().metadata == {"times": [0.1, float("inf")], "big": 2**70, "by": {"10": 1, "9": 2}}
 
 
-def test_no_checkpoint_cannot_be_asked_for(tmp_path):
+def test_at_least_one_checkpoint_is_kept(tmp_path):
     with pytest.raises(ConfigError, match=r"keep=0 checkpoints: at least 1.*Use 1 or more"):
         Checkpoints(tmp_path, keep=0)
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".a", "a b"])
-def test_a_part_is_called_like_a_file(tmp_path, name: str):
+def test_a_parts_name_is_a_file_name(tmp_path, name: str):
     with pytest.raises(ValueError, match=r"a part cannot be called.*Use letters"):
         Checkpoints(tmp_path / "checkpoints", keep=1).save(1, {name: 1})
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_what_cannot_be_packed_leaves_everything_as_it_was(tmp_path):
+def test_a_value_that_cannot_be_packed_changes_nothing(tmp_path):
     checkpoints = saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"x is .*cannot be saved.*Use one of these"):
         checkpoints.save(2, {"a": 1, "b": {"x": object()}})
@@ -164,7 +164,7 @@ def test_what_cannot_be_packed_leaves_everything_as_it_was(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- full disks
 
 
-def test_a_file_that_cannot_grow_leaves_the_older_checkpoints_and_says_what_to_do(tmp_path):
+def test_a_file_that_cannot_grow_leaves_the_older_checkpoints(tmp_path):
     checkpoints = saved(tmp_path, 1, 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
@@ -175,7 +175,7 @@ def test_a_file_that_cannot_grow_leaves_the_older_checkpoints_and_says_what_to_d
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "the checkpoint of round 3 could not be written to" in str(caught.value)
     assert "File too large" in str(caught.value)
-    assert "The checkpoint of round 2 is untouched. Make room, then resume" in str(caught.value)
+    assert "The checkpoint of round 2 is untouched. Free disk space, then resume" in str(caught.value)
     assert names(checkpoints) == ["00000001", "00000002"]
     assert holds(checkpoints, checkpoints.newest(), 2)
 
@@ -210,12 +210,12 @@ def test_a_full_disk_leaves_the_older_checkpoints(tmp_path):
     error, standing, equal = done.stdout.splitlines()
     assert "the checkpoint of round 2 could not be written to" in error
     assert "No space left on device" in error
-    assert "The checkpoint of round 1 is untouched. Make room" in error
+    assert "The checkpoint of round 1 is untouched. Free disk space" in error
     assert standing == "['00000000', '00000001'] 1"
     assert equal == "True"
 
 
-def test_a_folder_that_cannot_be_made_says_that_nothing_older_stands(tmp_path):
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"round 1 could not be written.*Not a directory.*There is no older one"):
         Checkpoints(tmp_path / "file" / "checkpoints", keep=1).save(1, {"a": 1})
@@ -247,7 +247,7 @@ for _ in sys.stdin:
 """
 
 
-def test_a_process_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+def test_a_process_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
     draw = random.Random(0)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     command = [sys.executable, "-c", SAVE_FOREVER, str(checkpoints.folder)]
@@ -271,7 +271,7 @@ def test_a_process_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_pa
     assert names(checkpoints) == [f"{newest.round + i:08d}" for i in (0, 1)]
 
 
-def test_leftovers_of_a_killed_save_are_skipped_and_cleaned_by_the_next(tmp_path):
+def test_remains_of_a_killed_save_are_ignored_and_removed_by_the_next(tmp_path):
     checkpoints = saved(tmp_path, 1, 2)
     for leftover in (".00000003.saving", ".00000000.removing", ".00000002.replaced"):
         shutil.copytree(checkpoints.folder / "00000001", checkpoints.folder / leftover)
@@ -283,7 +283,7 @@ def test_leftovers_of_a_killed_save_are_skipped_and_cleaned_by_the_next(tmp_path
     assert holds(checkpoints, checkpoints.newest(), 3)
 
 
-def test_a_checkpoint_whose_replacement_never_came_counts(tmp_path):
+def test_a_checkpoint_without_its_replacement_is_valid(tmp_path):
     checkpoints = saved(tmp_path, 1)
     os.rename(checkpoints.folder / "00000001", checkpoints.folder / ".00000001.replaced")
     assert holds(checkpoints, checkpoints.newest(), 1)
@@ -295,7 +295,7 @@ def test_a_checkpoint_whose_replacement_never_came_counts(tmp_path):
 # ----------------------------------------------------------------------------------------------------------------- damage
 
 
-def test_a_flipped_bit_anywhere_is_refused_with_the_file_and_the_way_to_an_older_one(tmp_path):
+def test_a_flipped_bit_anywhere_is_refused(tmp_path):
     checkpoints = saved(tmp_path, 1, 2)
     for name in ("shared.safetensors", "meta.json"):
         path = checkpoints.folder / "00000002" / name
@@ -322,7 +322,7 @@ def json_equal(one: bytes, two: bytes) -> bool:
 def test_the_older_checkpoint_is_used_when_the_advice_is_followed(tmp_path):
     checkpoints = saved(tmp_path, 1, 2)
     os.truncate(checkpoints.folder / "00000002" / "island0.safetensors", 5)
-    with pytest.raises(CheckpointError, match=r"island0\.safetensors has 5 bytes instead of \d+: it was cut short") as caught:
+    with pytest.raises(CheckpointError, match=r"island0\.safetensors has 5 bytes instead of \d+: it was truncated") as caught:
         checkpoints.newest()
     folder = str(caught.value).partition("remove the folder ")[2].partition(" and resume")[0]
     shutil.rmtree(folder)
@@ -330,7 +330,7 @@ def test_the_older_checkpoint_is_used_when_the_advice_is_followed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["shared.safetensors", "meta.json"])
-def test_a_missing_file_is_refused_and_without_an_older_checkpoint_this_is_said(tmp_path, name: str):
+def test_a_missing_file_is_refused(tmp_path, name: str):
     checkpoints = saved(tmp_path, 1)
     (checkpoints.folder / "00000001" / name).unlink()
     with pytest.raises(CheckpointError, match=rf"{name} is missing\. There is no older one: copy .* from a backup, or start"):
@@ -340,20 +340,20 @@ def test_a_missing_file_is_refused_and_without_an_older_checkpoint_this_is_said(
 def test_a_checkpoint_of_another_format_is_refused(tmp_path):
     checkpoints = saved(tmp_path, 1)
     path = checkpoints.folder / "00000001" / "meta.json"
-    content = {**json.loads(path.read_text())["content"], "format": 2}
+    content = {**json.loads(path.read_text())["content"], "format": 1}
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
     path.write_text(json.dumps({"blake2b": digest, "content": content}))
-    with pytest.raises(CheckpointError, match=r"has format 2, and this version of atoll reads format 1\. Resume with the version"):
+    with pytest.raises(CheckpointError, match=r"has format 1, and this version of atoll reads format 2\. Resume with the version"):
         checkpoints.newest()
 
 
-def test_a_part_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
+def test_an_unknown_part_is_refused(tmp_path):
     checkpoints = saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"has no part 'island1'. It has: island0, shared.*resume with the settings"):
         checkpoints.load(checkpoints.newest(), "island1", like=None)
 
 
-def test_a_round_that_was_not_saved_is_refused_with_those_that_were(tmp_path):
+def test_a_round_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint of round 3 .*There are: \[1, 2\]. Use one of them"):
         saved(tmp_path, 1, 2).at(3)
 

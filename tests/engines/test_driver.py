@@ -20,7 +20,7 @@ from atoll.core.protocols import sharded, shared
 from atoll.core.serialization import load_tree, read_tensors
 from atoll.engines import driver
 from atoll.engines.checkpoints import Checkpoints
-from atoll.engines.driver import Cache
+from atoll.engines.warm_start import Cache
 from atoll.runs.folder import RunFolder
 from atoll.runs.generate import generate
 from atoll.runs.run import candidates

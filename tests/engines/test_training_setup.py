@@ -15,7 +15,7 @@ from atoll.data.partition import ByDomain
 from atoll.engines.training_setup import replica_of
 from atoll.optim.adam import AdamW
 from atoll.runs.run import candidates, device_of
-from atoll.runs.workloads import island_workload, plain_workload
+from atoll.runs.workloads import sharded_workload, single_shard_workload
 from atoll.testing.simulated_runs import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=20", "algorithm.inner_steps=3"]
@@ -34,7 +34,7 @@ def text():
 
 
 def trained(run, text, steps=3):
-    workload = plain_workload(run, text)
+    workload = single_shard_workload(run, text)
     replica = replica_of(run, workload, workload.loss, island=0)
     replica.train(steps, Work(shard=0, start=0, schedule=0, examples=1))
     return replica.params()
@@ -43,14 +43,14 @@ def trained(run, text, steps=3):
 def test_gradients_are_clipped_as_the_run_says(text):
     """SGD of rate 1 with a tiny clip moves by that clip, whatever the gradient."""
     run = small("optimizer=SGD(lr=1.0)", "train.clip_norm=0.001")
-    start = Tree.of(plain_workload(run, text).module())
+    start = Tree.of(single_shard_workload(run, text).module())
     assert (start - trained(run, text, steps=1)).norm() == pytest.approx(0.001, rel=1e-3)
 
 
 def test_batches_are_cut_as_the_run_says(text):
     seen = []
     run = small("train.micro_batches=2")
-    workload = plain_workload(run, text)
+    workload = single_shard_workload(run, text)
 
     def loss(module, batch):
         seen.append(len(batch))
@@ -61,7 +61,7 @@ def test_batches_are_cut_as_the_run_says(text):
 
 
 def test_another_seed_is_another_start_another_order_and_another_cluster(text):
-    one, two = (plain_workload(replace(small(), seed=seed), text) for seed in (0, 1))
+    one, two = (single_shard_workload(replace(small(), seed=seed), text) for seed in (0, 1))
     assert not Tree.of(one.module()).equal(Tree.of(two.module()))
     assert not torch.equal(one.batches.batch(0, 0), two.batches.batch(0, 0))
 
@@ -70,7 +70,8 @@ def test_the_partition_is_the_runs(text):
     run = small("data.partition=ByDomain", "cluster.islands=2")
     loaded = replace(text, text=run.data)
     sizes = [
-        island_workload(run, loaded, Tree.of(plain_workload(run, text).module())).batches.examples(shard) for shard in range(2)
+        sharded_workload(run, loaded, Tree.of(single_shard_workload(run, text).module())).batches.examples(shard)
+        for shard in range(2)
     ]
     expected = ByDomain().shards(_examples(run, text), 2, run.seed)
     assert sizes == [len(shard) for shard in expected]
@@ -86,9 +87,9 @@ def _examples(run, text):
 def test_k_means_looks_at_the_features_of_the_weights_it_is_given(text):
     run = small("data.partition=KMeans", "cluster.islands=2")
     loaded = replace(text, text=run.data)
-    start = Tree.of(plain_workload(run, text).module())
-    one, two = (island_workload(run, loaded, params).batches.fingerprint() for params in (start, start * np.pi))
-    again = island_workload(run, loaded, start).batches.fingerprint()
+    start = Tree.of(single_shard_workload(run, text).module())
+    one, two = (sharded_workload(run, loaded, params).batches.fingerprint() for params in (start, start * np.pi))
+    again = sharded_workload(run, loaded, start).batches.fingerprint()
     assert one == again
     assert one != two
 

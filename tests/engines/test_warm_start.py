@@ -1,4 +1,4 @@
-"""A warm start is plain training, and is made once for all runs that share what it depends on."""
+"""A warm start is training by one replica, once for all runs that agree in what it depends on."""
 
 from dataclasses import replace
 
@@ -8,9 +8,9 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.protocols import Work
 from atoll.engines.training_setup import replica_of
-from atoll.engines.warm_start import Cache, load_data, warm_start, warm_up
+from atoll.engines.warm_start import Cache, get_warm_start, load_data, train_warm_start
 from atoll.runs.run import candidates
-from atoll.runs.workloads import plain_workload
+from atoll.runs.workloads import single_shard_workload
 from atoll.telemetry.sinks import MemorySink
 from atoll.testing.simulated_runs import SMALL as TINY
 
@@ -31,14 +31,14 @@ def text():
 
 def test_a_warm_start_warms_up_and_then_keeps_its_own_rate(text):
     """With plain SGD the weights show the rates: twenty steps at a constant rate after two of warm-up, as in the schedule."""
-    seen = []
+    sink = MemorySink()
     run = small("optimizer=SGD(lr=Cosine(lr=0.1,warmup=2))", "train.warm_start_lr=0.05", "train.clip_norm=none")
-    warm = warm_start(run, plain_workload(run, text), lambda done, total, loss: seen.append((done, total)))
-    assert seen == [(10, 20), (20, 20)]
+    warm = train_warm_start(run, single_shard_workload(run, text), sink)
+    assert [(event.done, event.total) for event in sink.events] == [(10, 20), (20, 20)]
     by_hand = replica_of(
         replace(run, optimizer=override(run, ["optimizer=SGD(lr=WSD(lr=0.05,steps=20,warmup=2,decay=0))"], candidates).optimizer),
-        plain_workload(run, text),
-        plain_workload(run, text).loss,
+        single_shard_workload(run, text),
+        single_shard_workload(run, text).loss,
         island=-1,
     )
     by_hand.train(20, Work(shard=0, start=0, schedule=0, examples=1))
@@ -46,15 +46,15 @@ def test_a_warm_start_warms_up_and_then_keeps_its_own_rate(text):
     assert warm.tokens == 20 * 4 * 16
 
 
-def test_a_warm_start_has_no_rounds_and_so_nothing_that_begins_with_each_of_them(text):
+def test_a_warm_start_ignores_settings_of_a_rounds_start(text):
     plain, odd = small(), small("train.fresh_optimizer=true", "train.peak_first=true")
-    one, two = (warm_start(run, plain_workload(run, text), lambda *_: None) for run in (plain, odd))
+    one, two = (train_warm_start(run, single_shard_workload(run, text), MemorySink()) for run in (plain, odd))
     assert one.params.equal(two.params)
     assert one.loss == two.loss
 
 
 @pytest.mark.parametrize(
-    ("setting", "makes_it_anew"),
+    ("setting", "is_trained_again"),
     [
         ("train.steps=24", False),
         ("data.shards=2", False),
@@ -68,61 +68,61 @@ def test_a_warm_start_has_no_rounds_and_so_nothing_that_begins_with_each_of_them
         ("seed=1", True),
     ],
 )
-def test_runs_share_a_warm_start_exactly_if_nothing_that_it_depends_on_differs(setting, makes_it_anew, tmp_path):
+def test_runs_share_a_warm_start_exactly_if_its_settings_agree(setting, is_trained_again, tmp_path):
     cache = Cache()
     first, second = (
-        warm_up(run, plain_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=MemorySink())
+        get_warm_start(run, single_shard_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=MemorySink())
         for name, run in (("first", small("train.warm_start_steps=2")), ("second", small("train.warm_start_steps=2", setting)))
     )
-    assert (first is not second) == makes_it_anew
+    assert (first is not second) == is_trained_again
 
 
 @pytest.mark.parametrize(("given", "is_shared"), [(0.25, True), (0.125, False)])
-def test_a_rate_of_its_own_is_a_matter_of_what_it_comes_to(given, is_shared, tmp_path):
+def test_a_given_rate_equal_to_the_schedules_peak_shares_the_warm_start(given, is_shared, tmp_path):
     """Whether it is given or the schedule's peak: runs at several rates have one warm start in common if they name its rate."""
     cache = Cache(tmp_path / "common")
     usual = small("train.warm_start_steps=2", "optimizer.lr.lr=0.25", "train.warm_start_lr=none")
     other = small("train.warm_start_steps=2", "optimizer.lr.lr=0.5", f"train.warm_start_lr={given}")
     first, second = (
-        warm_up(run, plain_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=MemorySink())
+        get_warm_start(run, single_shard_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=MemorySink())
         for name, run in (("first", usual), ("second", other))
     )
     assert (first is second) == is_shared
     assert len(list((tmp_path / "common").iterdir())) == (1 if is_shared else 2)
 
 
-def test_a_warm_start_in_the_folder_is_read_and_not_made_again(tmp_path):
+def test_a_warm_start_in_the_folder_is_read_and_not_trained_again(tmp_path):
     run, sink = small("train.warm_start_steps=2"), MemorySink()
-    plain = plain_workload(run, run.data.load())
-    made = warm_up(run, plain, file=tmp_path / "warm", cache=None, sink=sink)
+    plain = single_shard_workload(run, run.data.load())
+    made = get_warm_start(run, plain, file=tmp_path / "warm", cache=None, sink=sink)
     signs = len(sink.events)
-    read = warm_up(run, plain, file=tmp_path / "warm", cache=None, sink=sink)
+    read = get_warm_start(run, plain, file=tmp_path / "warm", cache=None, sink=sink)
     assert signs == len(sink.events) == 1
     assert read.params.equal(made.params)
     assert (read.tokens, read.loss) == (made.tokens, made.loss)
 
 
-def test_processes_that_share_a_folder_begin_with_the_bits_of_whoever_was_first(tmp_path, monkeypatch):
+def test_processes_that_share_a_folder_use_the_first_warm_start_bit_for_bit(tmp_path, monkeypatch):
     run = small()
-    plain = plain_workload(run, run.data.load())
+    plain = single_shard_workload(run, run.data.load())
 
     def warm(name):
-        return warm_up(run, plain, file=tmp_path / name, cache=Cache(tmp_path / "common"), sink=MemorySink())
+        return get_warm_start(run, plain, file=tmp_path / name, cache=Cache(tmp_path / "common"), sink=MemorySink())
 
     first = warm("one")
     assert warm("two").params.same_bits(first.params)
-    assert len(list((tmp_path / "common").iterdir())) == 1, "and nothing lies about"
+    assert len(list((tmp_path / "common").iterdir())) == 1, "no temporary file is left"
 
     (kept,) = (tmp_path / "common").iterdir()
     contents = kept.read_bytes()
     kept.unlink()
 
-    def made_while_another_is_done(*arguments):
+    def train_while_another_process_writes(*arguments):
         kept.write_bytes(contents)
-        made = warm_start(*arguments)
+        made = train_warm_start(*arguments)
         return replace(made, params=made.params * 2)  # a GPU would make others, too
 
-    monkeypatch.setattr("atoll.engines.warm_start.warm_start", made_while_another_is_done)
+    monkeypatch.setattr("atoll.engines.warm_start.train_warm_start", train_while_another_process_writes)
     assert warm("three").params.same_bits(first.params)
     assert [path.name for path in (tmp_path / "common").iterdir()] == [kept.name]
 
@@ -130,8 +130,8 @@ def test_processes_that_share_a_folder_begin_with_the_bits_of_whoever_was_first(
 def test_a_warm_start_on_other_data_is_not_taken_from_the_common_folder(tmp_path):
     run, other = small(), small("data.limit_bytes=30000")
     common = Cache(tmp_path / "common")
-    plain = {each: plain_workload(each, each.data.load()) for each in (run, other)}
-    mine = warm_up(run, plain[run], file=tmp_path / "one", cache=common, sink=MemorySink())
-    theirs = warm_up(run, plain[other], file=tmp_path / "two", cache=Cache(tmp_path / "common"), sink=MemorySink())
+    plain = {each: single_shard_workload(each, each.data.load()) for each in (run, other)}
+    mine = get_warm_start(run, plain[run], file=tmp_path / "one", cache=common, sink=MemorySink())
+    theirs = get_warm_start(run, plain[other], file=tmp_path / "two", cache=Cache(tmp_path / "common"), sink=MemorySink())
     assert not theirs.params.same_bits(mine.params), "the same settings, but the text has changed"
     assert len(list((tmp_path / "common").iterdir())) == 2

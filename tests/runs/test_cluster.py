@@ -1,4 +1,4 @@
-"""The cluster as a value: lists that fit any number, draws that need no position, and nonsense refused."""
+"""The cluster as a value: lists for any number of islands, random numbers without a position, and refused settings."""
 
 import math
 from dataclasses import replace
@@ -7,8 +7,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from atoll.core.errors import ConfigError
-from atoll.runs.cluster import Away, Cluster, Lost, Outage, step_times
-from atoll.runs.network import Link
+from atoll.runs.cluster import Away, Cluster, Link, Lost, Outage, step_times
 
 
 @pytest.mark.parametrize(("islands", "times"), [(2, [0.58, 0.75]), (6, [0.58, 0.75, 1.51, 3.33, 0.58, 0.75])])
@@ -17,11 +16,11 @@ def test_a_list_is_cut_or_repeated_to_the_number_of_islands(islands, times):
     assert [cluster.step_time(island, seed=0) for island in range(islands)] == times
 
 
-def test_lines_are_per_island_where_given():
+def test_links_are_per_island_if_given():
     slow = Link(bandwidth_mbit_per_s=1)
     cluster = Cluster(islands=3, links=(Link(), slow))
-    assert [cluster.line(island) for island in range(3)] == [Link(), slow, Link()]
-    assert Cluster(islands=2, link=slow).line(1) == slow
+    assert [cluster.link_of(island) for island in range(3)] == [Link(), slow, Link()]
+    assert Cluster(islands=2, link=slow).link_of(1) == slow
 
 
 def test_draws_depend_on_the_seed_and_on_what_they_are_for_alone():
@@ -33,23 +32,23 @@ def test_draws_depend_on_the_seed_and_on_what_they_are_for_alone():
     assert cluster.jitter(0, 5, 1, seed=7) != cluster.jitter(0, 6, 1, seed=7)
 
 
-def test_jitter_is_drawn_for_every_batch_so_that_long_stretches_vary_less():
+def test_jitter_is_drawn_for_every_batch_so_that_long_spans_vary_less():
     cluster = Cluster(step_time_jitter=0.5)
-    short, long = ([cluster.jitter(0, stretch, batches, seed=0) for stretch in range(300)] for batches in (1, 20))
+    short, long = ([cluster.jitter(0, span, batches, seed=0) for span in range(300)] for batches in (1, 20))
     assert pstdev(short) > 3 * pstdev(long)
     assert fmean(short) == pytest.approx(fmean(long), abs=0.15)  # the mean of a log-normal factor, 1.13
 
 
-def test_messages_are_lost_as_often_as_asked():
+def test_messages_are_lost_with_the_given_probability():
     cluster = Cluster(islands=4, drop_probability=0.3)
-    heard = [cluster.heard(island, round, seed=1) for island in range(4) for round in range(2_000)]
-    assert sum(heard) / len(heard) == pytest.approx(0.7, abs=0.02)  # four standard deviations
+    delivered = [cluster.delivers(island, round, seed=1) for island in range(4) for round in range(2_000)]
+    assert sum(delivered) / len(delivered) == pytest.approx(0.7, abs=0.02)  # four standard deviations
 
 
 def test_named_messages_are_lost():
     cluster = Cluster(islands=2, lost=(Lost(island=1, round=3),))
-    assert [cluster.heard(1, round, seed=0) for round in range(5)] == [True, True, True, False, True]
-    assert cluster.heard(0, 3, seed=0)
+    assert [cluster.delivers(1, round, seed=0) for round in range(5)] == [True, True, True, False, True]
+    assert cluster.delivers(0, 3, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +67,14 @@ def test_pools_follow_their_schedule(pool, counts):
     assert [len(cluster.present(round, 8)) for round in range(8)] == counts
 
 
-def test_islands_that_are_away_come_back():
+def test_islands_that_are_away_return():
     cluster = Cluster(islands=3, away=(Away(island=1, start=2, stop=4),))
     assert [cluster.present(round, 6) for round in range(6)] == [[0, 1, 2], [0, 1, 2], [0, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
 
 
-def test_nobody_left_is_an_error_that_names_the_round():
+def test_a_round_without_islands_is_an_error_that_names_the_round():
     cluster = Cluster(islands=1, away=(Away(island=0, start=1, stop=2),))
-    with pytest.raises(ConfigError, match="nobody is left in round 1"):
+    with pytest.raises(ConfigError, match="no island is left in round 1"):
         cluster.present(1, 4)
 
 
@@ -103,7 +102,7 @@ def test_impossible_clusters_are_refused(settings, message):
 # ------------------------------------------------------------------------------------------------------------- outages
 
 
-def test_comings_and_goings_are_in_order_and_at_one_time_comings_come_first():
+def test_membership_changes_are_ordered_with_joins_first_at_equal_times():
     cluster = Cluster(
         islands=4,
         outages=(
@@ -114,12 +113,24 @@ def test_comings_and_goings_are_in_order_and_at_one_time_comings_come_first():
         ),
     )
     assert cluster.present_at_start() == [0, 2, 3]
-    assert cluster.changes() == [(5.0, 1, True), (5.0, 2, False), (5.0, 3, False), (7.0, 2, True), (9.0, 3, True), (9.0, 0, False)]
+    assert cluster.membership_changes() == [
+        (5.0, 1, True),
+        (5.0, 2, False),
+        (5.0, 3, False),
+        (7.0, 2, True),
+        (9.0, 3, True),
+        (9.0, 0, False),
+    ]
 
 
-def test_an_island_may_be_gone_several_times():
+def test_an_island_may_have_several_outages():
     outages = (Outage(island=0, start_s=5.0, stop_s=6.0), Outage(island=0, start_s=1.0, stop_s=2.0))
-    assert Cluster(islands=1, outages=outages).changes() == [(1.0, 0, False), (2.0, 0, True), (5.0, 0, False), (6.0, 0, True)]
+    assert Cluster(islands=1, outages=outages).membership_changes() == [
+        (1.0, 0, False),
+        (2.0, 0, True),
+        (5.0, 0, False),
+        (6.0, 0, True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +141,7 @@ def test_an_island_may_be_gone_several_times():
         ((Outage(island=0, start_s=-1.0),), r"start_s comes before stop_s"),
         ((Outage(island=0, start_s=3.0, stop_s=3.0),), r"start_s comes before stop_s"),
         ((Outage(island=0, start_s=math.nan),), r"start_s comes before stop_s"),
-        ((Outage(island=0, start_s=1.0), Outage(island=0, start_s=5.0)), r"overlap.*Make one of both"),
+        ((Outage(island=0, start_s=1.0), Outage(island=0, start_s=5.0)), r"overlap.*Merge them"),
         ((Outage(island=0, start_s=1.0, stop_s=5.0), Outage(island=0, start_s=5.0, stop_s=6.0)), r"overlap"),
     ],
 )
@@ -154,7 +165,7 @@ def test_outages_are_for_asynchronous_algorithms_and_rounds_for_synchronous_ones
 
 
 @pytest.mark.parametrize(("level", "power"), [("none", 0), ("slight", 1 / 3), ("moderate", 2 / 3), ("very", 1)])
-def test_a_level_draws_the_devices_together_and_keeps_their_total_speed(level, power):
+def test_a_level_makes_devices_more_equal_and_keeps_their_total_speed(level, power):
     very, times = (0.58, 0.75, 1.51, 3.33), step_times(level)
     assert sum(1 / time for time in times) == pytest.approx(sum(1 / time for time in very))
     for time, far in zip(times, very, strict=True):
@@ -174,7 +185,7 @@ def test_an_unknown_level_is_refused():
 # ------------------------------------------------------------------------------------------------------- several devices each
 
 
-def test_devices_that_are_equals_are_islands_on_their_islands_lines():
+def test_devices_as_islands_are_on_the_links_of_their_islands():
     slow = Link(bandwidth_mbit_per_s=1)
     cluster = Cluster(
         islands=2,
@@ -185,22 +196,22 @@ def test_devices_that_are_equals_are_islands_on_their_islands_lines():
         away=(Away(island=0, start=1, stop=2),),
         pool=(1, 2),
     )
-    apart = cluster.apart(seed=0)
-    assert (apart.islands, apart.devices_per_island, apart.devices) == (6, 1, 6)
-    assert [apart.step_time(device, seed=0) for device in range(6)] == [1.0] * 3 + [2.0] * 3
-    assert [apart.line(device) for device in range(6)] == [Link()] * 3 + [slow] * 3
-    assert [apart.heard(device, 4, seed=0) for device in range(6)] == [True] * 3 + [False] * 3
-    assert apart.present(0, rounds=4) == [0, 1, 2]
-    assert replace(apart, pool="constant").present(1, rounds=4) == [3, 4, 5]
+    flat = cluster.devices_as_islands(seed=0)
+    assert (flat.islands, flat.devices_per_island, flat.devices) == (6, 1, 6)
+    assert [flat.step_time(device, seed=0) for device in range(6)] == [1.0] * 3 + [2.0] * 3
+    assert [flat.link_of(device) for device in range(6)] == [Link()] * 3 + [slow] * 3
+    assert [flat.delivers(device, 4, seed=0) for device in range(6)] == [True] * 3 + [False] * 3
+    assert flat.present(0, rounds=4) == [0, 1, 2]
+    assert replace(flat, pool="constant").present(1, rounds=4) == [3, 4, 5]
 
 
 def test_devices_of_an_island_are_drawn_equally_fast_and_an_island_of_one_device_stays_as_it_is():
     cluster = Cluster(islands=3, devices_per_island=2, step_time_spread=0.5)
-    apart = cluster.apart(seed=7)
-    assert [apart.step_time(device, seed=7) for device in range(6)] == [cluster.step_time(d // 2, seed=7) for d in range(6)]
-    assert apart.pool == "constant"
+    flat = cluster.devices_as_islands(seed=7)
+    assert [flat.step_time(device, seed=7) for device in range(6)] == [cluster.step_time(d // 2, seed=7) for d in range(6)]
+    assert flat.pool == "constant"
     alone = Cluster(islands=3, step_time_spread=0.5, pool="ramp_up")
-    assert alone.apart(seed=7) is alone
+    assert alone.devices_as_islands(seed=7) is alone
 
 
 def test_an_island_without_a_device_is_refused():

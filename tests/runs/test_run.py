@@ -26,8 +26,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.runs.run import Run, Train, TrainsDevices, candidates
 
 TOY = Run(
@@ -73,7 +72,7 @@ def test_a_perceptron_reads_points_and_a_decoder_reads_text():
     assert replace(TOY, model=GPT.tiny(), data=Text()).data == Text()
 
 
-def test_both_can_be_set_by_name_together():
+def test_model_and_data_can_be_set_together():
     text = replace(TOY, model=GPT.tiny(), data=Text())
     run = override(text, ["data=Gaussians(examples=4096,clusters_per_class=1)", "model=MLP", "model.hidden=128"], candidates)
     assert run.model == MLP.small()
@@ -89,14 +88,14 @@ def test_every_setting_of_the_toy_has_a_path():
     assert run.train == Train(steps=20, batch_size=32)
 
 
-def test_a_toy_and_its_free_line_come_back_from_a_file():
+def test_a_toy_and_its_free_link_survive_json():
     assert from_json(json.loads(json.dumps(to_json(TOY), allow_nan=False))) == TOY
     assert TOY.cluster.link.bandwidth_mbit_per_s == math.inf
     free = override(TOY, ["cluster.link=Link()", "cluster.link.bandwidth_mbit_per_s=inf"], candidates)
     assert free.cluster.link == Link(bandwidth_mbit_per_s=math.inf)
 
 
-def test_a_run_of_an_older_file_has_one_shard_per_island_and_no_odd_habits():
+def test_settings_that_a_file_lacks_have_their_defaults():
     old = to_json(replace(TOY, model=GPT.tiny(), data=Text()))
     del old["data"]["shards"], old["train"]["fresh_optimizer"], old["train"]["peak_first"]
     run = from_json(old)
@@ -106,7 +105,7 @@ def test_a_run_of_an_older_file_has_one_shard_per_island_and_no_odd_habits():
 
 
 @pytest.mark.parametrize("data", [Text(), Gaussians.small()], ids=["text", "gaussians"])
-def test_there_is_one_shard_per_island_unless_the_data_say_how_many(data):
+def test_there_is_one_shard_per_island_by_default(data):
     model = GPT.tiny() if isinstance(data, Text) else MLP.small()
     run = replace(TOY, model=model, data=data, cluster=Cluster(islands=3))
     assert run.shards == 3
@@ -127,7 +126,7 @@ def test_an_asynchronous_schedule_is_as_long_as_a_shards_share_of_all_steps(shar
     assert run.resolved.optimizer.lr.steps == run.schedule_steps == steps
 
 
-def test_an_asynchronous_run_is_as_long_as_one_likes_and_a_synchronous_one_ends_with_a_round():
+def test_a_synchronous_run_ends_with_a_whole_round_and_an_asynchronous_one_has_any_length():
     train = replace(TOY.train, steps=17)
     run = replace(TOY, algorithm=Pushing(), train=train)
     assert (run.rounds(17), run.rounds(5)) == (2, 1)
@@ -135,20 +134,20 @@ def test_an_asynchronous_run_is_as_long_as_one_likes_and_a_synchronous_one_ends_
         replace(TOY, train=train)
 
 
-def test_an_outer_schedule_is_as_long_as_there_are_rounds_of_all_islands_together():
+def test_an_outer_schedule_counts_the_rounds_of_all_islands():
     run = replace(TOY, algorithm=Pushing())
     assert run.resolved.algorithm.outer.lr.steps == 20 * 4 // 6
     assert replace(TOY, algorithm=DiLoCo(inner_steps=5, outer=SGD(lr=Cosine(lr=0.7)))).resolved.algorithm.outer.lr.steps == 4
 
 
-def test_a_schedule_inside_a_wrapped_rule_is_as_long_as_that_rule_is_asked():
+def test_a_schedule_in_a_wrapped_rule_counts_the_steps_of_that_rule():
     """Thirteen rounds fill a buffer of four three times."""
     wrapped = Buffered(rule=SGD(lr=WSD(lr=0.5, decay=1)), size=4)
     outer = replace(TOY, algorithm=Pushing(outer=wrapped)).resolved.algorithm.outer
     assert outer == Buffered(rule=SGD(lr=WSD(lr=0.5, steps=3, decay=1)), size=4)
 
 
-def test_what_was_not_left_open_stays_as_it_is():
+def test_given_settings_are_not_changed_by_resolving():
     outer = DelayedNesterov(lr=Cosine(lr=0.7, steps=99), period=4)
     run = replace(TOY, algorithm=Pushing(outer=outer), optimizer=SGD(lr=Cosine(lr=0.1, steps=77)))
     assert run.resolved == run
@@ -171,7 +170,7 @@ def test_algorithms_and_rules_can_be_named():
 PLAIN = replace(TOY, train=Train(steps=20, batch_size=32))
 
 
-def test_the_algorithm_inside_is_given_the_runs_optimizer_and_clipping_over_all_inner_steps():
+def test_the_algorithm_inside_gets_the_runs_optimizer_and_clipping():
     run = replace(PLAIN, inside=ACCO(), cluster=Cluster(islands=2, devices_per_island=3))
     inside = run.resolved.inside
     assert inside.optimizer == run.resolved.optimizer
@@ -184,29 +183,29 @@ def test_the_algorithm_inside_is_given_the_runs_optimizer_and_clipping_over_all_
 def test_every_device_has_a_shard_and_without_an_algorithm_inside_it_is_an_island():
     cluster = Cluster(islands=2, devices_per_island=3)
     assert replace(PLAIN, cluster=cluster).shards == replace(PLAIN, cluster=cluster, inside=DDP()).shards == 6
-    assert replace(PLAIN, cluster=cluster).world.islands == 6
-    assert replace(PLAIN, cluster=cluster, inside=DDP()).world.islands == 2
+    assert replace(PLAIN, cluster=cluster).effective_cluster.islands == 6
+    assert replace(PLAIN, cluster=cluster, inside=DDP()).effective_cluster.islands == 2
 
 
-def test_an_algorithm_inside_needs_one_outside_that_trains():
+def test_an_algorithm_inside_needs_a_training_algorithm_between_islands():
     for algorithm in (ZeRO1(), Pushing()):
         with pytest.raises(ConfigError, match=r"inside=ACCO trains .*Use algorithm=DiLoCo"):
             replace(PLAIN, algorithm=algorithm, inside=ACCO())
 
 
-def test_habits_of_islands_that_train_alone_are_refused_with_an_algorithm_inside():
-    with pytest.raises(ConfigError, match=r"train.fresh_optimizer is for islands that train alone"):
+def test_settings_of_a_rounds_start_are_refused_with_an_algorithm_inside():
+    with pytest.raises(ConfigError, match=r"train.fresh_optimizer is for islands of one device"):
         replace(TOY, inside=ACCO())
 
 
-def test_an_algorithm_inside_can_be_named_and_comes_back_from_a_file():
+def test_an_algorithm_inside_can_be_named_and_survives_json():
     run = override(PLAIN, ["inside=ACCO(pieces_per_half=2)", "cluster.devices_per_island=2"], candidates)
     assert run.inside == ACCO(pieces_per_half=2)
     assert from_json(json.loads(json.dumps(to_json(run), allow_nan=False))) == run
     assert override(run, ["inside=none"], candidates).inside is None
 
 
-def test_inside_offers_and_takes_algorithms_that_can_go_on_from_other_weights_alone():
+def test_inside_takes_only_algorithms_with_rebase():
     [offered] = [setting.kind for setting in describe(PLAIN, candidates) if setting.path == "inside"]
     assert offered == "DDP | ZeRO1 | FSDP | ACCO | DPU | WP | none"
     assert all(isinstance(kind(), Rebases) for kind in candidates(TrainsDevices))
@@ -219,7 +218,7 @@ def test_inside_offers_and_takes_algorithms_that_can_go_on_from_other_weights_al
 
 
 @pytest.mark.parametrize(("batch", "clock"), [("fixed", "commits"), ("free", "samples")])
-def test_a_resolved_run_says_what_its_clock_is(batch, clock):
+def test_a_resolved_run_has_a_clock(batch, clock):
     run = replace(PLAIN, algorithm=ACCO(batch=batch))
     assert run.algorithm.clock is None
     assert run.resolved.algorithm.clock == clock

@@ -16,8 +16,7 @@ from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.runs.run import Run, candidates
 
 TWO_LEVELS = recipes.demo_two_level()
@@ -37,7 +36,7 @@ def inside(algorithm, **train):
 
 @pytest.mark.parametrize("batch_size", range(1, 26))
 @pytest.mark.parametrize("pieces_per_half", [1, 2, 3])
-def test_a_batch_is_cut_into_equal_pieces_and_the_values_that_are_said_to_fit_do(batch_size, pieces_per_half):
+def test_a_batch_is_cut_into_equal_pieces_and_the_proposed_values_fit(batch_size, pieces_per_half):
     pieces = 2 * pieces_per_half
     if batch_size % pieces == 0:
         assert demo(ACCO(pieces_per_half=pieces_per_half), batch_size=batch_size)
@@ -54,18 +53,18 @@ def test_a_batch_is_cut_into_equal_pieces_and_the_values_that_are_said_to_fit_do
     assert bool(halves) == (batch_size % 2 == 0)
 
 
-def test_devices_inside_islands_cut_their_batches_too():
-    with pytest.raises(ConfigError, match=r"train\.batch_size=7 .*inside\.pieces_per_half=1 .*train\.batch_size=6 or 8\."):
+def test_an_algorithm_inside_cuts_batches_too():
+    with pytest.raises(ConfigError, match=r"train\.batch_size=7 .*inside\.pieces_per_half=1\. Use train\.batch_size=6 or 8\."):
         inside(ACCO(), batch_size=7)
     assert inside(ZeRO1(), batch_size=7)
 
 
-def test_an_algorithm_that_cuts_in_its_own_way_is_named_by_its_pieces():
+def test_an_algorithm_without_halves_is_named_by_its_pieces():
     @dataclass(frozen=True, kw_only=True)
     class Thirds(DDP):
         pieces: int = 3
 
-    with pytest.raises(ConfigError, match=r"the 3 equal pieces that algorithm\.pieces=3 makes.*Use train\.batch_size=15 or 18\.$"):
+    with pytest.raises(ConfigError, match=r"the 3 equal pieces of algorithm\.pieces=3.*Use train\.batch_size=15 or 18\.$"):
         demo(Thirds(), batch_size=16)
 
 
@@ -82,7 +81,7 @@ def test_a_piece_holds_an_example_for_every_micro_batch():
 
 
 @pytest.mark.parametrize("kind", [ACCO, DPU, WP], ids=lambda kind: kind.__name__)
-def test_a_run_that_would_hide_nothing_is_refused(kind):
+def test_a_warmup_as_long_as_the_run_is_refused(kind):
     with pytest.raises(
         ConfigError, match=rf"algorithm\.warmup=40 .*train\.steps=40: .*{kind.__name__} would hide.*algorithm=ZeRO1"
     ):
@@ -93,25 +92,25 @@ def test_a_run_that_would_hide_nothing_is_refused(kind):
     assert inside(kind(warmup=39), steps=40)
 
 
-def test_a_delayed_update_that_is_cut_short_says_what_to_set():
+def test_a_warmup_as_long_as_a_shortened_run_is_refused_with_one_that_fits():
     with pytest.raises(ConfigError, match=r"Use algorithm\.warmup=5 or another number below 20"):
         override(recipes.demo_dpu(), ["train.steps=20"], candidates)
     assert override(recipes.demo_dpu(), ["train.steps=20", "algorithm.warmup=5"], candidates)
 
 
-# ------------------------------------------------------------------------------------------------------------------ habits
+# ------------------------------------------------------------------------------------------------------------------ settings
 
 
-@pytest.mark.parametrize("habit", ["fresh_optimizer", "peak_first"])
+@pytest.mark.parametrize("setting", ["fresh_optimizer", "peak_first"])
 @pytest.mark.parametrize("algorithm", [DDP(), ZeRO1(), ACCO(), DPU(), WP()], ids=lambda algorithm: type(algorithm).__name__)
-def test_habits_of_islands_that_train_alone_are_refused_where_all_have_one_optimizer(algorithm, habit):
-    with pytest.raises(ConfigError, match=rf"train\.{habit} .*algorithm={type(algorithm).__name__} .*Use train\.{habit}=false"):
-        demo(algorithm, **{habit: True})
-    assert demo(DiLoCo(inner_steps=20), **{habit: True})
+def test_settings_of_a_rounds_start_are_refused_without_inner_optimizers(algorithm, setting):
+    with pytest.raises(ConfigError, match=rf"train\.{setting} .*algorithm={type(algorithm).__name__} .*Use train\.{setting}=false"):
+        demo(algorithm, **{setting: True})
+    assert demo(DiLoCo(inner_steps=20), **{setting: True})
 
 
 @pytest.mark.parametrize("what", ["micro_batches=2", "precision=all-bf16"])
-def test_a_stack_of_what_cannot_be_stacked_is_refused_before_anything_is_trained(what):
+def test_settings_that_exclude_stacking_are_refused(what):
     settings = [f"train.{what}", "train.together=stacked"]
     with pytest.raises(ConfigError, match=rf"train\.together=stacked and train\.{what}: .*Use train\.together=auto"):
         override(recipes.demo_diloco(), settings, candidates)
@@ -137,17 +136,19 @@ def test_an_algorithm_inside_needs_several_devices():
 @pytest.mark.parametrize(
     ("cluster", "says"),
     [
-        ({"inside": FAST}, r"cluster\.devices_per_island=1: there is no such line"),
+        ({"inside": FAST}, r"cluster\.devices_per_island=1: there is no such link"),
         ({"inside": FAST, "islands": 1, "devices_per_island": 8}, r"there is one island.*cluster\.islands=8"),
-        ({"inside": SLOW, "devices_per_island": 2}, r"slower than the lines between islands.*Set inside=ACCO"),
-        ({"inside": FAST, "link": replace(FAST, latency_s=0.0), "devices_per_island": 2}, r"slower than the lines"),
+        ({"inside": SLOW, "devices_per_island": 2}, r"slower than the links between islands.*Set inside=ACCO"),
+        ({"inside": FAST, "link": replace(FAST, latency_s=0.0), "devices_per_island": 2}, r"slower than the links"),
     ],
 )
-def test_a_line_inside_islands_that_nobody_would_use_is_refused(cluster, says):
+def test_an_unused_link_inside_islands_is_refused(cluster, says):
     with pytest.raises(ConfigError, match=says):
         alone(**cluster)
 
 
-def test_among_equals_a_faster_line_inside_may_be_told_since_it_changes_nothing():
-    assert alone(inside=FAST, devices_per_island=2).world == replace(alone(devices_per_island=2).world, inside=FAST)
+def test_a_faster_link_inside_is_accepted_without_an_algorithm_inside():
+    assert alone(inside=FAST, devices_per_island=2).effective_cluster == replace(
+        alone(devices_per_island=2).effective_cluster, inside=FAST
+    )
     assert replace(TWO_LEVELS, inside=None).cluster.inside == TWO_LEVELS.cluster.inside

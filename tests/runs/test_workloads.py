@@ -25,12 +25,11 @@ from atoll.models.mlp import MLP
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
-from atoll.runs.cluster import Cluster
+from atoll.runs.cluster import Cluster, Link
 from atoll.runs.folder import RunFolder
 from atoll.runs.generate import generate
-from atoll.runs.network import Link
 from atoll.runs.run import Keep, Run, Train, candidates
-from atoll.runs.workloads import ToyWorkload, fingerprint, island_workload, plain_workload
+from atoll.runs.workloads import ToyWorkload, data_fingerprint, sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import read_events
 from atoll.testing.simulated_runs import SMALL, Regression
 
@@ -70,7 +69,7 @@ def straight(tmp_path_factory):
 
 
 def test_the_loss_is_the_cross_entropy(points):
-    workload = plain_workload(TOY, points)
+    workload = single_shard_workload(TOY, points)
     module, (inputs, labels) = workload.module(), workload.batches.batch(0, 0)
     scores = module(inputs)
     assert torch.equal(workload.loss(module, (inputs, labels)), F.cross_entropy(scores, labels))
@@ -79,7 +78,7 @@ def test_the_loss_is_the_cross_entropy(points):
 def test_a_model_is_judged_by_the_mean_over_points_and_by_how_many_it_tells_right(points):
     """Also where the last batch is a smaller one: 1,000 points are three batches of 256 and one of 232."""
     loaded = replace(points, gaussians=replace(points.gaussians, eval_examples=1000))
-    workload = plain_workload(TOY, loaded)
+    workload = single_shard_workload(TOY, loaded)
     module, (inputs, labels) = workload.module(), workload.data.evaluation
     with torch.no_grad():
         measures, scores = workload.evaluate(module), module(inputs)
@@ -88,7 +87,7 @@ def test_a_model_is_judged_by_the_mean_over_points_and_by_how_many_it_tells_righ
 
 
 def test_weights_and_order_have_the_runs_seed_and_points_their_own(points):
-    one, two = (plain_workload(replace(TOY, seed=seed), points) for seed in (0, 1))
+    one, two = (single_shard_workload(replace(TOY, seed=seed), points) for seed in (0, 1))
     assert not Tree.of(one.module()).equal(Tree.of(two.module()))
     assert not torch.equal(one.batches.batch(0, 0)[1], two.batches.batch(0, 0)[1])
     assert torch.equal(one.data.evaluation[0], two.data.evaluation[0])
@@ -97,28 +96,28 @@ def test_weights_and_order_have_the_runs_seed_and_points_their_own(points):
 @pytest.mark.parametrize(("shards", "expected"), [(None, 4), (2, 2), (9, 9)])
 def test_points_are_dealt_to_as_many_shards_as_asked(shards, expected, points):
     run = replace(TOY, data=replace(TOY.data, shards=shards))
-    assert island_workload(run, points, Tree.of({})).batches.num_shards == expected
-    assert plain_workload(run, points).batches.num_shards == 1
+    assert sharded_workload(run, points, Tree.of({})).batches.num_shards == expected
+    assert single_shard_workload(run, points).batches.num_shards == 1
 
 
 @pytest.mark.parametrize(("shards", "expected"), [("none", 3), ("2", 2), ("5", 5)])
 def test_text_is_dealt_to_as_many_shards_as_asked(shards, expected):
     settings = [*SMALL, "train.steps=20", "cluster.islands=3", f"data.shards={shards}"]
     run = override(recipes.demo_diloco(), settings, candidates).resolved
-    assert island_workload(run, run.data.load(), Tree.of({})).batches.num_shards == expected
+    assert sharded_workload(run, run.data.load(), Tree.of({})).batches.num_shards == expected
 
 
 def test_the_fingerprint_is_of_what_is_read_and_a_users_own_workload_has_none(points):
-    mine = fingerprint(island_workload(TOY, points, Tree.of({})))
-    assert mine == fingerprint(island_workload(TOY, TOY.data.load(), Tree.of({})))
-    assert mine != fingerprint(plain_workload(TOY, points))
-    assert fingerprint(Regression()) is None
+    mine = data_fingerprint(sharded_workload(TOY, points, Tree.of({})))
+    assert mine == data_fingerprint(sharded_workload(TOY, TOY.data.load(), Tree.of({})))
+    assert mine != data_fingerprint(single_shard_workload(TOY, points))
+    assert data_fingerprint(Regression()) is None
 
 
 def test_a_runs_habits_reach_its_replicas(points):
     """Two rounds of five steps: with both habits the second begins like one of a new replica, at the schedule's peak."""
     run = toy("train.fresh_optimizer=true", "train.peak_first=true").resolved
-    workload = plain_workload(run, points)
+    workload = single_shard_workload(run, points)
     assert isinstance(workload, ToyWorkload)
     old, new = (replica_of(run, workload, workload.loss, island=0) for _ in range(2))
     old.train(5, Work(shard=0, start=0, schedule=0, examples=1))
@@ -242,18 +241,18 @@ def test_a_single_shard_is_read_on_where_the_warm_start_stopped(kind):
     )
     run = replace(base, train=replace(base.train, warm_start_steps=3)).resolved
     loaded = run.data.load()
-    plain, mine = plain_workload(run, loaded), island_workload(run, loaded, Tree.of({}))
+    plain, mine = single_shard_workload(run, loaded), sharded_workload(run, loaded, Tree.of({}))
     for position in range(4):
         ours, theirs = mine.batches.batch(0, position), plain.batches.batch(0, 3 + position)
         assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
-    assert fingerprint(mine) != fingerprint(plain), "a checkpoint of one is not one of the other"
+    assert data_fingerprint(mine) != data_fingerprint(plain), "a checkpoint of one is not one of the other"
     cold = replace(run, train=replace(run.train, warm_start_steps=0))
-    assert fingerprint(island_workload(cold, loaded, Tree.of({}))) == fingerprint(plain)
+    assert data_fingerprint(sharded_workload(cold, loaded, Tree.of({}))) == data_fingerprint(plain)
 
 
 def test_several_shards_are_read_from_their_beginning():
     run = override(recipes.recipe("demo-ddp"), [*SMALL, "cluster.islands=2"], candidates).resolved
     loaded = run.data.load()
     warm = replace(run, train=replace(run.train, warm_start_steps=3))
-    one, two = (island_workload(which, loaded, Tree.of({})).batches for which in (run, warm))
+    one, two = (sharded_workload(which, loaded, Tree.of({})).batches for which in (run, warm))
     assert all(torch.equal(one.batch(shard, 0), two.batch(shard, 0)) for shard in range(2))

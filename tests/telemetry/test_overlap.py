@@ -14,8 +14,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.events import Computed, Exchanged, RoundFailed, RoundFinished, RunStarted, UpdateSkipped
-from atoll.runs.cluster import Cluster, Lost
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link, Lost
 from atoll.telemetry import JsonlSink, read_overlap, read_summary
 from atoll.telemetry.overlap import overlap_of, reports_overlap
 from atoll.telemetry.report import OVERLAP, render, section_lines

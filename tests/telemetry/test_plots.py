@@ -14,8 +14,7 @@ import torch
 from atoll.algorithms.acco import ACCO
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import Arrived, Evaluated, RoundFinished
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.telemetry import JsonlSink, plot_comparison, plot_run, read_asynchrony, read_overlap
 from atoll.telemetry.plots import binned, comparison_figure, last_rounds, run_figure
 from atoll.testing.simulated_runs import simulate

@@ -28,8 +28,7 @@ from atoll.core.events import (
     RoundFinished,
     UpdateSkipped,
 )
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.telemetry import JsonlSink, write_trace
 from atoll.telemetry.trace import TraceSpan, without_overlaps
 from atoll.testing.simulated_runs import simulate

@@ -147,7 +147,7 @@ def _progress_bars(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
 
 def replay_folder(folder: Path, *, as_json: bool, quiet: bool) -> None:
     """Replay a run and show how far its weights differ; exit code 1 if they differ by more than the tolerance."""
-    from atoll.engines.simulator.replay_run import replay_run
+    from atoll.engines.simulator.replay import replay_run
 
     check_imported(folder)
     with ConsoleSink(f"replay {folder}", quiet) as sink:

@@ -175,7 +175,7 @@ def island(
     folder: Annotated[Path | None, typer.Option(help="Of the run, where this machine has it.")] = None,
 ) -> None:
     """Be one island of the elastic run at this address."""
-    from atoll.engines.elastic.join import run_island
+    from atoll.engines.elastic.launch import run_island
 
     run_island(address, name, folder)
 
@@ -183,7 +183,7 @@ def island(
 @app.command(hidden=True)
 def rendezvous(join_info: Path, address: str) -> None:
     """Be the rendezvous of an elastic run."""
-    from atoll.engines.elastic.join import run_rendezvous
+    from atoll.engines.elastic.launch import run_rendezvous
 
     run_rendezvous(join_info, address)
 

@@ -18,10 +18,11 @@ from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Sink
 from atoll.engines import driver
-from atoll.engines.driver import Cache, Faults, Result, discard
+from atoll.engines.driver import Faults, Result, discard
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.processes.spec import Processes
 from atoll.engines.spec import EngineSpec, processes_started, read_spec, refuse_torchrun, spec_named
+from atoll.engines.warm_start import Cache
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run import Run
 from atoll.telemetry import compare as comparing
@@ -131,7 +132,7 @@ def join_run(address: str, settings: Sequence[str], others: Sequence[str]) -> No
         settings: of --set: a joiner sets `engine.devices`, and nothing else is its own.
         others: further options, which are refused.
     """
-    from atoll.engines.elastic.join import join_run as join
+    from atoll.engines.elastic.launch import join_run as join
 
     foreign = [setting for setting in settings if setting.partition("=")[0] != "engine.devices"]
     if others or foreign:

@@ -1,14 +1,14 @@
-"""Checkpoints: what a run needs to go on, saved whole or not at all.
+"""Checkpoints of a run: written atomically, verified by digests, and removed when they are too old.
 
     checkpoints/
       00000012/                the round after which it was saved
-        meta.json              format, round, sizes and digests of the files, and what the caller wants to know on resume
-        shared.safetensors     one file per part; its structure is in the file's own metadata
+        meta.json              format, round, sizes and digests of the files, and the caller's metadata
+        shared.safetensors     one file per part, with its structure in the file's own metadata
         island-0.safetensors
 
-A checkpoint is written into a hidden folder, put on the disk, and then renamed: under its own name it is complete. Older ones are
-removed only when the new one stands, so a kill, a power cut or a full disk at any moment leaves the last one. What is damaged later
-is noticed by its digest and refused.
+A checkpoint is written into a hidden folder, synced to the disk, and then renamed. Under its own name it is therefore complete.
+Older ones are removed after the rename, so a kill, a power cut or a full disk at any moment leaves a complete checkpoint. A file
+that is damaged later does not match its digest and is refused.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from atoll.core.errors import CheckpointError, ConfigError
-from atoll.core.serialization import read_tensors, sync_folder, write_tensors
-from atoll.core.state_packing import Packed, pack, unpack
+from atoll.core.serialization import Packed, pack, read_tensors, sync_folder, unpack, write_tensors
 
-FORMAT = 1
+FORMAT = 2
 _META = "meta.json"
 _SUFFIX = ".safetensors"
-_SAVING, _REPLACED, _REMOVING = ".saving", ".replaced", ".removing"  # endings of the hidden folders
+_SAVING, _REPLACED, _REMOVING = ".saving", ".replaced", ".removing"  # suffixes of hidden folders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Checkpoint:
     Attributes:
         path: its folder.
         round: the round after which it was saved.
-        metadata: what the caller wanted to know.
+        metadata: the caller's.
         files: size in bytes and digest of each file, by name.
     """
 
@@ -58,12 +57,32 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class ShardSlice:
+    """Slice `number` of `count`, one on each island, or on each device of an island."""
+
+    number: int
+    count: int
+    over: Literal["islands", "devices"]
+
+
+class CheckpointPart(NamedTuple):
+    """A part of a checkpoint. Trees in its value are slices if `cut` is given."""
+
+    value: Any
+    cut: ShardSlice | None = None
+
+
+PartLoader = Callable[[str, CheckpointPart], Any]
+"""Loads the value of a part, with the types of the given one; None if the checkpoint has no such part."""
+
+
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of one run. One process at a time saves; others may read.
 
     Args:
-        folder: where they are. Made when the first one is saved.
-        keep: how many of the newest are kept.
+        folder: created with the first checkpoint.
+        keep: number of checkpoints that are kept.
     """
 
     folder: Path
@@ -80,17 +99,10 @@ class Checkpoints:
         round: int,
         parts: Mapping[str, Any],
         metadata: Mapping[str, Any] | None = None,
-        before_it_counts: Callable[[], object] = lambda: None,
+        before_rename: Callable[[], object] = lambda: None,
     ) -> Path:
-        """Save what `pack` can pack, part by part, then remove the oldest checkpoints. Returns the folder.
-
-        A checkpoint of the same round is replaced.
-
-        Args:
-            round: after which it is saved.
-            parts: by name.
-            metadata: what the caller wants to know on resume.
-            before_it_counts: see `writing`.
+        """Save values that `pack` can pack, by the names of their parts. A checkpoint of the same round is replaced. Returns the
+        folder. See `writing` for `before_rename`.
 
         Raises:
             CheckpointError: it could not be written. The older ones are untouched.
@@ -99,68 +111,68 @@ class Checkpoints:
             if not re.fullmatch(r"\w[\w.-]*", name):
                 raise ValueError(f"a part cannot be called {name!r}: it is a file's name. Use letters, digits, '_', '-' and '.'.")
         packed = {name: pack(value) for name, value in parts.items()}
-        with self.writing(round, metadata or {}, before_it_counts) as folder:
+        with self.writing(round, metadata or {}, before_rename) as folder:
             for part, (structure, tensors) in packed.items():
                 write_tensors(folder / f"{part}{_SUFFIX}", tensors, {"structure": json.dumps(structure, allow_nan=False)})
         return self._path(round)
 
     @contextmanager
     def writing(
-        self, round: int, metadata: Mapping[str, Any], before_it_counts: Callable[[], object] = lambda: None
+        self, round: int, metadata: Mapping[str, Any], before_rename: Callable[[], object] = lambda: None
     ) -> Iterator[Path]:
-        """A new folder to write a checkpoint's files into. When they are there, it is sealed and put in its place, and the oldest
-        are removed; if they are not, it is removed itself.
+        """A new folder for the files of a checkpoint. At the end of the context it is sealed and renamed to its place, and the
+        oldest are removed. If the context fails, the folder is removed.
 
         Args:
             round: after which it is saved.
-            metadata: what the caller wants to know on resume.
-            before_it_counts: called when it is complete, right before it is put in its place; what it raises leaves all as it was.
+            metadata: for the caller on resume.
+            before_rename: called when the checkpoint is complete. If it raises, the checkpoints stay as they were.
 
         Raises:
             CheckpointError: it could not be written. The older ones are untouched.
         """
         if not 0 <= round < 10**8:
-            raise ValueError(f"round {round}: rounds are counted from 0 and have at most 8 digits.")
+            raise ValueError(f"round {round}: a round is 0 or more, with at most 8 digits.")
         target, saving = self._path(round), self.unfinished(round)
-        with self._explained(round):
+        with self._write_errors(round):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clean()
             try:
                 saving.mkdir()
                 yield saving
                 _seal(saving, round, metadata)
-                before_it_counts()
-                self._put_in_place(saving, target)
+                before_rename()
+                self._rename(saving, target)
             except BaseException:
                 shutil.rmtree(saving, ignore_errors=True)
                 raise
         self._prune(target)
 
     def unfinished(self, round: int) -> Path:
-        """Where the checkpoint of this round lies as long as it is being written."""
+        """The folder of this round's checkpoint while it is being written."""
         return _hidden(self._path(round), _SAVING)
 
     @contextmanager
-    def _explained(self, round: int) -> Iterator[None]:
-        """Says what stands and what to do where a checkpoint cannot be written."""
+    def _write_errors(self, round: int) -> Iterator[None]:
+        """Turns errors of writing into one that says which checkpoint is still valid and what to do."""
         try:
             yield
         except (OSError, CheckpointError) as error:
-            # A full disk is named by the first error in the chain; what wraps it speaks of one file only.
+            # The first error of the chain names a full disk. The error that wraps it names one file only.
             cause = error if isinstance(error, OSError) else error.__cause__ or error
             reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
             rounds = self.rounds()
             stands = f"The checkpoint of round {rounds[-1]} is untouched" if rounds else "There is no older one"
             raise CheckpointError(
                 f"the checkpoint of round {round} could not be written to {self.folder}: {reason} "
-                f"({_free_bytes(self.folder)} bytes are free there). {stands}. Make room, then resume from the run's folder; "
-                f"to save, the disk needs room for one checkpoint more than are kept ({self.keep})."
+                f"({_free_bytes(self.folder)} bytes are free there). {stands}. Free disk space, then resume the run's folder: "
+                f"the disk needs space for one checkpoint more than the {self.keep} that are kept."
             ) from error
 
-    def _put_in_place(self, saving: Path, target: Path) -> None:
+    def _rename(self, saving: Path, target: Path) -> None:
         replaced = _hidden(target, _REPLACED)
         if target.exists():
-            # A folder cannot be renamed onto another. Should we die between the two renames, the replaced one counts again.
+            # A folder cannot be renamed onto another. After a kill between the two renames, the replaced one is valid again.
             os.rename(target, replaced)
         os.rename(saving, target)
         sync_folder(self.folder)
@@ -168,23 +180,23 @@ class Checkpoints:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, saved: Path) -> None:
-        """Keep the newest, and what was just saved even if the run went back to an older round."""
+        """Keep the newest, and the one just saved even if the run went back to an older round."""
         found = self._folders()
         kept = sorted(found, key=lambda round: (found[round] == saved, round))[-self.keep :]
         self.remove(found.keys() - set(kept))
 
     def remove(self, rounds: Iterable[int]) -> None:
-        """Remove the checkpoints of these rounds, where there are any."""
+        """Remove the checkpoints of these rounds, if they exist."""
         found = self._folders()
         for round in found.keys() & set(rounds):
             removing = _hidden(self._path(round), _REMOVING)
-            # Renamed first: a kill in the middle must not leave half a checkpoint under its name. What cannot go now goes later.
+            # Renamed first: a kill must not leave half a checkpoint under its name. `_clean` retries a removal that fails.
             with suppress(OSError):
                 os.rename(found[round], removing)
                 shutil.rmtree(removing)
 
     def _clean(self) -> None:
-        """Remove what a killed save left, and put back a checkpoint whose replacement never came."""
+        """Remove the remains of a killed save, and restore a checkpoint whose replacement was not completed."""
         for round, path in self._folders().items():
             if path.suffix == _REPLACED:
                 os.rename(path, self._path(round))
@@ -196,15 +208,14 @@ class Checkpoints:
 
     @staticmethod
     def name(round: int) -> str:
-        """What the checkpoint of this round is called."""
         return f"{round:08d}"
 
     def rounds(self) -> list[int]:
-        """The rounds of which there is a checkpoint, oldest first."""
+        """The rounds that have a checkpoint, oldest first."""
         return sorted(self._folders())
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint, or none if nothing was saved yet. What a killed save left does not count.
+        """The newest complete checkpoint; none if there is none.
 
         Raises:
             CheckpointError: it is damaged; says which file, and how to use an older one.
@@ -227,7 +238,7 @@ class Checkpoints:
         for name, (size_bytes, _) in checkpoint.files.items():
             found = (path / name).stat().st_size if (path / name).is_file() else None
             if found != size_bytes:
-                why = "is missing" if found is None else f"has {found} bytes instead of {size_bytes}: it was cut short or changed"
+                why = "is missing" if found is None else f"has {found} bytes instead of {size_bytes}: it was truncated or changed"
                 raise self._damaged(path / name, why, round)
         return checkpoint
 
@@ -270,7 +281,7 @@ class Checkpoints:
     def _folders(self) -> dict[int, Path]:
         """The folder of each round's checkpoint."""
         names = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
-        # One that was about to be replaced counts as long as its replacement has not come: so it comes first and is overwritten.
+        # A replaced checkpoint is valid until its replacement has its name.
         replaced = {int(name[1:9]): self.folder / name for name in names if re.fullmatch(rf"\.\d{{8}}\{_REPLACED}", name)}
         return replaced | {int(name): self.folder / name for name in names if re.fullmatch(r"\d{8}", name)}
 
@@ -299,26 +310,21 @@ class Checkpoints:
     def _damaged(self, file: Path, why: str, round: int) -> CheckpointError:
         older = [other for other in self.rounds() if other < round]
         advice = (
-            f"There is an older one, of round {older[-1]}: to go on from it, remove the folder {file.parent} and resume again."
+            f"There is an older one, of round {older[-1]}: to resume from it, remove the folder {file.parent} and resume again."
             if older
-            else f"There is no older one: copy {file.name} from a backup, or start the run afresh in another folder."
+            else f"There is no older one: copy {file.name} from a backup, or start a new run in another folder."
         )
         return CheckpointError(f"the checkpoint of round {round} is damaged: {file} {why}. {advice}")
 
 
-def check_origin(checkpoint: Checkpoint, origin: Mapping[str, str | None], who: object) -> None:
-    """A checkpoint goes on only with the Run and the data that it comes from.
-
-    Args:
-        checkpoint: that is to be gone on from.
-        origin: digests of the Run (`run`) and of the data (`data`), as they are now.
-        who: has them now.
-    """
-    for what, found in (("run", "its settings"), ("data", "its data or how they are dealt out")):
+def check_origin(checkpoint: Checkpoint, origin: Mapping[str, str | None], owner: object) -> None:
+    """Refuse a checkpoint of another Run or other data. `origin` has the digests of the Run (`run`) and of the data (`data`) that
+    `owner` has now."""
+    for what, found in (("run", "its settings"), ("data", "its data or their partition")):
         if checkpoint.metadata.get(what) != origin[what]:
             raise CheckpointError(
-                f"{checkpoint.path} was saved by another run: {found} differ from what {who} has now. Bring back what it was saved "
-                f"with, or start afresh in another folder."
+                f"{checkpoint.path} was saved by another run: {found} differ from those that {owner} has now. Restore them, or "
+                f"start a new run in another folder."
             )
 
 
@@ -326,9 +332,9 @@ def check_origin(checkpoint: Checkpoint, origin: Mapping[str, str | None], who: 
 
 
 def _seal(folder: Path, round: int, metadata: Mapping[str, Any]) -> None:
-    """Write down what a checkpoint consists of; on the disk when this returns."""
+    """Write meta.json with the digests of all files, and sync it to the disk."""
     files = {p.name: {"bytes": p.stat().st_size, "blake2b": _digest(p)} for p in sorted(folder.iterdir())}
-    # Through JSON and back, so that the digest is that of what will be read: tuples are lists there, and keys text.
+    # Through JSON and back, so that the digest is that of the content as it is read: tuples become lists, and keys text.
     content = json.loads(json.dumps({"format": FORMAT, "round": round, "files": files, "metadata": dict(metadata)}))
     with open(folder / _META, "x", encoding="utf-8") as file:
         json.dump({"blake2b": _hash(_canonical(content)), "content": content}, file, indent=1)

@@ -32,15 +32,16 @@ from atoll.core.serialization import load_tree, read_tensors, save_tree, write_t
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
-from atoll.engines.spec import EngineSpec, Processes, Simulator, processes_started, read_spec, write_spec
-from atoll.engines.warm_start import Cache as Cache
-from atoll.engines.warm_start import WarmStart, load_data, warm_up
+from atoll.engines.processes.spec import Processes
+from atoll.engines.simulator.spec import Simulator
+from atoll.engines.spec import EngineSpec, processes_started, read_spec, write_spec
+from atoll.engines.warm_start import Cache, WarmStart, get_warm_start, load_data
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
-from atoll.runs.finetuning import check_given
 from atoll.runs.folder import RunFolder, default_path, digest_of, write_text
 from atoll.runs.run import Run, device_of, dtype_of
-from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
+from atoll.runs.validation import check_finetuning_inputs
+from atoll.runs.workloads import data_fingerprint, partitioned_by_weights, sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import JsonlSink, read_events
 from atoll.telemetry.sinks import Fanout, NullSink, ResumableSink, TensorBoardSink
 from atoll.telemetry.summary import Summary, read_summary
@@ -299,11 +300,11 @@ def refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> None
     for number in range(run.rounds(run.train.steps) if run.cluster.away else 0):
         run.cluster.present(number, run.rounds(run.train.steps))
     if workload is None:
-        check_given(run)
+        check_finetuning_inputs(run)
         data = load_data(run, cache)
-        plain = plain_workload(run, data)
-        if not needs_weights(run):  # else the data are partitioned by weights that are still to be trained
-            island_workload(run, data, initial_weights(plain, device_of(run), dtype_of(run)))
+        plain = single_shard_workload(run, data)
+        if not partitioned_by_weights(run):  # else the data are partitioned by weights that are still to be trained
+            sharded_workload(run, data, initial_weights(plain, device_of(run), dtype_of(run)))
 
 
 def _check_complete(workload: Workload | None) -> None:
@@ -368,7 +369,7 @@ class Driver:
     def make_warm_start(self, plain: Workload, sink: Sink, *, resuming: bool) -> WarmStart:
         """The weights of the start: trained by one replica, or read from the folder or the cache."""
         cache = self.task.cache if self.task.workload is None else None
-        return warm_up(self.run, plain, file=self.folder.warm_start, cache=cache, sink=sink)
+        return get_warm_start(self.run, plain, file=self.folder.warm_start, cache=cache, sink=sink)
 
     def run_digest(self) -> str:
         return digest_of(to_json(self.run))
@@ -402,15 +403,15 @@ class Driver:
     def prepare(self, sink: Sink, checkpoint: Checkpoint | None) -> Prepared:
         """Load the data and make the warm start. A new run's log begins with them."""
         task, run = self.task, self.run
-        plain = self.plain_workload()
+        plain = self.single_shard_workload()
         if checkpoint is None and self.leads:
             self.write_inputs()
             sink.emit(self.started(plain))
         warm = self.make_warm_start(plain, sink, resuming=checkpoint is not None)
         if checkpoint is None:
             self.emit_warm_start(warm, sink)
-        workload = task.workload or island_workload(run, load_data(run, task.cache), warm.params)
-        prepared = Prepared(workload, warm, {"run": self.run_digest(), "data": fingerprint(workload)})
+        workload = task.workload or sharded_workload(run, load_data(run, task.cache), warm.params)
+        prepared = Prepared(workload, warm, {"run": self.run_digest(), "data": data_fingerprint(workload)})
         if checkpoint is not None:
             check_origin(checkpoint, prepared.origin, self.folder.path)
         return prepared
@@ -424,9 +425,9 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------------------- its parts
 
-    def plain_workload(self) -> Workload:
+    def single_shard_workload(self) -> Workload:
         """What plain training reads: all data, in one shard."""
-        return self.task.workload or plain_workload(self.run, load_data(self.run, self.task.cache))
+        return self.task.workload or single_shard_workload(self.run, load_data(self.run, self.task.cache))
 
     def open_sinks(self, checkpoint: Checkpoint | None) -> list[Sink]:
         """The receivers of events: the log, truncated at the checkpoint, TensorBoard if asked for, and the user's."""
@@ -457,7 +458,7 @@ class Driver:
         return RunStarted(
             recipe=run.recipe,
             algorithm=algorithm,
-            islands=run.world.islands,
+            islands=run.effective_cluster.islands,
             params=sum(p.numel() for p in workload.module().parameters() if p.requires_grad),
             steps=run.train.steps,
             seed=run.seed,
@@ -491,7 +492,7 @@ class Driver:
     def reopen(self) -> Result:
         """The result of a finished run, without training."""
         buffers = read_tensors(self.folder.final_buffers)[0] if self.folder.final_buffers.exists() else {}
-        evaluator = Evaluator(self.plain_workload(), dtype=dtype_of(self.run))
+        evaluator = Evaluator(self.single_shard_workload(), dtype=dtype_of(self.run))
         return self.result(evaluator, load_tree(self.folder.final), buffers)
 
     def note(self, what: str, **figures: float) -> None:

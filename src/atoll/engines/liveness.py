@@ -5,6 +5,7 @@
 - `HeartbeatMonitor` reads another rank's count in that store.
 - `FailureAttribution` finds the rank that failed first. A rank that misses a peer ends too, so its peers miss it in turn.
 - `ExchangeTimeout` derives the timeout of an exchange from the intervals between the exchanges so far.
+- `recorded_exit_reason` and `exit_with` end a process with a reason that its peers and its supervisor can read.
 
 A closed connection reveals a dead process, but only to the processes that exchange over it. A rank that waits for a value in a
 store needs heartbeats: the store knows nothing of failures.
@@ -13,13 +14,18 @@ store needs heartbeats: the store knows nothing of failures.
 from __future__ import annotations
 
 import math
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
-from typing import Generic, TypeVar
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, Generic, NoReturn, TypeVar
 
 from torch.distributed.distributed_c10d import Store
+
+from atoll.core.errors import AtollError, ExchangeFailed
 
 HEARTBEAT_S = 2.0
 SILENCE_LIMIT_S = 30.0
@@ -29,6 +35,8 @@ FIRST_TIMEOUT_S = 600.0
 LEAST_TIMEOUT_S = 60.0
 TIMEOUT_INTERVALS = 10.0
 """The timeout in multiples of the longest interval between two exchanges so far."""
+PEER_MISSING = 3
+"""The exit code of a process that ends because a peer is missing or does not match."""
 _READ_S = 1.0  # a monitor reads the store at most this often
 
 Peer = TypeVar("Peer", bound=Hashable)
@@ -238,3 +246,29 @@ class ExchangeTimeout:
         if not self._longest_s:
             return "before the first exchange; from then on ten times the longest interval between two, and at least 60 s"
         return f"ten times the longest interval between two exchanges ({self._longest_s:.3g} s), and at least {LEAST_TIMEOUT_S:g} s"
+
+
+@contextmanager
+def recorded_exit_reason(store: Store, rank: int, size: int) -> Iterator[None]:
+    """Records why this rank fails, so that its peers can report it, unless it fails because a peer is missing."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, ExchangeFailed):
+            text = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
+            FailureAttribution(store, rank, range(size)).record_exit_reason(" ".join(text.split()))
+        raise
+
+
+def exit_with(error: BaseException, log: IO[str] | None = None, code: int | None = None) -> NoReturn:
+    """End this process at once, with the error in its log and on its console. It does not wait for threads: communication may hang.
+    The exit code is `code`, or by default the one of the error's type."""
+    known, interrupted = isinstance(error, AtollError), isinstance(error, KeyboardInterrupt)
+    text = "interrupted" if interrupted else f"error: {' '.join(str(error).split())}"
+    for file in [file for file in (log, None if interrupted else sys.stderr) if file is not None]:
+        if not (known or interrupted):
+            traceback.print_exception(error, file=file)
+        print(text, file=file, flush=True)
+    sys.stdout.flush()
+    default = 130 if interrupted else PEER_MISSING if isinstance(error, ExchangeFailed) else 2 if known else 1
+    os._exit(default if code is None else code)

@@ -13,7 +13,7 @@ import torch
 
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Batches, Sink, Work, Workload
+from atoll.core.protocols import Batches, Gradient, Sink, Weigh, Work, Workload
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import LocalReplica, RoundStart
 from atoll.runs.run import Run, device_of, dtype_of
@@ -73,14 +73,26 @@ def replica_of(
         autocast=run.train.precision == "bf16",
         dtype=dtype_of(run),
         loss=loss,
-        seed=seed_of(run, island),
+        seed=replica_seed(run, island),
         round_start=RoundStart(run.train.fresh_optimizer, run.train.peak_first),
     )
 
 
-def seed_of(run: Run, number: int) -> int:
+def replica_seed(run: Run, number: int) -> int:
     """The seed of the random numbers that one island, or one device of an island, draws while it computes."""
     return run.seed * 100_003 + number
+
+
+class TrainingOnlyReplica:
+    """The Replica of an island whose devices have an algorithm of their own: it trains, and has no gradients."""
+
+    async def gradient(
+        self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
+    ) -> Gradient:
+        raise ConfigError(
+            "an island whose devices have an algorithm of their own (inside) trains, and has no gradient to give. Use an "
+            "algorithm between islands that trains, such as DiLoCo, or inside=none."
+        )
 
 
 class DataPositions:

@@ -1,4 +1,4 @@
-"""Before the clock starts: data that are loaded and a warm start that is made, once for all runs on the same work."""
+"""The data of a run, and its warm start, which one replica trains before the clock starts. Several runs can share both."""
 
 from __future__ import annotations
 
@@ -23,30 +23,26 @@ from atoll.optim.schedules import WSD, at
 from atoll.replica.local_replica import torch_threads
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.run import Run, device_of, dtype_of
-from atoll.runs.workloads import Loaded, dealt, fingerprint, whole
+from atoll.runs.workloads import LoadedData, data_fingerprint, repartitioned, unpartitioned
 
-_STRETCH = 10  # steps between two signs of life
+_PROGRESS_STEPS = 10  # steps between two progress events
 
 
 class Cache:
-    """What several runs on the same work need make only once: data and warm starts, by what they depend on.
-
-    Args:
-        folder: where warm starts are kept, for other processes and for later; none keeps them in memory alone.
-    """
+    """Data and warm starts that several runs share, by what they depend on. Warm starts are files in `folder`, for other processes
+    and later runs; without a folder they are kept in memory alone."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._made: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
     def get(self, depends_on: Sequence[Any], make: Callable[[], Any]) -> Any:
         key = _key(depends_on)
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._values:
+            self._values[key] = make()
+        return self._values[key]
 
     def file(self, depends_on: Sequence[Any]) -> Path | None:
-        """Where what depends on this is kept."""
         name = blake2b(_key(depends_on).encode(), digest_size=12).hexdigest()
         return None if self._folder is None else self._folder / f"{name}.safetensors"
 
@@ -55,14 +51,19 @@ def _key(depends_on: Sequence[Any]) -> str:
     return json.dumps([to_json(part) for part in depends_on], sort_keys=True)
 
 
+def load_data(run: Run, cache: Cache) -> LoadedData:
+    """The run's data, loaded once for all runs that share the cache."""
+    return repartitioned(cache.get([unpartitioned(run.data)], run.data.load), run.data)
+
+
 @dataclass(frozen=True, eq=False)
 class WarmStart:
-    """Weights after plain training by one island, before the clock starts.
+    """Weights after the warm start; the initial ones if it has no steps.
 
     Attributes:
-        params: the weights; the initial ones if nothing was trained.
-        tokens: that were read.
-        loss: mean over the last tenth of the steps.
+        params: the weights.
+        tokens: read by the warm start.
+        loss: mean over the last tenth of its steps.
     """
 
     params: Tree
@@ -70,46 +71,41 @@ class WarmStart:
     loss: float
 
 
-def load_data(run: Run, cache: Cache) -> Loaded:
-    """The run's data, read or made once for all runs that share the cache."""
-    return dealt(cache.get([whole(run.data)], run.data.load), run.data)
-
-
-def warm_up(run: Run, plain: Workload, *, file: Path, cache: Cache | None, sink: Sink) -> WarmStart:
-    """The warm start: from the run's folder, from a run that shared it, or made now and kept in the folder.
+def get_warm_start(run: Run, workload: Workload, *, file: Path, cache: Cache | None, sink: Sink) -> WarmStart:
+    """The warm start from the run's folder or the cache, or else trained now and written to the folder.
 
     Args:
-        run: the run, resolved.
-        plain: what plain training reads.
-        file: where the run's folder keeps it.
-        cache: what runs share; none to share nothing.
-        sink: takes signs of life.
+        run: resolved.
+        workload: the data in one shard.
+        file: the warm start's file in the run's folder.
+        cache: shared with other runs; none: not shared.
+        sink: takes progress.
     """
 
-    def make() -> WarmStart:
-        return warm_start(run, plain, lambda done, total, loss: sink.emit(_warming(done, total, loss)))
+    def train() -> WarmStart:
+        return train_warm_start(run, workload, sink)
 
-    origin = str(fingerprint(plain))
-    if _is_of(file, origin):
+    data = str(data_fingerprint(workload))
+    if file.exists() and read_tensors(file)[1].get("data") == data:
         return _read(file, device_of(run))
     if not run.train.warm_start_steps:
-        return make()
-    warm: WarmStart = make() if cache is None else cache.get(_depends_on(run), lambda: _common(run, cache, origin, make))
-    _write(file, warm, origin)
+        return train()
+    warm: WarmStart = train() if cache is None else cache.get(_depends_on(run), lambda: _cached(run, cache, data, train))
+    _write(file, warm, data)
     return warm
 
 
-def _common(run: Run, cache: Cache, origin: str, make: Callable[[], WarmStart]) -> WarmStart:
-    """The one that whoever was first has left in the cache's folder. On a GPU no two that are made have the same bits."""
-    file = cache.file([*_depends_on(run), origin])
+def _cached(run: Run, cache: Cache, data: str, train: Callable[[], WarmStart]) -> WarmStart:
+    """The warm start in the cache's folder. The first process to write it decides its bits: on a GPU two warm starts differ."""
+    file = cache.file([*_depends_on(run), data])
     if file is None:
-        return make()
+        return train()
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         mine = file.with_name(f"{file.stem}.{os.getpid()}")
-        _write(mine, make(), origin)
+        _write(mine, train(), data)
         try:
-            os.link(mine, file)  # unlike a rename, it leaves what another has put there meanwhile
+            os.link(mine, file)  # unlike a rename, it keeps a file that another process has written meanwhile
         except FileExistsError:
             pass
         except OSError:  # a file system without links
@@ -118,18 +114,18 @@ def _common(run: Run, cache: Cache, origin: str, make: Callable[[], WarmStart]) 
     return _read(file, device_of(run))
 
 
-def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float], None]) -> WarmStart:
-    """Plain training of one replica: the inner rule at a constant rate after a warm-up. The schedule proper comes later."""
-    steps, begin = run.train.warm_start_steps, initial_weights(workload, device_of(run), dtype_of(run))
+def train_warm_start(run: Run, workload: Workload, sink: Sink) -> WarmStart:
+    """Train one replica with the inner rule at a constant rate after a warm-up. The run's schedule starts after it."""
+    steps, initial = run.train.warm_start_steps, initial_weights(workload, device_of(run), dtype_of(run))
     if steps == 0:
-        return WarmStart(begin, 0, float("nan"))
-    replica = replica_of(_plain(run), workload, loss_of(run, workload), island=-1)
-    replica.load(begin)
+        return WarmStart(initial, 0, float("nan"))
+    replica = replica_of(_warm_start_run(run), workload, loss_of(run, workload), island=-1)
+    replica.load(initial)
     losses: list[float] = []
     tokens = 0
     with torch_threads(run.cluster.threads_per_island):
-        for start in range(0, steps, _STRETCH):
-            count = min(_STRETCH, steps - start)
+        for start in range(0, steps, _PROGRESS_STEPS):
+            count = min(_PROGRESS_STEPS, steps - start)
             trained = replica.train(count, Work(shard=0, start=start, schedule=start, examples=0))
             losses += trained.losses
             for step, loss in enumerate(trained.losses):
@@ -139,43 +135,34 @@ def warm_start(run: Run, workload: Workload, progress: Callable[[int, int, float
                         f"train.warm_start_lr or the optimizer's rate, or set train.clip_norm."
                     )
             tokens += trained.tokens
-            progress(start + count, steps, losses[-1])
+            sink.emit(Progress(phase="warm start", done=start + count, total=steps, note=f"loss {losses[-1]:.3f}"))
     return WarmStart(replica.params(), tokens, fmean(losses[-max(1, steps // 10) :]))
 
 
 def warm_start_rate(run: Run) -> float:
-    """The learning rate of the warm start: given, or the highest of the run's schedule."""
+    """The learning rate of the warm start: the given one, or the highest of the run's schedule."""
     return run.train.warm_start_lr or max(at(run.optimizer.lr, step) for step in range(run.schedule_steps))
 
 
-def _plain(run: Run) -> Run:
-    """The run as plain training sees it: another schedule, and no rounds, so nothing that begins with each of them."""
+def _warm_start_run(run: Run) -> Run:
+    """The run with the warm start's schedule, and without rounds that reset anything."""
     steps = run.train.warm_start_steps
-    warmup = getattr(run.optimizer.lr, "warmup", 0)  # the schedule's own, once more
+    warmup = getattr(run.optimizer.lr, "warmup", 0)  # as long as the run's own
     schedule = WSD(lr=warm_start_rate(run), steps=steps, warmup=min(warmup, steps), decay=0)
     train = replace(run.train, fresh_optimizer=False, peak_first=False)
     return replace(run, optimizer=replace(run.optimizer, lr=schedule), train=train)
 
 
 def _depends_on(run: Run) -> list[Any]:
-    """All that decides a warm start. The number of steps of what comes after it does not."""
-    plain = _plain(run)
-    # One replica computes by itself; and the rate is in the schedule by now, given or not.
-    train = replace(plain.train, steps=1, together="auto", warm_start_lr=None)
-    return [run.model, whole(run.data), plain.optimizer, train, run.cluster.threads_per_island, run.seed]
+    """All settings that decide a warm start. The number of steps after it does not."""
+    warm = _warm_start_run(run)
+    # The replica computes by itself, and its rate is in the schedule.
+    train = replace(warm.train, steps=1, together="auto", warm_start_lr=None)
+    return [run.model, unpartitioned(run.data), warm.optimizer, train, run.cluster.threads_per_island, run.seed]
 
 
-def _warming(done: int, total: int, loss: float) -> Progress:
-    return Progress(phase="warm start", done=done, total=total, note=f"loss {loss:.3f}")
-
-
-def _is_of(file: Path, origin: str) -> bool:
-    """Whether there is a warm start on these data."""
-    return file.exists() and read_tensors(file)[1].get("data") == origin
-
-
-def _write(path: Path, warm: WarmStart, origin: str) -> None:
-    save_tree(path, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss), "data": origin})
+def _write(path: Path, warm: WarmStart, data: str) -> None:
+    save_tree(path, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss), "data": data})
 
 
 def _read(path: Path, device: str) -> WarmStart:

@@ -20,7 +20,7 @@ from atoll.core.flat_tree import Tree, free_buffer_pool
 from atoll.core.layout import Layout
 from atoll.core.protocols import Owner, Work, fields_owned
 from atoll.core.pytree import recycle
-from atoll.core.state_packing import Packed, pack, unpack
+from atoll.core.serialization import Packed, pack, unpack
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread, Request

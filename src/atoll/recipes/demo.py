@@ -23,8 +23,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.delayed_nesterov import DelayedNesterov
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov
-from atoll.runs.cluster import Cluster, step_times
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link, step_times
 from atoll.runs.run import Keep, Run, Train
 
 

@@ -18,8 +18,7 @@ from atoll.models.mlp import MLP
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Momentum
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.runs.run import Keep, Run, Train
 
 

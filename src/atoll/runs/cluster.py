@@ -1,23 +1,67 @@
-"""The simulated cluster as a value: who is there when, how fast each computes, and over what lines they talk.
+"""The simulated cluster as a value: when each island takes part, how fast it computes, its links, and the cost of collectives.
 
-Everything random is drawn from the seed and the names of what it is for, never from a generator with a position. So a run that
-is resumed draws what it would have drawn.
+Every random number is drawn from the seed and the names of its use, never from a generator with a position. A resumed run therefore
+draws the same numbers.
+
+Collectives run in a ring, where each island sends to the next one and the slowest link sets the pace, or over a star, where each
+island exchanges with one server. Byte counts are exact, also where shards are unequal. Control messages (weights, counts) travel
+with the payload and take no time of their own.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
-from atoll.runs.network import Link, Topology
+from atoll.core.layout import shard_range
 
-_MOST_ISLANDS = 65_536
-_MOST_SIGMA = 5.0  # beyond it one batch in a hundred takes a hundred thousand times as long as another
+Topology = Literal["ring", "star"]
+CONTROL_BYTES = 8
+"""Size of a control message to one peer: a weight or a count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The link of an island to the others.
+
+    Args:
+        latency_s: one way, in seconds.
+        bandwidth_mbit_per_s: both ways, unless `download_mbit_per_s` is given. With inf and a latency of 0 the link is free.
+        download_mbit_per_s: towards the island, if the link is asymmetric.
+    """
+
+    latency_s: float = 0.030
+    bandwidth_mbit_per_s: float = 100.0
+    download_mbit_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"latency_s={self.latency_s}: it is 0 seconds or more. Give seconds, such as 0.03 for 30 ms.")
+        for name in ("bandwidth_mbit_per_s", "download_mbit_per_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(
+                    f"{name}={value}: a link carries more than 0 Mbit/s. Use a small number for a slow link, inf for a free one."
+                )
+
+    @property
+    def up_bytes_per_s(self) -> float:
+        return self.bandwidth_mbit_per_s * 1e6 / 8
+
+    @property
+    def down_bytes_per_s(self) -> float:
+        return (self.download_mbit_per_s or self.bandwidth_mbit_per_s) * 1e6 / 8
+
+
+_MAX_ISLANDS = 65_536
+_MAX_SIGMA = 5.0  # beyond it one batch in a hundred takes a hundred thousand times as long as another
 PoolName = Literal["constant", "doubling", "halving", "ramp_up", "ramp_down"]
 Level = Literal["none", "slight", "moderate", "very"]
 _VERY_S = (0.58, 0.75, 1.51, 3.33)  # the devices of the asynchronous paper's notebook
@@ -26,7 +70,7 @@ _POWERS: dict[Level, float] = {"none": 0.0, "slight": 1 / 3, "moderate": 2 / 3, 
 
 @dataclass(frozen=True, kw_only=True)
 class Away:
-    """An island that is not there from round `start` up to, not including, round `stop`; rounds count from 0."""
+    """An island that is absent from round `start` up to, not including, round `stop`; rounds count from 0."""
 
     island: int
     start: int
@@ -38,7 +82,7 @@ class Away:
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """An island that is not heard in one round's exchange; rounds count from 0."""
+    """An island whose message is lost in one round's exchange; rounds count from 0."""
 
     island: int
     round: int
@@ -49,8 +93,8 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class Outage:
-    """An island that is gone from `start_s` on, whatever it was doing, and back at `stop_s`; virtual seconds. One that starts at 0
-    comes late, one without a `stop_s` never comes back. For asynchronous algorithms, in which rounds are each worker's own."""
+    """An island that dies at `start_s`, also in mid-round, and is back at `stop_s`; virtual seconds. With a `start_s` of 0 it joins
+    late; without a `stop_s` it never returns. For asynchronous algorithms, where each worker has its own rounds."""
 
     island: int
     start_s: float
@@ -62,26 +106,26 @@ class Outage:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Islands and the lines between them.
+    """Islands and the links between them.
 
     Args:
-        islands: how many there are at most.
-        step_time_s: seconds of virtual time that an island needs for one batch, one figure per island. A list is cut or repeated
-            to the number of islands. Or how much four devices differ: none, slight, moderate, very; see `step_times`. Where an
-            island has several devices, each of them needs as long for a batch of its own.
-        step_time_spread: islands differ by a factor drawn once for each, log-normal with this sigma.
-        step_time_jitter: each batch takes a factor drawn anew, log-normal with this sigma.
-        link: every island's line, unless `links` gives one per island (cut or repeated).
-        links: one line per island.
+        islands: the largest number of islands.
+        step_time_s: virtual seconds that an island needs for one batch, one figure per island. A list is cut or repeated to the
+            number of islands. Or how much four devices differ: none, slight, moderate, very; see `step_times`. Each device of an
+            island needs this time for a batch of its own.
+        step_time_spread: sigma of a log-normal factor, drawn once per island.
+        step_time_jitter: sigma of a log-normal factor, drawn for each batch.
+        link: of every island, unless `links` has one per island.
+        links: one link per island, cut or repeated to the number of islands.
         topology: ring, or star with a server.
-        drop_probability: with which an island is not heard in an exchange, independently each round.
-        lost: exchanges in which named islands are not heard.
-        pool: how many islands take part over time: a name, or a list of counts that share the run evenly.
-        away: islands that leave and come back, by rounds.
-        outages: islands that die and come back, by time; for asynchronous algorithms.
-        threads_per_island: CPU threads that one island computes with. Results depend on it in the last bits.
-        devices_per_island: how many devices each island has. They are equally fast, but for jitter.
-        inside: the line between the devices of one island.
+        drop_probability: that an island's message is lost in an exchange, independently each round.
+        lost: exchanges in which the message of a named island is lost.
+        pool: number of islands over time: a name, or a list of counts that share the run evenly.
+        away: islands that leave and return, by rounds.
+        outages: islands that die and return, by time; for asynchronous algorithms.
+        threads_per_island: CPU threads of one island. Results depend on it in the last bits.
+        devices_per_island: they are equally fast but for jitter.
+        inside: the link between the devices of one island.
     """
 
     islands: int = 4
@@ -102,21 +146,21 @@ class Cluster:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 1 <= self.islands <= _MOST_ISLANDS:
+        if not 1 <= self.islands <= _MAX_ISLANDS:
             raise ConfigError(
-                f"islands={self.islands}: a cluster has at least 1 island, and at most {_MOST_ISLANDS}. Use 1 to train alone."
+                f"islands={self.islands}: a cluster has at least 1 island, and at most {_MAX_ISLANDS}. Use 1 to train alone."
             )
-        if self.devices_per_island < 1 or self.devices > _MOST_ISLANDS:
+        if self.devices_per_island < 1 or self.devices > _MAX_ISLANDS:
             raise ConfigError(
                 f"devices_per_island={self.devices_per_island}: an island has at least 1 device, and all {self.islands} of them "
-                f"together at most {_MOST_ISLANDS}. Use 1 if an island is one device."
+                f"together at most {_MAX_ISLANDS}. Use 1 if an island is one device."
             )
         times = step_times(self.step_time_s)
         if not times or not all(time > 0 and math.isfinite(time) for time in times):
             raise ConfigError(f"step_time_s={list(times)}: give one or more positive numbers of seconds, such as [0.5,1.2].")
         for name in ("step_time_spread", "step_time_jitter"):
-            if not 0 <= getattr(self, name) <= _MOST_SIGMA:
-                raise ConfigError(f"{name}={getattr(self, name)}: a sigma is between 0 and {_MOST_SIGMA}. Use 0 for none.")
+            if not 0 <= getattr(self, name) <= _MAX_SIGMA:
+                raise ConfigError(f"{name}={getattr(self, name)}: a sigma is between 0 and {_MAX_SIGMA}. Use 0 for none.")
         if not 0 <= self.drop_probability <= 1:
             raise ConfigError(f"drop_probability={self.drop_probability} is outside [0, 1]. Use 0 to lose nothing.")
         if self.threads_per_island < 1:
@@ -134,20 +178,20 @@ class Cluster:
                 raise ConfigError(f"{outage}: the island is below {self.islands} and start_s comes before stop_s, in seconds.")
         for one, two in pairwise(sorted(self.outages, key=lambda outage: (outage.island, outage.start_s))):
             if one.island == two.island and two.start_s <= one.stop_s:
-                raise ConfigError(f"{one} and {two} overlap: an island that is gone cannot go again. Make one of both.")
+                raise ConfigError(f"{one} and {two} overlap: an island that is down cannot go down again. Merge them into one.")
         for lost in self.lost:
             if not (0 <= lost.island < self.islands and lost.round >= 0):
                 raise ConfigError(f"{lost}: the island is below {self.islands} and the round is 0 or more.")
 
     @property
     def devices(self) -> int:
-        """Of all islands."""
+        """Devices of all islands."""
         return self.islands * self.devices_per_island
 
-    def apart(self, seed: int) -> Cluster:
-        """The cluster with every device as an island of its own, on its island's line: what devices are that have no algorithm of
-        their own. In a ring the slowest line sets the pace, so the fast ones inside islands change nothing; and of the devices
-        of an island, which are neighbours, one sends over the slow line what the ring sends."""
+    def devices_as_islands(self, seed: int) -> Cluster:
+        """The cluster with every device as an island on its island's link, for algorithms without a second level. In a ring the
+        slowest link sets the pace, so the faster links inside islands change nothing. The devices of an island are neighbours in
+        the ring, and one of them sends over the slow link."""
         count = self.devices_per_island
         if count == 1:
             return self
@@ -157,7 +201,7 @@ class Cluster:
             devices_per_island=1,
             step_time_s=tuple(self.step_time(device // count, seed) for device in range(self.devices)),
             step_time_spread=0.0,
-            links=tuple(self.line(device // count) for device in range(self.devices)) if self.links else (),
+            links=tuple(self.link_of(device // count) for device in range(self.devices)) if self.links else (),
             lost=tuple(replace(lost, island=device) for lost in self.lost for device in self._devices_of(lost.island)),
             away=tuple(replace(away, island=device) for away in self.away for device in self._devices_of(away.island)),
             outages=tuple(replace(outage, island=device) for outage in self.outages for device in self._devices_of(outage.island)),
@@ -168,94 +212,93 @@ class Cluster:
         return range(island * self.devices_per_island, (island + 1) * self.devices_per_island)
 
     def present(self, round: int, rounds: int, over: int | None = None) -> list[int]:
-        """Who takes part in this round. A pool goes by how much of the run is over, in `over` of `rounds`; none: by the round."""
+        """The islands that take part in this round. The pool's count depends on the part of the run that is over: `over` of
+        `rounds`, by default the round's number."""
         counts = self._counts()
         count = counts[min((round if over is None else over) * len(counts) // max(rounds, 1), len(counts) - 1)]
-        gone = {away.island for away in self.away if away.start <= round < away.stop}
-        present = [island for island in range(count) if island not in gone]
+        absent = {away.island for away in self.away if away.start <= round < away.stop}
+        present = [island for island in range(count) if island not in absent]
         if not present:
-            raise ConfigError(f"nobody is left in round {round}: away={list(self.away)}. Leave at least one island in every round.")
+            raise ConfigError(f"no island is left in round {round}: away={list(self.away)}. Leave at least one in every round.")
         return present
 
     def check_synchronous(self) -> None:
-        """Refuses what only asynchronous algorithms can go through."""
+        """Refuse settings that only asynchronous algorithms support."""
         if self.outages:
             raise ConfigError(
-                "cluster.outages strike in mid-round, and in a synchronous round nobody can go on without the one who is gone. "
-                "Use cluster.away, which counts in rounds, or an asynchronous algorithm."
+                "cluster.outages strike in mid-round, and a synchronous round cannot finish without all of its islands. Use "
+                "cluster.away, which counts in rounds, or an asynchronous algorithm."
             )
 
     def check_asynchronous(self) -> None:
-        """Refuses what only synchronous algorithms know."""
+        """Refuse settings that only synchronous algorithms support."""
         if self.away or self.pool != "constant":
             raise ConfigError(
                 "cluster.away and cluster.pool count in rounds that all islands share, and an asynchronous algorithm has none. "
                 "Use cluster.outages, which counts in virtual seconds."
             )
         if self.drop_probability == 1:
-            raise ConfigError(
-                "cluster.drop_probability=1: nothing would ever arrive, and the run would never end. Use less than 1."
-            )
+            raise ConfigError("cluster.drop_probability=1: no update would arrive, and the run would never end. Use less than 1.")
 
     def present_at_start(self) -> list[int]:
-        """Who is there when the clock starts, as far as outages say."""
+        """The islands without an outage at time 0."""
         late = {outage.island for outage in self.outages if outage.start_s == 0}
         return [island for island in range(self.islands) if island not in late]
 
-    def changes(self) -> list[tuple[float, int, bool]]:
-        """All comings and goings after the start, in order: when, which island, and whether it comes."""
-        gone = [(outage.start_s, outage.island, False) for outage in self.outages if outage.start_s > 0]
-        back = [(outage.stop_s, outage.island, True) for outage in self.outages if outage.stop_s < math.inf]
-        return sorted([*gone, *back], key=lambda change: (change[0], not change[2], change[1]))
+    def membership_changes(self) -> list[tuple[float, int, bool]]:
+        """Deaths and returns of islands after the start, in order: the time, the island, and whether it joins."""
+        leave = [(outage.start_s, outage.island, False) for outage in self.outages if outage.start_s > 0]
+        join = [(outage.stop_s, outage.island, True) for outage in self.outages if outage.stop_s < math.inf]
+        return sorted([*leave, *join], key=lambda change: (change[0], not change[2], change[1]))
 
-    def heard(self, island: int, round: int, seed: int) -> bool:
-        """Whether the others hear this island in this round's exchange."""
+    def delivers(self, island: int, round: int, seed: int) -> bool:
+        """Whether this island's message reaches the others in this round's exchange."""
         if Lost(island=island, round=round) in self.lost:
             return False
-        return self.drop_probability == 0 or _draw(seed, "drop", round, island).random() >= self.drop_probability
+        return self.drop_probability == 0 or _generator(seed, "drop", round, island).random() >= self.drop_probability
 
     @property
     def loses_messages(self) -> bool:
-        """Whether somebody may go unheard, so that a round may have to be repeated."""
+        """Whether messages can be lost, so that a round may be repeated."""
         return self.drop_probability > 0 or bool(self.lost)
 
     def step_time(self, island: int, seed: int) -> float:
-        """Seconds that one batch takes this island, before jitter."""
+        """Seconds that this island needs for one batch, before jitter."""
         times = step_times(self.step_time_s)
         return times[island % len(times)] * _factor(self.step_time_spread, seed, "spread", island)
 
-    def jitter(self, island: int, stretch: int | str, batches: float, seed: int) -> float:
-        """By which factor this island's so-manieth stretch of computing is longer: the mean over its batches."""
+    def jitter(self, island: int, span: int | str, batches: float, seed: int) -> float:
+        """The factor on the duration of this island's compute span of this number: the mean over its batches."""
         if not self.step_time_jitter:
             return 1.0
-        draw = _draw(seed, "jitter", stretch, island)
-        draws = max(1, round(batches))  # a piece of a batch draws like a batch
-        return sum(draw.lognormvariate(0.0, self.step_time_jitter) for _ in range(draws)) / draws
+        generator = _generator(seed, "jitter", span, island)
+        draws = max(1, round(batches))  # a micro-batch draws like a batch
+        return sum(generator.lognormvariate(0.0, self.step_time_jitter) for _ in range(draws)) / draws
 
-    def line(self, island: int) -> Link:
+    def link_of(self, island: int) -> Link:
         return self.links[island % len(self.links)] if self.links else self.link
 
     def _counts(self) -> tuple[int, ...]:
-        """How many islands, over equal parts of the run."""
+        """The number of islands in each of equal parts of the run."""
         if isinstance(self.pool, tuple):
             return self.pool
-        most, half = self.islands, max(self.islands // 2, 1)
+        full, half = self.islands, max(self.islands // 2, 1)
         match self.pool:
             case "constant":
-                return (most,)
+                return (full,)
             case "doubling":
-                return (half, most)
+                return (half, full)
             case "halving":
-                return (most, half)
+                return (full, half)
             case "ramp_up":
-                return tuple(range(1, most + 1))
+                return tuple(range(1, full + 1))
             case "ramp_down":
-                return tuple(range(most, 0, -1))
+                return tuple(range(full, 0, -1))
 
 
 def step_times(given: tuple[float, ...] | Level) -> tuple[float, ...]:
-    """Seconds per batch: a list as it is; of a level, the asynchronous paper's devices, drawn towards their geometric mean by a
-    power and then all scaled so that together they do as many batches a second as before.
+    """Seconds per batch. A list is returned unchanged. A level stands for the asynchronous paper's devices: a power moves their
+    times towards the geometric mean, and a factor keeps their total batches per second.
 
     >>> step_times("very")
     (0.58, 0.75, 1.51, 3.33)
@@ -273,13 +316,64 @@ def step_times(given: tuple[float, ...] | Level) -> tuple[float, ...]:
 
 
 def draw(*names: object) -> float:
-    """A number in [0, 1) that depends on these names alone."""
-    return _draw(*names).random()
+    """A random number in [0, 1) that depends on these names alone."""
+    return _generator(*names).random()
 
 
-def _draw(*names: object) -> random.Random:
+def _generator(*names: object) -> random.Random:
     return random.Random("/".join(map(str, names)))
 
 
 def _factor(sigma: float, *names: object) -> float:
-    return _draw(*names).lognormvariate(0.0, sigma) if sigma else 1.0
+    return _generator(*names).lognormvariate(0.0, sigma) if sigma else 1.0
+
+
+class CollectiveCost(NamedTuple):
+    """Seconds that a collective takes once all participants have started it, and the bytes that each participant sends."""
+
+    seconds: float
+    sent_bytes: list[int]
+
+
+def transfer_s(num_bytes: float, sender: Link, receiver: Link) -> float:
+    """Seconds that one message takes."""
+    return max(sender.latency_s, receiver.latency_s) + num_bytes / min(sender.up_bytes_per_s, receiver.down_bytes_per_s)
+
+
+def all_reduce_cost(numel: int, item_bytes: int, links: Sequence[Link], topology: Topology = "ring") -> CollectiveCost:
+    """In a ring: a reduce-scatter and an all-gather. Over a star: each island uploads to a server of unlimited bandwidth, then
+    downloads."""
+    if topology == "ring":
+        scatter, gather = reduce_scatter_cost(numel, item_bytes, links), all_gather_cost(numel, item_bytes, links)
+        sent = [one + two for one, two in zip(scatter.sent_bytes, gather.sent_bytes, strict=True)]
+        return CollectiveCost(scatter.seconds + gather.seconds, sent)
+    if len(links) == 1:
+        return CollectiveCost(0.0, [0])
+    num_bytes = numel * item_bytes
+    up_s = max(link.latency_s + num_bytes / link.up_bytes_per_s for link in links)
+    down_s = max(link.latency_s + num_bytes / link.down_bytes_per_s for link in links)
+    return CollectiveCost(up_s + down_s, [num_bytes] * len(links))
+
+
+def reduce_scatter_cost(numel: int, item_bytes: int, links: Sequence[Link]) -> CollectiveCost:
+    """Each participant sends every shard but its own."""
+    shards = _shard_sizes(numel, len(links))
+    return CollectiveCost(_ring_s(max(shards) * item_bytes, links), [(numel - shard) * item_bytes for shard in shards])
+
+
+def all_gather_cost(numel: int, item_bytes: int, links: Sequence[Link]) -> CollectiveCost:
+    """Each participant sends its shard to all others."""
+    shards = _shard_sizes(numel, len(links))
+    return CollectiveCost(_ring_s(max(shards) * item_bytes, links), [shard * item_bytes * (len(links) - 1) for shard in shards])
+
+
+def _shard_sizes(numel: int, size: int) -> list[int]:
+    return [stop - start for start, stop in (shard_range(numel, rank, size) for rank in range(size))]
+
+
+def _ring_s(shard_bytes: int, links: Sequence[Link]) -> float:
+    """A ring of n islands takes n - 1 steps, in each of which every island sends one shard to the next."""
+    size = len(links)
+    if size == 1:
+        return 0.0
+    return (size - 1) * max(transfer_s(shard_bytes, links[rank], links[(rank + 1) % size]) for rank in range(size))

@@ -1,4 +1,4 @@
-"""Run: a whole experiment as one frozen value, which holds all that decides a figure. A recipe is a function that returns one."""
+"""Run: an experiment as one frozen value, with every setting that decides a result. A recipe is a function that returns one."""
 
 from __future__ import annotations
 
@@ -28,19 +28,26 @@ from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
-from atoll.optim.schedules import WSD, Cosine
+from atoll.optim.schedules import WSD, Cosine, Schedule, at
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.optim.staleness import DelayCompensation, Polynomial
 from atoll.replica.local_replica import InnerRule
 from atoll.runs.cluster import Cluster
-from atoll.runs.two_level import check_inside
-from atoll.runs.validation import check_habits, check_lines, check_pieces, check_stacked, check_warmup
+from atoll.runs.validation import (
+    check_batch_divides,
+    check_link_inside,
+    check_model_fits_data,
+    check_round_start,
+    check_stacked,
+    check_two_level,
+    check_warmup,
+)
 
 S = TypeVar("S")
 
 
 class TrainsDevices(Algorithm[S], Rebases[S], Protocol[S]):
-    """What can train the devices of one island: an algorithm that can go on from weights which islands agreed on."""
+    """An algorithm that can train the devices of one island: it can continue from weights that islands have averaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +55,20 @@ class Train:
     """How each island trains.
 
     Args:
-        steps: inner steps per island after the warm start; a multiple of the steps of a round. In asynchronous runs, where fast
-            islands take more of them, the mean over the islands, and any number.
-        batch_size: sequences (or points) per inner step and island; per device, where an island has several.
-        micro_batches: into how many pieces a batch is cut to save memory; the result is the same within rounding.
-        clip_norm: gradients longer than this are shortened to it; none leaves them.
-        warm_start_steps: steps of plain training, by one island, before the clock starts. 0 starts from scratch.
-        warm_start_lr: its learning rate, after a warm-up; none takes the peak of the run's schedule.
+        steps: inner steps per island after the warm start, a multiple of the steps of a round. In asynchronous runs it is the mean
+            over the islands, and any number.
+        batch_size: sequences (or points) per inner step of a device.
+        micro_batches: parts into which a batch is cut to save memory. The result is the same within rounding.
+        clip_norm: upper limit of the gradient's norm; none: no limit.
+        warm_start_steps: steps that one island trains before the clock starts; 0 starts from scratch.
+        warm_start_lr: its learning rate, after a warm-up; none: the peak of the run's schedule.
         device: cpu, cuda, or auto for cuda where there is one.
-        precision: fp32; bf16 for a forward pass in bfloat16 (on CUDA); or all-bf16 for a module that is bfloat16 itself, weights,
-            gradients and activations, beside masters and moments in fp32.
+        precision: fp32; bf16 for a forward pass in bfloat16 (on CUDA); or all-bf16 for bfloat16 weights, gradients and activations
+            with master weights and moments in fp32.
         compile: pass the loss through torch.compile.
-        together: whether the simulated islands of one GPU compute stacked in one pass, one after the other (`apart`), or whichever
-            is measured to be faster (`auto`). On a CPU `auto` is a thread for each.
-        fresh_optimizer: forget the inner optimizer's moments at the beginning of every round.
+        together: the simulated islands of one GPU compute `stacked` in one pass, one after the other (`apart`), or in the way that
+            is measured to be faster (`auto`). On a CPU `auto` computes each island in a thread of its own.
+        fresh_optimizer: reset the inner optimizer at the start of every round.
         peak_first: take the first step of every round at the schedule's highest rate.
     """
 
@@ -90,22 +97,22 @@ class Train:
         if self.micro_batches > self.batch_size:
             raise ConfigError(
                 f"train.micro_batches={self.micro_batches} is more than train.batch_size={self.batch_size}: "
-                f"a piece holds at least one example. Lower micro_batches."
+                f"a micro-batch holds at least one example. Lower micro_batches."
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"train.clip_norm={self.clip_norm}: it is more than 0. Use none to clip nothing.")
+            raise ConfigError(f"train.clip_norm={self.clip_norm}: it is more than 0. Use none for no limit.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """What is kept of a run while it goes on. Intervals are in inner steps per island: rounded to whole rounds, or, with a hub,
-    up to the arrival that completes them.
+    """How often a run evaluates and saves. Intervals are inner steps per island, rounded to whole rounds; with a hub, rounded up to
+    the next arrival.
 
     Args:
-        evaluate_every: inner steps between evaluations; the first and the last weights are always evaluated.
-        save_every: inner steps between checkpoints; the last round is always saved.
-        checkpoints: how many of the newest are kept.
-        tensorboard: also write TensorBoard files.
+        evaluate_every: inner steps between evaluations. The first and the last weights are always evaluated.
+        save_every: inner steps between checkpoints. The last round is always saved.
+        checkpoints: number of checkpoints that are kept.
+        tensorboard: write TensorBoard files too.
     """
 
     evaluate_every: int = 100
@@ -125,17 +132,16 @@ class Run:
     """A whole experiment.
 
     Args:
-        recipe: the name it goes by.
-        model: what is trained: a decoder, a perceptron, or a pretrained model.
-        data: what it reads: text for a decoder, points for a perceptron, instructions for a pretrained model.
-        algorithm: how islands work together.
-        optimizer: the inner rule; gradient algorithms such as DDP use it too, unless they have one of their own.
+        recipe: its name.
+        model: a decoder, a perceptron, or a pretrained model.
+        data: text for a decoder, points for a perceptron, instructions for a pretrained model.
+        algorithm: the algorithm between islands.
+        optimizer: the inner rule; also of gradient algorithms such as DDP, unless they have one of their own.
         train: how each island trains.
-        cluster: the islands and the lines between them.
+        cluster: the islands and the links between them.
         keep: evaluations and checkpoints.
-        seed: of weights, data order and everything the cluster draws.
-        inside: how the devices of an island work together, between two agreements of islands. None: where an island has several
-            devices, all of them are equals, as if each were an island.
+        seed: of weights, data order and all random numbers of the cluster.
+        inside: the algorithm between the devices of an island. None: every device is an island.
     """
 
     recipe: str
@@ -155,20 +161,27 @@ class Run:
             raise ConfigError(f"seed={self.seed} is outside [0, 2**48). Use a smaller number.")
         if self.train.precision == "bf16" and self.train.device == "cpu":
             raise ConfigError(
-                "train.precision=bf16 with train.device=cpu: casting on the way forward is for CUDA. Use fp32, all-bf16 for a "
-                "module that is bfloat16 itself, or device=auto or cuda."
+                "train.precision=bf16 with train.device=cpu: autocast needs CUDA. Use fp32, all-bf16 for a module in bfloat16, or "
+                "device=auto or cuda."
             )
-        self._check_pair()
-        self._check_together()
+        check_model_fits_data(self.model, self.data)
+        if self.inside is not None:
+            check_two_level(self.algorithm, self.inside)
+        check_round_start(self.algorithm, self.inside, self.train)
+        check_stacked(self.train)
+        check_link_inside(self.cluster, self.inside)
+        for path, algorithm in (("algorithm", self.algorithm), ("inside", self.inside)):
+            check_batch_divides(algorithm, path, self.train)
+            check_warmup(algorithm, path, self.train)
         if isinstance(self.algorithm, AsyncAlgorithm):
             self.cluster.check_asynchronous()
-            speeds, islands = self.algorithm.plan.speeds, self.world.islands
+            speeds, islands = self.algorithm.plan.speeds, self.effective_cluster.islands
             if speeds and len(speeds) != islands:
                 each = self.cluster.devices_per_island
-                devices = f" of {each} devices, which are islands here" if each > 1 else ""
+                devices = f" of {each} devices, each of which is an island" if each > 1 else ""
                 raise ConfigError(
                     f"algorithm.speeds has {len(speeds)} figures for cluster.islands={self.cluster.islands}{devices}: give one per "
-                    f"island, or leave it empty to take the cluster's."
+                    f"island, or leave it empty to use those of cluster.step_time_s."
                 )
             return
         self.cluster.check_synchronous()
@@ -180,31 +193,10 @@ class Run:
                 f"be cut short. Use train.steps={fit}, or another length of a round."
             )
 
-    def _check_pair(self) -> None:
-        pairs = ((GPT, Text), (MLP, Gaussians), (Pretrained, Instructions))
-        if any(isinstance(self.model, model) and isinstance(self.data, data) for model, data in pairs):
-            return
-        fit = [f"data={data.__name__}" for model, data in pairs if isinstance(self.model, model)]
-        fit += [f"model={model.__name__}(...)" for model, data in pairs if isinstance(self.data, data)]
-        raise ConfigError(
-            f"model is {type(self.model).__name__} and data is {type(self.data).__name__}: a GPT reads Text, an MLP reads "
-            f"Gaussians, and a Pretrained reads Instructions. Set {', or '.join(fit)}."
-        )
-
-    def _check_together(self) -> None:
-        if self.inside is not None:
-            check_inside(self.algorithm, self.inside)
-        check_habits(self.algorithm, self.inside, self.train)
-        check_stacked(self.train)
-        check_lines(self.cluster, self.inside)
-        for at, algorithm in (("algorithm", self.algorithm), ("inside", self.inside)):
-            check_pieces(algorithm, at, self.train)
-            check_warmup(algorithm, at, self.train)
-
     @property
-    def world(self) -> Cluster:
-        """The cluster as the algorithm between islands sees it: without an algorithm inside, every device is an island."""
-        return self.cluster if self.inside is not None else self.cluster.apart(self.seed)
+    def effective_cluster(self) -> Cluster:
+        """The cluster of the algorithm between islands: without an algorithm inside, every device is an island."""
+        return self.cluster if self.inside is not None else self.cluster.devices_as_islands(self.seed)
 
     @property
     def _asynchronous(self) -> bool:
@@ -212,32 +204,34 @@ class Run:
 
     @property
     def shards(self) -> int:
-        """Into how many the data are cut."""
+        """Number of shards of the data."""
         return self.data.shards or self.cluster.devices
 
     @property
     def schedule_steps(self) -> int:
-        """How long a learning-rate schedule is that was left open."""
-        if isinstance(self.algorithm, AsyncAlgorithm):  # the position follows the shard, on which all islands' steps are spread
-            return max(1, self.train.steps * self.world.islands // self.shards)
+        """The length of a learning-rate schedule that has none of its own."""
+        if isinstance(
+            self.algorithm, AsyncAlgorithm
+        ):  # the position is the shard's, and all islands' steps are spread over the shards
+            return max(1, self.train.steps * self.effective_cluster.islands // self.shards)
         return self.train.steps
 
     @property
     def resolved(self) -> Run:
-        """The run with nothing left open: schedules as long as the run, and the algorithm with the run's optimizer and clipping."""
-        with _named(
+        """The run with defaults filled in: lengths of schedules, and the algorithm's optimizer and clipping."""
+        with _schedule_errors(
             "optimizer", f"train.steps * islands / shards = {self.schedule_steps}" if self._asynchronous else "train.steps"
         ):
             optimizer = with_steps(self.optimizer, self.schedule_steps)
-        algorithm = self._filled(self.algorithm, "algorithm", optimizer, self._outer_steps())
+        algorithm = self._with_defaults(self.algorithm, "algorithm", optimizer, self._outer_steps())
         inside = None
         if self.inside is not None:
             rounds = self.train.steps // self.inside.steps_per_round
-            inside = self._filled(self.inside, "inside", optimizer, rounds)
+            inside = self._with_defaults(self.inside, "inside", optimizer, rounds)
         return replace(self, data=self._resolved_data(), optimizer=optimizer, algorithm=algorithm, inside=inside)
 
-    def _filled(self, algorithm: Any, name: str, optimizer: InnerRule, rounds: int) -> Any:
-        """The algorithm with the run's optimizer and clipping where it has none, its clock, and schedules of so many rounds."""
+    def _with_defaults(self, algorithm: Any, name: str, optimizer: InnerRule, rounds: int) -> Any:
+        """The algorithm with the run's optimizer and clipping where it has none, its clock, and schedules of `rounds` rounds."""
         filled: dict[str, Any] = {}
         for field in fields(algorithm):
             value = getattr(algorithm, field.name)
@@ -246,36 +240,36 @@ class Run:
             elif value is None and field.name == "clock" and isinstance(algorithm, ACCO):
                 filled[field.name] = algorithm.ticks
             else:
-                with _named(f"{name}.{field.name}", f"{rounds} {'arrivals' if self._asynchronous else 'rounds'}"):
+                with _schedule_errors(f"{name}.{field.name}", f"{rounds} {'arrivals' if self._asynchronous else 'rounds'}"):
                     filled[field.name] = with_steps(value, rounds)
         return replace(algorithm, **filled)
 
     def _resolved_data(self) -> Text | Gaussians | Instructions:
-        """A pretrained model brings its own tokenizer, unless there is another."""
+        """The data with the tokenizer of a pretrained model, unless they name another."""
         if isinstance(self.model, Pretrained) and isinstance(self.data, Instructions) and self.data.tokenizer is None:
             return replace(self.data, tokenizer=self.model.path)
         return self.data
 
     def rounds(self, steps: int) -> int:
-        """So many inner steps in rounds: at least one."""
+        """The number of rounds in this number of inner steps: at least one."""
         algorithm = self.algorithm
         return max(1, steps // (algorithm.plan.steps if isinstance(algorithm, AsyncAlgorithm) else algorithm.steps_per_round))
 
     def _outer_steps(self) -> int:
-        """How often an algorithm's own rules are asked: once a round, and in asynchronous runs at every arrival, of which there are
-        the more the fewer steps slow islands take."""
+        """The number of updates by an algorithm's own rules: one per round, or in asynchronous runs one per arrival, whose number
+        grows as slow islands take fewer steps per round."""
         if not isinstance(self.algorithm, AsyncAlgorithm):
             return self.rounds(self.train.steps)
-        plan, world = self.algorithm.plan, self.world
-        speeds = [1 / world.step_time(island, self.seed) for island in range(world.islands)]
+        plan, cluster = self.algorithm.plan, self.effective_cluster
+        speeds = [1 / cluster.step_time(island, self.seed) for island in range(cluster.islands)]
         pace = speeds if plan.pace == "measured" or not plan.speeds else plan.speeds
         steps = [plan.steps if plan.pace == "even" else dynamic_steps(v, max(pace), plan.steps) for v in pace]
         arrivals_per_update = sum(v / n for v, n in zip(speeds, steps, strict=True)) / sum(speeds)
-        return max(1, round(self.train.steps * world.islands * arrivals_per_update))
+        return max(1, round(self.train.steps * cluster.islands * arrivals_per_update))
 
 
 def device_of(run: Run) -> str:
-    """Where the run computes."""
+    """The device that the run computes on."""
     if run.train.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if run.train.device == "cuda" and not torch.cuda.is_available():
@@ -284,28 +278,30 @@ def device_of(run: Run) -> str:
 
 
 def dtype_of(run: Run) -> torch.dtype | None:
-    """What the module's parameters are cast to; none leaves them."""
+    """The dtype that the module's parameters are cast to; none: as they are."""
     return torch.bfloat16 if run.train.precision == "all-bf16" else None
 
 
 def precision_notice(run: Run) -> str | None:
-    """That this machine computes in fp32 although bf16 was asked for, in one line; none where it does not."""
+    """A line for the log if this machine computes in fp32 although bf16 was asked for; else none."""
     if run.train.precision != "bf16" or device_of(run) != "cpu":
         return None
-    return f"train.precision=bf16: ignored, since train.device={run.train.device} finds no CUDA device here. It computes in fp32."
+    return (
+        f"train.precision=bf16: ignored, since train.device={run.train.device} finds no CUDA device here. The run computes in fp32."
+    )
 
 
 @contextmanager
-def _named(at: str, steps: str) -> Iterator[None]:
-    """Says whose schedule does not fit, and how long the run makes it."""
+def _schedule_errors(path: str, steps: str) -> Iterator[None]:
+    """Adds to an error which schedule does not fit, and its length in the run."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{at}: its schedule is as long as the run ({steps}). {error}") from error
+        raise ConfigError(f"{path}: its schedule is as long as the run ({steps}). {error}") from error
 
 
 def with_steps(rule: Any, steps: int) -> Any:
-    """The rule with a schedule that is open about its length made this long, also in a rule that it wraps."""
+    """The rule with a schedule of this length if its schedule has none, also in a rule that it wraps."""
     if not is_dataclass(rule) or isinstance(rule, type):
         return rule
     steps = max(1, steps // _arrivals_per_step(rule))
@@ -319,8 +315,19 @@ def with_steps(rule: Any, steps: int) -> Any:
 
 
 def _arrivals_per_step(rule: Any) -> int:
-    """Some rules go on along their schedule only once in several gradients."""
+    """The number of arrivals after which a rule takes one step of its schedule."""
     return rule.period if isinstance(rule, DelayedNesterov) else rule.size if isinstance(rule, Buffered) else 1
+
+
+def with_rate_at(algorithm: Algorithm[Any], position: int) -> Algorithm[Any]:
+    """The algorithm with its optimizer's rate fixed at this position of the run's schedule. Rules count their own updates, so a
+    joiner's rule would start the schedule again."""
+    rule: Any = getattr(algorithm, "optimizer", None)
+    lr = getattr(rule, "lr", None)
+    if not isinstance(lr, Schedule):
+        return algorithm
+    fixed: Algorithm[Any] = replace(algorithm, optimizer=replace(rule, lr=at(lr, position)))  # type: ignore[type-var]
+    return fixed
 
 
 _CANDIDATES: Mapping[Any, Sequence[type]] = {
@@ -333,5 +340,5 @@ _CANDIDATES: Mapping[Any, Sequence[type]] = {
 
 
 def candidates(protocol: Any) -> Sequence[type]:
-    """What can be named on the command line where a Run asks for an algorithm, a rule or a correction."""
+    """The classes that a user can name on the command line where a Run takes an algorithm, a rule or a correction."""
     return _CANDIDATES.get(protocol, ())

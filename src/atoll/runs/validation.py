@@ -1,6 +1,6 @@
-"""What does not go together in a Run, although each part is sound by itself, and what would be set and never read.
+"""Checks of settings that are sound one by one but do not fit together, or that would be set and never read.
 
-Every message names the settings by their paths and says which values fit.
+Every message names the settings by their paths and the values that fit.
 """
 
 from __future__ import annotations
@@ -12,6 +12,13 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.weight_prediction import WP
 from atoll.core.errors import ConfigError
+from atoll.core.protocols import Algorithm, AsyncAlgorithm, Rebases
+from atoll.data.gaussians import Gaussians
+from atoll.data.instructions import Instructions
+from atoll.data.text import Text
+from atoll.models.gpt import GPT
+from atoll.models.mlp import MLP
+from atoll.models.pretrained import Pretrained
 from atoll.runs.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -20,118 +27,166 @@ if TYPE_CHECKING:
 _SHOWN = 4  # values that would fit, of many
 
 
-def check_pieces(algorithm: Any, at: str, train: Train) -> None:
-    """Refuses batches that cannot be cut into equal pieces, each of which holds an example for every micro-batch."""
+def check_model_fits_data(model: Any, data: Any) -> None:
+    pairs = ((GPT, Text), (MLP, Gaussians), (Pretrained, Instructions))
+    if any(isinstance(model, model_type) and isinstance(data, data_type) for model_type, data_type in pairs):
+        return
+    fit = [f"data={data_type.__name__}" for model_type, data_type in pairs if isinstance(model, model_type)]
+    fit += [f"model={model_type.__name__}(...)" for model_type, data_type in pairs if isinstance(data, data_type)]
+    raise ConfigError(
+        f"model is {type(model).__name__} and data is {type(data).__name__}: a GPT reads Text, an MLP reads Gaussians, and a "
+        f"Pretrained reads Instructions. Set {', or '.join(fit)}."
+    )
+
+
+def check_two_level(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], inside: Algorithm[Any]) -> None:
+    """Refuse an algorithm between islands and one between the devices of each that cannot work together."""
+    outer, inner = type(algorithm).__name__, type(inside).__name__
+    if isinstance(algorithm, AsyncAlgorithm | Rebases):  # an algorithm that trains the devices of an island cannot train islands
+        raise ConfigError(
+            f"inside={inner} trains an island's devices between two exchanges of islands, and {outer} exchanges every gradient "
+            f"between islands, or uses a hub. Use algorithm=DiLoCo(...), or inside=none, so that every device is an island."
+        )
+    if not isinstance(inside, Rebases):
+        raise ConfigError(
+            f"inside={inner} cannot continue from weights that islands have averaged: it has no `rebase`. "
+            f"Use DDP, ZeRO1, FSDP, ACCO, DPU or WP inside."
+        )
+    if algorithm.steps_per_round % inside.steps_per_round:
+        raise ConfigError(
+            f"a round between islands has {algorithm.steps_per_round} steps, which is not a multiple of the "
+            f"{inside.steps_per_round} of a round of {inner} inside. Use {inside.steps_per_round} steps, or a multiple."
+        )
+
+
+def check_batch_divides(algorithm: Any, at: str, train: Train) -> None:
+    """Refuse a batch that the algorithm cannot cut into equal pieces with an example for every micro-batch."""
     pieces, size = getattr(algorithm, "pieces", 1), train.batch_size
-    setting = f"{at}.pieces_per_half" if hasattr(algorithm, "pieces_per_half") else f"{at}.pieces"
+    name = "pieces_per_half" if hasattr(algorithm, "pieces_per_half") else "pieces"
+    given = f"{at}.{name}={getattr(algorithm, name, 1)}"
     if size % pieces:
         below = size // pieces * pieces
         batches = f"{below} or {below + pieces}" if below else f"{pieces}"
-        halves = _divisors(size // 2, near=pieces // 2) if size % 2 == 0 and hasattr(algorithm, "pieces_per_half") else []
-        other = f", or {setting}={_either(halves)}" if halves else ""
+        halves = _divisors(size // 2, near=pieces // 2) if size % 2 == 0 and name == "pieces_per_half" else []
+        other = f", or {at}.{name}={_either(halves)}" if halves else ""
         raise ConfigError(
-            f"train.batch_size={size} cannot be cut into the {pieces} equal pieces that {_settings(algorithm, setting)} makes of a "
-            f"batch. Use train.batch_size={batches}{other}."
+            f"train.batch_size={size} cannot be cut into the {pieces} equal pieces of {given}. "
+            f"Use train.batch_size={batches}{other}."
         )
     if train.micro_batches * pieces > size:
         most = size // pieces
         raise ConfigError(
-            f"train.micro_batches={train.micro_batches} is more than the {most} examples in each of the {pieces} pieces that "
-            f"{_settings(algorithm, setting)} makes of train.batch_size={size}. Use train.micro_batches={most} or less, or fewer "
-            f"pieces."
+            f"train.micro_batches={train.micro_batches} is more than the {most} examples in each of the {pieces} pieces into which "
+            f"{given} cuts train.batch_size={size}. Use train.micro_batches={most} or less, or fewer pieces."
         )
 
 
 def check_warmup(algorithm: Any, at: str, train: Train) -> None:
-    """Refuses a run that would be over before an algorithm that hides exchanges hides its first."""
+    """Refuse a run that ends before an algorithm with background exchanges starts its first."""
     if isinstance(algorithm, ACCO | DPU | WP) and algorithm.warmup >= train.steps:
         name = type(algorithm).__name__
         raise ConfigError(
             f"{at}.warmup={algorithm.warmup} is not less than train.steps={train.steps}: every update would be ZeRO-1's, and "
-            f"{name} would hide nothing. Use {at}.warmup={train.steps // 4} or another number below {train.steps}, or {at}=ZeRO1."
+            f"{name} would hide no exchange. Use {at}.warmup={train.steps // 4} or another number below {train.steps}, or "
+            f"{at}=ZeRO1."
         )
 
 
-def check_habits(algorithm: Any, inside: Any, train: Train) -> None:
-    """Refuses habits of islands that train alone, with an optimizer of their own, where they would never be read."""
+def check_round_start(algorithm: Any, inside: Any, train: Train) -> None:
+    """Refuse settings of the inner optimizer's round start where islands have no inner optimizer of their own."""
     for name in ("fresh_optimizer", "peak_first"):
         if not getattr(train, name):
             continue
         if inside is not None:
             raise ConfigError(
-                f"train.{name} is for islands that train alone, and with inside={type(inside).__name__} their devices "
+                f"train.{name} is for islands of one device, and with inside={type(inside).__name__} the devices of an island "
                 f"train together. Use train.{name}=false, or inside=none."
             )
-        if has_optimizer(algorithm):
-            kind = type(algorithm).__name__
+        if any(field.name == "optimizer" for field in fields(algorithm)):
             raise ConfigError(
-                f"train.{name} is for rounds in which islands train alone, each with an optimizer of its own, and algorithm={kind} "
+                f"train.{name} is for islands that each train with an inner optimizer, and algorithm={type(algorithm).__name__} "
                 f"has one optimizer for the gradients of all. Use train.{name}=false, or an algorithm such as DiLoCo."
             )
 
 
 def check_stacked(train: Train) -> None:
-    """Refuses a stack of what cannot be stacked, as far as settings tell."""
+    """Refuse to stack islands in one pass where settings exclude it."""
     if train.together != "stacked":
         return
     if train.micro_batches > 1:
         raise ConfigError(
-            f"train.together=stacked and train.micro_batches={train.micro_batches}: batches are cut where one fills the device, "
-            f"and islands are stacked where it does not. Use train.together=auto, or train.micro_batches=1."
+            f"train.together=stacked and train.micro_batches={train.micro_batches}: micro-batches are for a batch that fills the "
+            f"device, and stacking is for one that does not. Use train.together=auto, or train.micro_batches=1."
         )
     if train.precision == "all-bf16":
         raise ConfigError(
-            "train.together=stacked and train.precision=all-bf16: each island has masters of its own then. Use "
+            "train.together=stacked and train.precision=all-bf16: each island has master weights of its own then. Use "
             "train.together=auto, or train.precision=bf16."
         )
 
 
-def check_lines(cluster: Cluster, inside: Any) -> None:
-    """Refuses what is said about the inside of islands and would change nothing, or would be wrong."""
+def check_link_inside(cluster: Cluster, inside: Any) -> None:
+    """Refuse settings about the devices of an island that would change nothing, or would be wrong."""
     several = cluster.devices_per_island > 1
     if inside is not None and not several:
         raise ConfigError(
-            f"inside={type(inside).__name__} is for the devices of an island, and cluster.devices_per_island=1: there is nobody to "
-            f"work with. Use cluster.devices_per_island=2 or more, or inside=none."
+            f"inside={type(inside).__name__} is for the devices of an island, and cluster.devices_per_island=1: there is one "
+            f"device. Use cluster.devices_per_island=2 or more, or inside=none."
         )
     if inside is not None or cluster.inside == Cluster().inside:
         return
     if not several:
         raise ConfigError(
-            "cluster.inside is the line between the devices of an island, and cluster.devices_per_island=1: there is no such line. "
+            "cluster.inside is the link between the devices of an island, and cluster.devices_per_island=1: there is no such link. "
             "Use cluster.devices_per_island=2 or more with inside=ACCO or another algorithm, or leave cluster.inside as it was."
         )
-    # In a ring of equals the slowest line sets the pace, so a faster one inside may be told: it changes nothing.
+    # In a ring the slowest link sets the pace, so a faster link inside may be given: it changes nothing.
     if cluster.islands == 1 or _slower_inside(cluster):
-        why = "there is one island" if cluster.islands == 1 else "it is slower than the lines between islands"
+        why = "there is one island" if cluster.islands == 1 else "it is slower than the links between islands"
         raise ConfigError(
             f"cluster.inside is given and {why}, but without an algorithm inside every device is an island on cluster.link, and "
-            f"the line inside is never used. Set inside=ACCO or another algorithm with algorithm=DiLoCo(...), or describe the "
-            f"devices as islands: cluster.islands={cluster.devices}, cluster.devices_per_island=1, and this line as cluster.link."
+            f"the link inside is never used. Set inside=ACCO or another algorithm with algorithm=DiLoCo(...), or describe the "
+            f"devices as islands: cluster.islands={cluster.devices}, cluster.devices_per_island=1, and this link as cluster.link."
         )
-
-
-def has_optimizer(algorithm: Any) -> bool:
-    """Whether the algorithm steps with the gradients of all, such as DDP; else replicas train by themselves."""
-    return any(field.name == "optimizer" for field in fields(algorithm))
 
 
 def _slower_inside(cluster: Cluster) -> bool:
-    lines = [cluster.line(island) for island in range(cluster.islands)]
+    links = [cluster.link_of(island) for island in range(cluster.islands)]
     return (
-        cluster.inside.latency_s > max(line.latency_s for line in lines)
-        or cluster.inside.up_bytes_per_s < min(line.up_bytes_per_s for line in lines)
-        or cluster.inside.down_bytes_per_s < min(line.down_bytes_per_s for line in lines)
+        cluster.inside.latency_s > max(link.latency_s for link in links)
+        or cluster.inside.up_bytes_per_s < min(link.up_bytes_per_s for link in links)
+        or cluster.inside.down_bytes_per_s < min(link.down_bytes_per_s for link in links)
     )
 
 
-def _settings(algorithm: Any, setting: str) -> str:
-    name = setting.rpartition(".")[2]
-    return f"{setting}={getattr(algorithm, name)}"
+def check_devices_share_batch(run: Run, devices: int) -> None:
+    """Refuse batches without an example for each of the devices that share them."""
+    pieces = devices * run.train.micro_batches
+    if run.train.batch_size < pieces:
+        each = f", in {run.train.micro_batches} micro-batches each" if run.train.micro_batches > 1 else ""
+        raise ConfigError(
+            f"train.batch_size={run.train.batch_size}: {devices} devices share each batch{each}, so it needs at least {pieces} "
+            f"examples. Use larger batches, or fewer engine.devices."
+        )
+
+
+def check_finetuning_inputs(run: Run) -> None:
+    """Refuse a fine-tuning recipe without a model or examples, with the command that names them."""
+    if not isinstance(run.model, Pretrained) or not isinstance(run.data, Instructions):
+        return
+    wanted = {"model.path": "FOLDER", "data.path": "FILE.jsonl"}
+    missing = [name for name, given in zip(wanted, (run.model.path, run.data.path), strict=True) if not given]
+    if missing:
+        settings = " ".join(f"--set {name}={what}" for name, what in wanted.items())
+        raise ConfigError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given: fine-tuning needs the folder of a Hugging "
+            f"Face model and a file of examples. Give their paths: atoll run {run.recipe} {settings}"
+        )
+    run.model.check()  # before the data are loaded: an error about the model's tokenizer would hide that of the model
 
 
 def _divisors(number: int, near: int) -> list[int]:
-    """Some divisors of the number, those nearest to another."""
+    """The divisors of `number` that are nearest to `near`."""
     found = [part for part in range(1, number + 1) if number % part == 0]
     return sorted(sorted(found, key=lambda part: abs(part - near))[:_SHOWN])
 
@@ -142,14 +197,3 @@ def _either(values: list[int]) -> str:
     ('1', '1, 2 or 4')
     """
     return " or ".join(filter(None, (", ".join(map(str, values[:-1])), str(values[-1]))))
-
-
-def check_devices_share_batch(run: Run, devices: int) -> None:
-    """Refuse batches that have no example for each of the devices that share them."""
-    pieces = devices * run.train.micro_batches
-    if run.train.batch_size < pieces:
-        each = f", in {run.train.micro_batches} micro-batches each" if run.train.micro_batches > 1 else ""
-        raise ConfigError(
-            f"train.batch_size={run.train.batch_size}: {devices} devices share each batch{each}, so it needs at least {pieces} "
-            f"examples. Use larger batches, or fewer engine.devices."
-        )

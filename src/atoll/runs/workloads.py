@@ -1,7 +1,6 @@
-"""What a Run trains: a decoder on text, a perceptron on points, or a pretrained model on instructions. One workload for each kind
-of data.
+"""The workloads of a Run: a decoder on text, a perceptron on points, or a pretrained model on instructions.
 
-Data are loaded once and opened as often as asked: as one shard for plain training, and in the run's shards for the islands.
+Data are loaded once. A workload reads them in one shard, for training without islands, or in the run's shards.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,10 +16,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Workload
 from atoll.data.gaussians import GaussianBatches, GaussianData, Gaussians, LabelledBatch, LoadedGaussians
-from atoll.data.instructions import Instructions, LoadedInstructions
+from atoll.data.instructions import IGNORED_LABEL, InstructionData, Instructions, LoadedInstructions, PaddedBatch, PaddedBatches
 from atoll.data.partition import IID, Features, KMeans
 from atoll.data.text import LoadedText, Text, TextData
 from atoll.data.token_batches import TokenBatches
@@ -31,11 +31,11 @@ from atoll.models.pretrained import Pretrained
 from atoll.replica.flat_parameters import trainable_weights
 from atoll.replica.local_replica import torch_threads
 from atoll.replica.master_weights import cast_parameters
-from atoll.runs.finetuning import FinetuningWorkload
 from atoll.runs.run import Run, device_of, dtype_of
 
-Loaded = LoadedText | LoadedGaussians | LoadedInstructions
-_EVAL_BATCH = 256  # points that a perceptron is judged on at a time
+Data = Text | Gaussians | Instructions
+LoadedData = LoadedText | LoadedGaussians | LoadedInstructions
+_EVAL_BATCH = 256  # points of one evaluation batch of a perceptron
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,18 @@ class TextWorkload:
         return module.loss(batch)
 
     def evaluate(self, module: nn.Module) -> Mapping[str, float]:
-        """The float64 mean of the per-batch losses, in batch order. The device is waited for once."""
+        """The float64 mean of the per-batch losses, in batch order, with one synchronisation of the device."""
         device = next(module.parameters()).device
         losses = torch.stack([self.loss(module, batch.to(device, non_blocking=True)) for batch in self.data.validation])
         return {"loss": fmean(losses.tolist())}
 
     def fingerprint(self) -> str:
-        """Of the text and of who reads what."""
         return f"{self.tokenizer.digest}-{self.batches.fingerprint()}"
 
 
 @dataclass(frozen=True)
 class ToyWorkload:
-    """A perceptron that tells Gaussians apart."""
+    """A perceptron that classifies points of several Gaussians."""
 
     model: MLP
     data: GaussianData
@@ -92,44 +91,108 @@ class ToyWorkload:
         return F.cross_entropy(_scores(module, inputs), labels)
 
     def evaluate(self, module: nn.Module) -> Mapping[str, float]:
-        """The mean cross-entropy over the points to judge on, and the part of them that is told right."""
+        """The mean cross-entropy and the accuracy over the evaluation points."""
         device = next(module.parameters()).device
-        loss, right = 0.0, 0
+        loss, correct = 0.0, 0
         for inputs, labels in zip(*(torch.split(part, _EVAL_BATCH) for part in self.data.evaluation), strict=True):
             scores, labels = _scores(module, inputs.to(device)), labels.to(device)
             loss += float(F.cross_entropy(scores, labels, reduction="sum"))
-            right += int((scores.argmax(dim=1) == labels).sum())
+            correct += int((scores.argmax(dim=1) == labels).sum())
         count = len(self.data.evaluation[1])
-        return {"loss": loss / count, "accuracy": right / count}
+        return {"loss": loss / count, "accuracy": correct / count}
 
     def fingerprint(self) -> str:
-        """Of the points and of who reads what."""
         return self.batches.fingerprint()
 
 
 def _scores(module: nn.Module, inputs: Tensor) -> Tensor:
-    """What the module makes of points, which are given to it in its own precision; to be compared in single."""
+    """The module's scores in fp32, of inputs that are cast to its own dtype."""
     scores: Tensor = module(inputs.to(next(module.parameters()).dtype))
     return scores.float()
+
+
+@dataclass(frozen=True)
+class FinetuningWorkload:
+    """A pretrained model on instructions.
+
+    The loss of a batch is the mean over exactly the positions that `batches.tokens` counts. Gradients weighted by tokens therefore
+    add up to the gradient over all of them, however the examples are batched, padded or cut into micro-batches.
+    """
+
+    model: Pretrained
+    data: InstructionData
+
+    @property
+    def batches(self) -> PaddedBatches:
+        return self.data.train
+
+    def module(self) -> nn.Module:
+        """The pretrained module.
+
+        Raises:
+            ConfigError: it cannot read the examples.
+        """
+        module: Any = self.model.build()
+        vocabulary = module.get_input_embeddings().weight.shape[0]
+        if self.data.largest_id >= vocabulary:
+            raise ConfigError(
+                f"the examples hold the token {self.data.largest_id}, and the model in {self.model.path} has {vocabulary} tokens, "
+                f"counted from 0: the tokenizer is another model's. Leave out data.tokenizer to take the model's own."
+            )
+        max_positions = getattr(module.config, "max_position_embeddings", None)
+        if max_positions is not None and self.data.longest > max_positions:
+            raise ConfigError(
+                f"an example has {self.data.longest} tokens, and the model in {self.model.path} reads at most {max_positions}. "
+                f"Set data.max_len={max_positions}."
+            )
+        return module  # type: ignore[no-any-return]
+
+    def loss(self, module: nn.Module, batch: PaddedBatch) -> Tensor:
+        """The mean over the predicted positions; 0, with a gradient of 0, if there are none."""
+        total, count = _summed_loss(module, batch)
+        return total / count.clamp(min=1)
+
+    def evaluate(self, module: nn.Module) -> Mapping[str, float]:
+        """The mean over all predicted tokens of the held-out examples: long answers weigh more than short ones."""
+        device = next(module.parameters()).device
+        total, count = 0.0, 0
+        for batch in self.data.validation:
+            loss, tokens = _summed_loss(module, {name: part.to(device) for name, part in batch.items()})
+            total, count = total + float(loss), count + int(tokens)
+        return {"loss": total / count}
+
+    def fingerprint(self) -> str:
+        return f"{self.model.fingerprint()}-{self.batches.fingerprint()}"
+
+
+def _summed_loss(module: nn.Module, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+    """The summed loss of a batch, and the number of predicted tokens."""
+    # Without the cache of keys and values, which only generation needs.
+    logits = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits[:, :-1]
+    targets = batch["labels"][:, 1:]
+    total = F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+    return total, (targets != IGNORED_LABEL).sum()
 
 
 BuiltWorkload = TextWorkload | ToyWorkload | FinetuningWorkload
 
 
-def plain_workload(run: Run, loaded: Loaded) -> BuiltWorkload:
-    """The run's data as one shard: what plain training reads."""
-    return _opened(run, loaded, num_shards=1, partition=IID())
+def single_shard_workload(run: Run, loaded: LoadedData) -> BuiltWorkload:
+    """The run's data in one shard, which the warm start reads."""
+    return _build(run, loaded, num_shards=1, partition=IID())
 
 
-def island_workload(run: Run, loaded: Loaded, params: Tree) -> BuiltWorkload:
-    """The run's data in its shards. `params` are the weights whose features k-means looks at. A single shard is what the warm start
-    has read, in the same order: who trains on it goes on from there."""
+def sharded_workload(run: Run, loaded: LoadedData, params: Tree) -> BuiltWorkload:
+    """The run's data in its shards. A k-means partition uses the features of the weights `params`. A single shard is the one that
+    the warm start has read, and training continues after it."""
     begin = run.train.warm_start_steps if run.shards == 1 else 0
-    return _opened(run, loaded, num_shards=run.shards, features=_features(run, loaded, params), begin=begin)
+    return _build(run, loaded, num_shards=run.shards, features=_features(run, loaded, params), begin=begin)
 
 
-def _opened(
-    run: Run, loaded: Loaded, *, num_shards: int, partition: IID | None = None, features: Features | None = None, begin: int = 0
+def _build(
+    run: Run, loaded: LoadedData, *, num_shards: int, partition: IID | None = None, features: Features | None = None, begin: int = 0
 ) -> BuiltWorkload:
     if isinstance(loaded, LoadedGaussians):
         assert isinstance(run.model, MLP)
@@ -142,11 +205,11 @@ def _opened(
     return TextWorkload(run.model, text, run.seed)
 
 
-def _features(run: Run, loaded: Loaded, params: Tree) -> Features | None:
-    """Last-layer features of the decoder with these weights, averaged over the sequence; none where nobody asks for them."""
-    if not needs_weights(run):
+def _features(run: Run, loaded: LoadedData, params: Tree) -> Features | None:
+    """Last-layer features of the decoder with these weights, averaged over the sequence; none if the partition uses none."""
+    if not partitioned_by_weights(run):
         return None
-    device, module = device_of(run), plain_workload(run, loaded).module()
+    device, module = device_of(run), single_shard_workload(run, loaded).module()
     assert isinstance(module, Decoder)
     trainable_weights(cast_parameters(module.to(device), dtype_of(run))).load(params)
 
@@ -158,18 +221,18 @@ def _features(run: Run, loaded: Loaded, params: Tree) -> Features | None:
     return features
 
 
-def needs_weights(run: Run) -> bool:
-    """Whether the data are dealt out by what trained weights make of them."""
+def partitioned_by_weights(run: Run) -> bool:
+    """Whether the partition of the data depends on trained weights."""
     return isinstance(run.data, Text) and isinstance(run.data.partition, KMeans)
 
 
-def whole(data: Text | Gaussians | Instructions) -> Text | Gaussians | Instructions:
-    """The data before they are dealt out to islands: what loading them depends on."""
+def unpartitioned(data: Data) -> Data:
+    """The data without shards and partition, on which loading does not depend."""
     return replace(data, shards=None, partition=IID()) if isinstance(data, Text) else replace(data, shards=None)
 
 
-def dealt(loaded: Loaded, data: Text | Gaussians | Instructions) -> Loaded:
-    """The same data, to be dealt out in this way."""
+def repartitioned(loaded: LoadedData, data: Data) -> LoadedData:
+    """The same loaded data with the shards and partition of `data`."""
     if isinstance(loaded, LoadedText):
         assert isinstance(data, Text)
         return replace(loaded, text=data)
@@ -180,6 +243,6 @@ def dealt(loaded: Loaded, data: Text | Gaussians | Instructions) -> Loaded:
     return replace(loaded, gaussians=data)
 
 
-def fingerprint(workload: Workload) -> str | None:
-    """Of the data and of who reads what: whether a run that goes on reads what it read before. None of a user's own workload."""
+def data_fingerprint(workload: Workload) -> str | None:
+    """Identifies the data and their partition, so that a resumed run can compare them. None for a user's workload."""
     return workload.fingerprint() if isinstance(workload, BuiltWorkload) else None

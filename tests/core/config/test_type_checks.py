@@ -17,8 +17,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov
 from atoll.optim.staleness import DelayCompensation
-from atoll.runs.cluster import Away, Cluster, Lost, Outage
-from atoll.runs.network import Link
+from atoll.runs.cluster import Away, Cluster, Link, Lost, Outage
 from atoll.runs.run import Keep, Train
 
 

@@ -16,9 +16,9 @@ from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.island import IslandProcess
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.warm_start import Cache, load_data, warm_up
+from atoll.engines.warm_start import Cache, get_warm_start, load_data
 from atoll.runs.folder import RunFolder
-from atoll.runs.workloads import plain_workload
+from atoll.runs.workloads import single_shard_workload
 from atoll.telemetry import read_events
 from atoll.testing.chaos.faults import FaultScript
 from atoll.testing.chaos.update_faults import interpose_update_faults
@@ -64,8 +64,8 @@ class ThreadedRun:
         self.waits = {}
         """By island and round: after that commit, the island waits until a line is logged that begins like this."""
         resolved = run.resolved  # the warm start comes before the islands: threads share their random numbers
-        plain = plain_workload(resolved, load_data(resolved, Cache()))
-        warm_up(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
+        plain = single_shard_workload(resolved, load_data(resolved, Cache()))
+        get_warm_start(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
         self.rendezvous = Rendezvous(HOST, 0, port, self.join_info.to_text(), join_limit_s=30.0, silent_s=0.8)
 
     def start(self, *names, has_folder=True, dies_after=None, clock_s=None):

@@ -28,7 +28,7 @@ from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.warm_start import Cache, WarmStart, load_data
 from atoll.runs.folder import RunFolder
-from atoll.runs.workloads import plain_workload
+from atoll.runs.workloads import single_shard_workload
 from atoll.telemetry import read_events
 
 SETTINGS = (
@@ -106,7 +106,7 @@ class Island:
         self.engine, self.commit_log, self.evaluator, self.logged = Engine(), CommitLog(), Evaluator(), []
         self.folder, plain, warm = (
             RunFolder(folder),
-            plain_workload(run, load_data(run, cache)),
+            single_shard_workload(run, load_data(run, cache)),
             WarmStart(self.engine.params, 0, 1.0),
         )
         self.leader_log = LeaderLog(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from atoll.core.errors import CheckpointError
-from atoll.core.state_packing import pack
+from atoll.core.serialization import pack
 from atoll.engines.elastic import recovery as recovery_module
 from atoll.engines.elastic.membership import MembershipLost, log_while_waiting
 from atoll.engines.elastic.recovery import NoState, Recovery

@@ -16,7 +16,7 @@ from atoll.core.events import RunFinished, RunStarted, Saved
 from atoll.core.flat_tree import Tree
 from atoll.core.serialization import save_tree
 from atoll.engines.driver import RunTask
-from atoll.engines.elastic import join, launch
+from atoll.engines.elastic import launch
 from atoll.engines.elastic.recovery import NoState
 from atoll.engines.elastic.rendezvous import free_port, listen
 from atoll.engines.elastic.spec import Elastic, JoinInfo
@@ -80,11 +80,11 @@ def test_an_island_that_cannot_read_a_checkpoint_has_not_refused_to_start(monkey
     def leave(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(join, "fetch_join_info", fail)
+    monkeypatch.setattr(launch, "fetch_join_info", fail)
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setenv("RUST_LOG", "warn")
     with pytest.raises(SystemExit) as left:
-        join.run_island("127.0.0.1:1", "island-0000", None)
+        launch.run_island("127.0.0.1:1", "island-0000", None)
     assert left.value.code == code
 
 

@@ -14,8 +14,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
 from atoll.engines.processes.collectives import CONTROL_BYTES, GroupCollectives
 from atoll.engines.simulator.collectives import ordered_sum
-from atoll.runs import network
-from atoll.runs.network import Link
+from atoll.runs.cluster import Link, all_reduce_cost
 from atoll.testing.processes import outcomes, sum_until_killed
 
 SIZES = [1, 3, 64, 1001]  # fewer elements than ranks, and sizes that no number of ranks or pieces divides
@@ -45,7 +44,7 @@ def test_sums_have_the_simulators_bits_and_the_formulas_bytes_at_any_piece_size(
         for dtype, piece_bytes in ((torch.float32, 100), (torch.float32, 1 << 20), (torch.bfloat16, 30)):
             buffers = [torch.randn(numel, generator=generator).to(dtype) for _ in range(size)]
             expected = ordered_sum([Tree.of({"w": buffer}) for buffer in buffers], weights).flat
-            cost = network.all_reduce(numel, buffers[0].element_size(), [Link()] * size)
+            cost = all_reduce_cost(numel, buffers[0].element_size(), [Link()] * size)
             results = four.run(reduce_and_gather, buffers, weights, piece_bytes, size=size)
             for rank, (mine, whole, sent_bytes) in enumerate(results):
                 start, stop = numel * rank // size, numel * (rank + 1) // size

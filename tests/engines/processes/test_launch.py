@@ -10,8 +10,9 @@ import atoll
 from atoll import recipes
 from atoll.core.errors import ConfigError
 from atoll.engines.driver import RunRequest
+from atoll.engines.liveness import PEER_MISSING
 from atoll.engines.processes.launch import last_error, why
-from atoll.engines.processes.rank_log import MISSED_ANOTHER, log_of
+from atoll.engines.processes.rank import rank_log_path
 from atoll.engines.processes.spec import Processes
 from atoll.runs.folder import RunFolder
 from atoll.testing.simulated_runs import Recorder, Regression
@@ -24,7 +25,7 @@ def failure(rank, exitcode, timestamp=100):
 
 
 def log(folder, rank, *lines):
-    path = log_of(folder, rank)
+    path = rank_log_path(folder, rank)
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(f"{line}\n" for line in lines))
 
@@ -39,18 +40,18 @@ def test_last_error_are_the_last_error_of_a_log(tmp_path):
         "error: the disk is full.",
         "bye",
     )
-    assert last_error(log_of(tmp_path, 1)) == "the disk is full"
-    assert last_error(log_of(tmp_path, 0)) == "", "without a log there are none"
+    assert last_error(rank_log_path(tmp_path, 1)) == "the disk is full"
+    assert last_error(rank_log_path(tmp_path, 0)) == "", "without a log there are none"
 
 
 def test_what_a_rank_said_before_it_was_started_again_are_not_its_last_error(tmp_path):
     log(tmp_path, 1, "error: the disk is full.", "12:00:05 rank 1 of 2 on here, process 8, 1 thread(s)", "12:00:06 saved round 3")
-    assert last_error(log_of(tmp_path, 1)) == ""
+    assert last_error(rank_log_path(tmp_path, 1)) == ""
 
 
 def test_who_was_killed_is_named_and_not_those_who_missed_it(tmp_path):
     log(tmp_path, 0, "error: rank 0 could not hear from rank 1 within 60 s.")
-    for code in (MISSED_ANOTHER, 1):  # in our words, or in a library's
+    for code in (PEER_MISSING, 1):  # in our words, or in a library's
         failures = {0: failure(0, code), 1: failure(1, -signal.SIGKILL, 101), 2: failure(2, -signal.SIGTERM)}
         assert why(failures, tmp_path).startswith("rank 1 has failed, and the others were stopped: it was killed by SIGKILL.")
 
@@ -64,7 +65,7 @@ def test_who_did_not_end_when_it_was_asked_to_and_was_killed_is_not_named(tmp_pa
 def test_whose_own_error_it_was_is_named_and_not_those_who_missed_it(tmp_path):
     log(tmp_path, 0, "error: rank 0 could not hear from rank 2 within 60 s.")
     log(tmp_path, 2, "error: the loss is nan on island 2 in round 1.")
-    text = why({0: failure(0, MISSED_ANOTHER), 1: failure(1, -signal.SIGTERM), 2: failure(2, 2)}, tmp_path)
+    text = why({0: failure(0, PEER_MISSING), 1: failure(1, -signal.SIGTERM), 2: failure(2, 2)}, tmp_path)
     assert "rank 2 has failed" in text
     assert "the loss is nan on island 2 in round 1. " in text
 
@@ -72,7 +73,7 @@ def test_whose_own_error_it_was_is_named_and_not_those_who_missed_it(tmp_path):
 def test_of_several_that_missed_somebody_the_first_is_named(tmp_path):
     for rank in (0, 1):
         log(tmp_path, rank, f"error: rank {rank} could not hear from rank 2 within 3 s.")
-    missed = {0: failure(0, MISSED_ANOTHER, 101), 1: failure(1, MISSED_ANOTHER, 100)}
+    missed = {0: failure(0, PEER_MISSING, 101), 1: failure(1, PEER_MISSING, 100)}
     text = why({**missed, 2: failure(2, -signal.SIGTERM, 90)}, tmp_path)
     assert "rank 1 has failed" in text
     assert "could not hear from rank 2" in text
@@ -85,7 +86,7 @@ def test_it_is_said_whether_the_run_can_go_on(tmp_path, saved, says):
 
 
 def test_who_says_nothing_is_looked_up_in_its_log(tmp_path):
-    assert str(log_of(tmp_path, 3)) in why({3: failure(3, 1)}, tmp_path)
+    assert str(rank_log_path(tmp_path, 3)) in why({3: failure(3, 1)}, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------- before ranks are started

@@ -19,8 +19,16 @@ from atoll.core.serialization import load_tree
 from atoll.engines.driver import RunRequest, RunTask, resume
 from atoll.engines.driver import run as run_in_folder
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.rank import RankDriver, RunPlan, _publish_plan, _read_plan, _sharded_model, wait_for_all
-from atoll.engines.processes.rank_log import RankLog, log_of
+from atoll.engines.processes.rank import (
+    RankDriver,
+    RankLog,
+    RunPlan,
+    _publish_plan,
+    _read_plan,
+    _sharded_model,
+    rank_log_path,
+    wait_for_all,
+)
 from atoll.engines.processes.spec import Processes
 from atoll.engines.spec import read_spec
 from atoll.runs.folder import RunFolder
@@ -82,7 +90,7 @@ def carried_out(group, folder, changed=None, changed_rank=None, checkpoints=None
     if changed is not None and changed_rank in (None, world.rank):
         run = changed
     sinks = [UntilSaved(checkpoints)] if checkpoints is not None and world.is_rank_zero else []
-    path = log_of(Path(folder), world.rank)
+    path = rank_log_path(Path(folder), world.rank)
     path.parent.mkdir(exist_ok=True)
     with open(path, "w") as file:
         spec = Processes(processes=world.size)
@@ -124,7 +132,7 @@ def test_a_checkpoint_of_other_settings_or_other_data_is_refused(four, folder):
 def test_a_warm_start_is_handed_out_once_and_not_to_a_run_that_goes_on_from_a_checkpoint(four, tmp_path):
     folder = create(small(), 2, tmp_path / "run")
     four.run(carried_out, folder, None, None, 1, size=2)
-    begun = log_of(folder, 1).read_text()
+    begun = rank_log_path(folder, 1).read_text()
     (log, also) = four.run(carried_out, folder, size=2)
     assert "rank 0 broadcast its weights" in begun
     assert "saved round" in log
@@ -165,7 +173,7 @@ def test_a_run_of_a_workload_of_ones_own_goes_on_to_the_bit_after_it_was_killed(
     assert alone(begin, whole, []) == 0
     assert alone(begin, cut, [UntilSaved(2)]) == 1, "an error that is not ours"
     assert not (cut / "final.safetensors").exists()
-    assert "44 s outside of rounds" in log_of(cut, 0).read_text()
+    assert "44 s outside of rounds" in rank_log_path(cut, 0).read_text()
     before = (cut / "source.txt").read_text()
     assert alone(go_on, cut, False) == 2, "its workload is not given"
     with RunFolder(cut).lock():

@@ -1,4 +1,4 @@
-"""What is said of a rank that ended: for a reason of its own, without a word, or not at all."""
+"""What peers report about a rank that has ended."""
 
 import re
 import signal
@@ -6,29 +6,28 @@ import signal
 from torch.distributed import HashStore
 
 from atoll.core.errors import ConfigError, ExchangeFailed
-from atoll.engines.liveness import FailureAttribution
-from atoll.engines.processes.rank_log import telling_why
+from atoll.engines.liveness import FailureAttribution, recorded_exit_reason
 from atoll.engines.processes.transport import PeerUnreachable
 from atoll.testing.processes import context_of, outcomes, sum_until_killed
 
 
-def test_what_a_rank_ended_with_can_be_read_by_those_who_miss_it():
+def test_peers_can_read_why_a_rank_ended():
     store = HashStore()
-    others = FailureAttribution(store, 0, [0, 2])
-    assert others.exit_reason(1) == ""
+    peer = FailureAttribution(store, 0, [0, 2])
+    assert peer.exit_reason(1) == ""
     for error in (ConfigError("the disk\n  is full."), KeyError("w")):
         try:
-            with telling_why(store, 2, 4):
+            with recorded_exit_reason(store, 2, 4):
                 raise error
         except (ConfigError, KeyError):
             pass
-        assert others.exit_reason(1) == {ConfigError: "the disk is full.", KeyError: "KeyError: 'w'"}[type(error)]
+        assert peer.exit_reason(1) == {ConfigError: "the disk is full.", KeyError: "KeyError: 'w'"}[type(error)]
 
 
-def test_who_ends_because_another_is_missing_says_nothing_of_its_own():
+def test_a_rank_that_misses_a_peer_records_no_reason():
     store = HashStore()
     try:
-        with telling_why(store, 1, 2):
+        with recorded_exit_reason(store, 1, 2):
             raise ExchangeFailed("rank 0 is missing")
     except ExchangeFailed:
         pass
@@ -36,21 +35,21 @@ def test_who_ends_because_another_is_missing_says_nothing_of_its_own():
 
 
 def ending(group):
-    """Rank 1 finds that its disk is full; what rank 0 says then."""
-    world = context_of(group)
-    if not world.is_rank_zero:
-        with telling_why(world.store, world.rank, world.size):
+    """Rank 1 fails with a full disk, and rank 0 misses it."""
+    context = context_of(group)
+    if not context.is_rank_zero:
+        with recorded_exit_reason(context.store, context.rank, context.size):
             raise ConfigError("the disk is full.")
-    world.barrier()
+    context.barrier()
 
 
-def test_a_rank_that_is_missed_is_named_with_its_reason():
+def test_a_missing_rank_is_named_with_its_exit_reason():
     (code, error), (other, _) = outcomes(2, ending)
     assert (code, other) == (0, 1)
     assert "rank 1: it has ended, with: the disk is full. What was saved before this round is valid." in str(error)
 
 
-def test_a_connection_that_was_closed_is_told_from_one_that_was_silent():
+def test_a_closed_connection_is_distinguished_from_a_silent_one():
     (_, error), (code, _) = outcomes(2, sum_until_killed, 1, 20.0)
     assert code == -signal.SIGKILL
     assert re.match(

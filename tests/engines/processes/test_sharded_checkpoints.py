@@ -19,7 +19,7 @@ from atoll.core.errors import AtollError, CheckpointError, ExchangeFailed
 from atoll.core.events import LimitSet
 from atoll.core.flat_tree import Tree
 from atoll.core.pytree import trees
-from atoll.engines.processes.island_role import CheckpointPart, ShardSlice
+from atoll.engines.checkpoints import CheckpointPart, ShardSlice
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.optim.adam import AdamW

@@ -13,11 +13,10 @@ from atoll.core.events import Arrived, Dispatched, Evaluated, HubLoad, HubRestar
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import ComputeSpan
 from atoll.engines.ray.hub_actor import HubProcess, LoadMeter, WeightPublisher
+from atoll.engines.ray.hub_storage import LostRounds, SavedCheckpoint
 from atoll.engines.ray.messages import (
     HubProcessSpec,
     HubSettings,
-    LostRounds,
-    SavedCheckpoint,
     UpdateMessage,
     tree_bytes,
     tree_view,
@@ -46,7 +45,7 @@ class Store:
 
 
 class MemoryStorage:
-    """A messages.RunStorage and its event log in memory. Positions count events instead of bytes."""
+    """A HubStorage and its event log in memory. Positions count events instead of bytes."""
 
     def __init__(self, full=False):
         self.events, self.checkpoints, self.lines, self.full, self.fails = [], [], [], full, None

@@ -9,8 +9,8 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
 from atoll.engines.driver import RunTask, resume
+from atoll.engines.ray.hub_storage import wait_for_former_hub
 from atoll.engines.ray.launch import RayDriver
-from atoll.engines.ray.process_parts import outlast_hub
 from atoll.engines.ray.spec import Ray
 from atoll.engines.spec import write_spec
 from atoll.runs.folder import RunFolder
@@ -54,8 +54,8 @@ def test_a_driver_that_waits_for_a_hub_logs_it_once_and_holds_nothing_afterwards
         logged.append(line)
         os.close(hub)
 
-    outlast_hub(folder.path, limit_s=20.0, say=log)
-    outlast_hub(folder.path, limit_s=20.0, say=logged.append)
+    wait_for_former_hub(folder.path, timeout_s=20.0, log=log)
+    wait_for_former_hub(folder.path, timeout_s=20.0, log=logged.append)
     assert len(logged) == 1
 
 

@@ -31,10 +31,10 @@ def test_invalid_settings_are_refused(settings, says):
 
 def test_workers_are_islands_and_the_data_are_sharded_for_them():
     run = Ray(processes=3).fitted(demo())
-    assert (run.cluster.islands, run.world.islands, run.data.shards) == (3, 3, 3)
+    assert (run.cluster.islands, run.effective_cluster.islands, run.data.shards) == (3, 3, 3)
     assert Ray(processes=3).fitted(demo("data.shards=2")).data.shards == 2
     pairs = Ray(processes=6).fitted(demo("cluster.devices_per_island=2"))
-    assert (pairs.cluster.islands, pairs.world.islands) == (3, 6), "each device is a worker"
+    assert (pairs.cluster.islands, pairs.effective_cluster.islands) == (3, 6), "each device is a worker"
     with pytest.raises(ConfigError, match=r"processes=3 cannot be islands of cluster.devices_per_island=2"):
         Ray(processes=3).fitted(demo("cluster.devices_per_island=2"))
 

@@ -6,14 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from atoll import recipes
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
+from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Work
 from atoll.engines.ray.messages import TaskMessage, dtype_name, tree_bytes, tree_view
-from atoll.engines.ray.worker import WorkerProcess, WorkerProcessSpec
+from atoll.engines.ray.spec import Ray
+from atoll.engines.ray.worker import WorkerProcess, WorkerProcessSpec, WorkerReplicas
+from atoll.engines.warm_start import load_data
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import initial_weights
+from atoll.runs.run import candidates
 from atoll.testing.simulated_runs import Regression
 
 
@@ -25,7 +30,7 @@ class TimedOut(Exception):
     """Ray's error for a timeout."""
 
 
-class FakeFactory:
+class FakeReplicas:
     """Counts the replicas that it creates."""
 
     fingerprint = "data"
@@ -72,7 +77,7 @@ class FakeHub:
 
 
 def worker(tmp_path, statuses, replies=(), refusal="", algorithm=None):
-    factory = FakeFactory()
+    factory = FakeReplicas()
     hub = FakeHub(factory, statuses, replies, refusal)
 
     def get(found, timeout):
@@ -179,3 +184,21 @@ def test_a_round_without_a_push_is_refused(tmp_path):
     one, _, _ = worker(tmp_path, ["train"], algorithm=NeverPushes(inner_steps=4))
     with pytest.raises(ConfigError, match=r"NeverPushes\.round ended without a push"):
         one.work()
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Counts how often data are loaded."""
+    counted = []
+    monkeypatch.setattr("atoll.engines.ray.worker.load_data", lambda *given: counted.append(given) or load_data(*given))
+    return counted
+
+
+def test_a_worker_loads_its_data_once(loads):
+    run = Ray(processes=2).fitted(override(recipes.toy_async(), ["data.examples=512", "data.eval_examples=128"], candidates))
+    replicas = WorkerReplicas(run.resolved, (), None, 2)
+    assert len(replicas.fingerprint) > 0
+    assert len(loads) == 1
+    single = WorkerReplicas(run.resolved, (), None, 1)
+    on_two, on_one = (len(found.replica(0).tensors()["parameters"]) for found in (replicas, single))
+    assert on_two == 2 * on_one, "each of its devices has a copy"

@@ -32,8 +32,7 @@ from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.optim.staleness import Polynomial
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.cluster import Away, Cluster, Lost, Outage
-from atoll.runs.network import CONTROL_BYTES, Link
+from atoll.runs.cluster import CONTROL_BYTES, Away, Cluster, Link, Lost, Outage
 from atoll.testing.conformance import detached
 from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, simulate, simulator
 

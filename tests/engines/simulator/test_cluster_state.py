@@ -8,8 +8,7 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
 from atoll.core.events import CaughtUp, Computed, Exchanged, IslandJoined, IslandLeft, RoundFinished
 from atoll.optim.adam import AdamW
-from atoll.runs.cluster import Away, Cluster, Lost
-from atoll.runs.network import Link
+from atoll.runs.cluster import Away, Cluster, Link, Lost
 from atoll.testing.simulated_runs import Regression, simulate, simulator
 
 

@@ -20,8 +20,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.cluster import Cluster, Lost
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link, Lost
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate, simulator
 
 UNEQUAL = (0.58, 0.75, 1.51, 3.33)

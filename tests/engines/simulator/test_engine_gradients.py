@@ -15,8 +15,7 @@ from atoll.core.events import Computed, Exchanged, IslandJoined, RoundFailed, Ro
 from atoll.core.protocols import whole_steps
 from atoll.optim.delayed_nesterov import Buffered
 from atoll.optim.sgd import SGD, Nesterov
-from atoll.runs.cluster import Cluster, Lost
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link, Lost
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
 

@@ -20,8 +20,7 @@ from atoll.core.protocols import Work
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
-from atoll.runs.cluster import Away, Cluster, Lost
-from atoll.runs.network import Link, all_gather, all_reduce, reduce_scatter
+from atoll.runs.cluster import Away, Cluster, Link, Lost, all_gather, all_reduce, reduce_scatter
 from atoll.testing.conformance import detached
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate, simulator
 

@@ -18,8 +18,7 @@ from atoll.core.protocols import Gradient, own, sharded, shared
 from atoll.engines.replicated_state import donated, pending_tokens
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.runs.cluster import Cluster, Lost
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link, Lost
 from atoll.testing.conformance import digests
 from atoll.testing.simulated_runs import simulate
 

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from atoll.core.config.type_hints import has_default, is_record, joined, settable
+from atoll.core.config.type_checks import has_default, is_record, joined, settable
 from atoll.core.errors import ConfigError
 
 

@@ -27,7 +27,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from atoll.core.config.settings import NO_PRESETS, WORDS, Candidates, Presets, describe, no_candidates, paths, text_of, type_text
-from atoll.core.config.type_hints import (
+from atoll.core.config.type_checks import (
     default_of,
     has_default,
     hints_of,

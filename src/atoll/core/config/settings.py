@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from atoll.core.config.type_hints import hints_of, is_protocol, is_record, item_hints, joined, members_of, settable
+from atoll.core.config.type_checks import hints_of, is_protocol, is_record, item_hints, joined, members_of, settable
 
 Candidates = Callable[[Any], Sequence[type]]
 """Which dataclasses may stand where a Protocol is asked for. A generic Protocol is asked about without its arguments."""

@@ -17,7 +17,7 @@ import torch
 
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm
-from atoll.core.state_packing import pack
+from atoll.core.serialization import pack
 from atoll.engines.driver import digest_without_islands
 from atoll.engines.elastic.commit import QuorumSource
 from atoll.engines.elastic.engine import BehindQuorum, CommittedRound, ElasticEngine, RoundInputs, StateUnconfirmed, TrainingPlan
@@ -29,13 +29,13 @@ from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Sna
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.training_setup import loss_of, replica_of
-from atoll.engines.warm_start import Cache, WarmStart, load_data, warm_up
+from atoll.engines.warm_start import Cache, WarmStart, get_warm_start, load_data
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import device_of, dtype_of
 from atoll.runs.validation import check_devices_share_batch
-from atoll.runs.workloads import fingerprint, island_workload, needs_weights, plain_workload
+from atoll.runs.workloads import data_fingerprint, partitioned_by_weights, sharded_workload, single_shard_workload
 from atoll.telemetry.sinks import NullSink
 
 _POLL_S, _QUERY_S = 0.2, 1.0
@@ -93,18 +93,18 @@ class IslandProcess:
         """Load the data, and build the engine, the leader log and the recovery."""
         run, folder, cache = self._run, self._folder, Cache()
         data = load_data(run, cache)
-        plain = plain_workload(run, data)
-        if folder is None and needs_weights(run):
+        plain = single_shard_workload(run, data)
+        if folder is None and partitioned_by_weights(run):
             raise ConfigError(
                 f"{self._name} joins from another machine, and this run's data are partitioned by the weights of its warm start, "
                 f"which are in the run's folder. Use data.partition=random, or start all islands on the machine with the folder."
             )
         if folder is not None:
-            warm = warm_up(run, plain, file=folder.warm_start, cache=None, sink=NullSink())
+            warm = get_warm_start(run, plain, file=folder.warm_start, cache=None, sink=NullSink())
         else:  # a joiner fetches the weights
             warm = WarmStart(initial_weights(plain, device_of(run), dtype_of(run)), 0, math.nan)
-        workload = island_workload(run, data, warm.params)
-        origin = {"run": digest_without_islands(run), "data": fingerprint(workload)}
+        workload = sharded_workload(run, data, warm.params)
+        origin = {"run": digest_without_islands(run), "data": data_fingerprint(workload)}
         number = _island_number(self._name)
         (device, *more_devices), loss = self._claim_devices(number), loss_of(run, workload)
         self._leader_log: LeaderLog | None = None
@@ -118,7 +118,7 @@ class IslandProcess:
         membership: QuorumSource = self._membership
         if self._interposer is not None:
             algorithm, membership = self._interposer.algorithm(algorithm), self._interposer.membership(membership)
-        pause_s = (self._spec.step_delay or 0.0) * run.world.step_time(number % run.world.islands, run.seed)
+        pause_s = (self._spec.step_delay or 0.0) * run.effective_cluster.step_time(number % run.effective_cluster.islands, run.seed)
         self._engine = ElasticEngine(
             algorithm,
             membership,
@@ -126,7 +126,9 @@ class IslandProcess:
             warm.params.to(device),
             workload.batches,
             lambda: replica_of(run, workload, loss, number, device, more_devices),
-            TrainingPlan(run.world.islands, run.train.steps, self._spec.max_delta_ratio, self._spec.quorum_timeout_s, pause_s),
+            TrainingPlan(
+                run.effective_cluster.islands, run.train.steps, self._spec.max_delta_ratio, self._spec.quorum_timeout_s, pause_s
+            ),
             self._log,
         )
 
@@ -219,7 +221,7 @@ class IslandProcess:
     # ---------------------------------------------------------------------------------------------------------- the beginning
 
     def _wait_for_planned_islands(self) -> None:
-        planned = self._spec.processes or self._run.world.islands
+        planned = self._spec.processes or self._run.effective_cluster.islands
         deadline_s = time.monotonic() + self._spec.start_timeout_s
         with log_while_waiting(self._log, f"waiting for {planned} islands to begin together"):
             while time.monotonic() < deadline_s:

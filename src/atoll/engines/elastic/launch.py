@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+import os
+import platform
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
+from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm
 from atoll.engines.driver import Driver, Result, RunRequest, RunTask
-from atoll.engines.elastic.rendezvous import free_port, is_free
-from atoll.engines.elastic.spec import Elastic
+from atoll.engines.elastic.island import Interpose, IslandProcess
+from atoll.engines.elastic.membership import log_while_waiting
+from atoll.engines.elastic.recovery import NoState
+from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, free_port, is_free
+from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address
 from atoll.engines.elastic.state_version import refuse_unreplicated
-from atoll.engines.elastic.supervisor import ProcessHooks, Supervisor
+from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
+from atoll.engines.liveness import exit_with
 from atoll.engines.spec import refuse_torchrun, write_spec
 from atoll.runs.run import Run, precision_notice
 from atoll.runs.validation import check_devices_share_batch
@@ -60,9 +75,124 @@ def supervise(task: RunTask) -> None:
     with Fanout(list(task.sinks)) as sink:
         if task.run.train.warm_start_steps:  # once, before the islands that all start from it
             driver = Driver(replace(task, workload=None))
-            driver.make_warm_start(driver.plain_workload(), sink, resuming=False)
+            driver.make_warm_start(driver.single_shard_workload(), sink, resuming=False)
         injected = task.faults.attach(task) if task.faults is not None else nullcontext(ProcessHooks())
         with injected as hooks:
             supervisor = Supervisor(task, sinks=[sink], hooks=hooks)
             task.log(hooks.joining or f"join this run from another machine: atoll run --join {supervisor.address}")
             supervisor.run()
+
+
+JOIN_TIMEOUT_S, LOCAL_TIMEOUT_S = 3600.0, 60.0
+"""How long a joiner, and an island that the supervisor started, look for the run."""
+_POLL_S = 0.2
+
+
+def join_run(address: str, devices: int | None) -> None:
+    """Be one more island of the run at this address, with this number of devices; none: as the run's islands have."""
+    check_address(address)
+    # The run may be started after the joiner. A user who mistyped the address learns how long the joiner looks for it.
+    log(f"looking for the run at {address} for at most {JOIN_TIMEOUT_S:.0f} s; Ctrl-C ends it")
+    # Two containers on one machine's network may have the same host name and the same process id.
+    run_island(address, f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}", None, devices=devices)
+
+
+def run_island(
+    address: str, name: str, folder: Path | None, *, devices: int | None = None, interpose: Interpose | None = None
+) -> NoReturn:
+    """Be the island of this name until the run is over, then end the process.
+
+    Args:
+        address: of the run's rendezvous.
+        name: of the island, unlike all others'.
+        folder: of the run; none on a machine that does not have it.
+        devices: of this island; none: as the run's islands have.
+        interpose: replaces parts of the island, for fault injection.
+    """
+    if folder is not None:
+        end_with_supervisor()
+    os.environ.setdefault("RUST_LOG", "warn")  # torchft logs every quorum
+    try:
+        join_info = fetch_join_info(address, LOCAL_TIMEOUT_S if folder is not None else JOIN_TIMEOUT_S)
+        host = _host_towards(address)
+        torch.set_num_threads(join_info.run.cluster.threads_per_island)
+        log(f"{name} on {platform.node()} ({host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
+        gc.freeze()  # each change of members collects garbage while others wait, and imported modules are none
+        with ExitStack() as stack:
+            island = IslandProcess(join_info, address, host, name, folder, log, interpose, devices)
+            stack.push(lambda kind, error, trace: island.close(wait=kind is None))
+            island.run()
+    except NoState as error:  # another island may have the state that this one could not read
+        exit_with(error, code=STATELESS)
+    except CheckpointError as error:  # in the middle of the run: the supervisor restarts the island
+        exit_with(error, code=1)
+    except BaseException as error:
+        exit_with(error)
+    sys.stdout.flush()
+    os._exit(0)  # threads of the communication may still wait for a peer
+
+
+def run_rendezvous(join_info: Path, address: str) -> NoReturn:
+    """Be the rendezvous of a run until this process is ended."""
+    end_with_supervisor()
+    info = JoinInfo.from_text(join_info.read_text("utf-8"))
+    host, _, port = address.rpartition(":")
+    lighthouse_port = int(info.lighthouse.rpartition(":")[2])
+    try:
+        spec = info.spec
+        rendezvous = Rendezvous(
+            host,
+            int(port),
+            lighthouse_port,
+            info.to_text(),
+            join_limit_s=spec.quorum_timeout_s,
+            silent_s=spec.heartbeat_timeout_s,
+        )
+    except BaseException as error:
+        exit_with(error)
+    try:
+        while True:
+            signal.pause()
+    finally:
+        rendezvous.close()
+
+
+def fetch_join_info(address: str, timeout_s: float) -> JoinInfo:
+    """What the run at this address is."""
+    registry, deadline_s = RegistryClient(address), time.monotonic() + timeout_s
+    with log_while_waiting(log, f"waiting for the run at {address}"):
+        while True:
+            try:
+                text = registry.join_info()
+                if text is not None:
+                    return JoinInfo.from_text(text)
+                missing = ExchangeFailed(f"the run at {address} has published nothing for {timeout_s:.0f} s. Start it again.")
+            except ExchangeFailed as error:
+                missing = error
+            if time.monotonic() > deadline_s:
+                raise missing
+            time.sleep(_POLL_S)
+
+
+def end_with_supervisor() -> None:
+    """End this process when the supervisor does, which holds the other end of its input."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="orphan", daemon=True).start()
+
+
+def log(text: str) -> None:
+    with suppress(OSError):  # a log that cannot be written ends nothing
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)  # noqa: T201, the supervisor redirects it
+
+
+def _host_towards(address: str) -> str:
+    """The address of this machine on the route to the rendezvous."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        found: str = connection.getsockname()[0]
+        return found

@@ -297,7 +297,7 @@ class LeaderLog:
         metadata = {**self._origin, "engine": engine.metadata(), "steps": engine.steps_taken, "lines": lines}
         try:
             lease.sync()  # recovery from the checkpoint looks for its commit in the log
-            self.checkpoints.save(number, {"shared": engine.shared()}, metadata, before_it_counts=check_lease)
+            self.checkpoints.save(number, {"shared": engine.shared()}, metadata, before_rename=check_lease)
         except _LostWhileSaving:
             self._log(f"round {number} is not saved: another island has taken the write lease")
         except CheckpointError as error:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.events import RoundFinished
-from atoll.core.state_packing import Packed, unpack
+from atoll.core.serialization import Packed, unpack
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.leader_log import CommitLog, LeaderLog

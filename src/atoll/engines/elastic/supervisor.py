@@ -153,7 +153,7 @@ class Supervisor:
         lighthouse = _former_lighthouse(join_info, host) or f"{host}:{free_port(host)}"
         join_info.write_text(JoinInfo(task.run, spec, lighthouse).to_text(), "utf-8")
         self.rendezvous = self._child("lighthouse", "rendezvous", str(join_info), self.address)
-        self.islands = [self._island(number) for number in range(spec.processes or task.run.world.islands)]
+        self.islands = [self._island(number) for number in range(spec.processes or task.run.effective_cluster.islands)]
         self._tail = LogTail(self._folder, [*sinks, *hooks.sinks])
 
     def _island(self, number: int) -> Child:

@@ -21,20 +21,11 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned, whole_steps
 from atoll.core.pytree import recycle, trees
 from atoll.engines.accounting import RunAccounting
+from atoll.engines.checkpoints import CheckpointPart, PartLoader, ShardSlice
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.fsdp import FsdpDevice, ShardedModel
-from atoll.engines.processes.island_role import (
-    CheckpointPart,
-    DeviceGroup,
-    IslandRole,
-    PartLoader,
-    ShardSlice,
-    SingleDevice,
-    UpdateCounter,
-    check_sliceable,
-    gather_slices,
-)
+from atoll.engines.processes.island_role import DeviceGroup, IslandRole, SingleDevice, UpdateCounter, check_sliceable, gather_slices
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.replica import ProcessReplica

@@ -30,11 +30,11 @@ from atoll.engines.processes.collectives import LOST
 from atoll.engines.processes.island_role import OwnPartRole
 from atoll.engines.processes.process_group import RankContext
 from atoll.engines.round_record import RoundRecord, WallClock
+from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.optim.schedules import at
 from atoll.replica.flat_parameters import ModuleWeights, copy_buffers, persistent_buffers
 from atoll.replica.forward_backward import Loss, to_device
 from atoll.replica.local_replica import torch_optimizer
-from atoll.runs.two_level import TrainingOnlyReplica
 
 
 class ShardedModel:

@@ -9,8 +9,7 @@ islands come in slices: the devices gather them, and the algorithm inside takes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from atoll.core.layout import Layout, shard_range
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, Work, fields_owned
 from atoll.core.pytree import recycle
 from atoll.engines.accounting import MAX_SKIPPED
+from atoll.engines.checkpoints import CheckpointPart, PartLoader, ShardSlice
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread
@@ -28,28 +28,9 @@ from atoll.engines.processes.process_group import RankContext
 from atoll.engines.processes.replica import ProcessReplica
 from atoll.engines.replicated_state import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.engines.round_record import ExchangeRecord, RoundRecord, WallClock, last_update
+from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.two_level import TrainingOnlyReplica, at_position
-
-
-@dataclass(frozen=True)
-class ShardSlice:
-    """Slice `number` of `count`, one on each island, or on each device of an island."""
-
-    number: int
-    count: int
-    over: Literal["islands", "devices"]
-
-
-class CheckpointPart(NamedTuple):
-    """A part of a checkpoint. Trees in its value are slices if `cut` is given."""
-
-    value: Any
-    cut: ShardSlice | None = None
-
-
-PartLoader = Callable[[str, CheckpointPart], Any]
-"""Loads the value of a part, with the types of the given one; None if the checkpoint has no such part."""
+from atoll.runs.run import with_rate_at
 
 
 class UpdateCounter:
@@ -257,7 +238,7 @@ class DeviceGroup(TrainingOnlyReplica):
         """One round of the algorithm inside, at this position of the schedule."""
         before, record = self._state, self._record
         spans, exchanges = len(record.computed), len(record.island_exchanges)
-        algorithm = at_position(self._algorithm, self._schedule)
+        algorithm = with_rate_at(self._algorithm, self._schedule)
         self._state = owned(await algorithm.round(donated(before), self._replica, self._peers))
         if self._peers.in_background:
             raise ExchangeFailed(

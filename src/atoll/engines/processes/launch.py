@@ -21,9 +21,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.engines.driver import Result, RunRequest
+from atoll.engines.liveness import PEER_MISSING
 from atoll.engines.processes.process_group import started_by_torchrun, torchrun_world_size
-from atoll.engines.processes.rank import run_rank
-from atoll.engines.processes.rank_log import MISSED_ANOTHER, log_of
+from atoll.engines.processes.rank import rank_log_path, run_rank
 from atoll.engines.processes.spec import Processes
 
 _SHUTDOWN_S = 5
@@ -125,12 +125,12 @@ def why(failures: Mapping[int, ProcessFailure], folder: Path) -> str:
     """Which of these failures, by rank, was the first, with its error; and how to resume."""
     first_s = min(failure.timestamp for failure in failures.values())
     rank = min(failures, key=lambda rank: (_consequence(failures[rank], first_s), failures[rank].timestamp, rank))
-    error = last_error(log_of(folder, rank))
+    error = last_error(rank_log_path(folder, rank))
     if failures[rank].exitcode < 0:
         error = f"it was killed by {signal.Signals(-failures[rank].exitcode).name}"
     saved = any((folder / "checkpoints").glob("[0-9]*"))
     advice = f"Resume: atoll run --resume {folder}" if saved else "There is no checkpoint yet."
-    return f"rank {rank} has failed, and the others were stopped: {error or f'see {log_of(folder, rank)}'}. {advice}"
+    return f"rank {rank} has failed, and the others were stopped: {error or f'see {rank_log_path(folder, rank)}'}. {advice}"
 
 
 def _consequence(failure: ProcessFailure, first_s: float) -> int:
@@ -139,7 +139,7 @@ def _consequence(failure: ProcessFailure, first_s: float) -> int:
     if failure.exitcode < 0:
         by_the_agent = failure.exitcode == -signal.SIGTERM or failure.timestamp - first_s >= _SHUTDOWN_S - 1  # in whole seconds
         return 3 if by_the_agent else 0
-    return 2 if failure.exitcode == MISSED_ANOTHER else 1
+    return 2 if failure.exitcode == PEER_MISSING else 1
 
 
 def last_error(log: Path) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
-from contextlib import ExitStack
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Sink, Workload
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.driver import Driver, Prepared, Result, RunRequest, RunTask, digest_without_islands
-from atoll.engines.liveness import ExchangeTimeout
+from atoll.engines.liveness import ExchangeTimeout, exit_with, recorded_exit_reason
 from atoll.engines.processes.engine import ProcessEngine, ProcessSetup
 from atoll.engines.processes.fsdp import ShardedModel
 from atoll.engines.processes.process_group import (
@@ -40,19 +42,18 @@ from atoll.engines.processes.process_group import (
     torchrun_rank,
     torchrun_world_size,
 )
-from atoll.engines.processes.rank_log import RankLog, leave_at_once, own_log, telling_why
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.engines.processes.spec import Processes, gpu_of_rank
 from atoll.engines.processes.transport import first_sentence
 from atoll.engines.spec import read_spec
-from atoll.engines.training_setup import loss_of, replica_of, seed_of
+from atoll.engines.training_setup import loss_of, replica_of, replica_seed
 from atoll.engines.warm_start import WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run, device_of, dtype_of, precision_notice
-from atoll.runs.workloads import needs_weights
+from atoll.runs.workloads import partitioned_by_weights
 
 _PLAN = "plan"
 
@@ -71,22 +72,24 @@ def run_rank(request: RunRequest) -> Result | None:
             folder = RunFolder(request.out or plan.folder)
             task = RunTask(run=plan.run, spec=plan.spec, folder=folder, workload=request.workload)
     except Exception as error:
-        leave_at_once(error)
-    with own_log(task.folder.path, rank) as log, held, telling_why(store, rank, size):
+        exit_with(error)
+    with open_rank_log(task.folder.path, rank) as log, held, recorded_exit_reason(store, rank, size):
         if plan.finished:
             dist.destroy_process_group()
             return task.reopen() if rank == 0 else None
         device = _choose_device(plan)  # before a process group initialises another GPU
         torch.set_num_threads(plan.run.cluster.threads_per_island)
         limit = ExchangeTimeout(plan.spec.exchange_timeout_s)
-        log.say(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s), {device}")
-        log.say(
+        log.write(
+            f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s), {device}"
+        )
+        log.write(
             f"timeouts: {plan.spec.start_timeout_s:g} s outside of rounds; {limit.timeout_s:g} s for an exchange ({limit.reason})"
         )
-        world = _join(plan, store, rank, size)
-        result = RankDriver(task, plan.spec, world, device, log, limit).carry_out()
-        world.barrier()
-        world.close()
+        context = _join(plan, store, rank, size)
+        result = RankDriver(task, plan.spec, context, device, log, limit).carry_out()
+        context.barrier()
+        context.close()
         return result
 
 
@@ -96,6 +99,43 @@ def _start_timeout_s(request: RunRequest) -> float:
     if spec is None and request.out is not None and request.out.is_dir():
         spec = read_spec(request.out)
     return spec.start_timeout_s if isinstance(spec, Processes) else Processes().start_timeout_s
+
+
+# ------------------------------------------------------------------------------------------------------------------ the rank's log
+
+
+def rank_log_path(folder: Path, rank: int) -> Path:
+    return folder / "logs" / f"rank-{rank}.log"
+
+
+class RankLog:
+    """The log of one rank."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=self._file, flush=True)
+
+
+@contextmanager
+def open_rank_log(folder: Path, rank: int) -> Iterator[RankLog]:
+    """The rank's log, which also takes what ranks other than rank 0 print. A rank that fails writes why and exits at once."""
+    path = rank_log_path(folder, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        console = {number: os.dup(number) for number in (1, 2)} if rank != 0 else {}
+        for number in console:
+            os.dup2(file.fileno(), number)
+        try:
+            yield RankLog(file)
+        except BaseException as error:
+            exit_with(error, file)
+        finally:
+            for number, before in console.items():
+                sys.stdout.flush()
+                os.dup2(before, number)
+                os.close(before)
 
 
 # ------------------------------------------------------------------------------------------------------------------- the plan
@@ -237,42 +277,42 @@ class RankDriver(Driver):
     """Carries out one rank's part of a run."""
 
     def __init__(
-        self, task: RunTask, spec: Processes, world: RankContext, device: str, log: RankLog, limit: ExchangeTimeout
+        self, task: RunTask, spec: Processes, context: RankContext, device: str, log: RankLog, limit: ExchangeTimeout
     ) -> None:
         super().__init__(task)
-        self.leads = world.is_rank_zero
-        self._spec, self._world, self._device, self._log, self._limit = spec, world, device, log, limit
-        self.checkpoints = ShardedCheckpoints(self.folder.checkpoints, self.run.keep.checkpoints, world)
+        self.leads = context.is_rank_zero
+        self._spec, self._context, self._device, self._log, self._limit = spec, context, device, log, limit
+        self.checkpoints = ShardedCheckpoints(self.folder.checkpoints, self.run.keep.checkpoints, context)
 
     def run_digest(self) -> str:
         return digest_without_islands(self.run)
 
     def prepare(self, sink: Sink, checkpoint: Checkpoint | None) -> Prepared:
         prepared = super().prepare(sink, checkpoint)
-        self._world.check_equal("data", str(prepared.origin["data"]), "data")
+        self._context.check_equal("data", str(prepared.origin["data"]), "data")
         return prepared
 
     def make_warm_start(self, plain: Workload, sink: Sink, *, resuming: bool) -> WarmStart:
         """Rank 0 makes the warm start and broadcasts it. A resumed run takes its weights from the checkpoint, and needs the warm
         start's only if its data are partitioned by them."""
-        world = self._world
-        if world.is_rank_zero:
+        context = self._context
+        if context.is_rank_zero:
             warm = super().make_warm_start(plain, sink, resuming=resuming)
-            world.set("warm", json.dumps([warm.tokens, repr(warm.loss)]))
+            context.set("warm", json.dumps([warm.tokens, repr(warm.loss)]))
         else:
-            tokens, loss = json.loads(world.get("warm", of=0))
+            tokens, loss = json.loads(context.get("warm", of=0))
             warm = WarmStart(initial_weights(plain, self._device, dtype_of(self.run)), tokens, float(loss))
-        partitioned_by_weights = self.task.workload is None and needs_weights(self.run)
-        return self._broadcast(warm) if partitioned_by_weights or not resuming else warm
+        by_weights = self.task.workload is None and partitioned_by_weights(self.run)
+        return self._broadcast(warm) if by_weights or not resuming else warm
 
     def _broadcast(self, warm: WarmStart) -> WarmStart:
         """Rank 0's weights. Initial weights need no broadcast if all ranks computed the same."""
-        world = self._world
-        world.set(f"begin/{world.rank}", warm.params.digest())
-        if any(world.get(f"begin/{rank}", of=rank) != world.get("begin/0", of=0) for rank in range(world.size)):
+        context = self._context
+        context.set(f"begin/{context.rank}", warm.params.digest())
+        if any(context.get(f"begin/{rank}", of=rank) != context.get("begin/0", of=0) for rank in range(context.size)):
             mine = Tree(warm.params.layout, warm.params.flat.cpu().clone())
-            world.all_ranks.broadcast(mine.flat)
-            self._log.say(f"rank 0 broadcast its weights: {mine.flat.nbytes} bytes to each rank")
+            context.all_ranks.broadcast(mine.flat)
+            self._log.write(f"rank 0 broadcast its weights: {mine.flat.nbytes} bytes to each rank")
             warm = replace(warm, params=mine.to(warm.params.flat.device))
         return warm
 
@@ -280,15 +320,15 @@ class RankDriver(Driver):
         return Evaluator(workload, self._device, dtype_of(self.run))
 
     def build(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> ProcessEngine:
-        run, world, device, workload = self.run, self._world, self._device, prepared.workload
+        run, context, device, workload = self.run, self._context, self._device, prepared.workload
         loss = loss_of(run, workload)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
         setup = ProcessSetup(
             params=prepared.warm_start.params.to(device),
             batches=workload.batches,
             make_replica=lambda number: replica_of(run, workload, loss, number, device),
-            make_sharded=lambda mesh: _sharded_model(run, workload, loss, mesh, device, world.rank),
-            pause_s=self._spec.delay_s(run, world.island),
+            make_sharded=lambda mesh: _sharded_model(run, workload, loss, mesh, device, context.rank),
+            pause_s=self._spec.delay_s(run, context.island),
             evaluate=evaluator or _refuse_evaluation,
             sink=sink,
             steps=run.train.steps,
@@ -296,14 +336,14 @@ class RankDriver(Driver):
             save=self.save,
             save_every=run.rounds(run.keep.save_every),
         )
-        return ProcessEngine(algorithm, world, setup, inside=run.inside, timeout=self._limit)
+        return ProcessEngine(algorithm, context, setup, inside=run.inside, timeout=self._limit)
 
     def restore(self, engine: ProcessEngine, checkpoint: Checkpoint) -> None:
         engine.restore(checkpoint.metadata["engine"], self.checkpoints.loader(checkpoint, engine.parts()))
 
     def write_checkpoint(self, engine: ProcessEngine, metadata: Mapping[str, Any]) -> None:
         self.checkpoints.save(engine.round, engine.parts(), {**metadata, "engine": engine.metadata()})
-        self._log.say(f"saved round {engine.round}; an exchange may take {engine.timeout_s:g} s")
+        self._log.write(f"saved round {engine.round}; an exchange may take {engine.timeout_s:g} s")
 
     def trained(self, engine: ProcessEngine) -> tuple[Tree, Mapping[str, Tensor]]:
         return engine.params(), engine.buffers()
@@ -327,7 +367,7 @@ def _sharded_model(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, d
         device=device,
         bf16=run.train.precision == "bf16",
         loss=loss,
-        seed=seed_of(run, rank),
+        seed=replica_seed(run, rank),
     )
 
 

@@ -33,11 +33,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.pytree import leaves
-from atoll.core.serialization import layout_to_json
-from atoll.core.state_packing import Packed, pack, unpack
-from atoll.engines.checkpoints import Checkpoint, Checkpoints
+from atoll.core.serialization import Packed, layout_to_json, pack, unpack
+from atoll.engines.checkpoints import Checkpoint, CheckpointPart, Checkpoints, PartLoader, ShardSlice
 from atoll.engines.processes.collectives import LOST
-from atoll.engines.processes.island_role import CheckpointPart, PartLoader, ShardSlice
 from atoll.engines.processes.process_group import RankContext
 
 _INDEX = ".metadata"

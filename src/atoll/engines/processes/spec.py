@@ -71,7 +71,7 @@ class Processes:
 
     def delay_s(self, run: Run, island: int) -> float:
         """Seconds that a rank of this island sleeps per batch."""
-        return (self.step_delay or 0.0) * run.world.step_time(island, run.seed)
+        return (self.step_delay or 0.0) * run.effective_cluster.step_time(island, run.seed)
 
     def ignored_settings(self, run: Run) -> str:
         """The cluster settings that real processes ignore, in one line."""

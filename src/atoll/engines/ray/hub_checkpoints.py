@@ -13,7 +13,8 @@ from atoll.core.events import Event, HubRestarted, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import clock_fields
 from atoll.engines.ray.hub_state import HubState
-from atoll.engines.ray.messages import HubProcessSpec, LostRounds
+from atoll.engines.ray.hub_storage import LostRounds
+from atoll.engines.ray.messages import HubProcessSpec
 from atoll.engines.round_record import WallClock
 from atoll.telemetry.event_log import JsonlSink
 

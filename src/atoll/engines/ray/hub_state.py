@@ -40,8 +40,7 @@ from atoll.engines.accounting import (
 )
 from atoll.engines.ray.messages import HubSettings, PullStatus, PushStatus, RoundId, UpdateMessage, tensors_of
 from atoll.engines.training_setup import passed_multiple
-from atoll.runs.cluster import draw
-from atoll.runs.network import CONTROL_BYTES
+from atoll.runs.cluster import CONTROL_BYTES, draw
 
 _OVERDUE_FACTOR, _OVERDUE_S, _FIRST_OVERDUE_S = 10.0, 30.0, 300.0
 """A worker is overdue after this multiple of its last round's time, at least `_OVERDUE_S`; in its first round after the third."""

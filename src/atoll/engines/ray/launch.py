@@ -23,14 +23,14 @@ from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.driver import Driver, Prepared, Result, RunRequest, RunTask
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.engine import RayEngine, WorkerPoolSpec
-from atoll.engines.ray.messages import HubProcessSpec, HubSettings, LostRounds, dtype_name, tree_bytes
-from atoll.engines.ray.process_parts import BEGIN, FolderStorage, Made, lost_after, outlast_hub
+from atoll.engines.ray.hub_storage import INITIAL_WEIGHTS, HubStorage, LostRounds, rounds_after, wait_for_former_hub
+from atoll.engines.ray.messages import HubProcessSpec, HubSettings, dtype_name, tree_bytes
 from atoll.engines.ray.spec import Ray, gpus_per_worker
-from atoll.engines.ray.worker import WorkerProcessSpec
+from atoll.engines.ray.worker import WorkerProcessSpec, WorkerReplicas
 from atoll.engines.spec import refuse_torchrun
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.run import Run, device_of
-from atoll.runs.workloads import fingerprint, needs_weights
+from atoll.runs.workloads import data_fingerprint, partitioned_by_weights
 from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.sinks import Fanout
 
@@ -76,7 +76,7 @@ class RayDriver(Driver):
 
     def carry_out(self) -> Result:
         # An earlier hub may still write the log and a checkpoint.
-        outlast_hub(self.folder.path, limit_s=self._spec.hub_timeout_s, say=self.task.log)
+        wait_for_former_hub(self.folder.path, timeout_s=self._spec.hub_timeout_s, log=self.task.log)
         checkpoint = self.checkpoints.newest()
         lost = self._lost(checkpoint)
         self.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
@@ -88,7 +88,7 @@ class RayDriver(Driver):
             if checkpoint is not None:
                 total = self.run.train.steps
                 with_log.emit(Progress(phase="resume", done=0, total=total, note=f"from round {checkpoint.round}"))
-            save_tree(self.folder.path / BEGIN, prepared.warm_start.params)
+            save_tree(self.folder.path / INITIAL_WEIGHTS, prepared.warm_start.params)
             begin_bytes = log.position()
             log.close()  # from now on the hub writes it
             evaluator = self.make_evaluator(prepared.workload)
@@ -111,7 +111,7 @@ class RayDriver(Driver):
 
     def _lost(self, checkpoint: Checkpoint | None) -> LostRounds:
         """The rounds in the log after the checkpoint. They are computed again."""
-        lost = lost_after(self.folder.events, checkpoint.metadata["events_bytes"] if checkpoint else 0)
+        lost = rounds_after(self.folder.events, checkpoint.metadata["events_bytes"] if checkpoint else 0)
         if checkpoint is None and lost.rounds:
             raise CheckpointError(
                 f"{self.folder.path} has no checkpoint, but its log has {lost.rounds} rounds. A resume would begin again and lose "
@@ -131,9 +131,9 @@ class RayDriver(Driver):
             yield ray
 
     def _engine(self, ray: Any, prepared: Prepared, evaluator: Evaluator, sink: Sink, hub: HubProcessSpec) -> RayEngine:
-        run, spec, given = self.run, self._spec, self.task.workload
-        weights = (ray.put(tree_bytes(prepared.warm_start.params)),) if given is None and needs_weights(run) else ()
-        load = partial(Made, run, weights, given, spec.devices)
+        run, spec, workload = self.run, self._spec, self.task.workload
+        weights = (ray.put(tree_bytes(prepared.warm_start.params)),) if workload is None and partitioned_by_weights(run) else ()
+        load = partial(WorkerReplicas, run, weights, workload, spec.devices)
         return RayEngine(
             ray=ray,
             hub=hub,
@@ -155,7 +155,7 @@ class RayDriver(Driver):
         run, spec, batches, params = self.run, self._spec, prepared.workload.batches, prepared.warm_start.params
         assert isinstance(run.algorithm, AsyncAlgorithm)
         plan, speeds = spec.plan(run)
-        islands = run.world.islands
+        islands = run.effective_cluster.islands
         settings = HubSettings(
             algorithm=run.algorithm,
             plan=plan,
@@ -177,13 +177,13 @@ class RayDriver(Driver):
             begin_bytes=begin_bytes,
             lost=lost,
             session=secrets.token_hex(8),
-            storage=FolderStorage(self.folder.path.absolute(), run.keep.checkpoints, prepared.origin),
-            fingerprint=str(fingerprint(prepared.workload)),
+            storage=HubStorage(self.folder.path.absolute(), run.keep.checkpoints, prepared.origin),
+            fingerprint=str(data_fingerprint(prepared.workload)),
             threads=run.cluster.threads_per_island,
             warm_start_tokens=prepared.warm_start.tokens,
         )
 
-    def _worker_spec(self, worker: int, incarnation: int, load: Callable[[], Made]) -> WorkerProcessSpec:
+    def _worker_spec(self, worker: int, incarnation: int, load: Callable[[], WorkerReplicas]) -> WorkerProcessSpec:
         run, spec = self.run, self._spec
         assert isinstance(run.algorithm, AsyncAlgorithm)
         return WorkerProcessSpec(
@@ -192,7 +192,7 @@ class RayDriver(Driver):
             algorithm=run.algorithm,
             load=load,
             threads=run.cluster.threads_per_island,
-            pause_s=(spec.step_delay or 0.0) * run.world.step_time(worker, run.seed),
+            pause_s=(spec.step_delay or 0.0) * run.effective_cluster.step_time(worker, run.seed),
             timeout_s=spec.hub_timeout_s,
             log=(self.folder.path / "logs" / f"worker-{worker}.log").absolute(),
         )

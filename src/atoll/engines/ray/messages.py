@@ -11,9 +11,9 @@ tensor([1., 1.])
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.protocols import AsyncAlgorithm, Plan, Work
 from atoll.engines.accounting import ComputeSpan
-from atoll.telemetry.event_log import JsonlSink
+from atoll.engines.ray.hub_storage import HubStorage, LostRounds
 
 ByteArray = NDArray[np.uint8]
 
@@ -141,46 +141,6 @@ class HubSettings:
     devices: int = 1
 
 
-class SavedCheckpoint(NamedTuple):
-    """A checkpoint on disk. `load(part, like)` returns one part, with the types of `like`."""
-
-    name: str
-    metadata: Mapping[str, Any]
-    load: Callable[[str, Any], Any]
-
-
-class LostRounds(NamedTuple):
-    """Accepted rounds, and their local updates, that the log has after the last checkpoint."""
-
-    rounds: int
-    local_updates: int
-
-
-class RunStorage(Protocol):
-    """Event log and checkpoints of a run. It travels to the hub's process, and to the process of each hub after it."""
-
-    def lock(self) -> None:
-        """Waits until no other process holds the run's storage, and holds it for the lifetime of this process."""
-
-    def initial_weights(self) -> Tree: ...
-
-    def newest_checkpoint(self) -> SavedCheckpoint | None: ...
-
-    def save_checkpoint(self, round: int, parts: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-        """Writes a checkpoint atomically."""
-
-    def checkpoint_name(self, round: int) -> str: ...
-
-    def lost_rounds(self, after: int) -> LostRounds:
-        """Rounds that the event log has after this many bytes."""
-
-    def open_event_log(self, after: int) -> JsonlSink:
-        """Truncates the event log to this many bytes, and opens it for appending."""
-
-    def log(self, text: str) -> None:
-        """Appends a line to the hub's text log."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class HubProcessSpec:
     """What a hub process is made of.
@@ -201,7 +161,7 @@ class HubProcessSpec:
     begin_bytes: int
     lost: LostRounds
     session: str
-    storage: RunStorage
+    storage: HubStorage
     fingerprint: str
     threads: int
     warm_start_tokens: int

@@ -75,7 +75,7 @@ class Ray:
 
     def worker_slots(self, run: Run) -> int:
         """The largest number of workers at one time."""
-        return max(self.processes or run.world.islands, self.max_workers or 0)
+        return max(self.processes or run.effective_cluster.islands, self.max_workers or 0)
 
     def plan(self, run: Run) -> tuple[Plan, tuple[float, ...]]:
         """The hub's plan on real machines, and the workers' speeds where they are known.
@@ -86,7 +86,9 @@ class Ray:
         assert isinstance(run.algorithm, AsyncAlgorithm)
         plan, delay = run.algorithm.plan, self.step_delay
         if delay:
-            step_times = [run.world.step_time(number, run.seed) * delay for number in range(run.world.islands)]
+            step_times = [
+                run.effective_cluster.step_time(number, run.seed) * delay for number in range(run.effective_cluster.islands)
+            ]
             emulated = plan.pace == "given" and not plan.speeds
             return replace(plan, grace_s=plan.grace_s * delay), tuple(1 / time_s for time_s in step_times) if emulated else ()
         if plan.pace == "given" and not plan.speeds:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import AsyncAlgorithm, Task
+from atoll.core.protocols import AsyncAlgorithm, Task, Workload
 from atoll.engines.accounting import ComputeSpan
 from atoll.engines.processes.replica import ProcessReplica, run_worker_round
 from atoll.engines.ray import bootstrap
@@ -32,25 +32,55 @@ from atoll.engines.ray.messages import (
     TaskMessage,
     UpdateMessage,
     arrays_of,
+    dtype_name,
     ignore_read_only_warning,
     tree_bytes,
     tree_copy,
+    tree_view,
 )
+from atoll.engines.ray.spec import further_devices
 from atoll.engines.round_record import WallClock
+from atoll.engines.training_setup import loss_of, replica_of
+from atoll.engines.warm_start import Cache, load_data
 from atoll.replica.local_replica import LocalReplica
+from atoll.replica.master_weights import initial_weights
+from atoll.runs.run import Run, device_of, dtype_of
+from atoll.runs.workloads import data_fingerprint, sharded_workload, single_shard_workload
 
 _PULL_WAIT_S = 5.0
 
 
-class ReplicaFactory(Protocol):
-    """Has loaded the data, and creates the replicas that a worker trains."""
+class WorkerReplicas:
+    """Loads the data in the worker's process, once, and creates the replicas that the worker trains.
+
+    Args:
+        run: resolved.
+        weights: a reference to the bytes of the warm start, if the data are partitioned by it.
+        workload: trained instead of the Run's model and data.
+        devices: of the worker.
+    """
+
+    def __init__(self, run: Run, weights: tuple[Any, ...], workload: Workload | None, devices: int) -> None:
+        self._run, self._devices = run, devices
+        self._workload = workload or self._load(weights)
+        self._loss = loss_of(run, self._workload)
+
+    def _load(self, weights: tuple[Any, ...]) -> Workload:
+        run, data = self._run, load_data(self._run, Cache())
+        if not weights:  # the partition does not depend on weights
+            return sharded_workload(run, data, Tree.of({}))
+        like = initial_weights(single_shard_workload(run, data), device_of(run), dtype_of(run))
+        return sharded_workload(run, data, tree_view(bootstrap.library().get(weights[0]), like.layout, dtype_name(like)).copy())
 
     @property
     def fingerprint(self) -> str:
         """Of the data."""
+        return str(data_fingerprint(self._workload))
 
     def replica(self, worker: int) -> LocalReplica:
         """A replica with a fresh optimizer."""
+        devices = further_devices(device_of(self._run), self._devices)
+        return replica_of(self._run, self._workload, self._loss, worker, more_devices=devices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +96,7 @@ class WorkerProcessSpec:
     worker: int
     incarnation: int
     algorithm: AsyncAlgorithm[Any]
-    load: Callable[[], ReplicaFactory]
+    load: Callable[[], WorkerReplicas]
     threads: int
     pause_s: float
     timeout_s: float
@@ -84,7 +114,7 @@ class WorkerProcess:
         self._about = f"process {os.getpid()} on {platform.node()}, {spec.threads} thread(s)"
         self._log(f"incarnation {spec.incarnation}: {self._about}")
         self._clock = WallClock()
-        self._factory: ReplicaFactory
+        self._replicas: WorkerReplicas
         self._replica: LocalReplica
         self._last: RoundId | None = None
 
@@ -107,8 +137,8 @@ class WorkerProcess:
 
     def _work(self) -> int:
         rounds, spec = 0, self._spec
-        self._factory = spec.load()
-        self._replica = self._factory.replica(spec.worker)
+        self._replicas = spec.load()
+        self._replica = self._replicas.replica(spec.worker)
         self._register()
         while True:
             wait_s = self._client.wait_s(_PULL_WAIT_S)
@@ -129,13 +159,13 @@ class WorkerProcess:
     def _register(self) -> None:
         if self._last is not None:
             self._reset("the hub does not know this worker")
-        reason = self._client.call("register", self._spec.worker, self._spec.incarnation, self._factory.fingerprint, self._about)
+        reason = self._client.call("register", self._spec.worker, self._spec.incarnation, self._replicas.fingerprint, self._about)
         if reason:
             raise ConfigError(reason)
 
     def _reset(self, why: str) -> None:
         """Continues with a fresh inner optimizer."""
-        self._replica, self._last = self._factory.replica(self._spec.worker), None
+        self._replica, self._last = self._replicas.replica(self._spec.worker), None
         self._log(f"resets its optimizer: {why}")
 
     def _round(self, task: TaskMessage) -> int:
@@ -171,7 +201,7 @@ class WorkerProcess:
         status: PushStatus = self._client.call("push", update, reference)
         self._last = round_id
         if status == "refused":  # the optimizer's moments are as unusable as the update
-            self._replica = self._factory.replica(self._spec.worker)
+            self._replica = self._replicas.replica(self._spec.worker)
         if status not in ("accepted", "finished"):
             self._log(f"round {round_id[0]}: {status}")
 

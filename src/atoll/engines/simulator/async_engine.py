@@ -43,8 +43,7 @@ from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.engines.training_setup import passed_multiple
 from atoll.replica.forward_backward import ModuleTraits
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.cluster import Cluster, draw
-from atoll.runs.network import CONTROL_BYTES
+from atoll.runs.cluster import CONTROL_BYTES, Cluster, draw
 
 
 @dataclass
@@ -131,7 +130,7 @@ class SimWorkers:
 
     def predict(self, worker: SimWorker, dispatch: Dispatch, num_bytes: int) -> None:
         """Predicts when the worker has its weights, has trained, and its update arrives."""
-        link = self._cluster.line(worker.id)
+        link = self._cluster.link_of(worker.id)
         worker.begin_s = dispatch.time_s + link.latency_s + num_bytes / link.down_bytes_per_s
         worker.end_s = worker.begin_s + self.duration_s(worker.id, dispatch.round, dispatch.steps)
         worker.arrival_s = worker.end_s + link.latency_s + num_bytes / link.up_bytes_per_s
@@ -314,7 +313,7 @@ class AsyncSimEngine:
         return Wait(start)
 
     def start_push(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, task: ClockTask) -> None:
-        link = self.cluster.line(worker.id)
+        link = self.cluster.link_of(worker.id)
         arrival_s = task.now_s + link.latency_s + delta.nbytes / link.up_bytes_per_s
         task.resume_at(arrival_s, lambda: self._arrive(worker, dispatch, delta, arrival_s))
 
@@ -325,7 +324,7 @@ class AsyncSimEngine:
         self._now_s, before = now_s, self.accounting.totals.local_updates
         next_s = self._workers.next_arrival_s(but=worker.id)
         self.accounting.sent([worker.id], [delta.nbytes], [CONTROL_BYTES])
-        if self.cluster.heard(worker.id, dispatch.round, self._setup.seed):
+        if self.cluster.delivers(worker.id, dispatch.round, self._setup.seed):
             seconds = math.fsum(span.end_s - span.start_s for span in worker.spans)
             self._apply(self.hub.push(Push(worker.id, dispatch.round, delta, seconds or None), now_s, next_s))
         elif self.hub.scheduler.open_dispatch(worker.id, dispatch.round) is not None:  # not a second delivery of the same update
@@ -399,7 +398,7 @@ class AsyncSimEngine:
 
     def _schedule_changes(self) -> None:
         """Schedules all joins and leaves that remain, before anything else, so that they come first among events of one moment."""
-        for time_s, island, joins in self.cluster.changes()[self._changes_done :]:
+        for time_s, island, joins in self.cluster.membership_changes()[self._changes_done :]:
             change: Coroutine[Any, Any, None] = self._change(time_s, island, joins)
             self._clock.spawn(f"island {island} {'joins' if joins else 'leaves'}", change, time_s)
 

@@ -17,8 +17,7 @@ from atoll.engines.replicated_state import adopt_shared, reshard, reshard_bytes,
 from atoll.engines.simulator.island_devices import IslandDevices, held_weights, load_held_weights, unshared_fields
 from atoll.engines.simulator.virtual_clock import ClockTask, Wait
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import transfer_s
+from atoll.runs.cluster import Cluster, transfer_s
 
 
 @dataclass
@@ -146,7 +145,7 @@ class ClusterState:
         new = list(self.islands)
         sent = reshard_bytes(before, new)
         start_s = max(island.clock_s for island in self.islands.values())
-        links = {island: self._cluster.line(island) for island in new}
+        links = {island: self._cluster.link_of(island) for island in new}
         end_s = start_s + max(links[i].latency_s + sent[i] / links[i].up_bytes_per_s if sent[i] else 0.0 for i in new)
         for island, slices in zip(self.islands.values(), reshard(list(before.values()), len(new)), strict=True):
             island.state = with_shared(island.state, slices)
@@ -185,7 +184,7 @@ class ClusterState:
         # An island whose messages are lost in this round serves others only if no other donor is there.
         donor = min(donors, key=lambda d: (not self._factory.is_heard(d.id, list(self.islands)), d.uplink_free_s, d.id))
         begin_s = max(start_s, donor.uplink_free_s)
-        donor.uplink_free_s = begin_s + transfer_s(num_bytes, self._cluster.line(donor.id), self._cluster.line(island))
+        donor.uplink_free_s = begin_s + transfer_s(num_bytes, self._cluster.link_of(donor.id), self._cluster.link_of(island))
         self._accounting.ledgers[donor.id].sent_bytes += num_bytes
         return donor.id, num_bytes, donor.uplink_free_s
 

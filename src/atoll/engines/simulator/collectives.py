@@ -18,8 +18,15 @@ from atoll.core.protocols import Mean, Scattered, Sink
 from atoll.core.pytree import memory_of
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.simulator.virtual_clock import ClockTask
-from atoll.runs import network
-from atoll.runs.network import CONTROL_BYTES, Cost, Link, Topology
+from atoll.runs.cluster import (
+    CONTROL_BYTES,
+    CollectiveCost,
+    Link,
+    Topology,
+    all_gather_cost,
+    all_reduce_cost,
+    reduce_scatter_cost,
+)
 
 _CONTROL_BYTES = {"mean": 2 * CONTROL_BYTES, "reduce_scatter": 2 * CONTROL_BYTES, "total": CONTROL_BYTES, "all_gather": 0}
 """Control bytes to each peer: a weight and whether the tree is finite; a number; nothing."""
@@ -97,7 +104,7 @@ class SimCollectives:
     def gather_weights(self, whole: Tree, start_s: float) -> float:
         """Every member sends its slice of these weights, outside of the algorithm's calls. Returns when that ends."""
         count = len(self.islands)
-        cost = network.all_gather(whole.numel, whole.flat.element_size(), self.links)
+        cost = all_gather_cost(whole.numel, whole.flat.element_size(), self.links)
         event = self.accounting.exchanged(
             "all_gather",
             islands=self.islands,
@@ -162,18 +169,18 @@ class SimCollectives:
             if not tree.borrowed and memory_of(tree) not in self.kept:
                 tree.release()
 
-    def _cost(self, what: str, heard: Sequence[Contribution]) -> Cost:
+    def _cost(self, what: str, heard: Sequence[Contribution]) -> CollectiveCost:
         if not heard:  # every island sent, and no message arrived
-            return Cost(max(link.latency_s for link in self.links), [])
+            return CollectiveCost(max(link.latency_s for link in self.links), [])
         links, item_bytes = [self.links[c.rank] for c in heard], heard[0].tree.flat.element_size()
         if what == "mean":
-            return network.all_reduce(heard[0].tree.numel, item_bytes, links, self.topology)
+            return all_reduce_cost(heard[0].tree.numel, item_bytes, links, self.topology)
         if what == "total":  # a few bytes, which count as control bytes
-            cost = network.all_reduce(len(heard), CONTROL_BYTES, links, self.topology)
-            return Cost(cost.seconds, [0] * len(heard))
+            cost = all_reduce_cost(len(heard), CONTROL_BYTES, links, self.topology)
+            return CollectiveCost(cost.seconds, [0] * len(heard))
         if what == "reduce_scatter":
-            return network.reduce_scatter(heard[0].tree.numel, item_bytes, links)
-        return network.all_gather(sum(c.tree.numel for c in heard), item_bytes, links)
+            return reduce_scatter_cost(heard[0].tree.numel, item_bytes, links)
+        return all_gather_cost(sum(c.tree.numel for c in heard), item_bytes, links)
 
     def _check_usable(self, result: Scattered | Mean, heard: Sequence[Contribution], time_s: float) -> None:
         """The last exchange of a round decides whether its update is skipped."""

@@ -45,7 +45,7 @@ from atoll.engines.training_setup import DataPositions, TrainingSetup, passed_mu
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
 from atoll.runs.cluster import Cluster
-from atoll.runs.two_level import check_inside
+from atoll.runs.validation import check_two_level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class SimEngine:
             )
         check_exchange_dtype(algorithm, setup.params.layout)
         if inside is not None:
-            check_inside(algorithm, inside)
+            check_two_level(algorithm, inside)
             check_exchange_dtype(inside, setup.params.layout)
         if steps < 1 or steps % per_round:
             raise ConfigError(
@@ -279,7 +279,7 @@ class SimEngine:
         return SimCollectives(
             islands=islands,
             heard=[self.is_heard(island, islands) for island in islands],
-            links=[self.cluster.line(island) for island in islands],
+            links=[self.cluster.link_of(island) for island in islands],
             topology=self.cluster.topology,
             accounting=self.accounting,
             sink=self._sink,
@@ -360,7 +360,7 @@ class SimEngine:
 
     def is_heard(self, island: int, islands: Sequence[int]) -> bool:
         """A single island sends no messages, so none can be lost."""
-        return len(islands) == 1 or self.cluster.heard(island, self.round, self._setup.seed)
+        return len(islands) == 1 or self.cluster.delivers(island, self.round, self._setup.seed)
 
     # -------------------------------------------------------------------------------------------------------------- saving
 

@@ -28,10 +28,11 @@ from atoll.engines.simulator.collectives import SimCollectives
 from atoll.engines.simulator.compute_pool import TimedCompute
 from atoll.engines.simulator.peers import Compute, SimPeers, SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
+from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.replica.flat_parameters import FlatModule
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
-from atoll.runs.two_level import TrainingOnlyReplica, at_position
+from atoll.runs.run import with_rate_at
 
 
 class WeightHolder(Protocol):
@@ -188,7 +189,7 @@ class IslandDevices:
     def start_round(self, clock: VirtualClock, schedule: int, task: ClockTask) -> None:
         """Starts a round of the intra-island algorithm at this schedule position. `task` resumes when the last device is done."""
         self._collectives, self._schedule = self._new_collectives(), schedule
-        algorithm = at_position(self._intra.algorithm, schedule)
+        algorithm = with_rate_at(self._intra.algorithm, schedule)
         before, running = [device.state for device in self.members], set(range(len(self.members)))
 
         def leave(rank: int, peers: SimPeers, over: ClockTask) -> None:

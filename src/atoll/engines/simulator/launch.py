@@ -12,7 +12,8 @@ from atoll.engines.driver import Driver, Prepared, Result, RunRequest
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.engine import SimEngine, SimSetup
-from atoll.engines.spec import Simulator, refuse_torchrun
+from atoll.engines.simulator.spec import Simulator
+from atoll.engines.spec import refuse_torchrun
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.run import Run, device_of, precision_notice
@@ -45,7 +46,7 @@ def engine_of(
     """The simulator for this run: with synchronous rounds, or with a hub."""
     loss = loss_of(run, workload)
     common: dict[str, Any] = {
-        "cluster": run.world,
+        "cluster": run.effective_cluster,
         "params": params,
         "batches": workload.batches,
         "make_replica": lambda island: replica_of(run, workload, loss, island),
@@ -58,7 +59,7 @@ def engine_of(
     }
     every = (run.keep.evaluate_every, run.keep.save_every)
     if isinstance(run.algorithm, AsyncAlgorithm):  # intervals are steps per island there too, and count the steps of all
-        evaluate_every, save_every = (steps * run.world.islands for steps in every)
+        evaluate_every, save_every = (steps * run.effective_cluster.islands for steps in every)
         return AsyncSimEngine(run.algorithm, SimSetup(evaluate_every=evaluate_every, save_every=save_every, **common))
     evaluate_every, save_every = (run.rounds(steps) for steps in every)
     setup = SimSetup(evaluate_every=evaluate_every, save_every=save_every, **common)
@@ -71,7 +72,7 @@ def batched_compute_of(run: Run, workload: Workload, sink: Sink) -> BatchedCompu
         return None
     return BatchedCompute(
         run.train.together,
-        run.world.islands * run.world.devices_per_island,
+        run.effective_cluster.islands * run.effective_cluster.devices_per_island,
         workload.loss,
         compiled=run.train.compile,
         on_decision=lambda how, why: sink.emit(Arranged(how=how, why=why)),

@@ -20,7 +20,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Peers, Replica
 from atoll.engines.elastic.commit import QuorumSource
 from atoll.engines.elastic.island import Interpose
-from atoll.engines.elastic.join import run_island
+from atoll.engines.elastic.launch import run_island
 from atoll.engines.elastic.membership import Quorum
 from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.testing.chaos.faults import FaultScript, UpdateFault

@@ -14,8 +14,7 @@ from torch import Tensor
 from atoll.core.errors import CheckpointError, TreeDonated
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Work, own, sharded, shared
-from atoll.core.serialization import read_tensors, write_tensors
-from atoll.core.state_packing import Packed, pack, unpack
+from atoll.core.serialization import Packed, pack, read_tensors, unpack, write_tensors
 
 torch.set_num_threads(1)
 

@@ -22,9 +22,8 @@ from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.replica.flat_parameters import trainable_weights
 from atoll.runs.cluster import Cluster
-from atoll.runs.finetuning import FinetuningWorkload
 from atoll.runs.run import Keep, Run, Train
-from atoll.runs.workloads import fingerprint, island_workload, plain_workload
+from atoll.runs.workloads import FinetuningWorkload, data_fingerprint, sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import read_events
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 
@@ -54,7 +53,7 @@ def finetuning(place):
 @pytest.fixture(scope="module")
 def workload(finetuning):
     run = finetuning.resolved
-    return plain_workload(run, run.data.load())
+    return single_shard_workload(run, run.data.load())
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ def test_batches_weighted_by_tokens_are_one_big_batch(finetuning, workload):
     """The identity on which algorithms with `weigh=tokens` rest."""
     parts = [gradient_of(workload, workload.batches.batch(0, position)) for position in range(3)]
     run = replace(finetuning, train=replace(finetuning.train, batch_size=12)).resolved
-    loss, gradient, tokens = gradient_of(workload, plain_workload(run, run.data.load()).batches.batch(0, 0))
+    loss, gradient, tokens = gradient_of(workload, single_shard_workload(run, run.data.load()).batches.batch(0, 0))
     assert len({count for _, _, count in parts}) > 1, "the batches differ in tokens, or this shows nothing"
     assert sum(count for _, _, count in parts) == tokens
     assert sum(float(part) * count for part, _, count in parts) / tokens == pytest.approx(loss.item(), rel=1e-6)
@@ -135,10 +134,10 @@ def test_the_tokenizer_is_the_models_own_unless_another_is_named(finetuning):
 
 def test_the_fingerprint_is_of_model_and_examples(finetuning, workload, tmp_path):
     other = Pretrained(path=str(save_tiny_model(tmp_path / "other", seed=1)))
-    run, mine = finetuning.resolved, fingerprint(workload)
-    assert mine == fingerprint(plain_workload(run, run.data.load()))
-    assert mine != fingerprint(replace(workload, model=other))
-    assert mine != fingerprint(island_workload(run, run.data.load(), Tree.of({})))
+    run, mine = finetuning.resolved, data_fingerprint(workload)
+    assert mine == data_fingerprint(single_shard_workload(run, run.data.load()))
+    assert mine != data_fingerprint(replace(workload, model=other))
+    assert mine != data_fingerprint(sharded_workload(run, run.data.load(), Tree.of({})))
 
 
 # ---------------------------------------------------------------------------------------------------------------- whole runs
@@ -169,7 +168,7 @@ def test_weighted_by_tokens_it_does_not_matter_how_an_update_is_cut(size, pieces
 
 def test_a_run_counts_the_tokens_it_learnt_from(finetuning, straight):
     run = finetuning.resolved
-    batches = island_workload(run, run.data.load(), Tree.of({})).batches
+    batches = sharded_workload(run, run.data.load(), Tree.of({})).batches
     read = sum(batches.tokens(batches.batch(shard, position)) for shard in range(2) for position in range(6))
     assert straight.summary.tokens == read
 
@@ -253,7 +252,7 @@ def test_examples_longer_than_the_model_reads_leave_no_folder(finetuning, tmp_pa
 
 def test_another_models_tokenizer_is_refused(workload):
     beyond = FinetuningWorkload(workload.model, replace(workload.data, largest_id=999))
-    with pytest.raises(ConfigError, match=r"hold the token 999, and the model in .* knows 257"):
+    with pytest.raises(ConfigError, match=r"hold the token 999, and the model in .* has 257"):
         beyond.module()
 
 
