@@ -7,8 +7,7 @@
     here   betas = (b1, b2)    state.mean = m    state.square = v    state.step = t - 1
 
 Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101. Both have the bits of torch's plain form.
-Which weights decay is a matter of ranges in the buffer. A piece knows its whole tensor's shape, so a chunk or a shard decays as
-the whole would.
+The weights that decay are ranges of the buffer. A piece has its whole tensor's shape, so a chunk or a shard decays as the whole.
 """
 
 from __future__ import annotations
@@ -25,20 +24,13 @@ from atoll.core.layout import Layout
 from atoll.optim.in_place import Moments, check_layouts, fused_adamw, release_donated, rule_update
 from atoll.optim.schedules import Schedule, at, at_least_zero, below_one, check_lr
 
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Parts of a buffer as (start, stop), in order."""
+Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of a buffer, as (start, stop), in order
 
 
 class AdamState(NamedTuple):
-    """Attributes:
-    step: updates so far; the position on the schedule.
-    mean: the fading mean of the gradients.
-    square: the fading mean of their squares.
-    """
-
-    step: int
-    mean: Tree
-    square: Tree
+    step: int  # updates so far; the position on the schedule
+    mean: Tree  # the fading mean of the gradients
+    square: Tree  # the fading mean of their squares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +92,8 @@ class AdamW:
     def update_in_place(self, params: Tree, gradient: Tree, state: AdamState) -> tuple[Tree, AdamState]:
         """`update` to within rounding, by torch's fused kernel in the buffers of `state`, and of `params` if donated.
 
-        The kernel knows no other place for new weights than that of the old: those that are not donated are copied first. Its bits
-        are its own: an engine uses it always or never. Like `update`, it does to a shard what it does to the whole.
+        The kernel overwrites the old weights: those that are not donated are copied first. Its bits differ from those of `update`,
+        so an engine uses it always or never. A shard gets the bits of the whole.
         """
         check_layouts(params, gradient, state.mean, state.square)
         params = params.claim() if params.donated else params.copy()
@@ -154,7 +146,7 @@ def matrices(layout: Layout) -> Ranges:
 
 
 def complement(ranges: Ranges, numel: int) -> Ranges:
-    """What these ranges leave out of a buffer of this length.
+    """The other ranges of a buffer of this length.
 
     >>> complement(((0, 10), (15, 16)), 20)
     ((10, 15), (16, 20))
@@ -166,7 +158,7 @@ def complement(ranges: Ranges, numel: int) -> Ranges:
 def _adam(
     params: Tree, gradient: Tree, state: AdamState, lr: float, betas: tuple[float, float], eps: float, out: Tree | None
 ) -> tuple[Tree, AdamState]:
-    """The equations at the top of this file. The order of the operations is torch's. `out` is where the new weights go."""
+    """The equations at the top of this file, in torch's order of operations. `out` receives the new weights."""
     b1, b2 = betas
     t = state.step + 1
     mean = state.mean.lerp(gradient, 1 - b1)

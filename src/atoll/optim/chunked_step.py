@@ -1,10 +1,10 @@
-"""One step of an elementwise rule that spares memory: chunk by chunk, and the outcome goes where it is wanted.
+"""One step of an elementwise rule, chunk by chunk, with temporaries of one chunk.
 
-A sharded optimizer keeps its slice of the weights in single precision, is given gradients in the precision that travels, and sends
-the new weights in that precision again. Nothing in between needs more room than a chunk:
+A sharded optimizer keeps its slice of the weights in single precision, receives gradients in the precision of the wire, and sends
+the new weights in that precision again.
 
-- `preview` computes the new weights and keeps nothing else. The rule's new state passes away with each chunk.
-- `step` also keeps the new weights and state: in the old ones' buffers where these are donated, else in buffers of their own.
+- `preview` computes the new weights as they are sent. It drops the rule's new state with each chunk.
+- `step` also keeps the new weights and state: in the old buffers where these are donated, else in new ones.
 
 Both have the bits of `rule.update`, whatever is donated.
 
@@ -34,22 +34,16 @@ from atoll.core.protocols import Rule
 from atoll.core.pytree import trees_in, with_trees
 from atoll.optim.in_place import check_layouts
 
-_CHUNK = 1 << 16  # smaller than for what is computed into buffers of its own: a slice of a model may be small
-_CHUNK_ELSEWHERE = 1 << 22  # where each operation costs a launch, not a trip out of the cache
+_CHUNK = 1 << 16  # smaller than that of `elementwise`: a slice of a model may be small
+_CHUNK_ELSEWHERE = 1 << 22  # on a GPU, where each operation costs a launch
 _CHUNKS_ELSEWHERE = 32  # of a large slice
 _NOTHING = Tree.of({})
 
 
 class Stepped(NamedTuple):
-    """Attributes:
-    sent: the new weights as they travel.
-    params: the new weights.
-    state: the rule's new state.
-    """
-
-    sent: Tree
-    params: Tree
-    state: Any
+    sent: Tree  # the new weights in the precision of the wire
+    params: Tree  # the new weights
+    state: Any  # of the rule
 
 
 def preview(
@@ -105,13 +99,13 @@ def step(
 
 
 def _kept(tree: Tree) -> Tree:
-    """Where a Tree's successor lies."""
+    """The buffer of a Tree's successor."""
     flat = tree.flat
     return Tree(tree.layout, flat if tree.donated else empty(flat.numel(), flat.dtype, flat.device))
 
 
 def _sent(gradient: Tree, dtype: torch.dtype) -> Tree:
-    """Where the new weights are written: over the gradient, if they have its precision."""
+    """The buffer of the sent weights: the gradient's, if they have its precision."""
     flat = gradient.flat
     if flat.dtype != dtype:
         return Tree(gradient.layout, empty(flat.numel(), dtype, flat.device))
@@ -121,10 +115,10 @@ def _sent(gradient: Tree, dtype: torch.dtype) -> Tree:
 def _chunks(
     rule: Rule, params: Tree, gradient: Tree, state: Any, places: list[Tensor], over: float, times: float
 ) -> Iterator[tuple[list[Tensor], Tree, Any]]:
-    """For each chunk: where its outcome goes, its new weights and the rule's new state on it."""
+    """For each chunk: its output windows, its new weights and the rule's new state on it."""
     on_cpu = params.flat.device.type == "cpu"
     dtype, size = params.flat.dtype, _CHUNK if on_cpu else max(_CHUNK_ELSEWHERE, params.numel // _CHUNKS_ELSEWHERE)
-    # An island may hold a slice of nothing; its rule still counts the step.
+    # An island may hold an empty slice; its rule still counts the step.
     olds = zip(*(t.windows(size) or [t] for t in trees_in((params, gradient, state))), strict=True)
     for (weights, slope, *rest), *into in zip(olds, *(torch.split(place, size) for place in places), strict=True):
         mean = slope.cast(dtype) / over

@@ -1,4 +1,4 @@
-"""Rules over several arrivals, for a hub that takes a step whenever a worker comes in.
+"""Rules over several arrivals, for a hub that takes a step at every arrival.
 
 With momentum at every arrival, k deltas in turn move the weights much further than one step on their mean: four equal ones 12.1
 times their length instead of 1.9 (Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, eq. 5).
@@ -44,15 +44,9 @@ from atoll.optim.schedules import Schedule, at, below_one, check_lr
 
 
 class DelayedState(NamedTuple):
-    """Attributes:
-    step: arrivals so far.
-    velocity: the decaying sum of the periods' means.
-    total: the sum of the gradients of the period so far; zero at its start.
-    """
-
-    step: int
-    velocity: Tree
-    total: Tree
+    step: int  # arrivals so far
+    velocity: Tree  # the decaying sum of the periods' means
+    total: Tree  # the sum of the gradients of the period so far; zero at its start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +56,7 @@ class DelayedNesterov:
     Attributes:
         lr: of a whole period, as in synchronous training. The position on a schedule is the number of whole periods so far, so
             that all arrivals of a period have one rate.
-        momentum: how much of it is kept from period to period.
+        momentum: the share of the velocity that is kept from period to period.
         period: arrivals from one refreshment of the momentum to the next; the number of workers, or a multiple of it.
         activation: the share of the old momentum that each arrival but the last applies; the last applies the rest of the new.
     """
@@ -84,7 +78,7 @@ class DelayedNesterov:
         if not 0 <= self.activation <= 1 / self.period:
             raise ConfigError(
                 f"activation={self.activation} is outside [0, 1/period] = [0, {1 / self.period:g}]: "
-                f"what {self.period} arrivals apply of the momentum must come to the whole of it, and nothing of it be negative. "
+                f"the shares that {self.period} arrivals apply add up to the whole momentum, and none is negative. "
                 f"Use a value in between, such as the paper's default of 0."
             )
 
@@ -115,7 +109,7 @@ class DelayedNesterov:
         return params.add(ahead, -rate), _added(total, gradient, number)
 
     def _share(self, number: int) -> float:
-        """How much of the momentum an arrival applies, in shares of a period's gradient. Over a period it is `period`."""
+        """The share of the momentum that an arrival applies, in units of a period's gradient: `period` over a whole period."""
         last = number == self.period - 1
         return self.period * (1 - (self.period - 1) * self.activation if last else self.activation)
 
@@ -144,23 +138,16 @@ class DelayedNesterov:
 
 
 class BufferedState(NamedTuple):
-    """Attributes:
-    waiting: how many gradients are in the sum.
-    total: their sum, in order of arrival; zero while there are none.
-    inner: the rule's own state.
-    """
-
-    waiting: int
-    total: Tree
-    inner: Any
+    waiting: int  # the number of gradients in the sum
+    total: Tree  # their sum, in order of arrival; zero at a period's start
+    inner: Any  # the rule's own state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buffered:
-    """Adds up `size` gradients, then takes one step of `rule` on their mean. The weights stay where they are in between.
+    """Adds up `size` gradients, then takes one step of `rule` on their mean. In between the weights do not move.
 
-    The mean has the bits of the mean that synchronous islands agree on, if they arrive in the order of their ranks. A schedule of
-    `rule` counts its own steps, one per period.
+    Gradients that arrive in rank order have the bits of a synchronous mean. A schedule of `rule` counts one step per period.
     """
 
     rule: Rule
@@ -175,7 +162,7 @@ class Buffered:
         if isinstance(self.rule, Buffered):
             raise ConfigError(
                 f"rule={self.rule!r} is itself buffered, within a buffer of {self.size}. "
-                f"Use one Buffered with size={self.size * self.rule.size}: the mean of the means is that of all."
+                f"Use one Buffered with size={self.size * self.rule.size}, which has the same mean."
             )
 
     def init(self, params: Tree) -> BufferedState:
@@ -197,7 +184,7 @@ class Buffered:
     def update_in_place(self, params: Tree, gradient: Tree, state: BufferedState) -> tuple[Tree, BufferedState]:
         """The bits of `update`, computed in the buffers of `state`, and of `params` if donated.
 
-        The step itself is the rule's `update_in_place`, with such bits as that has; with a rule that has none, this is `update`.
+        The step itself is the rule's `update_in_place`, with its bits; for a rule without one, this is `update`.
         """
         check_layouts(params, gradient, state.total)
         last = state.waiting + 1 == self.size

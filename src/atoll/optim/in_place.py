@@ -1,12 +1,12 @@
 """Updates that compute in the buffers of the weights and moments that they replace.
 
-`rule.update` is pure: it keeps its arguments. Many rules also have `update_in_place`, which does the same work in the buffers of
-the rule's state, and of `params` if these are donated; else the new weights lie in a buffer from the pool, because a hub's workers
-may still read the old ones. It keeps nothing of the gradient; a donated gradient's buffer returns to the pool.
+`rule.update` is pure. Many rules also have `update_in_place`, which computes in the buffers of the rule's state, and of `params` if
+these are donated. Else it takes a buffer from the pool for the new weights, because a hub's workers may still read the old ones. A
+donated gradient's buffer returns to the pool.
 
 `update_in_place` takes a quarter (AdamW) to two thirds (Nesterov) of the time of `update`; with donated weights a sixth to a half,
 and no further memory (benchmarks/hub_step.py). No algorithm chooses between the two. `@rule_update` does, by what the engine
-donated, and `hub_algorithm` does for a hub, which owns its moments.
+donated, and `hub_algorithm` for a hub, which owns its moments.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class HubRule:
     """A rule as a hub applies it: its state is the hub's own, so it is always updated in place."""
 
     rule: InPlaceRule
-    gradients: list[Tree] = field(default_factory=list)
-    """What the last update was computed from."""
+    gradients: list[Tree] = field(default_factory=list)  # of the last update
 
     def init(self, params: Tree) -> Any:
         return self.rule.init(params)
@@ -75,7 +74,7 @@ class HubRule:
 
 
 def hub_algorithm(algorithm: A, state: Any) -> A:
-    """The algorithm with its rules updated in place, if its State declares fields that are donated; else itself."""
+    """The algorithm with rules that update in place, if its State declares donated fields; else itself."""
     if not (is_dataclass(algorithm) and is_dataclass(state) and any(f.metadata.get("donated") for f in fields(state))):
         return algorithm
     rules = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
@@ -95,7 +94,7 @@ class HubStep:
         self._rules = [] if self._is_pure else [rule for rule in vars(self._algorithm).values() if isinstance(rule, HubRule)]
 
     def __call__(self, state: Any, arrival: Arrival) -> tuple[Any, list[Tree]]:
-        """The next State, and Trees that nothing but this step needed."""
+        """The next State, and the temporary Trees of this step."""
         delta = arrival.delta
         temporary = [delta] if delta.donated else []
         if self._is_pure:
@@ -106,7 +105,7 @@ class HubStep:
         return state, [*temporary, *(tree for rule in self._rules for tree in rule.gradients if tree is not delta)]
 
 
-# ---------------------------------------------------------------------------------------------------- what rules are made of
+# ------------------------------------------------------------------------------------------------- building blocks of rules
 
 
 def kept(tree: Tree) -> Tree:
@@ -149,11 +148,10 @@ def release_donated(gradient: Tree, but: Tree | None = None) -> None:
 
 # ---------------------------------------------------------------------------------------------------- torch's fused kernels
 # A fused kernel reads and writes each number once: AdamW's takes the time of about two copies, the readable form that of ten. It
-# rounds otherwise in the elements at an end that fill no vector, so a shard would not have the bits of the whole. Those elements
-# are padded to a whole vector (AdamW), or left to the readable form (SGD).
+# rounds differently in the last elements, which fill no vector, so a shard would not have the bits of the whole. Those elements
+# are padded to a whole vector (AdamW), or updated by the readable form (SGD).
 
-VECTOR = 64
-"""Elements; a multiple of every vector width."""
+VECTOR = 64  # elements; a multiple of every vector width
 
 
 class Moments(NamedTuple):
@@ -202,7 +200,7 @@ def fused_adamw(
 
 
 def _cut(moments: Moments, ranges: Iterable[tuple[int, int]]) -> tuple[list[Moments], list[Moments]]:
-    """What fills whole vectors, and what is left at the end of each range."""
+    """The whole vectors of each range, and the rest at its end."""
     bodies, ends = [], []
     for start, stop in ranges:
         middle = stop - (stop - start) % VECTOR
@@ -216,8 +214,8 @@ def _cut(moments: Moments, ranges: Iterable[tuple[int, int]]) -> tuple[list[Mome
 def fused_momentum(
     weights: Tensor, gradient: Tensor, velocity: Tensor, *, lr: float, momentum: float, nesterov: bool, weight_decay: float
 ) -> int:
-    """A step of SGD with momentum in place, on as many elements from the first on as it says: all that fill whole vectors, or none
-    where the kernel has not the bits of the readable form."""
+    """A step of SGD with momentum in place, on whole vectors. Returns the number of elements, from the first on, that it updated:
+    0 where the kernel has not the bits of the readable form."""
     if weights.device.type != "cpu" or weights.dtype not in (torch.float32, torch.float64) or not _rounds_as_the_readable_form():
         return 0
     whole = weights.numel() - weights.numel() % VECTOR
@@ -245,7 +243,7 @@ def _momentum(
 
 @cache
 def _rounds_as_the_readable_form() -> bool:
-    """Where the kernel rounds depends on how torch was compiled: it is tried once, on numbers of which a fourth would show it."""
+    """The kernel's rounding depends on how torch was compiled. It is tried once, on numbers of which a fourth would differ."""
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.float64):
         w, g, m = torch.randn(3, 16 * VECTOR, generator=generator, dtype=dtype)

@@ -22,15 +22,15 @@ _FLOAT32_MAX = 3.4e38
 
 
 def at_least_zero(name: str, value: float) -> None:
-    """Refuse what cannot be a rate or a small constant."""
+    """Raises ConfigError unless this can be a rate or a small constant."""
     if not 0 <= value < _FLOAT32_MAX:
         raise ConfigError(f"{name}={value} must be a number of at least 0 that fits into float32. Use 0 to switch it off.")
 
 
 def below_one(name: str, value: float) -> None:
-    """Refuse what cannot be the share of an average that is kept."""
+    """Raises ConfigError unless this can be the decay of an average."""
     if not 0 <= value < 1:
-        raise ConfigError(f"{name}={value} is outside [0, 1): what is kept would never fade. 0.9 is usual, 0 keeps nothing.")
+        raise ConfigError(f"{name}={value} is outside [0, 1): the average would never fade. 0.9 is usual, 0 keeps nothing.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +49,12 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """Linear warm-up to `lr`, then half a cosine down to `floor`.
+    """Linear warm-up to `lr`, then half a cosine down to `floor`."""
 
-    Attributes:
-        lr: the peak.
-        steps: the whole length, warm-up included; after it the rate is `floor`. None: the Run's, filled in when it is carried out.
-        warmup: steps of the warm-up.
-        floor: the last learning rate. Give it a small positive value where a shard may be trained beyond `steps`.
-    """
-
-    lr: float
-    steps: int | None = None
-    warmup: int = 0
-    floor: float = 0.0
+    lr: float  # the peak
+    steps: int | None = None  # the whole length, warm-up included; then the rate is `floor`. None: the engine fills in the Run's
+    warmup: int = 0  # steps of the warm-up
+    floor: float = 0.0  # the last rate; give it a small positive value where a shard may be trained beyond `steps`
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -89,19 +82,13 @@ class WSD:
     >>> [schedule(step) for step in range(9)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
 
-    Attributes:
-        lr: the stable learning rate.
-        steps: the whole length; after it the rate is `floor`. None: the Run's, filled in when it is carried out.
-        warmup: steps of the warm-up.
-        decay: steps of the decay, at the end; with 0 the rate stays at `lr` for ever.
-        floor: the last learning rate.
     """
 
-    lr: float
-    steps: int | None = None
-    warmup: int = 0
-    decay: int
-    floor: float = 0.0
+    lr: float  # the stable learning rate
+    steps: int | None = None  # the whole length; then the rate is `floor`. None: the engine fills in the Run's
+    warmup: int = 0  # steps of the warm-up
+    decay: int  # steps of the decay, at the end; with 0 the rate stays at `lr` for ever
+    floor: float = 0.0  # the last learning rate
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -128,14 +115,14 @@ def at(lr: float | Schedule, step: int) -> float:
 
 
 def check_lr(lr: float | Schedule) -> None:
-    """Refuse what cannot be a learning rate. A schedule has checked itself."""
+    """Raises ConfigError unless this can be a learning rate. A schedule has checked itself."""
     if not isinstance(lr, Schedule):
         at_least_zero("lr", lr)
 
 
 def _length(steps: int | None) -> int:
     if steps is None:
-        raise ConfigError("steps=None: this schedule was left as long as its Run, and there is no Run here. Give it steps.")
+        raise ConfigError("steps=None: this schedule takes its length from a Run, and there is no Run here. Give it steps.")
     return steps
 
 
@@ -144,4 +131,4 @@ def _check(lr: float, steps: int | None, floor: float) -> None:
     if steps is not None and steps < 1:
         raise ConfigError(f"steps={steps}: a schedule needs at least 1 step. Give the number of steps of the whole training.")
     if not 0 <= floor <= lr:
-        raise ConfigError(f"floor={floor} is outside [0, lr={lr}]. Use 0 to end at nothing, or lr to stay where it is.")
+        raise ConfigError(f"floor={floor} is outside [0, lr={lr}]. Use 0 to end at 0, or lr to stay at lr.")

@@ -25,21 +25,12 @@ from atoll.optim.schedules import Schedule, at, at_least_zero, below_one, check_
 
 
 class SGDState(NamedTuple):
-    """Attributes:
-    step: updates so far; the position on the schedule.
-    """
-
-    step: int
+    step: int  # updates so far; the position on the schedule
 
 
 class MomentumState(NamedTuple):
-    """Attributes:
-    step: updates so far; the position on the schedule.
-    velocity: the decaying sum of the gradients.
-    """
-
-    step: int
-    velocity: Tree
+    step: int  # updates so far; the position on the schedule
+    velocity: Tree  # the decaying sum of the gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +66,14 @@ class SGD:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Momentum:
-    """Gradient descent with heavy-ball momentum."""
+class _WithMomentum:
+    """What heavy-ball and Nesterov momentum have in common: settings, state, and the step in place."""
 
     lr: float | Schedule
     momentum: float = 0.9
     weight_decay: float = 0.0
     exact: ClassVar[bool] = True
+    nesterov: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -91,6 +83,36 @@ class Momentum:
 
     def init(self, params: Tree) -> MomentumState:
         return MomentumState(step=0, velocity=params.zeros())
+
+    def update_in_place(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
+        """The bits of `update`, computed in the buffers of `state`, and of `params` if donated."""
+        check_layouts(params, gradient, state.velocity)
+        (old, new), velocity, lr = old_and_new(params), state.velocity.claim(), at(self.lr, state.step)
+        done = self._fused(new, gradient, velocity, lr) if new is old else 0
+        for w, next_w, g, m, room in windows(old, new, gradient, velocity, start=done):
+            g = _decayed(g, w, self.weight_decay, room)
+            m.mul_(self.momentum).add_(g)
+            ahead = torch.add(g, m, alpha=self.momentum, out=room) if self.nesterov else m
+            torch.add(w, ahead, alpha=-lr, out=next_w)
+        release_donated(gradient, but=new)
+        return new, MomentumState(state.step + 1, velocity)
+
+    def _fused(self, params: Tree, gradient: Tree, velocity: Tree, lr: float) -> int:
+        """The step by torch's fused kernel. Returns the number of elements, from the first on, that it updated."""
+        return fused_momentum(
+            params.flat,
+            gradient.flat,
+            velocity.flat,
+            lr=lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Momentum(_WithMomentum):
+    """Gradient descent with heavy-ball momentum."""
 
     @rule_update
     @elementwise
@@ -99,35 +121,13 @@ class Momentum:
         velocity = (self.momentum * state.velocity).add_(gradient)
         return params.add(velocity, -at(self.lr, state.step)), MomentumState(state.step + 1, velocity)
 
-    def update_in_place(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
-        """The bits of `update`, computed in the buffers of `state`, and of `params` if donated."""
-        check_layouts(params, gradient, state.velocity)
-        (old, new), velocity, lr = old_and_new(params), state.velocity.claim(), at(self.lr, state.step)
-        done = _fused(self, new, gradient, velocity, lr) if new is old else 0
-        for w, next_w, g, m, room in windows(old, new, gradient, velocity, start=done):
-            m.mul_(self.momentum).add_(_decayed(g, w, self.weight_decay, room))
-            torch.add(w, m, alpha=-lr, out=next_w)
-        release_donated(gradient, but=new)
-        return new, MomentumState(state.step + 1, velocity)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Nesterov:
+class Nesterov(_WithMomentum):
     """Gradient descent with Nesterov momentum. The defaults are those that DiLoCo found best for its outer step."""
 
     lr: float | Schedule = 0.7
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    exact: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_lr(self.lr)
-        below_one("momentum", self.momentum)
-        at_least_zero("weight_decay", self.weight_decay)
-
-    def init(self, params: Tree) -> MomentumState:
-        return MomentumState(step=0, velocity=params.zeros())
+    nesterov: ClassVar[bool] = True
 
     @rule_update
     @elementwise
@@ -137,32 +137,6 @@ class Nesterov:
         ahead = gradient.add(velocity, self.momentum)
         return params.add(ahead, -at(self.lr, state.step), out=ahead), MomentumState(state.step + 1, velocity)
 
-    def update_in_place(self, params: Tree, gradient: Tree, state: MomentumState) -> tuple[Tree, MomentumState]:
-        """The bits of `update`, computed in the buffers of `state`, and of `params` if donated."""
-        check_layouts(params, gradient, state.velocity)
-        (old, new), velocity, lr = old_and_new(params), state.velocity.claim(), at(self.lr, state.step)
-        done = _fused(self, new, gradient, velocity, lr) if new is old else 0
-        for w, next_w, g, m, room in windows(old, new, gradient, velocity, start=done):
-            g = _decayed(g, w, self.weight_decay, room)
-            m.mul_(self.momentum).add_(g)
-            ahead = torch.add(g, m, alpha=self.momentum, out=room)
-            torch.add(w, ahead, alpha=-lr, out=next_w)
-        release_donated(gradient, but=new)
-        return new, MomentumState(state.step + 1, velocity)
-
-
-def _fused(rule: Momentum | Nesterov, params: Tree, gradient: Tree, velocity: Tree, lr: float) -> int:
-    """The step in place, in one pass by torch's kernel, on as many elements as it says: the others are for the readable form."""
-    return fused_momentum(
-        params.flat,
-        gradient.flat,
-        velocity.flat,
-        lr=lr,
-        momentum=rule.momentum,
-        nesterov=isinstance(rule, Nesterov),
-        weight_decay=rule.weight_decay,
-    )
-
 
 def _with_decay(gradient: Tree, params: Tree, weight_decay: float) -> Tree:
     """The gradient of the loss plus `weight_decay / 2 * |params|**2`."""
@@ -170,5 +144,5 @@ def _with_decay(gradient: Tree, params: Tree, weight_decay: float) -> Tree:
 
 
 def _decayed(gradient: Tensor, params: Tensor, weight_decay: float, room: Tensor) -> Tensor:
-    """`_with_decay` of a window, in `room` if there is anything to add."""
+    """`_with_decay` of a window, computed in the temporary `room`."""
     return torch.add(gradient, params, alpha=weight_decay, out=room) if weight_decay else gradient

@@ -1,16 +1,15 @@
-"""What a hub does to an update that is late: the known remedies that asynchronous Local-SGD was compared with.
+"""Corrections for stale updates at a hub: the known methods that asynchronous Local-SGD was compared with.
 
 A worker's delta was computed from the weights that the hub dispatched it with. Its *staleness* is the number of updates that the
-hub has applied since. A correction turns the delta into what is applied now, or leaves it out.
+hub has applied since. A correction changes the delta, or leaves it out.
 
     Polynomial           (1 + staleness)**-power * delta                                         Xie et al., arXiv 1903.03934
       with a threshold   none, if staleness is beyond it
     DelayCompensation    delta + strength * delta * delta * (params - dispatched)                Zheng et al., arXiv 1609.08326
 
 In the paper's experiments (Liu et al., arXiv 2401.09135) the first helps a little, and thresholds and compensation do not. It gives
-power=0.5 and a threshold of 10, and no strength.
-
-Apart from all that, every delta may have a constant weight (`weight_of`), the paper's soup weight.
+power=0.5 and a threshold of 10, and no strength. Besides, every delta may have a constant weight (`weight_of`), the paper's
+soup weight.
 """
 
 from __future__ import annotations
@@ -30,38 +29,35 @@ from atoll.optim.in_place import old_and_new, windows
 from atoll.optim.schedules import at_least_zero
 
 Weight: TypeAlias = float | Literal["1/k", "sqrt(k)/k"]
-"""What every delta is multiplied by: a number, or one that follows from the number of workers k."""
+"""The factor of every delta: a number, or one that follows from the number of workers k."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Polynomial:
-    """Makes an update smaller the later it is.
+    """Scales an update down by its staleness.
 
     >>> [round(Polynomial(power=0.5).factor(staleness), 3) for staleness in (0, 1, 3, 8)]
     [1.0, 0.707, 0.5, 0.333]
 
-    Attributes:
-        power: how fast; 0 leaves every delta as it is.
-        threshold: the greatest staleness that is still applied; None: any.
     """
 
-    power: float = 0.5
-    threshold: int | None = None
+    power: float = 0.5  # 0 leaves every delta as it is
+    threshold: int | None = None  # the greatest staleness that is still applied; None: any
 
     def __post_init__(self) -> None:
         check_types(self)
         at_least_zero("power", self.power)
         if self.threshold is not None and self.threshold < 0:
             raise ConfigError(
-                f"threshold={self.threshold}: no update is so early. Use 0 to apply only those that missed none, or None for all."
+                f"threshold={self.threshold}: a staleness is at least 0. Use 0 to apply only fresh updates, or None for all."
             )
 
     def factor(self, staleness: int) -> float:
-        """What a delta of this staleness is multiplied by."""
+        """Of a delta with this staleness."""
         return float((1 + staleness) ** -self.power)
 
     def correct(self, params: Tree, arrival: Arrival, weight: float = 1.0) -> Tree | None:
-        """The smaller delta (the delta itself, if it is not late); none beyond the threshold."""
+        """The scaled delta (the delta itself at a factor of 1); None beyond the threshold."""
         if self.threshold is not None and arrival.staleness > self.threshold:
             return None
         return weighted(arrival.delta, weight * self.factor(arrival.staleness))
@@ -69,20 +65,16 @@ class Polynomial:
 
 @dataclass(frozen=True, kw_only=True)
 class DelayCompensation:
-    """Estimates what the delta would be at the hub's present weights, with its own square in place of the curvature.
+    """Estimates the delta at the hub's present weights, with the delta's square in place of the curvature."""
 
-    Attributes:
-        strength: how far the estimate is followed; the paper's λ. 0 leaves every delta as it is.
-    """
-
-    strength: float
+    strength: float  # the paper's λ; 0 leaves every delta as it is
 
     def __post_init__(self) -> None:
         check_types(self)
         at_least_zero("strength", self.strength)
 
     def correct(self, params: Tree, arrival: Arrival, weight: float = 1.0) -> Tree | None:
-        """The delta, moved along with the weights; in its own buffer, if it is donated."""
+        """The corrected delta, in its own buffer if it is donated."""
         delta, moved = old_and_new(arrival.delta)
         square: Tensor | None = None
         for g, now, then, out, drift in windows(delta, params, arrival.dispatched, moved):
@@ -103,25 +95,23 @@ def weighted(delta: Tree, weight: float) -> Tree:
 
 
 def weight_of(weight: Weight, workers: int) -> float:
-    """What every delta is multiplied by, among this number of workers.
+    """The factor of every delta, with this number of workers.
 
     >>> weight_of(0.25, workers=16), weight_of("1/k", workers=16), weight_of("sqrt(k)/k", workers=16)
     (0.25, 0.0625, 0.25)
     """
     check_weight(weight)
     if workers < 1:
-        raise ConfigError(f"workers={workers}: a weight is shared among at least 1 worker. Count those that are there.")
+        raise ConfigError(f"workers={workers}: a weight needs at least 1 worker. Give the number of present workers.")
     if isinstance(weight, str):
         return 1 / workers if weight == "1/k" else math.sqrt(workers) / workers
     return weight
 
 
 def check_weight(weight: Weight) -> None:
-    """Refuse what cannot be a delta's weight."""
+    """Raises ConfigError unless this can be a delta's weight."""
     if isinstance(weight, str):
         if weight not in ("1/k", "sqrt(k)/k"):
             raise ConfigError(f"weight={weight!r} is neither '1/k' nor 'sqrt(k)/k'. Use one of them, or a number above 0.")
     elif not (math.isfinite(weight) and weight > 0):
-        raise ConfigError(
-            f"weight={weight} must be a finite number above 0: a delta of no weight teaches nothing. 1 is as it came."
-        )
+        raise ConfigError(f"weight={weight} must be a finite number above 0. Use 1 to leave deltas as they are.")
