@@ -115,7 +115,7 @@ def test_text_that_cannot_be_written_leaves_what_was_there(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         with pytest.raises(
-            ConfigError, match=r"could not write .*: File too large\. What was there before is untouched\. Make room"
+            ConfigError, match=r"could not write .*: File too large\. The file that was there before is untouched\. Make room"
         ):
             write_text(path, "new" * 1000)
     finally:

@@ -69,5 +69,5 @@ def test_the_clock_does_not_go_back_when_a_slow_island_leaves():
 
 
 def test_a_schedule_without_islands_is_rejected_before_training():
-    with pytest.raises(ConfigError, match="nobody is left in round 2"):
+    with pytest.raises(ConfigError, match="no island is left in round 2"):
         simulator(DiLoCo(inner_steps=1), steps=4, cluster=Cluster(islands=1, away=(Away(island=0, start=2, stop=3),)))
