@@ -122,7 +122,7 @@ def test_by_samples_steps_are_committed_samples_over_the_nominal_batch_and_the_r
     ],
     ids=repr,
 )
-def test_unless_told_otherwise_free_batches_go_by_samples_and_all_others_by_commits(settings, ticks):
+def test_by_default_free_batches_count_samples_and_all_others_commits(settings, ticks):
     assert ACCO(**settings).ticks == ticks
 
 

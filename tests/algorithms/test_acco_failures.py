@@ -56,7 +56,7 @@ def counted(engine):
 
 @pytest.mark.parametrize("lost", [0, 2])
 @pytest.mark.parametrize("batch", ["fixed", "free"])
-def test_a_round_that_lacks_somebody_is_void_and_the_weights_and_the_waiting_half_before_it_stand(lost, batch):
+def test_a_round_that_misses_an_island_is_void_and_keeps_the_old_weights_and_the_waiting_half(lost, batch):
     """Every batch is the same, so the run with one void round must have the bits of a run that is one round shorter."""
     algorithm = ACCO(optimizer=AdamW(lr=0.05), batch=batch)
     never = Cluster(islands=3, lost=(Lost(island=0, round=10**6),))
@@ -167,7 +167,7 @@ def test_a_void_round_leaves_nothing_behind_that_computes_on():
 # ------------------------------------------------------------------------------------------------------ islands that come and go
 
 
-def test_islands_that_come_and_go_change_nothing_where_all_read_the_same():
+def test_islands_that_join_and_leave_change_nothing_where_all_read_the_same():
     """Slices are cut anew, moments go on: gradient descent still, whoever is there. What a leaver had waiting goes with it."""
     cluster = Cluster(islands=4, away=(Away(island=1, start=2, stop=5), Away(island=3, start=0, stop=3)))
     done = simulate(ACCO(optimizer=SGD(lr=0.05)), steps=8, workload=DOUBLED, cluster=cluster)
@@ -178,7 +178,7 @@ def test_islands_that_come_and_go_change_nothing_where_all_read_the_same():
     assert sum(2 * event.batches for event in done.of(Computed)) == committed + waiting + 1
 
 
-def test_a_newcomer_starts_without_a_waiting_half():
+def test_a_joiner_starts_without_a_waiting_half():
     """It computes three halves in its first round, the others two."""
     cluster = Cluster(islands=3, away=(Away(island=2, start=0, stop=2),))
     done = simulate(ACCO(optimizer=SGD(lr=0.05)), steps=4, cluster=cluster)

@@ -49,7 +49,7 @@ def test_each_commit_sends_exactly_twice_zero1s_bytes(islands):
     assert acco == [[2 * sent for sent in round] for round in zero1]
 
 
-def test_in_the_free_mode_nobody_is_ever_idle_and_a_faster_island_contributes_in_proportion():
+def test_in_the_free_mode_no_island_is_idle_and_a_faster_one_contributes_in_proportion():
     cluster = Cluster(islands=4, step_time_s=(1.0, 1.0, 1.0, 0.25), link=Link(latency_s=0.2))
     done = simulate(ACCO(optimizer=SGD(lr=0.01), batch="free"), steps=20, cluster=cluster, evaluate_every=100)
     for ledger in done.engine.accounting.ledgers:

@@ -101,7 +101,7 @@ def test_a_weight_of_one_over_k_follows_the_workers_that_are_there():
     assert after_each(hub, [1.0]) == [9.25]
 
 
-def test_staleness_is_the_number_of_updates_since_the_worker_was_sent_off():
+def test_staleness_is_the_number_of_updates_since_the_dispatch():
     """Three workers without grace. Each line: who comes, and how many came since it was sent off."""
     hub, seen = hub_of(plain(0.1), workers=3), []
     for number, worker in enumerate((0, 0, 1, 0, 2, 1)):
@@ -135,7 +135,7 @@ def test_an_update_that_is_too_stale_is_left_out_but_its_steps_count_and_its_wor
     assert (closing.workers, dispatch.version) == ((1,), 2)
 
 
-def test_a_correction_sees_the_weights_that_the_worker_was_sent_off_with():
+def test_a_correction_sees_the_dispatched_weights():
     """delta + strength * delta^2 * (now - then) = 2 + 0.5 * 4 * (7 - 10) = -4."""
     hub = hub_of(AsyncLocalSGD(inner_steps=1, outer=SGD(lr=1.0), correction=DelayCompensation(strength=0.5)), params=scalar(10.0))
     push(hub, 0, 3.0, next_s=9.0)
@@ -146,7 +146,7 @@ def test_a_correction_sees_the_weights_that_the_worker_was_sent_off_with():
 # ------------------------------------------------------------------------------------------------------ what it hands out
 
 
-def test_an_update_is_applied_before_its_worker_is_sent_off_again():
+def test_an_update_is_applied_before_its_worker_is_dispatched_again():
     hub = hub_of(plain(1.0), workers=1, params=scalar(10.0), shards=1)
     applied, closing, dispatch = push(hub, 0, 4.0, 3.0)
     assert isinstance(applied, Applied)
@@ -168,7 +168,7 @@ def test_an_arrival_after_the_window_first_sends_off_the_others_with_the_weights
     assert float(hub.params["w"]) == 6.0
 
 
-def test_a_newcomer_begins_from_the_present_weights_though_others_wait():
+def test_a_joiner_begins_from_the_present_weights_though_others_wait():
     hub = hub_of(AsyncLocalSGD(inner_steps=2, outer=SGD(lr=1.0), grace_s=9.0), workers=2, params=scalar(10.0))
     push(hub, 0, 1.0, now_s=10.0)
     [dispatch] = hub.join(2, 11.0)
@@ -267,7 +267,7 @@ def begun():
         (scalar(-math.inf), r"not finite \(norm inf\)"),
     ],
 )
-def test_an_update_that_cannot_be_used_changes_nothing_and_its_worker_is_sent_off_again(delta, reason):
+def test_an_unusable_update_changes_nothing_and_its_worker_is_dispatched_again(delta, reason):
     hub = begun()
     before, round = account(hub), hub.scheduler.workers[1].dispatch.round
     refusal, back, again = push(hub, 1, delta, 5.0)
@@ -290,7 +290,7 @@ def test_an_update_that_cannot_be_used_changes_nothing_and_its_worker_is_sent_of
         (3, 0, r"round 0 is not open: worker 3 is in round 5"),  # another worker's
     ],
 )
-def test_an_update_from_a_stranger_or_of_another_round_changes_nothing_at_all(worker, round, reason):
+def test_an_update_from_an_unknown_worker_or_of_another_round_changes_nothing(worker, round, reason):
     hub = begun()
     before, parts = account(hub), hub.scheduler.to_parts()
     [refusal] = hub.push(Push(worker, round, scalar(1.0)), 5.0, None)
@@ -300,7 +300,7 @@ def test_an_update_from_a_stranger_or_of_another_round_changes_nothing_at_all(wo
     assert (account(hub), hub.scheduler.to_parts()) == (before, parts)
 
 
-def test_an_update_that_comes_twice_while_its_worker_waits_is_refused():
+def test_a_second_delivery_while_the_worker_waits_is_refused():
     hub = hub_of(AsyncLocalSGD(inner_steps=3, grace_s=9.0), workers=2)
     first = Push(0, 0, scalar(0.5))
     hub.push(first, 1.0, 5.0)
@@ -310,7 +310,7 @@ def test_an_update_that_comes_twice_while_its_worker_waits_is_refused():
     assert (account(hub), hub.scheduler.to_parts()) == (before, parts)
 
 
-def test_an_update_of_a_round_that_was_given_up_is_refused_when_it_comes_after_all():
+def test_a_late_update_of_an_abandoned_round_is_refused():
     hub = hub_of(AsyncLocalSGD(inner_steps=3), workers=1)
     hub.give_up(0, 4.0)
     before = account(hub)
@@ -328,7 +328,7 @@ def test_an_update_of_a_life_before_is_refused():
     assert account(hub) == before
 
 
-def test_whoever_waits_goes_on_waiting_when_another_brings_nonsense():
+def test_a_waiting_worker_keeps_waiting_when_the_update_of_another_is_refused():
     hub = hub_of(AsyncLocalSGD(inner_steps=3, grace_s=9.0), workers=3)
     push(hub, 0, 0.5, 1.0, next_s=2.0)
     before = account(hub)
@@ -338,7 +338,7 @@ def test_whoever_waits_goes_on_waiting_when_another_brings_nonsense():
     assert push(hub, 1, 0.5, 4.0, next_s=math.inf)[1].workers == (0, 2, 1)
 
 
-def test_a_stranger_who_leaves_or_a_worker_who_joins_twice_is_refused_and_changes_nothing():
+def test_an_unknown_worker_cannot_leave_and_a_worker_cannot_join_twice():
     hub = begun()
     before, parts = account(hub), hub.scheduler.to_parts()
     with pytest.raises(ConfigError, match="it is not one of the"):
@@ -349,7 +349,7 @@ def test_a_stranger_who_leaves_or_a_worker_who_joins_twice_is_refused_and_change
     assert isinstance(push(hub, 0, 0.5, 6.0)[0], Applied)
 
 
-def test_what_comes_after_the_end_changes_nothing_and_nobody_is_sent_off_again():
+def test_an_update_after_the_end_changes_nothing_and_no_worker_is_dispatched():
     hub = hub_of(AsyncLocalSGD(inner_steps=3), workers=2, updates=3)
     push(hub, 0, 0.5, 1.0)
     assert hub.done
@@ -397,7 +397,7 @@ def test_a_rule_may_keep_what_it_was_given(rule, weight):
         assert hub.params["w"].item() == pytest.approx(params["w"].item(), abs=1e-12)
 
 
-def test_a_given_delta_that_comes_twice_is_refused_like_any_other():
+def test_a_second_delivery_of_a_donated_delta_is_refused():
     hub = hub_of(AsyncLocalSGD(inner_steps=2))
     given = Push(0, 0, scalar(0.5).donate())
     assert isinstance(hub.push(given, 1.0, None)[0], Applied)
@@ -459,7 +459,7 @@ def test_the_hub_survives_a_file_and_goes_on_alike():
     assert again.scheduler.to_parts() == hub.scheduler.to_parts()
 
 
-def test_weights_that_are_held_can_be_read_however_many_updates_come_and_circulate_when_they_are_let_go():
+def test_pinned_weights_can_be_read_after_many_updates_and_are_reused_when_unpinned():
     hub = hub_of(plain(1.0), workers=2)
     first = hub.params
     held = hub.pin_weights()

@@ -50,7 +50,7 @@ def run(algorithm, islands=4, rounds=5, times_s=(1.0,), link=FREE, inner=None, *
 # ---------------------------------------------------------------------------------------------------------- one step by hand
 
 
-def test_a_worker_trains_what_it_is_told_from_what_it_is_sent_and_brings_old_minus_new():
+def test_a_worker_trains_its_task_from_the_dispatched_weights_and_pushes_old_minus_new():
     replica, hub = FakeReplica(moves_by=-0.5), ScriptedHub(ones(2.0), steps=4)
     drive(AsyncLocalSGD(inner_steps=100).round(replica, hub))
     assert replica.trained == [(4, Work(shard=0, start=0, schedule=0, examples=1))]
@@ -104,7 +104,7 @@ def test_an_infinite_window_with_a_buffer_of_all_is_diloco_whatever_the_speeds(t
     assert all(len(window.islands) == 4 for window in waiting.of(WindowClosed))
 
 
-def test_an_infinite_window_over_a_real_line_waits_for_everybody_too():
+def test_an_infinite_window_over_a_slow_link_waits_for_all_workers_too():
     buffered = AsyncLocalSGD(inner_steps=3, outer=Buffered(rule=Nesterov(lr=0.7), size=4), grace_s=math.inf)
     assert run(buffered, times_s=VERY_S, link=Link()).params.equal(run(DiLoCo(inner_steps=3), times_s=VERY_S).params)
 

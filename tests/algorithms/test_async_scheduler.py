@@ -43,7 +43,7 @@ def told(decisions):
 # ----------------------------------------------------------------------------------------------------- the grace window
 
 
-def test_without_grace_every_worker_is_sent_off_at_once():
+def test_without_grace_every_worker_is_dispatched_at_once():
     hub = scheduler(2)
     window, decisions = hub.arrive(0, 3.0, 1, next_s=5.0)
     assert (window, told(decisions)) == (0, [(3.0, (0,)), (3.0, 0)])
@@ -82,12 +82,12 @@ def test_an_arrival_after_the_end_is_outside():
     assert hub.arrive(1, 12.1, 2, next_s=None) == (1, [])
 
 
-def test_when_it_is_known_that_nobody_comes_in_time_the_window_closes_at_the_last_arrival():
+def test_a_window_closes_at_the_last_arrival_if_no_further_one_is_possible():
     hub = scheduler(2, grace_s=2.0)
     assert told(hub.arrive(0, 10.0, 1, next_s=12.000001)[1]) == [(10.0, (0,)), (10.0, 0)]
 
 
-def test_when_that_becomes_known_later_it_closes_then():
+def test_a_window_closes_when_it_becomes_known_that_no_arrival_is_possible():
     hub = scheduler(2, grace_s=2.0)
     assert hub.arrive(0, 10.0, 1, next_s=None) == (0, [])
     assert hub.tick(11.0, 1, next_s=None) == []
@@ -102,13 +102,13 @@ def test_when_nothing_is_known_the_window_closes_at_its_end():
     assert told(hub.tick(hub.deadline_s, 1)) == [(12.0, (0,)), (12.0, 0)]
 
 
-def test_when_nobody_is_out_the_window_closes_at_once():
+def test_a_window_closes_at_once_if_no_worker_is_in_a_round():
     hub = scheduler(2, grace_s=100.0)
     assert hub.arrive(1, 10.0, 1, next_s=None) == (0, [])
     assert told(hub.arrive(0, 11.0, 2, next_s=None)[1]) == [(11.0, (1, 0)), (11.0, 1), (11.0, 0)]
 
 
-def test_an_infinite_window_waits_for_everybody_and_no_longer():
+def test_an_infinite_window_waits_for_all_workers_and_no_longer():
     hub = scheduler(3, grace_s=math.inf)
     assert hub.arrive(2, 1.0, 1, next_s=1e12) == (0, [])
     assert hub.arrive(0, 1e12, 2, next_s=None) == (0, [])
@@ -116,7 +116,7 @@ def test_an_infinite_window_waits_for_everybody_and_no_longer():
     assert told(hub.arrive(1, 1e16, 3, next_s=math.inf)[1])[0] == (1e16, (2, 0, 1))
 
 
-def test_all_of_a_window_are_sent_off_with_one_version_in_order_of_arrival():
+def test_the_workers_of_a_window_are_dispatched_with_one_version_in_order_of_arrival():
     hub = scheduler(3, grace_s=math.inf)
     for version, worker in enumerate((2, 0, 1), start=1):
         decisions = hub.arrive(worker, float(version), version, next_s=None)[1]
@@ -139,7 +139,7 @@ def test_a_death_that_leaves_others_out_within_the_window_does_not_close_it():
     assert told(hub.arrive(2, 15.0, 2, next_s=math.inf)[1])[0] == (15.0, (0, 2))
 
 
-def test_a_worker_that_waits_may_leave_and_what_it_brought_stays_counted():
+def test_a_waiting_worker_may_leave_and_its_update_stays_counted():
     hub = scheduler(3, grace_s=5.0)
     hub.arrive(0, 10.0, 1, next_s=14.0)
     hub.arrive(1, 11.0, 2, next_s=14.0)
@@ -149,7 +149,7 @@ def test_a_worker_that_waits_may_leave_and_what_it_brought_stays_counted():
     assert (closing.workers, closing.opened_s) == ((1, 2), 10.0)
 
 
-def test_a_window_that_everybody_has_left_is_over_and_its_number_is_used_up():
+def test_a_window_without_workers_closes_and_its_number_is_not_reused():
     hub = scheduler(2, grace_s=5.0)
     assert hub.arrive(0, 10.0, 1, next_s=14.0) == (0, [])
     assert hub.leave(0, 11.0, 1, next_s=14.0) == [ClosedWindow(0, (), 10.0, 11.0, ())]
@@ -177,7 +177,7 @@ def test_time_is_finite_and_does_not_go_back(now_s):
     assert hub.to_parts() == before
 
 
-def test_workers_that_come_together_are_measured_against_the_fastest_of_all():
+def test_workers_that_join_together_take_steps_relative_to_the_fastest_of_all():
     hub = scheduler(steps=20, pace="given")
     speeds = {worker: 1 / time_s for worker, time_s in enumerate(reversed(VERY_S))}
     assert [dispatch.steps for dispatch in hub.join_all(speeds, 0.0, 0)] == [3, 7, 15, 20]
@@ -192,7 +192,7 @@ def test_workers_one_of_whom_has_no_speed_do_not_join_at_all():
     assert hub.to_parts() == before
 
 
-def test_a_worker_that_was_measured_and_comes_back_has_the_speed_it_had():
+def test_a_measured_worker_that_joins_again_has_its_old_speed():
     hub = scheduler(2, steps=20, pace="measured")
     rounds_at(hub, 0, 1.0, 2)
     rounds_at(hub, 1, 2.0, 2)
@@ -213,7 +213,7 @@ def test_a_time_that_gives_no_speed_is_passed_over(seconds):
     assert (dispatch.steps, hub.speeds.steps(1)) == (10, 10)
 
 
-def test_the_round_of_a_worker_that_dies_is_put_back_and_given_to_the_next():
+def test_the_round_of_a_worker_that_dies_is_assigned_to_the_next():
     hub = scheduler(2, examples=(100, 100))
     [back] = hub.leave(1, 3.0, 0, next_s=7.0)
     assert (back.dispatch.worker, back.dispatch.round, back.dispatch.work.shard, back.time_s) == (1, 1, 1, 3.0)
@@ -223,7 +223,7 @@ def test_the_round_of_a_worker_that_dies_is_put_back_and_given_to_the_next():
     assert hub.local_updates == 10
 
 
-def test_a_newcomer_is_sent_off_at_once_though_a_window_is_open():
+def test_a_joiner_is_dispatched_at_once_though_a_window_is_open():
     hub = scheduler(2, grace_s=5.0)
     hub.arrive(0, 10.0, 1, next_s=14.0)
     [dispatch] = hub.join(7, 11.0, 1)
@@ -233,14 +233,14 @@ def test_a_newcomer_is_sent_off_at_once_though_a_window_is_open():
     assert told(hub.arrive(1, 14.0, 3, next_s=math.inf)[1])[0] == (14.0, (0, 7, 1))
 
 
-def test_a_worker_that_comes_back_has_forgotten_the_round_it_died_in():
+def test_a_worker_that_joins_again_starts_a_new_round():
     hub = scheduler(1)
     hub.leave(0, 1.0, 0)
     [dispatch] = hub.join(0, 2.0, 0)
     assert (dispatch.round, hub.open_dispatch(0, 0), hub.open_dispatch(0, 1)) == (1, None, dispatch)
 
 
-def test_nobody_can_come_twice_or_leave_without_being_there():
+def test_a_worker_cannot_join_twice_or_leave_without_having_joined():
     hub = scheduler(2)
     before = hub.to_parts()
     with pytest.raises(ConfigError, match=r"worker 1 joins, but it has joined already"):
@@ -250,7 +250,7 @@ def test_nobody_can_come_twice_or_leave_without_being_there():
     assert hub.to_parts() == before
 
 
-def test_what_cannot_be_used_is_put_back_and_the_worker_sent_off_with_the_same_work():
+def test_a_worker_with_an_unusable_update_is_dispatched_with_the_same_work():
     hub = scheduler(1, examples=(100,))
     first = hub.open_dispatch(0, 0)
     back, again = hub.redispatch(0, 4.0, 0)
@@ -258,7 +258,7 @@ def test_what_cannot_be_used_is_put_back_and_the_worker_sent_off_with_the_same_w
     assert hub.local_updates == 0
 
 
-def test_once_the_updates_are_reached_nobody_is_sent_off_any_more():
+def test_once_the_updates_are_reached_no_worker_is_dispatched():
     hub = scheduler(3, updates=10)
     assert hub.arrive(0, 5.0, 1, next_s=8.0) == (0, [])
     assert hub.done
@@ -327,7 +327,7 @@ def test_the_reference_is_the_fastest_worker_that_is_there():
     assert [hub.speeds.steps(worker) for worker in (1, 2)] == [20, 10]
 
 
-def test_speeds_may_come_from_whoever_drives_the_scheduler():
+def test_the_driver_may_supply_the_speeds():
     hub = scheduler(pace="given", steps=20)
     for worker, time in enumerate(VERY_S):
         hub.join(worker, 0.0, 0, speed=1 / time)
@@ -366,7 +366,7 @@ def test_a_worker_that_was_not_measured_yet_takes_all_steps():
     assert (newcomer.steps, hub.speeds.steps(1), hub.speeds.steps(0)) == (50, 50, 50)
 
 
-def test_the_time_away_counts_where_nobody_knows_how_long_a_worker_computed():
+def test_the_time_since_dispatch_counts_where_computing_time_is_unknown():
     hub = scheduler(2, steps=50, pace="measured")
     hub.arrive(0, 10.0, 1, next_s=None)
     hub.arrive(1, 20.0, 2, next_s=None)

@@ -29,7 +29,7 @@ def torch_loop(workload, steps, islands, lr, accumulation=1):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_ddp_is_a_plain_torch_loop_over_everybodys_batches(accumulation):
+def test_ddp_is_a_plain_torch_loop_over_the_batches_of_all_islands(accumulation):
     workload = Regression(hidden=6)
     rule = AdamW(lr=0.01, weight_decay=0.0)
     done = simulate(DDP(optimizer=rule, accumulation=accumulation), workload=workload, steps=30, cluster=Cluster(islands=3))

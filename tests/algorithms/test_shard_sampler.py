@@ -55,7 +55,7 @@ def test_an_empty_shard_is_never_drawn():
     assert shards([0, 100, 0]).choose(0, lambda: 1 - 2**-53) == 1
 
 
-def test_four_workers_that_are_sent_off_together_take_four_shards():
+def test_four_workers_that_are_dispatched_together_take_four_shards():
     """Counted at dispatch, one after the other: whatever is drawn, each next one finds three, two, one that lag."""
     for draw in (0.0, 0.3, 0.99):
         account, taken = shards([50] * 4), []
@@ -134,7 +134,7 @@ def test_the_position_on_the_schedule_and_in_the_data_goes_on_where_the_shard_wa
     ]  # fmt: skip
 
 
-def test_what_is_put_back_leaves_everything_as_it_was():
+def test_unassigning_restores_the_counts():
     account = shards([50, 50], steps=[5, 3])
     before = account.to_parts()
     account.unassign(account.assign(0, 7), 7)
@@ -142,7 +142,7 @@ def test_what_is_put_back_leaves_everything_as_it_was():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
-def test_what_is_put_back_out_of_order_leaves_everything_as_it_was_too(order):
+def test_unassigning_out_of_order_restores_the_counts_too(order):
     account = shards([50, 50], steps=[5, 3])
     before = account.to_parts()
     works = [(account.assign(0, steps), steps) for steps in (4, 2, 6)]
@@ -151,7 +151,7 @@ def test_what_is_put_back_out_of_order_leaves_everything_as_it_was_too(order):
     assert account.to_parts() == before
 
 
-def test_a_stretch_that_came_back_is_read_again_before_anything_new():
+def test_an_abandoned_range_is_assigned_before_new_batches():
     account = shards([50])
     first, _ = account.assign(0, 10), account.assign(0, 10)
     account.unassign(first, 10)
@@ -160,7 +160,7 @@ def test_a_stretch_that_came_back_is_read_again_before_anything_new():
     assert (again.schedule, rest.schedule, new.schedule) == (10, 14, 20)
 
 
-def test_a_stretch_that_is_too_short_waits_for_a_round_that_fits():
+def test_an_abandoned_range_that_is_too_short_waits_for_a_round_that_fits():
     account = shards([50])
     first, _ = account.assign(0, 3), account.assign(0, 10)
     account.unassign(first, 3)
@@ -169,7 +169,7 @@ def test_a_stretch_that_is_too_short_waits_for_a_round_that_fits():
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.booleans(), st.integers(0, 99)), max_size=60))
-def test_no_batch_is_out_twice_and_the_counts_add_up_whatever_comes_back(moves):
+def test_no_batch_is_assigned_twice_and_the_counts_add_up_whatever_is_abandoned(moves):
     account, out = shards([5, 50, 10]), []
     for shard, steps, back, which in moves:
         if back and out:

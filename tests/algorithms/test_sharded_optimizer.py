@@ -182,7 +182,7 @@ def one_tensor(workload, steps, islands, pieces=1):
     ],
     ids=lambda algorithm: type(algorithm).__name__,
 )
-def test_every_token_weighs_the_same_and_islands_without_any_disturb_nobody(algorithm, empty):
+def test_every_token_weighs_the_same_and_islands_without_any_change_nothing(algorithm, empty):
     workload = Padded(PaddedBatches(empty=empty))
     done = simulate(algorithm, steps=5, workload=workload, cluster=Cluster(islands=3))
     assert float((done.params.flat - one_tensor(workload, 5, 3, pieces=2).flat).abs().max()) < 1e-5
@@ -218,7 +218,7 @@ def test_without_an_estimate_there_is_still_a_commit():
 
 
 @each_kind
-def test_where_nobody_has_any_gradient_the_update_is_skipped_and_nothing_changes(kind):
+def test_where_no_island_has_a_gradient_the_update_is_skipped(kind):
     """From batch 2 on there is nothing but padding: later updates leave weights and moments alone."""
     workload = Padded(PaddedBatches(empty=(0, 1, 2), since=2))
     runs = [

@@ -67,7 +67,7 @@ def test_every_batch_is_in_one_update_or_waits(kind, warmup):
 
 @each_kind
 @pytest.mark.parametrize("warmup", [0, 1])
-def test_a_round_that_lacks_somebody_is_void_and_the_waiting_gradient_still_counts(kind, warmup):
+def test_a_round_that_misses_an_island_is_void_and_the_waiting_gradient_still_counts(kind, warmup):
     """Every batch is the same, so the run with a void round has the bits of one that is a round shorter. Replicas of WP must hold
     the prediction again."""
     workload = Regression(RegressionBatches(full_batch=True))
@@ -81,7 +81,7 @@ def test_a_round_that_lacks_somebody_is_void_and_the_waiting_gradient_still_coun
 
 
 @each_kind
-def test_islands_come_and_go_and_a_newcomer_has_nothing_waiting(kind):
+def test_islands_join_and_leave_and_a_joiner_has_no_waiting_gradient(kind):
     cluster = Cluster(islands=3, away=(Away(island=2, start=0, stop=2),))
     done = simulate(kind(optimizer=SGD(lr=0.05), warmup=0), steps=4, cluster=cluster)
     batches = [sum(e.batches for e in done.of(Computed) if (e.island, e.round) == at) for at in ((0, 2), (2, 2), (2, 3))]

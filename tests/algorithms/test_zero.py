@@ -48,7 +48,7 @@ def test_its_bytes_are_those_of_an_all_reduce():
     assert one.finished.virtual_time_s == pytest.approx(two.finished.virtual_time_s)
 
 
-def test_every_batch_weighs_the_same_whoever_computed_it():
+def test_every_batch_weighs_the_same_on_every_island():
     """This island has 3 batches of gradient 1, the other 1 of gradient 5: the mean is 2."""
     params = Tree.of({"w": torch.zeros(4)})
     peers = ScriptedPeers(params + 5.0, weights=[1.0])
@@ -56,7 +56,7 @@ def test_every_batch_weighs_the_same_whoever_computed_it():
     assert state.params["w"].tolist() == [-2.0, -2.0]
 
 
-def test_the_norm_that_clips_is_that_of_the_whole_and_is_told_in_control_bytes():
+def test_the_clipping_norm_is_that_of_the_whole_and_is_sent_in_control_bytes():
     done = simulate(ZeRO1(optimizer=SGD(lr=0.05), clip_norm=0.1), steps=2, cluster=Cluster(islands=4, link=Link(latency_s=0.5)))
     totals = [event for event in done.of(Exchanged) if event.what == "total"]
     assert len(totals) == 2
@@ -67,7 +67,7 @@ def test_the_norm_that_clips_is_that_of_the_whole_and_is_told_in_control_bytes()
 # ----------------------------------------------------------------------------------------------------- islands that are lost
 
 
-def test_a_round_in_which_somebody_is_not_heard_is_void_and_the_weights_before_it_stand():
+def test_a_round_that_an_island_misses_is_void_and_the_weights_before_it_stand():
     options = {"workload": Regression(hidden=3), "evaluate_every": 10**6}
     clear = simulate(ZeRO1(optimizer=AdamW(lr=0.1)), steps=2, cluster=Cluster(islands=3), **options)
     lossy = Cluster(islands=3, lost=(Lost(island=1, round=2),))
@@ -90,7 +90,7 @@ def test_after_a_void_round_training_goes_on():
 # ----------------------------------------------------------------------------------------------- islands that come and go
 
 
-def test_slices_are_cut_anew_when_islands_come_and_go():
+def test_slices_are_cut_anew_when_islands_join_and_leave():
     """The optimizer's moments go on: with gradients that do not depend on who computes them, nothing is seen of it."""
     workload = Regression(hidden=3)
     cluster = Cluster(islands=4, away=(Away(island=1, start=2, stop=5), Away(island=3, start=0, stop=3)))

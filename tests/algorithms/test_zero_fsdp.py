@@ -21,7 +21,7 @@ def test_the_weights_are_zero1s_to_the_bit(batches):
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_weights_are_gathered_twice_for_each_batch_and_gradients_are_handed_on_once(batches):
+def test_weights_are_gathered_twice_per_batch_and_gradients_reduced_once(batches):
     done = simulate(FSDP(optimizer=RULE, accumulation=batches), steps=2, cluster=CLUSTER)
     first = [event.what for event in done.of(Exchanged) if event.round == 0]
     assert first == ["all_gather"] * (2 * batches - 1) + ["reduce_scatter", "all_gather"]

@@ -103,7 +103,7 @@ def test_an_empty_tree_works():
     assert nothing.digest() == Tree.of({}).digest()
 
 
-def test_size_is_told_in_elements_and_bytes():
+def test_size_in_elements_and_bytes():
     tree = Tree.of({"w": torch.ones(3, 5, dtype=torch.bfloat16)})
     assert (tree.numel, tree.nbytes) == (15, 30)
     assert repr(tree) == "Tree(1 tensors, 15 x bfloat16, cpu)"
@@ -335,7 +335,7 @@ def test_released_buffers_are_kept_up_to_a_limit():
     assert len({buffer.data_ptr() for buffer in again} & memory) == 8
 
 
-def test_buffers_of_another_size_or_dtype_are_not_handed_out():
+def test_the_pool_gives_no_buffer_of_another_size_or_dtype():
     tree = some(numel=1229)
     memory = tree.flat.data_ptr()
     keep = tree.flat
@@ -562,7 +562,7 @@ def test_wide_is_single_precision_at_least_and_loses_nothing():
         assert (tree.wide() is tree) == (dtype == wide)
 
 
-def test_a_tree_that_comes_from_another_process_is_laid_out_as_here():
+def test_a_tree_from_another_process_has_the_same_layout():
     """A hash of names differs from process to process, and a layout keeps its own."""
     code = (
         "import pickle, sys, torch; from atoll.core.flat_tree import Tree; t = Tree.of({'w': torch.ones(2, 3)}); hash(t.layout); "

@@ -43,7 +43,7 @@ def test_the_same_objects_are_computed_with_once():
     assert double.calls == 3, "what was kept is forgotten"
 
 
-def test_without_sharing_everybody_computes():
+def test_without_sharing_every_call_computes():
     double, tree = Counting(), a_tree()
     assert once(double, tree) == [tree]
     assert once(double, tree) == [tree]
@@ -60,7 +60,7 @@ def test_what_is_donated_or_borrowed_is_computed_for_each(mark):
     assert double.calls == 2
 
 
-def test_what_was_put_back_into_circulation_is_made_again():
+def test_a_released_result_is_computed_again():
     def copied(tree):
         return tree.copy()
 

@@ -244,7 +244,7 @@ def test_a_buffer_wider_than_its_tensors_keeps_its_bits(tmp_path):
     assert back.tensors()["w"].dtype == torch.bfloat16
 
 
-def test_a_saved_tree_is_a_plain_file_of_named_tensors_for_everybody_else(tmp_path):
+def test_a_saved_tree_is_a_plain_safetensors_file_for_other_readers(tmp_path):
     tree = Tree.of({"z": torch.randn(2, 3), "a": torch.randn(4)})
     save_tree(tmp_path / "x", tree, {"step": "7"})
     tensors = safetensors.torch.load_file(tmp_path / "x")

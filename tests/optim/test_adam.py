@@ -127,7 +127,7 @@ def test_an_update_changes_none_of_its_arguments(rule):
 
 
 @ids
-def test_the_twin_computes_in_the_buffers_it_was_handed_and_leaves_the_gradient(rule):
+def test_update_in_place_computes_in_its_arguments_buffers_and_leaves_the_gradient(rule):
     params, gradient = Tree.of(tensors(0)), Tree.of(tensors(1))
     state = rule.init(params)
     memory, digest = [t.flat.data_ptr() for t in (params, state.mean, state.square)], gradient.digest()

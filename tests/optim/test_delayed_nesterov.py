@@ -243,7 +243,7 @@ def test_the_buffered_twin_of_adamw_follows_it_within_rounding():
     ],
     ids=repr,
 )
-def test_a_rule_that_is_brought_whole_windows_keeps_its_promises(rule, times):
+def test_a_rule_over_whole_windows_keeps_its_guarantees(rule, times):
     check_rule(WholeWindows(rule, times))
 
 

@@ -40,7 +40,7 @@ def test_by_sign_the_minority_goes_first_then_the_smallest():
 @pytest.mark.parametrize(
     ("values", "dtype"), [([1.0, 3e-8, 1e-8, 2e-8], torch.float32), ([1.0, 0.004, 0.001, 0.002], torch.bfloat16)]
 )
-def test_values_far_below_the_largest_are_still_told_apart(values, dtype):
+def test_values_far_below_the_largest_are_still_distinguished(values, dtype):
     kept = prune(rows(values, dtype=dtype), 0.5, "sign")["w"] != 0
     assert kept.flatten().tolist() == [True, True, False, False]
 

@@ -4,7 +4,7 @@ Nabli, Fournier, Erbacher, Serrano, Belilovsky and Oyallon, "ACCO: Accumulate Wh
 Sharded LLM Training", arXiv 2406.02613.
 
 A batch has two halves. The gradients of the first half are on their way (reduce-scatter, a sharded step, all-gather) while those of
-the second are computed: what comes back is an estimate of the next weights, from half a batch. Then both halves together are on
+the second are computed: the result is an estimate of the next weights, from half a batch. Then both halves together are on
 their way, which gives the next weights themselves, while the first half of the next batch is computed at the estimate. Estimate
 and commit start from the same weights and the same optimizer state; the estimate's new state is thrown away as it is made.
 
@@ -12,7 +12,7 @@ and commit start from the same weights and the same optimizer state; the estimat
     here    state.params   `estimate`   state.optimizer   state.first    `both`                    self.rule
 
 A gradient is a sum with its weight, which is summed over islands too, so every micro-batch weighs the same on every island.
-With `batch="free"` an island goes on with further micro-batches until its exchange is over: a fast one contributes more, and
+With `batch="free"` an island computes further micro-batches until its exchange is over: a fast one contributes more, and
 none is idle. Per update it sends twice what ZeRO-1 sends. With a fixed batch an update takes max(c, 2m), where computing takes c
 and an exchange m, and ZeRO-1 takes c + m: ACCO pays while the exchange is the shorter of the two. DiLoCo is for longer ones.
 
@@ -49,7 +49,7 @@ class ACCOState:
 
 
 class Committed(NamedTuple):
-    """What a commit brought: the new weights as a whole and in a slice. A weight of 0 says that they are the old ones."""
+    """The result of a commit: the new weights, whole and as a slice. At a weight of 0 they are the old ones."""
 
     whole: Tree
     params: Tree
@@ -63,7 +63,7 @@ class ACCO(Sharded):
 
     Args:
         pieces_per_half: micro-batches in half a batch: a batch is cut into twice as many pieces, whose gradients are added up.
-        batch: fixed: each island computes exactly one batch per commit. free: it goes on until its exchange is over.
+        batch: fixed: each island computes exactly one batch per commit. free: it computes until its exchange is over.
         clock: what the learning rate goes by: commits, or samples, that is, how many nominal batches were committed. The run ends
             by the same clock. None: samples where batches are free, else commits; commits also where tokens are weighed.
         warmup: commits at the beginning that hide nothing: a batch is computed, then exchanged, as ZeRO-1 does it.
@@ -82,11 +82,11 @@ class ACCO(Sharded):
             raise ConfigError(f"warmup={self.warmup}: it is 0 commits or more. Use 0 to hide exchanges from the start.")
         if self.clock == "samples" and self.weigh == "tokens":
             raise ConfigError(
-                "clock=samples counts micro-batches, and with weigh=tokens islands tell each other tokens only. "
+                "clock=samples counts micro-batches, and with weigh=tokens islands exchange numbers of tokens only. "
                 "Use clock=commits, or weigh=batches."
             )
         if self.ticks == "samples" and self.optimizer is not None and not hasattr(self.optimizer, "lr"):
-            why = "" if self.clock else ", which free batches go by unless told otherwise,"
+            why = "" if self.clock else ", the default for free batches,"
             raise ConfigError(
                 f"clock=samples{why} sets the learning rate of the optimizer, and {type(self.optimizer).__name__} has none. "
                 f"Use clock=commits, or a rule with an lr."
@@ -166,7 +166,7 @@ class ACCO(Sharded):
 
     @property
     def ticks(self) -> Literal["commits", "samples"]:
-        """What `clock` comes to."""
+        """The clock in use."""
         if self.clock is not None:
             return self.clock
         # A commit of free batches holds more than one nominal batch: by commits, a run would read several times its samples.

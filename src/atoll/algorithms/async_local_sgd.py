@@ -47,14 +47,14 @@ class AsyncState:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncLocalSGD:
-    """Workers that train apart and push when they are through, and a hub that applies each push as it comes.
+    """Workers that train independently and push their deltas, and a hub that applies each push on arrival.
 
     Args:
         inner_steps: of a round; with a `pace` other than even, of the fastest worker's.
         outer: the rule applied to each delta. The period of DelayedNesterov is usually the number of workers.
         weight: by which each delta is multiplied: a number, or one that follows the number of workers.
         correction: what is done to a delta because it is stale, before the rule sees it.
-        grace_s: how long the hub waits after an arrival for others, to send them off together; 0 sends each off at once.
+        grace_s: how long the hub waits after an arrival for others, to dispatch them together; 0 dispatches each at once.
         pace: Dynamic Local Updates: even (off), given (speeds are known) or measured (they are observed).
         speeds: in steps per second, one for each worker, where `pace` is given; empty where the engine knows them.
         shards: a worker's next shard is drawn by deficit (eq. 2) or is one with the fewest visits.

@@ -37,7 +37,7 @@ class DiLoCoState:
     params: Tree = shared(donated=True)
     outer: Any = shared(donated=True)
     local: Tree | None = own()
-    """This island's own weights, if the others have not heard of them: it goes on from there."""
+    """This island's own weights, if it missed the last exchange: its next round starts from them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ class WPState:
 
 
 class Updated(NamedTuple):
-    """What an update brought. `whole` are the weights to compute at; none if the update was skipped, and they are the old ones."""
+    """The result of an update. `whole` are the weights to compute at; None if the update was skipped, and they are the old ones."""
 
     whole: Tree | None
     params: Tree
