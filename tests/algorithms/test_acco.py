@@ -278,7 +278,7 @@ class NoRate:
         ({"warmup": -1}, r"warmup=-1.*0 commits or more.*Use 0"),
         ({"clock": "samples", "weigh": "tokens"}, r"clock=samples.*weigh=tokens.*Use clock=commits, or weigh=batches"),
         ({"clock": "samples", "optimizer": NoRate()}, r"clock=samples sets.*NoRate has none.*Use clock=commits, or a rule"),
-        ({"batch": "free", "optimizer": NoRate()}, r"clock=samples, which free batches go by.*NoRate has none"),
+        ({"batch": "free", "optimizer": NoRate()}, r"clock=samples, the default for free batches.*NoRate has none"),
         ({"batch": "loose"}, r"batch"),
         ({"wire": "fp8"}, r"wire"),
     ],
