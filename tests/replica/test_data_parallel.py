@@ -60,7 +60,7 @@ def test_random_draws_of_modules_depend_on_the_seed():
 
 def test_a_batch_that_has_not_an_example_for_each_device_is_refused():
     workload = Regression(batches=RegressionBatches(batch_size=4))
-    with pytest.raises(ConfigError, match=r"holds 4 examples and is to be cut into 6.*--devices"):
+    with pytest.raises(ConfigError, match=r"holds 4 examples and is to be cut into 6.*engine.devices"):
         trained(workload, 3, micro_batches=2)
 
 

@@ -104,11 +104,13 @@ class RunCommand:
         if self.recipe is not None:
             opened.same_run(spec.fitted(run_of(self.recipe, self.settings, self.seed)))
         check_imported(folder)
+        # The launcher has its ranks resume a run that is new.
+        title = f"resume {folder}" if opened.checkpoints.is_dir() else None
         with interruptible(folder, spec):
             return driver.resume(
                 folder,
                 engine=spec,
-                sinks=[] if opened.finished else sinks_of(opened.run, spec, quiet=self.quiet, title=f"resume {folder}"),
+                sinks=[] if opened.finished else sinks_of(opened.run, spec, quiet=self.quiet, title=title),
                 command=sys.argv,
                 faults=faults,
                 log=discard if self.quiet else print_to_stderr,

@@ -82,7 +82,7 @@ class ForwardBackward:
         if size < len(pieces):
             raise ConfigError(
                 f"a batch, or piece of one, holds {size} examples and is to be cut into {len(pieces)}: each needs at least one. "
-                f"Use larger batches, or fewer pieces (train.micro_batches, algorithm.pieces_per_half, --devices)."
+                f"Use larger batches, or fewer pieces (train.micro_batches, algorithm.pieces_per_half, engine.devices)."
             )
         tokens = [self.batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
         total = sum(tokens)

@@ -425,5 +425,5 @@ def test_islands_of_several_gpus_claim_adjacent_ones(claimed):
 
 
 def test_more_gpus_than_the_machine_has_are_refused(claimed):
-    with pytest.raises(ConfigError, match=r"--devices 4: this machine has 3 GPUs"):
+    with pytest.raises(ConfigError, match=r"engine.devices=4: this machine has 3 GPUs"):
         claimed(0, 4)

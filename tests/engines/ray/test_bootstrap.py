@@ -113,7 +113,7 @@ def test_a_process_connected_to_another_cluster_is_refused(monkeypatch):
     ray, calls = fake_ray(monkeypatch, connected_to="10.0.0.1:6379")
     with bootstrap.cluster("10.0.0.1:6379") as found:
         assert found is ray
-    with pytest.raises(ConfigError, match=r"--ray-address 10.0.0.2:1: .* already connected to Ray at 10.0.0.1:6379"):
+    with pytest.raises(ConfigError, match=r"engine.address=10.0.0.2:1: .* already connected to Ray at 10.0.0.1:6379"):
         bootstrap.cluster("10.0.0.2:1").__enter__()
     assert calls == [], "what was connected before stays so"
 

@@ -317,7 +317,7 @@ class GpuClaims:
 
     def __init__(self, gpus: Sequence[str], number: int, count: int = 1) -> None:
         if count > len(gpus):
-            raise ConfigError(f"--devices {count}: this machine has {len(gpus)} GPUs. Use as many or fewer.")
+            raise ConfigError(f"engine.devices={count}: this machine has {len(gpus)} GPUs. Use at most as many.")
         first = number * count % len(gpus)
         order = (*range(first, len(gpus)), *range(first))
         self._claims: dict[int, socket.socket] = {}

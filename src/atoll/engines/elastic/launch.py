@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from atoll.core.errors import CheckpointError, ExchangeFailed
+from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm
 from atoll.engines.driver import Driver, Result, RunRequest, RunTask
@@ -38,6 +38,11 @@ from atoll.telemetry.sinks import Fanout
 
 def start(request: RunRequest) -> Result:
     refuse_torchrun(Elastic())
+    if request.workload is not None:
+        raise ConfigError(
+            "a user's workload lives in this process, and the islands that it starts would not have it. Use --engine processes "
+            "under torchrun, or leave the workload out."
+        )
     if request.run is not None:
         check_algorithm(request.run)
     with request.open() as task:
@@ -51,6 +56,17 @@ def check_algorithm(run: Run) -> None:
     algorithm: Any = run.resolved.algorithm
     if not isinstance(algorithm, AsyncAlgorithm):  # the spec refuses those
         refuse_unreplicated(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), _SinglePeer()))
+
+
+def joining_line(address: str) -> str:
+    """How to join the run.
+
+    >>> joining_line("127.0.0.1:7000")
+    'join this run: atoll run --join 127.0.0.1:7000 (on this machine alone; set engine.listen to let other machines join)'
+    """
+    alone = address.startswith(("127.", "localhost:"))
+    note = " (on this machine alone; set engine.listen to let other machines join)" if alone else ""
+    return f"join this run: atoll run --join {address}{note}"
 
 
 class _SinglePeer:
@@ -79,7 +95,7 @@ def supervise(task: RunTask) -> None:
         injected = task.faults.attach(task) if task.faults is not None else nullcontext(ProcessHooks())
         with injected as hooks:
             supervisor = Supervisor(task, sinks=[sink], hooks=hooks)
-            task.log(hooks.joining or f"join this run from another machine: atoll run --join {supervisor.address}")
+            task.log(hooks.joining or joining_line(supervisor.address))
             supervisor.run()
 
 

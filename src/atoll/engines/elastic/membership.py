@@ -131,7 +131,7 @@ class Membership:
         """Send heartbeats from now on: other islands wait for this one."""
         if self._server is not None:
             return
-        coordination: Any = require("torchft.coordination", extra="torchft", purpose="islands that come and go")
+        coordination: Any = require("torchft.coordination", extra="torchft", purpose="elastic runs")
         with log_while_waiting(self._log, f"the lighthouse at {self._lighthouse} does not answer yet"):
             self._server = self._retry(lambda: self._manager_server(coordination))
         self._client = coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT_LIMIT)
@@ -228,7 +228,7 @@ _GlooOptions: Any = getattr(dist.ProcessGroupGloo, "_Options")  # noqa: B009 (to
 
 
 def _group_class() -> Any:
-    torchft: Any = require("torchft.process_group", extra="torchft", purpose="islands that come and go")
+    torchft: Any = require("torchft.process_group", extra="torchft", purpose="elastic runs")
 
     class HostBoundGloo(torchft.ProcessGroupGloo):  # type: ignore[misc]
         """torchft's gloo group, listening on the given address instead of the one that the machine's name resolves to."""

@@ -61,13 +61,13 @@ class ElasticPeers:
         if self._unit is not None and (asked != self._unit.batches or pieces != 1):
             raise ConfigError(
                 f"a round asks for {asked} batches in {pieces} pieces, and a unit of data has {self._unit.batches} whole ones. "
-                f"With --elastic an algorithm asks for as many every round."
+                f"With --engine elastic an algorithm asks for the same number in every round."
             )
         return self._work
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
         if self._report is None or self.commit is not None:
-            raise ConfigError("a second mean in one round: with --elastic a round is committed by its only exchange.")
+            raise ConfigError("a second mean in one round: with --engine elastic a round has one exchange, which commits it.")
         own_weight = weight if self._unit is not None else 0.0
         proposal = Proposal(self._report, tree, own_weight, compare, self._clock.now_s())
         self.commit = await Request(lambda: self._commit(proposal))
@@ -95,7 +95,7 @@ class ElasticPeers:
 
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
-        f"{what} with --elastic: an island that vanishes would take its slice along. Use DiLoCo or DDP, or --engine dist alone."
+        f"{what} with --engine elastic: an island that dies would take its slice with it. Use DiLoCo or DDP, or --engine processes."
     )
 
 

@@ -80,7 +80,7 @@ class Rendezvous:
     """
 
     def __init__(self, host: str, port: int, lighthouse_port: int, join_info: str, *, join_limit_s: float, silent_s: float) -> None:
-        coordination: Any = require("torchft.coordination", extra="torchft", purpose="islands that come and go")
+        coordination: Any = require("torchft.coordination", extra="torchft", purpose="elastic runs")
         self._lighthouse = coordination.LighthouseServer(
             bind=f"{f'[{host}]' if ':' in host else host}:{lighthouse_port}",
             min_replicas=1,

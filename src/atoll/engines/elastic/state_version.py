@@ -121,10 +121,10 @@ def refuse_unreplicated(algorithm: Any, state: Any) -> None:
     """Refuse an algorithm part of whose state would be lost with one island."""
     if fields_owned(state, Owner.SHARDED):
         raise ConfigError(
-            f"{type(algorithm).__name__} with --elastic: each island holds a slice of its state, which is lost with it. Use "
-            f"DiLoCo or DDP, or --engine dist alone, which goes on from checkpoints."
+            f"{type(algorithm).__name__} with --engine elastic: each island holds a slice of its state, which is lost with it. Use "
+            f"DiLoCo or DDP, or --engine processes, which resumes from checkpoints."
         )
     if getattr(algorithm, "missed", "global") != "global":
         raise ConfigError(
-            "algorithm.missed=agreed with --elastic: an island that misses an exchange takes over the quorum's weights. Use global."
+            "algorithm.missed=agreed with --engine elastic: an island that misses an exchange takes over the quorum's weights. Use global."
         )

@@ -110,7 +110,7 @@ class RankContext:
         """The devices of this island as torch's DeviceMesh, cpu or cuda. All ranks call this together."""
         if device_type == "cuda" and self.backend != "nccl":
             raise ConfigError(
-                "inside=FSDP on GPUs needs NCCL between the devices of an island. Use --backend nccl, or inside=ZeRO1."
+                "inside=FSDP on GPUs needs NCCL between the devices of an island. Use engine.backend=nccl, or inside=ZeRO1."
             )
         group = new_group(_islands(self.size, self.devices_per_island), self.rank, self.backend, timeout_s)
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=("device",))

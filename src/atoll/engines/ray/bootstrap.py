@@ -64,7 +64,7 @@ def own_ray(*, cpus: int, gpus: int, store_bytes: int, folder: Path) -> Iterator
         except ValueError as error:
             raise ConfigError(
                 f"Ray could not start with an object store of {capacity_bytes} bytes: {_first_sentence(error)}. Free some memory "
-                f"and space in /dev/shm, or start Ray yourself and give its --ray-address."
+                f"and space in /dev/shm, or start Ray yourself and set engine.address."
             ) from error
         try:
             yield ray
@@ -79,7 +79,7 @@ def cluster(address: str) -> Iterator[Any]:
         found = library().get_runtime_context().gcs_address
         if found != address:
             raise ConfigError(
-                f"--ray-address {address}: this process is already connected to Ray at {found}. Give that, or ray.shutdown() first."
+                f"engine.address={address}: this process is already connected to Ray at {found}. Give that, or ray.shutdown() first."
             )
         yield library()
         return
@@ -92,7 +92,7 @@ def cluster(address: str) -> Iterator[Any]:
             _connect(ray, address=address)
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
-                f"--ray-address {address}: Ray could not be joined there ({_first_sentence(error)}). Check that it was "
+                f"engine.address={address}: Ray could not be joined there ({_first_sentence(error)}). Check that it was "
                 f"started by `RAY_AUTH_MODE=token ray start --head --node-ip-address HOST --port PORT`, that this machine is "
                 f"one of its nodes, and that its token is in ~/.ray/auth_token here, or in the file that RAY_AUTH_TOKEN_PATH names."
             ) from error
@@ -109,7 +109,7 @@ def check_reachable(address: str) -> str:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--ray-address {address}: nothing listens there ({error}). Give host and port of a Ray that was started by `ray start "
+            f"engine.address={address}: nothing listens there ({error}). Give host and port of a Ray that was started by `ray start "
             f"--head --node-ip-address HOST --port PORT`, or leave it out to start one on this machine."
         ) from error
     return host
@@ -138,7 +138,7 @@ def _reload_token() -> None:
     if raylet.get_authentication_mode() != raylet.AuthenticationMode.TOKEN:
         raise ConfigError(
             "Ray was imported without its token authentication, and cannot turn it on any more. Set RAY_AUTH_MODE=token in the "
-            " environment of this process, or import ray after atoll has started it."
+            "environment of this process, or import ray after atoll has started it."
         )
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 

@@ -221,7 +221,7 @@ class RayEngine:
             raise ExchangeFailed(
                 f"the hub has died {self._restarts} times in a row without a newer checkpoint: it resumes from "
                 f"{status.local_updates} local updates each time. Saved checkpoints are valid. Look at logs/hub.log, and at the "
-                f"free memory; save more often (--save-every), and resume."
+                f"free memory; save more often (engine.save_every_s), and resume."
             )
 
     def _show(self, status: HubStatus) -> None:

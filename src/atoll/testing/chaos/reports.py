@@ -136,14 +136,14 @@ class ElasticReport(_FaultReport):
         yield (
             "islands",
             f"{self.known:.2f} known, {self.alive:.2f} alive, {self.participating:.2f} participating on average "
-            f"({self.participating_of_alive:.3f} of the living)",
+            f"({self.participating_of_alive:.3f} of those alive)",
         )
         data = "; ".join(self.data) or "each in exactly one commit"
         yield "data", f"{self.delivered} units delivered, {self.returned} leased again: {data}"
         yield "equal bits", f"{self.compared} digests of islands' own logs compared, {'; '.join(self.diverged) or 'none differs'}"
         if self.recoveries:
             commit_s, back_s = (_seconds(times) for times in zip(*((r.commit_s, r.back_s) for r in self.recoveries), strict=True))
-            yield "recovery", f"after a kill the others commit {commit_s}, and the killed one works again {back_s}"
+            yield "recovery", f"after a kill the other islands commit {commit_s}, and the killed island delivers work again {back_s}"
 
 
 def _seconds(times: Iterable[float | None]) -> str:
@@ -300,7 +300,7 @@ class HubReport(_FaultReport):
         )
         yield (
             "workers",
-            f"{self.left} left, {self.joined} joined ({self.rejoined} in the same moment: a restarted hub had another record of "
+            f"{self.left} left, {self.joined} joined ({self.rejoined} at the same time: a restarted hub had another record of "
             f"them)",
         )
         yield (
