@@ -109,7 +109,7 @@ def test_the_report_counts_workers_restarts_and_skipped_faults(tmp_path):
     assert report_text(report).splitlines() == [
         "faults        2 Kill, 1 Freeze; skipped: Kill of worker-2 (no such process on this machine)",
         "updates       3 arrived, 2 of them applied, with 12 local updates: none twice; 1 refused, 1 rounds dispatched again",
-        "workers       2 left, 2 joined (1 in the same moment: a restarted hub had another record of them)",
+        "workers       2 left, 2 joined (1 at the same time: a restarted hub had another record of them)",
         "hub           1 restarts; 3 updates (12 local updates) lost and computed again; 1 checkpoints not saved",
         "loss          2.2500",
     ]
