@@ -49,7 +49,9 @@ def test_a_restarting_hub_is_called_again_and_the_wait_is_logged_once():
 
 def test_a_dead_hub_fails_after_the_timeout():
     client, _, _ = client_of([Gone("away")] * 9, timeout_s=1e-9)
-    with pytest.raises(ExchangeFailed, match=r"has not replied .* \(engine.hub_timeout_s=1e-09\): away Saved checkpoints are valid"):
+    with pytest.raises(
+        ExchangeFailed, match=r"has not replied .* \(engine.hub_timeout_s=1e-09\): away Saved checkpoints are valid"
+    ):
         client.call("status")
 
 

@@ -77,7 +77,9 @@ class HubClient:
     def _check_timeout(self, error: Exception, waited_s: float) -> None:
         broken = getattr(error, "actor_init_failed", False) or "creation task" in str(error)
         if broken or waited_s > self._timeout_s:
-            why = "could not start" if broken else f"has not replied for {waited_s:.0f} s (engine.hub_timeout_s={self._timeout_s:g})"
+            why = (
+                "could not start" if broken else f"has not replied for {waited_s:.0f} s (engine.hub_timeout_s={self._timeout_s:g})"
+            )
             reason = last_line(str(error)) or type(error).__name__
             raise ExchangeFailed(f"the hub {why}: {reason} Saved checkpoints are valid. Resume the run.") from error
 

@@ -143,7 +143,10 @@ class ElasticReport(_FaultReport):
         yield "equal bits", f"{self.compared} digests of islands' own logs compared, {'; '.join(self.diverged) or 'none differs'}"
         if self.recoveries:
             commit_s, back_s = (_seconds(times) for times in zip(*((r.commit_s, r.back_s) for r in self.recoveries), strict=True))
-            yield "recovery", f"after a kill the other islands commit {commit_s}, and the killed island delivers work again {back_s}"
+            yield (
+                "recovery",
+                f"after a kill the other islands commit {commit_s}, and the killed island delivers work again {back_s}",
+            )
 
 
 def _seconds(times: Iterable[float | None]) -> str:
