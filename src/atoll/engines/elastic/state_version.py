@@ -126,5 +126,5 @@ def refuse_unreplicated(algorithm: Any, state: Any) -> None:
         )
     if getattr(algorithm, "missed", "global") != "global":
         raise ConfigError(
-            "algorithm.missed=agreed with --engine elastic: an island that misses an exchange takes over the quorum's weights. Use global."
+            "algorithm.missed=agreed with --engine elastic: an island that misses one fetches the quorum's weights. Use global."
         )

@@ -79,7 +79,7 @@ def cluster(address: str) -> Iterator[Any]:
         found = library().get_runtime_context().gcs_address
         if found != address:
             raise ConfigError(
-                f"engine.address={address}: this process is already connected to Ray at {found}. Give that, or ray.shutdown() first."
+                f"engine.address={address}: this process is already connected to Ray at {found}. Use that, or ray.shutdown() first."
             )
         yield library()
         return
@@ -109,8 +109,8 @@ def check_reachable(address: str) -> str:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"engine.address={address}: nothing listens there ({error}). Give host and port of a Ray that was started by `ray start "
-            f"--head --node-ip-address HOST --port PORT`, or leave it out to start one on this machine."
+            f"engine.address={address}: nothing listens there ({error}). Give host and port of a Ray that was started by "
+            f"`ray start --head --node-ip-address HOST --port PORT`, or leave it out to start one on this machine."
         ) from error
     return host
 
