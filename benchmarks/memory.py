@@ -30,7 +30,8 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.telemetry.units import human_bytes, human_count
-from atoll.testing.island_memory import DecoderWorkload, PeakMemory, measure_peak_memory
+from atoll.testing.simulated_runs import DecoderWorkload
+from island_memory import PeakMemory, measure_peak_memory
 from progress import Watch
 from record import Record, default_path, markdown_table, script
 

@@ -21,7 +21,7 @@ from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import Nesterov
 from atoll.replica.local_replica import LocalReplica
-from atoll.testing.island_memory import DecoderWorkload
+from atoll.testing.simulated_runs import DecoderWorkload
 
 T = TypeVar("T")
 READ, EXCHANGE, UPDATE, LOAD, REST = (

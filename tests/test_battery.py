@@ -14,8 +14,7 @@ from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.optim.staleness import DelayCompensation, Polynomial
-from atoll.testing.async_conformance import ASYNC_CHECKS
-from atoll.testing.conformance import ALGORITHM_CHECKS, check_rule
+from atoll.testing.conformance import ALGORITHM_CHECKS, ASYNC_CHECKS, check_rule
 
 RULES = [
     SGD(lr=0.1),

@@ -33,7 +33,7 @@ def train(folder: Path) -> None:
 
 
 def cluster(folder: Path) -> None:
-    Text(partition=KMeans(), limit_bytes=50_000).open(2, 2, 0, features=lambda tokens: np.ones((len(tokens), 1)))
+    Text(partition=KMeans(), limit_bytes=50_000).load().open(2, 2, 0, features=lambda tokens: np.ones((len(tokens), 1)))
 
 
 def load_model(folder: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_missing_library_is_named_with_its_extra(
 def test_bytes_of_the_standard_library_need_no_extra(monkeypatch: pytest.MonkeyPatch):
     for module in ("zstandard", "datasets", "tokenizers", "sklearn", "sklearn.cluster"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert Text(limit_bytes=50_000).open(2, 2, 0).train.num_shards == 2
+    assert Text(limit_bytes=50_000).load().open(2, 2, 0).train.num_shards == 2
 
 
 def test_a_missing_library_is_named_with_the_extra_that_brings_it() -> None:

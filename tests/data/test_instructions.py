@@ -60,14 +60,14 @@ def test_shards_are_random_parts_of_the_whole_by_seed(loaded):
     assert one.fingerprint() != other.fingerprint()
 
 
-def test_the_fingerprint_knows_what_is_learnt_and_how_batches_are_made(spec, loaded):
+def test_the_fingerprint_depends_on_targets_and_batches(spec, loaded):
     prints = {loaded.open(shards, size, 0).train.fingerprint() for shards in (1, 2) for size in (2, 4)}
-    prints |= {replace(spec, learn="all").open(1, 2, 0).train.fingerprint()}
-    prints |= {replace(spec, max_len=5).open(1, 2, 0).train.fingerprint()}
+    prints |= {replace(spec, learn="all").load().open(1, 2, 0).train.fingerprint()}
+    prints |= {replace(spec, max_len=5).load().open(1, 2, 0).train.fingerprint()}
     assert len(prints) == 6
 
 
-def test_tokens_are_the_positions_at_which_something_is_predicted(loaded):
+def test_tokens_counts_the_target_positions(loaded):
     batch = loaded.open(1, 3, seed=0).train.batch(0, 0)
     answers = [text.partition("=")[2].removesuffix("<|endoftext|>") for text in texts(loaded, batch)]
     assert loaded.open(1, 3, seed=0).train.tokens(batch) == sum(len(answer) + 1 for answer in answers)
@@ -88,7 +88,7 @@ def test_copies_of_an_example_are_held_out_together(spec, tmp_path):
     assert not trained & {text for batch in data.validation for text in texts(loaded, batch)}
 
 
-def test_other_files_may_be_validated_on_and_then_all_is_trained_on(spec, tmp_path):
+def test_with_a_validation_path_all_of_path_is_for_training(spec, tmp_path):
     other = write_jsonl(tmp_path / "other.jsonl", [{"text": "never seen"}])
     loaded = replace(spec, validation_path=str(other)).load()
     assert (len(loaded.train), len(loaded.validation)) == (len(SUMS), 1)
@@ -116,12 +116,12 @@ def test_evaluation_uses_at_most_eval_examples_and_only_those_with_targets(spec,
         ({"learn": "prompt"}, r"learn='prompt' is none of 'all', 'answer'"),
     ],
 )
-def test_nonsense_is_refused(change, message):
+def test_invalid_settings_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         Instructions(**change)
 
 
-def test_what_was_not_given_is_asked_for(spec):
+def test_missing_settings_are_named(spec):
     with pytest.raises(ConfigError, match=r"^data\.path is not given.*--set data\.path=FILE"):
         Instructions().load()
     with pytest.raises(ConfigError, match=r"^data\.tokenizer is not given"):
@@ -136,9 +136,9 @@ def test_too_few_examples_are_refused(spec, tmp_path):
     with pytest.raises(DataError, match=r"none.jsonl holds no examples"):
         replace(spec, path=one, validation_path=empty).load()
     with pytest.raises(ConfigError, match=r"9999 shards of \d+ examples"):
-        spec.open(9999, 4, 0)
+        spec.load().open(9999, 4, 0)
 
 
-def test_examples_from_which_nothing_can_be_learnt_are_refused(spec):
+def test_examples_without_targets_are_refused(spec):
     with pytest.raises(DataError, match=r"training examples have no token to learn within data\.max_len=2. Raise data\.max_len"):
         replace(spec, max_len=2).load()

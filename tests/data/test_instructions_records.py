@@ -40,14 +40,14 @@ def test_the_three_forms_give_prompts_and_answers(tmp_path):
 
 
 @pytest.mark.parametrize("record", [{"instruction": "Add.", "output": "4"}, {"instruction": "Add.", "input": "", "output": "4"}])
-def test_an_instruction_without_input_has_no_place_for_it(record):
+def test_an_instruction_without_input_has_no_input_section(record):
     assert parse_record(record).prompt == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nAdd.\n\n### Response:\n"
     )
 
 
-def test_a_record_with_the_fields_of_two_forms_is_of_the_more_particular_one():
+def test_a_record_with_the_fields_of_two_forms_has_the_more_specific_one():
     """Alpaca's own dataset has a `text` besides, which is prompt and answer in one."""
     assert parse_record({**FORMS[0], **FORMS[2]}) == parse_record(FORMS[2])
     assert parse_record({**FORMS[0], **FORMS[1]}) == parse_record(FORMS[1])
@@ -85,7 +85,7 @@ def test_blank_lines_and_a_byte_order_mark_are_no_records(tmp_path):
         (b'{"text": "\xff"}', r"a.jsonl is not UTF-8: byte 10"),
     ],
 )
-def test_what_is_no_record_is_refused_with_its_place(line, message, tmp_path):
+def test_an_invalid_record_is_refused_with_its_location(line, message, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(line if isinstance(line, bytes) else line.encode())
     with pytest.raises(DataError, match=message):
         read(tmp_path / "a.jsonl")
@@ -101,7 +101,7 @@ def test_json_that_is_no_array_is_refused_with_advice(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["", "nowhere.jsonl", "*.jsonl"])
-def test_where_there_is_no_file_the_error_says_what_to_give(where, tmp_path):
+def test_the_error_of_a_missing_file_says_what_to_give(where, tmp_path):
     with pytest.raises(DataError, match=r"there is no \.jsonl or \.json file .*Give a file, a folder"):
         read(tmp_path / where)
 
@@ -124,47 +124,47 @@ def one(tokenizer, prompt, answer, *, learn="answer", max_len=99):
     return encoded.ids.tolist(), encoded.ids[encoded.first_targets[0] :].tolist()
 
 
-def test_an_example_is_its_text_and_an_end(tokenizer):
+def test_an_example_is_its_text_and_the_end_of_text(tokenizer):
     ids, learnt = one(tokenizer, "2+2=", "4", learn="all")
     assert ids == [*tokenizer("2+2=4")["input_ids"], END]
     assert learnt == ids[1:], "nothing predicts the first"
 
 
-def test_of_the_answer_its_end_is_learnt_too(tokenizer):
+def test_the_end_of_text_after_an_answer_is_a_target(tokenizer):
     _, learnt = one(tokenizer, "2+2=", "4")
     assert learnt == [*tokenizer("4")["input_ids"], END]
 
 
-def test_prompt_and_answer_have_the_ids_of_the_one_text_that_they_make(tokenizer):
+def test_prompt_and_answer_are_encoded_as_one_text(tokenizer):
     assert one(tokenizer, "2+2=", "4")[0] == one(tokenizer, "", "2+2=4")[0]
 
 
-def test_plain_text_is_learnt_whole_either_way(tokenizer):
+def test_all_tokens_of_plain_text_are_targets(tokenizer):
     assert one(tokenizer, "", "abc", learn="answer") == one(tokenizer, "", "abc", learn="all")
 
 
-def test_a_token_that_reaches_from_the_prompt_into_the_answer_is_the_answers(tmp_path):
+def test_a_token_that_spans_prompt_and_answer_belongs_to_the_answer(tmp_path):
     learned = train_bpe([Document("a", "a", "no yes " * 50)], 300)
-    learned.save(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text(learned.text)
     merged = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>")
     ids, learnt = one(merged, "no ", "yes")
     assert len(ids) == 3, "`no`, ` yes` and the end"
     assert merged.decode(learnt) == " yes<|endoftext|>"
 
 
-def test_a_longer_example_is_cut_and_has_no_end(tokenizer):
+def test_a_truncated_example_has_no_end_of_text(tokenizer):
     ids, learnt = one(tokenizer, "ab", "cdef", max_len=4)
     assert (len(ids), END in ids) == (4, False)
     assert learnt == ids[2:]
 
 
-def test_where_the_answer_is_cut_away_nothing_is_learnt(tokenizer):
+def test_an_example_truncated_before_its_answer_has_no_targets(tokenizer):
     encoded = encode_records([InstructionRecord("abcdef", "g"), InstructionRecord("", "")], tokenizer, max_len=4, learn="answer")
     assert encoded.num_targets == 0
     assert (encoded.padded([0, 1])["labels"] == IGNORED_LABEL).all()
 
 
-def test_what_a_tokenizer_puts_around_a_text_is_kept_and_an_end_is_not_doubled(tokenizer, tmp_path):
+def test_special_tokens_of_a_tokenizer_are_kept_and_its_end_of_text_is_not_doubled(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     around = AutoTokenizer.from_pretrained(tmp_path)
     special = [("<|endoftext|>", END)]
@@ -174,7 +174,7 @@ def test_what_a_tokenizer_puts_around_a_text_is_kept_and_an_end_is_not_doubled(t
     assert learnt == ids[3:]
 
 
-def test_padding_adds_nothing_to_see_and_nothing_to_learn(tokenizer):
+def test_padding_adds_no_inputs_and_no_targets(tokenizer):
     encoded = encode_records(
         [InstructionRecord("a", "bc"), InstructionRecord("abcd", "efgh")], tokenizer, max_len=99, learn="answer"
     )

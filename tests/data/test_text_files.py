@@ -35,7 +35,7 @@ def test_a_compressed_file_reads_like_the_plain_one(tmp_path: Path, suffix: str)
 
 
 @each_format
-def test_files_put_together_are_read_to_the_end(tmp_path: Path, suffix: str):
+def test_concatenated_compressed_files_are_read_to_the_end(tmp_path: Path, suffix: str):
     assert read_text(write(tmp_path / f"a{suffix}", PACK[suffix](TEXT) + PACK[suffix](b"more"))) == (TEXT + b"more").decode()
 
 
@@ -62,6 +62,6 @@ def test_a_file_that_only_has_the_suffix_is_refused(tmp_path: Path, suffix: str)
         read_text(write(tmp_path / f"a{suffix}", b"just some plain text"))
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
+def test_a_missing_file_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match=r"could not read .*nowhere.txt"):
         read_text(tmp_path / "nowhere.txt")

@@ -106,7 +106,7 @@ def test_order_depends_on_what_a_shard_holds_and_not_on_its_number_or_its_neighb
         assert torch.equal(alone.batch(0, position), last.batch(2, position))
 
 
-def test_order_does_not_depend_on_how_many_read():
+def test_order_does_not_depend_on_the_number_of_readers():
     """Four islands on two shards, or one island on both: each position is what it is."""
     shards = IID().shards(TokenExamples(tokens_of(61), 3), 2, 0)
     one, many = batches_of(20, shards=shards), batches_of(20, shards=shards)
@@ -139,7 +139,7 @@ def test_threads_read_what_one_reader_would():
     assert all(torch.equal(batch, alone.batch(*at)) for batch, at in zip(read, wanted, strict=True))
 
 
-def test_only_a_few_epochs_are_kept_encode_in_memory():
+def test_only_a_few_epochs_are_kept_in_memory():
     batches = batches_of(5)
     for position in range(100):
         batches.batch(0, position)
@@ -154,7 +154,7 @@ def test_the_order_is_pinned():
 @pytest.mark.parametrize(
     ("shard", "position", "message"), [(1, 0, "shard=1: there are 1"), (-1, 0, "shard=-1"), (0, -1, "position=-1")]
 )
-def test_what_is_not_there_is_refused(shard: int, position: int, message: str):
+def test_unknown_shards_and_positions_are_refused(shard: int, position: int, message: str):
     with pytest.raises(ConfigError, match=message):
         batches_of(5).batch(shard, position)
 

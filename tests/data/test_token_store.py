@@ -124,7 +124,7 @@ def test_no_tokens_and_foreign_ids_are_refused(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path):
+def test_a_missing_folder_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="could not write"):
         write_tokens(tmp_path / "no" / "a", [("a", np.array([1], dtype=np.uint16))])
 

@@ -54,7 +54,7 @@ def test_the_end_of_a_text_can_be_read(tokenizer: Tokenizer):
     assert tokenizer.decode([*tokenizer.encode("a").tolist(), tokenizer.end_of_text]) == "a<|endoftext|>"
 
 
-def test_half_a_character_becomes_a_mark():
+def test_invalid_utf8_is_decoded_to_the_replacement_character():
     assert ByteTokenizer().decode([0xC3]) == "�"
 
 
@@ -87,7 +87,7 @@ def test_a_vocabulary_without_room_for_all_bytes_is_refused(size: int):
 
 
 def test_a_saved_tokenizer_loads_with_the_same_digest(bpe: BPETokenizer, tmp_path: Path):
-    bpe.save(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text(bpe.text)
     for spec in (tmp_path / "tokenizer.json", tmp_path):
         loaded = load_tokenizer(str(spec))
         assert (loaded.digest, loaded.vocab_size, loaded.end_of_text) == (bpe.digest, bpe.vocab_size, bpe.end_of_text)

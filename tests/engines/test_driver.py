@@ -80,7 +80,7 @@ def test_the_trained_module_has_the_final_weights(straight):
 
 
 def test_the_validation_loss_is_the_mean_of_the_batch_losses_of_the_global_weights(straight):
-    data = small().data.open(num_shards=4, batch_size=4, seed=0)
+    data = small().data.load().open(num_shards=4, batch_size=4, seed=0)
     with torch.no_grad():
         losses = [straight.module.loss(batch).item() for batch in data.validation]
     assert straight.val_loss == sum(losses) / len(losses)

@@ -40,7 +40,7 @@ def test_it_is_the_librarys_own_model_in_float32_and_training_mode(folder):
     assert torch.equal(module.eval()(TOKENS).logits, theirs(TOKENS).logits)
 
 
-def test_every_call_gives_a_new_module_with_the_same_weights_and_draws_nothing(folder):
+def test_every_call_gives_a_new_module_with_the_same_weights_and_draws_no_random_numbers(folder):
     before = torch.get_rng_state()
     one, two = built(folder), built(folder)
     assert torch.equal(torch.get_rng_state(), before)
@@ -56,7 +56,7 @@ def test_weights_saved_in_half_precision_are_loaded_in_float32(folder, tmp_path)
     assert torch.equal(module.lm_head.weight, half.lm_head.weight.float())
 
 
-def test_dropout_is_what_the_config_says_while_it_trains_and_none_while_it_is_judged(tmp_path):
+def test_dropout_follows_the_config_in_training_and_is_off_in_evaluation(tmp_path):
     module = built(save_tiny_model(tmp_path / "tiny", dropout=0.5))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -75,7 +75,7 @@ def test_tied_weights_stay_tied_also_in_a_flat_buffer(folder):
     assert "lm_head.weight" not in weights.layout.index
 
 
-def test_loading_leaves_the_librarys_bars_and_words_as_they_were(folder, capsys):
+def test_loading_restores_the_librarys_progress_bars_and_log_level(folder, capsys):
     before = (logging.is_progress_bar_enabled(), logging.get_verbosity())
     built(folder)
     assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == before
@@ -128,7 +128,7 @@ def test_the_fingerprint_is_of_what_is_in_the_folder_and_not_of_where_it_is(fold
 # ------------------------------------------------------------------------------------------------------------------ refusals
 
 
-def test_no_path_no_folder_no_config_and_no_weights_are_told_apart(copy, tmp_path):
+def test_no_path_no_folder_no_config_and_no_weights_have_different_errors(copy, tmp_path):
     with pytest.raises(ConfigError, match=r"^model\.path is not given.*--set model\.path=FOLDER"):
         built("")
     with pytest.raises(ConfigError, match=r"^model\.path='.*nowhere' is not a folder .*Give the folder of a model on this disk"):

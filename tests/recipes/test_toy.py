@@ -70,11 +70,11 @@ def test_first_arrivals_are_when_the_schedule_says(tmp_path):
 
 
 def test_evaluations_come_every_800_local_updates_at_the_authors_times(tmp_path):
-    run = quick(toy_async())
+    run = quick(toy_async(), steps=800)
     evaluations = events_of(run, tmp_path / "run", Evaluated)
-    assert [event.local_updates for event in evaluations] == list(range(0, 8001, 800))
-    synced = authors_loop(SECONDS_PER_ROUND, run.algorithm.grace_s, updates=8000, steps=20)
-    expected = [0.0, *(synced[updates // 20 - 1][0] for updates in range(800, 8001, 800))]
+    assert [event.local_updates for event in evaluations] == list(range(0, 3201, 800))
+    synced = authors_loop(SECONDS_PER_ROUND, run.algorithm.grace_s, updates=3200, steps=20)
+    expected = [0.0, *(synced[updates // 20 - 1][0] for updates in range(800, 3201, 800))]
     assert [event.virtual_time_s for event in evaluations] == pytest.approx(expected, abs=0.005)
     assert expected[1] == pytest.approx(209.0)  # 40 rounds: 18 of worker 0, 13 of worker 1, 6 of worker 2 and 3 of worker 3
     assert all(event.accuracy is not None and event.loss == event.metrics["loss"] for event in evaluations)

@@ -18,8 +18,7 @@ from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.local_replica import LocalReplica, TrainJob
 from atoll.replica.memory_accounting import STATE, Storages, add_replica, add_storages, by_kind, paper_formula, total_bytes
 from atoll.replica.vmap_stack import VmapStack
-from atoll.testing.island_memory import DecoderWorkload
-from atoll.testing.simulated_runs import Regression
+from atoll.testing.simulated_runs import DecoderWorkload, Regression
 
 
 def tree(count=10):

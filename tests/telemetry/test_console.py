@@ -217,7 +217,7 @@ def test_skipped_updates_and_failed_rounds_have_a_line() -> None:
     assert "round 4: failed, all_gather was missed by island 0, 2" in out
 
 
-def test_what_is_recalled_is_not_shown_but_figures_go_on_from_it() -> None:
+def test_recalled_events_are_counted_and_not_shown() -> None:
     started = RunStarted(recipe="demo", algorithm="DiLoCo", islands=2, params=10, steps=8, seed=0)
     judged = Evaluated(
         round=1, steps=2, virtual_time_s=2.0, tokens=8, local_updates=4, sent_bytes_per_island=8.0, metrics={"loss": 2.5}

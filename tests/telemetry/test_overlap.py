@@ -62,7 +62,7 @@ def test_each_islands_time_adds_up_and_the_mean_share_is_the_runs_utilisation(al
     assert sum(island.computed_s / island.present_s for island in islands) / 3 == pytest.approx(done.finished.utilisation)
 
 
-def test_what_is_hidden_is_the_part_of_an_exchange_that_was_computed_through() -> None:
+def test_the_hidden_part_of_an_exchange_is_the_part_during_which_the_island_computed() -> None:
     events = [
         exchange(1.0, 4.0, background=True),
         computed(0, 0.0, 2.0),

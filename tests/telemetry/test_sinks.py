@@ -42,7 +42,7 @@ def test_every_sink_gets_every_event_in_order() -> None:
     assert one.events == two.events == [EVENT, progress]
 
 
-def test_what_the_log_could_not_record_is_not_shown() -> None:
+def test_an_event_that_the_log_failed_to_record_is_not_shown() -> None:
     shown = MemorySink()
     with pytest.raises(OSError, match="full"):
         Fanout([FailingSink([], "log", OSError("full")), shown]).emit(EVENT)

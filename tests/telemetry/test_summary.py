@@ -140,7 +140,7 @@ def test_the_summary_has_the_round_that_the_last_process_began_at(tmp_path, scri
     assert (summary.wall_time_s, summary.resumed_from_round) == (3.5, 2)
 
 
-def test_wall_time_is_unknown_where_it_was_not_noted(tmp_path, script) -> None:
+def test_wall_time_is_none_without_a_timing_record(tmp_path, script) -> None:
     folder = script().write(tmp_path / "run")
     (folder / "timing.jsonl").unlink()
     assert read_summary(folder).wall_time_s is None

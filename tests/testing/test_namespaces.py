@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from atoll.testing import namespaces
-from atoll.testing.chaos.network_links import ShapedLink
 
 UNAVAILABLE = namespaces.unavailable_reason()
 as_root = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
@@ -15,7 +14,7 @@ as_root = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
 def made():
     """The names of all network namespaces there are."""
-    return {line.split()[0] for line in namespaces._do("ip", "netns", "list").splitlines() if line}
+    return {line.split()[0] for line in namespaces._do("ip netns list").splitlines() if line}
 
 
 @as_root
@@ -74,7 +73,7 @@ def reaches(one, two):
 @as_root
 def test_a_cut_link_carries_nothing_until_it_is_restored():
     with namespaces.linked_pair() as (one, two):
-        link = ShapedLink([one, two])
+        link = namespaces.ShapedLink([one, two])
         found = [reaches(one, two)]
         link.cut()
         found.append(reaches(one, two))
@@ -87,7 +86,7 @@ def test_a_cut_link_carries_nothing_until_it_is_restored():
 def test_in_a_star_all_reach_each_other_except_over_a_cut_link():
     with namespaces.star_network(["a", "b", "c"]) as ends:
         a, b, c = (own for own, _ in ends.values())
-        link = ShapedLink(ends["a"])
+        link = namespaces.ShapedLink(ends["a"])
         found = [reaches(a, b)]
         link.cut()
         found += [reaches(b, a), reaches(b, c)]

@@ -4,7 +4,7 @@ It is a mixture of mixtures of Gaussians. Each class has several clusters; each 
 of points. Points lie in the order of their clusters, clusters in the order of their classes. Shards are random samples of all
 points. A model is evaluated on points that it also trains on.
 
->>> data = Gaussians.small().open(num_shards=4, batch_size=32, seed=0)
+>>> data = Gaussians.small().load().open(num_shards=4, batch_size=32, seed=0)
 >>> inputs, labels = data.train.batch(shard=3, position=0)
 >>> inputs.shape, labels.shape
 (torch.Size([32, 512]), torch.Size([32]))
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
-from atoll.core.layout import shard_range
-from atoll.data.shuffled_epochs import Indices, ShuffledShards, check_num_shards, keyed_random
+from atoll.data.shuffled_epochs import Indices, ShuffledShards, keyed_random, random_shards
 
 LabelledBatch = tuple[Tensor, Tensor]
 """Inputs (batch_size, dimensions), float32, and labels (batch_size,), int64."""
@@ -105,10 +104,6 @@ class Gaussians:
             labels=torch.from_numpy(labels.astype(np.int64)),
         )
 
-    def open(self, num_shards: int, batch_size: int, seed: int) -> GaussianData:
-        """Training batches from `num_shards` shards, and evaluation points. `seed` decides the order within each shard."""
-        return self.load().open(num_shards, batch_size, seed)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedGaussians:
@@ -126,11 +121,10 @@ class LoadedGaussians:
     labels: Tensor
 
     def open(self, num_shards: int, batch_size: int, seed: int, skip_batches: int = 0) -> GaussianData:
-        """See `Gaussians.open`. Each shard starts after its first `skip_batches` batches."""
+        """Training batches from `num_shards` shards, and evaluation points. `seed` decides the order within each shard. Each shard
+        starts after its first `skip_batches` batches."""
         spec, count = self.gaussians, len(self.labels)
-        check_num_shards(num_shards, count)
-        order = keyed_random("shards", spec.seed).permutation(count)
-        shards = [order[slice(*shard_range(count, shard, num_shards))] for shard in range(num_shards)]
+        shards = random_shards(count, num_shards, spec.seed)
         chosen: Indices = np.arange(count)
         if spec.eval_examples < count:
             chosen = keyed_random("evaluation", spec.seed).permutation(count)[: spec.eval_examples]

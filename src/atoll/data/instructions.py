@@ -34,11 +34,10 @@ from torch import Tensor
 
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError, DataError
-from atoll.core.layout import shard_range
 from atoll.core.optional_imports import require
 from atoll.data.corpus import Document
 from atoll.data.holdout_split import VALIDATION, check_fraction, plan_split
-from atoll.data.shuffled_epochs import Indices, ShuffledShards, check_num_shards, check_shards_setting, keyed_random
+from atoll.data.shuffled_epochs import Indices, ShuffledShards, check_shards_setting, random_shards
 from atoll.data.text_files import parse_json, read_json_lines, read_text, text_field, uncompressed_suffix, visible_files
 
 PaddedBatch = dict[str, Tensor]
@@ -106,10 +105,6 @@ class Instructions:
                 )
         return LoadedInstructions(instructions=self, train=train, validation=validation, tokenizer=tokenizer)
 
-    def open(self, num_shards: int, batch_size: int, seed: int) -> InstructionData:
-        """Training batches from `num_shards` shards, and validation batches. `seed` decides the shards and the order in each."""
-        return self.load().open(num_shards, batch_size, seed)
-
     def _split(self, named: Sequence[tuple[str, InstructionRecord]]) -> tuple[list[InstructionRecord], list[InstructionRecord]]:
         """The records to train on, and those to validate on."""
         if self.validation_path is not None:
@@ -142,11 +137,9 @@ class LoadedInstructions:
     tokenizer: Any
 
     def open(self, num_shards: int, batch_size: int, seed: int, skip_batches: int = 0) -> InstructionData:
-        """See `Instructions.open`. Each shard starts after its first `skip_batches` batches."""
-        count = len(self.train)
-        check_num_shards(num_shards, count)
-        order = keyed_random("shards", seed).permutation(count)
-        shards = [np.sort(order[slice(*shard_range(count, shard, num_shards))]) for shard in range(num_shards)]
+        """Training batches from `num_shards` shards, and validation batches. `seed` decides the shards and the order in each. Each
+        shard starts after its first `skip_batches` batches."""
+        shards = map(np.sort, random_shards(len(self.train), num_shards, seed))
         with_targets = np.flatnonzero(self.validation.first_targets < self.validation.lengths)
         num_evaluated = min(self.instructions.eval_examples, len(with_targets))
         chosen = with_targets[np.arange(num_evaluated) * len(with_targets) // num_evaluated]  # evenly spaced

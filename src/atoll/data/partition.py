@@ -22,26 +22,47 @@ from atoll.data.token_batches import TokenExamples
 
 Features = Callable[[NDArray[np.int64]], NDArray[np.floating[Any]]]
 """Maps tokens (examples, seq_len) to features (examples, width), or (examples, seq_len, width) to be averaged over positions."""
+_PREDICT_EXAMPLES = 4096
+
+
+class _LabelPartition:
+    def shards(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
+        """The indices of each shard's examples, sorted."""
+        if num_shards < 1:
+            raise ConfigError(f"num_shards={num_shards}: there must be at least 1 shard.")
+        if examples.count < num_shards:
+            raise DataError(
+                f"{examples.count} examples of seq_len={examples.seq_len} cannot fill {num_shards} shards. "
+                f"Give more text, lower seq_len, or use at most {examples.count} shards."
+            )
+        label, advice = self._assign(examples, num_shards, seed, features)
+        sizes = np.bincount(label, minlength=num_shards).tolist()
+        if 0 in sizes:
+            shown = ", ".join(map(str, sizes[:16]))
+            raise DataError(f"shard {sizes.index(0)} of {num_shards} would be empty (sizes: {shown}). {advice}")
+        return [np.flatnonzero(label == shard) for shard in range(num_shards)]
+
+    def _assign(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None) -> tuple[Indices, str]:
+        """The shard of each example, and advice for the error of an empty shard."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class IID:
+class IID(_LabelPartition):
     """Each shard is a random sample of the examples; sizes differ by at most one."""
 
-    def shards(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
-        """The indices of each shard's examples, sorted."""
-        _check_enough(examples, num_shards)
-        order = keyed_random("iid", seed).permutation(examples.count)
-        return _check_not_empty([np.sort(part) for part in np.array_split(order, num_shards)], "Use fewer shards.")
+    def _assign(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None) -> tuple[Indices, str]:
+        label = np.empty(examples.count, dtype=np.int64)
+        for shard, part in enumerate(np.array_split(keyed_random("iid", seed).permutation(examples.count), num_shards)):
+            label[part] = shard
+        return label, "Use fewer shards."
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByDomain:
+class ByDomain(_LabelPartition):
     """Assigns whole domains, the largest first, each to the shard that has the fewest examples so far."""
 
-    def shards(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
-        """The indices of each shard's examples, sorted."""
-        _check_enough(examples, num_shards)
+    def _assign(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None) -> tuple[Indices, str]:
         sizes = np.bincount(examples.domain_ids, minlength=len(examples.tokens.domains))
         present = [domain for domain in np.argsort(-sizes, kind="stable") if sizes[domain]]
         if len(present) < num_shards:
@@ -55,11 +76,11 @@ class ByDomain:
             emptiest = int(np.argmin(load))
             owner[domain] = emptiest
             load[emptiest] += sizes[domain]
-        return _by_label(owner[examples.domain_ids], num_shards, "Use fewer shards.")
+        return owner[examples.domain_ids], "Use fewer shards."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dirichlet:
+class Dirichlet(_LabelPartition):
     """Splits each domain over the shards in proportions drawn from a Dirichlet distribution.
 
     With alpha = 100 shards are nearly IID; with alpha = 0.1 one or two shards get most of a domain.
@@ -72,9 +93,7 @@ class Dirichlet:
         if not 0 < self.alpha < float("inf"):
             raise ConfigError(f"alpha={self.alpha} must be above 0 and finite: 0.1 makes shards very different, 100 nearly equal.")
 
-    def shards(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
-        """The indices of each shard's examples, sorted."""
-        _check_enough(examples, num_shards)
+    def _assign(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None) -> tuple[Indices, str]:
         random = keyed_random("dirichlet", seed)
         label = np.zeros(examples.count, dtype=np.int64)
         for domain in range(len(examples.tokens.domains)):
@@ -85,11 +104,11 @@ class Dirichlet:
             cuts = np.rint(np.cumsum(shares)[:-1] * len(indices)).astype(np.int64)
             for shard, part in enumerate(np.split(indices, cuts)):
                 label[part] = shard
-        return _by_label(label, num_shards, f"Raise alpha (now {self.alpha:g}), use fewer shards, or use another seed.")
+        return label, f"Raise alpha (now {self.alpha:g}), use fewer shards, or use another seed."
 
 
 @dataclass(frozen=True, kw_only=True)
-class KMeans:
+class KMeans(_LabelPartition):
     """One shard for each k-means cluster of a model's features (DiLoCo, section 3.1). Shards may differ much in size.
 
     Features are averaged over an example's positions. k-means is fitted on a sample; each example goes to the nearest centre.
@@ -112,9 +131,7 @@ class KMeans:
             if getattr(self, name) < 1:
                 raise ConfigError(f"KMeans {name}={getattr(self, name)}: at least 1 is needed. Leave it out for the default.")
 
-    def shards(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
-        """The indices of each shard's examples, sorted."""
-        _check_enough(examples, num_shards)
+    def _assign(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None) -> tuple[Indices, str]:
         if features is None:
             raise ConfigError(
                 "KMeans needs the features of a model, and none were given. Give `features`, or use another partition."
@@ -132,7 +149,7 @@ class KMeans:
             random_state=keyed_random("kmeans", seed).randint(1 << 31),
         )
         sample = np.unique(np.linspace(0, examples.count - 1, min(self.fit_examples, examples.count)).astype(np.int64))
-        # One thread: with several, the order of sums varies from run to run. Sklearn warns of too few clusters; `_by_label` raises.
+        # One thread: with several, the order of sums varies from run to run. Sklearn warns of too few clusters; `shards` raises.
         with limits(limits=1), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             clustering.fit(self._features(examples, sample, features))
@@ -140,7 +157,7 @@ class KMeans:
             for start in range(0, examples.count, _PREDICT_EXAMPLES):
                 part = np.arange(start, min(start + _PREDICT_EXAMPLES, examples.count))
                 label[part] = clustering.predict(self._features(examples, part, features))
-        return _by_label(label, num_shards, "The text has fewer clusters than that: use fewer shards, or another partition.")
+        return label, "The text has fewer clusters than that: use fewer shards, or another partition."
 
     def _features(self, examples: TokenExamples, indices: Indices, features: Features) -> NDArray[np.float64]:
         parts = []
@@ -157,27 +174,3 @@ class KMeans:
 
 
 Partition = IID | ByDomain | KMeans | Dirichlet
-
-_PREDICT_EXAMPLES = 4096
-
-
-def _by_label(label: Indices, num_shards: int, advice: str) -> list[Indices]:
-    return _check_not_empty([np.flatnonzero(label == shard) for shard in range(num_shards)], advice)
-
-
-def _check_not_empty(shards: list[Indices], advice: str) -> list[Indices]:
-    empty = [number for number, shard in enumerate(shards) if not len(shard)]
-    if empty:
-        sizes = ", ".join(str(len(shard)) for shard in shards[:16])
-        raise DataError(f"shard {empty[0]} of {len(shards)} would be empty (sizes: {sizes}). {advice}")
-    return shards
-
-
-def _check_enough(examples: TokenExamples, num_shards: int) -> None:
-    if num_shards < 1:
-        raise ConfigError(f"num_shards={num_shards}: there must be at least 1 shard.")
-    if examples.count < num_shards:
-        raise DataError(
-            f"{examples.count} examples of seq_len={examples.seq_len} cannot fill {num_shards} shards. "
-            f"Give more text, lower seq_len, or use at most {examples.count} shards."
-        )

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
+from atoll.core.layout import shard_range
 
 Indices = NDArray[np.int64]
 _CACHED_EPOCHS = 3  # per shard: readers of one shard are seldom further apart
@@ -43,7 +44,8 @@ class ShuffledShards:
     """
 
     def __init__(self, shards: Sequence[NDArray[Any]], *, batch_size: int, seed: int, skip_batches: int = 0) -> None:
-        check_batch_size(batch_size)
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
         self.batch_size = batch_size
         self._shard_digests = [blake2b(shard.astype("<i8").tobytes(), digest_size=16).hexdigest() for shard in shards]
         self._shards = list(shards)
@@ -94,17 +96,15 @@ class ShuffledShards:
         return blake2b(b"".join([*content, shards]), digest_size=16).hexdigest()
 
 
-def check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
-
-
-def check_num_shards(num_shards: int, num_examples: int) -> None:
+def random_shards(num_examples: int, num_shards: int, seed: int) -> list[Indices]:
+    """The indices of each shard's examples, drawn at random; sizes differ by at most one."""
     if not 1 <= num_shards <= num_examples:
         raise ConfigError(
             f"{num_shards} shards of {num_examples} examples: there is at least 1 shard, and each has at least 1 example. "
             f"Use fewer shards, or more examples."
         )
+    order = keyed_random("shards", seed).permutation(num_examples)
+    return [order[slice(*shard_range(num_examples, shard, num_shards))] for shard in range(num_shards)]
 
 
 def check_shards_setting(shards: int | None) -> None:

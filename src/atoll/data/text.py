@@ -1,7 +1,7 @@
 """Text: the corpus, tokenizer and partition of a run as one spec, which opens to batches of tokens.
 
 >>> text = Text(corpus="stdlib", limit_bytes=100_000, seq_len=32)
->>> data = text.open(num_shards=4, batch_size=8, seed=0)
+>>> data = text.load().open(num_shards=4, batch_size=8, seed=0)
 >>> data.train.batch(shard=3, position=0).shape
 torch.Size([8, 33])
 """
@@ -18,7 +18,7 @@ from atoll.data.corpus import check_corpus_spec, check_limit_bytes, open_corpus
 from atoll.data.holdout_split import TRAIN, VALIDATION, Split, check_fraction, plan_split, split_documents
 from atoll.data.partition import IID, ByDomain, Dirichlet, Features, KMeans, Partition
 from atoll.data.prepare import is_prepared, open_prepared
-from atoll.data.shuffled_epochs import check_batch_size, check_shards_setting
+from atoll.data.shuffled_epochs import check_shards_setting
 from atoll.data.token_batches import TokenBatches, TokenExamples, validation_batches
 from atoll.data.token_store import Tokens, encode_in_memory
 from atoll.data.tokenizer import Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
@@ -83,13 +83,6 @@ class Text:
         folder = self.prepared_folder
         return self._read() if folder is None else self._map(folder)
 
-    def open(self, num_shards: int, batch_size: int, seed: int, features: Features | None = None) -> TextData:
-        """Training batches from `num_shards` shards, and validation batches.
-
-        `seed` decides the partition and the order within each shard. KMeans needs `features`, a model's features of tokens.
-        """
-        return self.load().open(num_shards, batch_size, seed, features)
-
     def _read(self) -> LoadedText:
         documents = list(open_corpus(self.corpus, self.limit_bytes))
         held_out = None if self.validation_corpus is None else open_corpus(self.validation_corpus)
@@ -140,9 +133,12 @@ class LoadedText:
         partition: Partition | None = None,
         skip_batches: int = 0,
     ) -> TextData:
-        """See `Text.open`. `partition` replaces the text's own. Each shard starts after its first `skip_batches` batches."""
+        """Training batches from `num_shards` shards, and validation batches.
+
+        `seed` decides the partition and the order within each shard. KMeans needs `features`, a model's features of tokens.
+        `partition` replaces the text's own. Each shard starts after its first `skip_batches` batches.
+        """
         text = self.text
-        check_batch_size(batch_size)
         examples = TokenExamples(self.train, text.seq_len)
         shards = (partition or text.partition).shards(examples, num_shards, seed, features)
         return TextData(

@@ -109,10 +109,6 @@ class BPETokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode(_checked_ids(ids, self.vocab_size), skip_special_tokens=False))
 
-    def save(self, path: str | Path) -> None:
-        """Write the file that `load_tokenizer` reads."""
-        Path(path).write_text(self.text, encoding="utf-8")
-
 
 def dtype_for(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     """The narrowest dtype in which tokens are stored."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal, Self, TypeVar
 
@@ -45,40 +46,31 @@ class JsonlSink(ClosingSink):
 
     def __init__(self, path: str | Path, append_at: int | None = None) -> None:
         self.path = Path(path)
-        try:
+        with _explained("open", self.path):
             if append_at is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file: BinaryIO = self.path.open("wb")
             else:
                 self._file = _open_at(self.path, append_at)
-        except OSError as error:
-            raise _failed("open", self.path, error) from error
 
     def emit(self, event: Event) -> None:
-        if not event.recorded:
-            return
-        try:
-            self._file.write(event.to_json().encode() + b"\n")
-            # The buffer keeps the rest of a line while the disk is full, so no line is torn inside the log.
-            self._file.flush()
-        except OSError as error:
-            raise _failed("write", self.path, error) from error
+        if event.recorded:
+            with _explained("write", self.path):
+                self._file.write(event.to_json().encode() + b"\n")
+                # The buffer keeps the rest of a line while the disk is full, so no line is torn inside the log.
+                self._file.flush()
 
     def position(self) -> int:
         """The length of the log in bytes, after all of them are on the disk."""
-        try:
+        with _explained("write", self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
             return self._file.tell()
-        except OSError as error:
-            raise _failed("write", self.path, error) from error
 
     def close(self) -> None:
         """Closes the file. A second call does nothing."""
-        try:
+        with _explained("write", self.path):
             self._file.close()
-        except OSError as error:
-            raise _failed("write", self.path, error) from error
 
 
 def read_events(path: str | Path, kinds: Collection[type[Event]] = (), *, after: int = 0) -> Iterator[Event]:
@@ -92,17 +84,13 @@ def read_events(path: str | Path, kinds: Collection[type[Event]] = (), *, after:
     path = Path(path)
     # Event.to_json writes the name of the event as the first key of every line.
     wanted = tuple(f'{{"event": "{kind.__name__}"'.encode() for kind in kinds)
-    try:
-        with path.open("rb") as file:
-            file.seek(after)
-            for number, line in enumerate(file, start=1):
-                if wanted and not line.startswith(wanted):
-                    continue
+    with _explained("read", path), path.open("rb") as file:
+        file.seek(after)
+        for number, line in enumerate(file, start=1):
+            if not wanted or line.startswith(wanted):
                 event = _parse(path, number, line)
                 if event is not None:
                     yield event
-    except OSError as error:
-        raise _failed("read", path, error) from error
 
 
 def read_kind(folder: str | Path, kind: type[E]) -> list[E]:
@@ -158,13 +146,18 @@ def _open_at(path: Path, append_at: int) -> BinaryIO:
     return file
 
 
-def _failed(verb: str, path: Path, error: OSError) -> CheckpointError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = f"Free some space there, then continue with `atoll run --resume {path.parent}`."
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        advice = "Check its permissions, or choose a folder that you may write to."
-    elif error.errno == errno.ENOENT:
-        advice = f"Is {path.parent} the folder of a run? It should hold run.json and events.jsonl."
-    else:
-        advice = f"Check the disk, then continue with `atoll run --resume {path.parent}`."
-    return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}. {advice}")
+@contextmanager
+def _explained(verb: str, path: Path) -> Iterator[None]:
+    """Turns an OSError into a CheckpointError with advice."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = f"Free some space there, then continue with `atoll run --resume {path.parent}`."
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            advice = "Check its permissions, or choose a folder that you may write to."
+        elif error.errno == errno.ENOENT:
+            advice = f"Is {path.parent} the folder of a run? It should hold run.json and events.jsonl."
+        else:
+            advice = f"Check the disk, then continue with `atoll run --resume {path.parent}`."
+        raise CheckpointError(f"cannot {verb} {path}: {error.strerror or error}. {advice}") from error

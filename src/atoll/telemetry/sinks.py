@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class ClosableSink(Protocol):
-    def close(self) -> None: ...
-
-
-@runtime_checkable
 class ResumableSink(Protocol):
     """A sink that continues its totals when a run resumes: it receives the logged events before the first new one."""
 
@@ -45,8 +40,7 @@ class Fanout(ClosingSink):
         """Closes every closable sink, the last one first, even if one of them raises."""
         with ExitStack() as stack:
             for sink in self.sinks:
-                if isinstance(sink, ClosableSink):
-                    stack.callback(sink.close)
+                stack.callback(getattr(sink, "close", lambda: None))
 
 
 class MemorySink:
@@ -66,9 +60,9 @@ class MemorySink:
     def emit(self, event: Event) -> None:
         self.events.append(event)
 
-    def of(self, kind: type[E]) -> list[E]:
-        """The events of one class, in order."""
-        return [event for event in self.events if isinstance(event, kind)]
+    def of(self, *kinds: type[E]) -> list[E]:
+        """The events of these classes, in order."""
+        return [event for event in self.events if isinstance(event, kinds)]
 
 
 class NullSink:
@@ -117,13 +111,11 @@ class TensorBoardSink(ClosingSink):
                 for name, value in event.metrics.items():
                     self._write_against(f"val_{name}", value, event)
             case Compared():
-                if event.norms:
-                    write("delta/mean_of_norms_by_round", sum(event.norms) / len(event.norms), event.round)
-                write("delta/norm_of_mean_by_round", event.mean_norm, event.round)
-                if event.cosine_mean is not None:
-                    write("delta/cosine_mean_by_round", event.cosine_mean, event.round)
-                if event.cosine_std is not None:
-                    write("delta/cosine_std_by_round", event.cosine_std, event.round)
+                mean_of_norms = sum(event.norms) / len(event.norms) if event.norms else None
+                scalars = {"mean_of_norms": mean_of_norms, "norm_of_mean": event.mean_norm}
+                for name, scalar in {**scalars, "cosine_mean": event.cosine_mean, "cosine_std": event.cosine_std}.items():
+                    if scalar is not None:
+                        write(f"delta/{name}_by_round", scalar, event.round)
             case Arrived():
                 self._arrivals += 1
                 write("hub/staleness_by_arrival", event.staleness, self._arrivals)

@@ -1,9 +1,11 @@
-"""Conformance checks for rules and algorithms. tests/test_battery.py has one row for each rule and algorithm.
+"""Conformance checks for rules, algorithms and asynchronous algorithms. tests/test_battery.py has one row for each of them.
 
+>>> from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 >>> from atoll.algorithms.diloco import DiLoCo
 >>> from atoll.optim.sgd import Nesterov
 >>> check_rule(Nesterov(lr=0.1))
 >>> check_algorithm(DiLoCo(inner_steps=2))
+>>> check_async_algorithm(AsyncLocalSGD(inner_steps=2))
 """
 
 from __future__ import annotations
@@ -15,16 +17,21 @@ from typing import Any
 import torch
 
 from atoll.core import chunked_elementwise
-from atoll.core.events import Exchanged, IslandJoined
+from atoll.core.events import Arrived, Dispatched, Evaluated, Exchanged, IslandJoined, Returned, RoundFinished, WindowClosed
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Algorithm, Owner, Rule, fields_owned
+from atoll.core.protocols import Algorithm, Arrival, AsyncAlgorithm, Owner, Rule, fields_owned
 from atoll.core.pytree import trees
+from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.engine import SimEngine
 from atoll.optim.adam import AdamW
+from atoll.optim.in_place import hub_algorithm
 from atoll.optim.sgd import SGD
-from atoll.runs.cluster import Away, Cluster, Lost
-from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
+from atoll.runs.cluster import Away, Cluster, Lost, Outage
+from atoll.testing.fakes import FakeReplica, ScriptedHub, ScriptedPeers, drive, one_round
 from atoll.testing.simulated_runs import Recorder, Regression, simulate, simulator
+
+SavedParts = list[tuple[int, dict[str, Any]]]
+"""Checkpoints: the number of lines that the log had, and the engine's parts."""
 
 # --------------------------------------------------------------------------------------------------------------- rules
 
@@ -41,10 +48,9 @@ def check_rule(rule: Rule) -> None:
 
 def _check_is_pure(rule: Rule, params: Tree, gradient: Tree) -> None:
     state = rule.init(params)
-    before = [tree.digest() for tree in trees((params, gradient, state))]
-    first = rule.update(params, gradient, state)
-    second = rule.update(params, gradient, state)
-    assert before == [tree.digest() for tree in trees((params, gradient, state))], "update changed its arguments"
+    before = digests((params, gradient, state))
+    first, second = (rule.update(params, gradient, state) for _ in range(2))
+    assert before == digests((params, gradient, state)), "update changed its arguments"
     assert digests(first) == digests(second), "the same arguments gave different results"
     assert first[0].layout == params.layout, "the new weights have another layout"
     assert not first[0].equal(params), "a nonzero gradient changed no weight"
@@ -114,33 +120,17 @@ def check_learns(algorithm: Algorithm[Any]) -> None:
 
 def check_same_seed_same_log(algorithm: Algorithm[Any]) -> None:
     """Two runs with the same seed write the same bytes, however their threads were scheduled."""
-    one, two = (_recorded(algorithm, _faulty_cluster()) for _ in range(2))
+    one, two = (simulate(algorithm, steps=_steps(algorithm, 5), cluster=_faulty_cluster()).lines() for _ in range(2))
     assert one == two
 
 
 def check_resumes_to_the_bit(algorithm: Algorithm[Any]) -> None:
     """A run restored from any checkpoint has the weights and the log of the run that was not interrupted."""
-    steps, cluster = _steps(algorithm, 6), _faulty_cluster()
-    saved: list[tuple[int, dict[str, Any]]] = []
-    engine, sink = simulator(
-        algorithm,
-        steps=steps,
-        cluster=cluster,
-        inner=AdamW(lr=0.01),
-        workload=Regression(hidden=4, dropout=0.2),
-        save=lambda e: saved.append((len(sink.lines()), copy.deepcopy(detached(e.parts())))),
-    )
-    engine.run()
-    assert isinstance(engine, SimEngine)
+    saved: SavedParts = []
+    engine, sink = _with_checkpoints(algorithm, 6, _faulty_cluster(), saved)
     assert len(saved) > 2, "too few checkpoints to resume from"
     for position, parts in saved[:-1]:
-        again, later = simulator(
-            algorithm, steps=steps, cluster=cluster, inner=AdamW(lr=0.01), workload=Regression(hidden=4, dropout=0.2)
-        )
-        again.restore(lambda part, like, parts=parts: copy.deepcopy(parts[part]))  # type: ignore[misc]
-        again.run()
-        assert again.params.equal(engine.params), f"resuming at line {position} of the log gave other weights"
-        assert later.lines() == sink.lines()[position:], f"resuming at line {position} of the log gave another log"
+        _check_resumed(_with_checkpoints(algorithm, 6, _faulty_cluster(), None, parts), engine, sink.lines()[position:])
 
 
 def check_one_island_sends_nothing(algorithm: Algorithm[Any]) -> None:
@@ -202,10 +192,35 @@ def _faulty_cluster() -> Cluster:
     )
 
 
-def _recorded(algorithm: Algorithm[Any], cluster: Cluster) -> list[str]:
-    engine, sink = simulator(algorithm, steps=_steps(algorithm, 5), cluster=cluster, sink=Recorder())
+def _with_checkpoints(
+    algorithm: Algorithm[Any] | AsyncAlgorithm[Any],
+    rounds: int,
+    cluster: Cluster,
+    saved: SavedParts | None,
+    restored: dict[str, Any] | None = None,
+) -> tuple[SimEngine | AsyncSimEngine, Recorder]:
+    """A run with inner AdamW and dropout to its end, restored from these parts if given. `saved` receives its checkpoints."""
+    sink = Recorder()
+
+    def save(engine: SimEngine | AsyncSimEngine) -> None:
+        if saved is not None:
+            saved.append((len(sink.lines()), copy.deepcopy(detached(engine.parts()))))
+
+    steps = rounds * (algorithm.plan.steps if isinstance(algorithm, AsyncAlgorithm) else algorithm.steps_per_round)
+    workload = Regression(hidden=4, dropout=0.2)
+    engine, _ = simulator(algorithm, steps=steps, cluster=cluster, inner=AdamW(lr=0.01), workload=workload, sink=sink, save=save)
+    if restored is not None:
+        engine.restore(lambda part, like: copy.deepcopy(restored[part]))
     engine.run()
-    return sink.lines()
+    return engine, sink
+
+
+def _check_resumed(
+    resumed: tuple[SimEngine | AsyncSimEngine, Recorder], engine: SimEngine | AsyncSimEngine, lines: list[str]
+) -> None:
+    again, later = resumed
+    assert later.lines() == lines, f"resuming {len(lines)} lines before the end of the log gave another log"
+    assert again.params.equal(engine.params), f"resuming {len(lines)} lines before the end of the log gave other weights"
 
 
 def detached(value: Any) -> Any:
@@ -218,3 +233,154 @@ def detached(value: Any) -> Any:
         items: Iterator[Any] = (detached(item) for item in value)
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
+
+
+# ------------------------------------------------------------------------------------------- asynchronous algorithms
+
+
+def check_async_algorithm(algorithm: AsyncAlgorithm[Any]) -> None:
+    """Run all of ASYNC_CHECKS."""
+    for check in ASYNC_CHECKS:
+        check(algorithm)
+
+
+def check_worker_pushes_old_minus_new(algorithm: AsyncAlgorithm[Any]) -> None:
+    """A round pulls once and pushes once: the old weights minus the new."""
+    hub = ScriptedHub(Tree.of({"w": torch.ones(3)}), steps=4)
+    drive(algorithm.round(FakeReplica(moves_by=-0.25), hub))
+    assert [delta["w"].tolist() for delta in hub.pushed] == [[1.0, 1.0, 1.0]]
+
+
+def check_step_is_pure(algorithm: AsyncAlgorithm[Any]) -> None:
+    """The same State and arrival give the same next State, and a step changes neither."""
+    state, arrival = _hub_state(algorithm)
+    before = digests((tuple(vars(state).values()), tuple(arrival)))
+    one, two = (digests(tuple(vars(algorithm.step(state, arrival)).values())) for _ in range(2))
+    assert one == two, "the same arrival gave different States"
+    assert digests((tuple(vars(state).values()), tuple(arrival))) == before, "a step changed its arguments"
+
+
+def check_fused_step_equals_step(algorithm: AsyncAlgorithm[Any]) -> None:
+    """Over several arrivals. The fused step does not change weights that a worker was dispatched with."""
+    readable, arrival = _hub_state(algorithm)
+    fused, _ = _hub_state(algorithm)
+    in_place = hub_algorithm(algorithm, fused)
+    for _ in range(9):
+        sent, digest = fused.params, fused.params.digest()
+        readable, fused = algorithm.step(readable, arrival), in_place.step(fused, arrival)
+        assert sent.digest() == digest, "the fused step changed weights that a worker may hold"
+        assert torch.allclose(readable.params.flat, fused.params.flat, rtol=1e-6, atol=1e-7), "the fused step gave other weights"
+
+
+def check_async_learns(algorithm: AsyncAlgorithm[Any]) -> None:
+    """Workers of unequal speed reduce the loss on the data of all shards."""
+    done = simulate(
+        algorithm, steps=20 * algorithm.plan.steps, inner=SGD(lr=0.02), cluster=_unequal_cluster(), evaluate_every=1_000_000
+    )
+    first, last = done.of(Evaluated)
+    before, after = first.metrics["loss"], last.metrics["loss"]
+    assert after < 0.5 * before, f"the loss went from {before:.4f} to {after:.4f}"
+
+
+def check_stops_at_the_hub_step_that_reaches_the_updates(algorithm: AsyncAlgorithm[Any]) -> None:
+    done = simulate(algorithm, steps=5 * algorithm.plan.steps, cluster=_unequal_cluster())
+    *_, before, last = [event.local_updates for event in done.of(RoundFinished)]
+    assert before < 4 * 5 * algorithm.plan.steps <= last == done.finished.local_updates
+
+
+def check_same_seed_same_async_log(algorithm: AsyncAlgorithm[Any]) -> None:
+    """Two runs with the same seed write the same bytes, however their threads were scheduled."""
+    one, two = (_run_with_faults(algorithm)[1].lines() for _ in range(2))
+    assert one == two
+
+
+def check_resumes_to_the_bit_at_any_hub_step(algorithm: AsyncAlgorithm[Any]) -> None:
+    """A run restored from any checkpoint has the weights and the log of the run that was not interrupted.
+
+    Checkpoints have workers that train, that wait in an open window, that are dead, and that are about to join again.
+    """
+    saved: SavedParts = []
+    engine, sink = _run_with_faults(algorithm, saved)
+    assert len(saved) == engine.round
+    for position, parts in [*saved[:-1:16], saved[-1]]:  # at the last one only the accounts remain to be closed
+        _check_resumed(_run_with_faults(algorithm, None, parts), engine, sink.lines()[position:])
+
+
+def check_nothing_is_counted_twice_or_lost(algorithm: AsyncAlgorithm[Any]) -> None:
+    """The steps counted for a shard are those that arrived and those that are still dispatched; failed rounds were put back."""
+    engine, sink = _run_with_faults(algorithm)
+    arrived, back = sink.of(Arrived), sink.of(Returned)
+    assert back, "no round failed in this cluster: it tests nothing"
+    assert sum(event.steps for event in arrived) == engine.accounting.totals.local_updates
+    out = [worker.dispatch for worker in engine.hub.scheduler.workers.values() if worker.dispatch is not None]
+    steps = [0] * len(engine.hub.scheduler.shards)
+    for shard, count in [(e.shard, e.steps) for e in arrived] + [(d.work.shard, d.steps) for d in out]:
+        steps[shard] += count
+    assert engine.hub.scheduler.shards.steps.tolist() == steps
+    rounds = [*(event.round for event in arrived), *(event.round for event in back)]
+    assert len(rounds) == len(set(rounds)), "a round ended twice"
+    assert set(rounds) | {d.round for d in out} == {event.round for event in sink.of(Dispatched)}
+
+
+def check_windows_hold_every_arrival_once(algorithm: AsyncAlgorithm[Any]) -> None:
+    done = simulate(algorithm, steps=8 * algorithm.plan.steps, cluster=_unequal_cluster())
+    closed, arrived = done.of(WindowClosed), done.of(Arrived)
+    assert [window.window for window in closed] == list(range(len(closed)))
+    listed = [(window.window, island) for window in closed for island in window.islands]
+    assert listed == [(event.window, event.island) for event in arrived][: len(listed)]
+    assert all(event.time_s - window.opened_s <= algorithm.plan.grace_s for window in closed for event in arrived
+               if event.window == window.window)  # fmt: skip
+
+
+def check_works_with_more_and_fewer_workers_than_shards(algorithm: AsyncAlgorithm[Any]) -> None:
+    for islands in (1, 3, 7):
+        done = simulate(algorithm, steps=3 * algorithm.plan.steps, cluster=Cluster(islands=islands))
+        assert done.finished.local_updates >= 3 * algorithm.plan.steps * islands
+        assert {event.shard for event in done.of(Arrived)} <= set(range(4))
+
+
+ASYNC_CHECKS = (
+    check_worker_pushes_old_minus_new,
+    check_step_is_pure,
+    check_fused_step_equals_step,
+    check_async_learns,
+    check_stops_at_the_hub_step_that_reaches_the_updates,
+    check_same_seed_same_async_log,
+    check_resumes_to_the_bit_at_any_hub_step,
+    check_nothing_is_counted_twice_or_lost,
+    check_windows_hold_every_arrival_once,
+    check_works_with_more_and_fewer_workers_than_shards,
+)
+
+
+def _hub_state(algorithm: AsyncAlgorithm[Any]) -> tuple[Any, Arrival]:
+    """A State, and an arrival that was dispatched with other weights."""
+    generator = torch.Generator().manual_seed(0)
+    params, dispatched, delta = (Tree.of({"w": torch.randn(40, 30, generator=generator)}) for _ in range(3))
+    return algorithm.init(params), Arrival(delta * 0.1, dispatched, staleness=2, workers=4)
+
+
+def _unequal_cluster() -> Cluster:
+    return Cluster(islands=4, step_time_s="very")
+
+
+def _run_with_faults(
+    algorithm: AsyncAlgorithm[Any], saved: SavedParts | None = None, restored: dict[str, Any] | None = None
+) -> tuple[AsyncSimEngine, Recorder]:
+    """Unequal workers with random step times: one joins late, one dies and joins again, and messages are lost."""
+    steps = algorithm.plan.steps
+    cluster = Cluster(
+        islands=4,
+        step_time_s="very",
+        step_time_jitter=0.2,
+        drop_probability=0.1,
+        lost=(Lost(island=1, round=1),),
+        outages=(
+            Outage(island=2, start_s=0, stop_s=1.3 * steps),
+            Outage(island=0, start_s=2.1 * steps, stop_s=3.7 * steps),
+            Outage(island=1, start_s=5.0 * steps),
+        ),
+    )
+    engine, sink = _with_checkpoints(algorithm, 6, cluster, saved, restored)
+    assert isinstance(engine, AsyncSimEngine)
+    return engine, sink

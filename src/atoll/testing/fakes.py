@@ -62,23 +62,17 @@ class FakeReplica:
 class ScriptedPeers:
     """Peers with scripted contributions: each of `others` is what one peer contributes to every exchange."""
 
+    rank = 0
+
     def __init__(self, *others: Tree, heard: bool = True, weights: Sequence[float] | None = None, newest: Any = None) -> None:
+        self.size, self.examples = 1 + len(others), 1
         self.sent: list[Tree] = []
         self.weights: list[float] = []
-        self.examples = 1
         self._others = others
         self._their_weights = list(weights) if weights is not None else [1.0] * len(others)
         self._heard = heard
         self._newest = newest
         self._steps = self._batches = 0
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 1 + len(self._others)
 
     def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
         work = Work(shard=0, start=self._batches, schedule=self._steps, examples=self.examples, pieces=pieces)

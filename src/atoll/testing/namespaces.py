@@ -75,25 +75,42 @@ class NetworkNamespace:
 
     def shape(self, mbit_per_s: float | None) -> None:
         """Limits the rate of what this end sends; None: no limit."""
-        _do("ip", "-n", self.name, "link", "set", "dev", self.device, "gso_max_size", str(packet_bytes(mbit_per_s)))
-        # tc fails if there is no shaper to remove.
-        subprocess.run([_tool("tc"), "-n", self.name, "qdisc", "del", "dev", self.device, "root"], capture_output=True, check=False)
+        _do(f"ip -n {self.name} link set dev {self.device} gso_max_size {packet_bytes(mbit_per_s)}")
+        _do(f"tc -n {self.name} qdisc del dev {self.device} root", may_fail=True)  # fails if there is no shaper to remove
         if mbit_per_s is not None:
-            shaper = [
-                "tbf",
-                "rate",
-                f"{mbit_per_s * 1e6:.0f}bit",
-                "burst",
-                str(burst_bytes(mbit_per_s)),
-                "limit",
-                str(QUEUE_BYTES),
-            ]
-            _do("tc", "-n", self.name, "qdisc", "add", "dev", self.device, "root", *shaper)
+            shaper = f"tbf rate {mbit_per_s * 1e6:.0f}bit burst {burst_bytes(mbit_per_s)} limit {QUEUE_BYTES}"
+            _do(f"tc -n {self.name} qdisc add dev {self.device} root {shaper}")
 
     def drop_packets(self) -> None:
         """Drops every packet that this end sends, until `shape`."""
         self.shape(None)
-        _do("tc", "-n", self.name, "qdisc", "add", "dev", self.device, "root", "pfifo", "limit", "0")
+        _do(f"tc -n {self.name} qdisc add dev {self.device} root pfifo limit 0")
+
+    def bring_up(self) -> None:
+        """Assigns the address and brings the devices up."""
+        _do(f"ip -n {self.name} address add {self.address}/16 dev {self.device}")
+        for device in ("lo", self.device):
+            _do(f"ip -n {self.name} link set {device} up")
+
+
+class ShapedLink:
+    """A link with these ends, to be cut, shaped and restored: a fault_injector.FaultyLink. `mbit_per_s` is its normal rate; None:
+    unshaped."""
+
+    def __init__(self, ends: Sequence[NetworkNamespace], mbit_per_s: float | None = None) -> None:
+        self._ends, self._rate = tuple(ends), mbit_per_s
+        self.restore()
+
+    def cut(self) -> None:
+        for end in self._ends:
+            end.drop_packets()
+
+    def shape(self, mbit_per_s: float | None) -> None:
+        for end in self._ends:
+            end.shape(mbit_per_s)
+
+    def restore(self) -> None:
+        self.shape(self._rate)
 
 
 def burst_bytes(mbit_per_s: float) -> int:
@@ -123,7 +140,7 @@ def linked_pair() -> Iterator[tuple[NetworkNamespace, NetworkNamespace]]:
     with _namespaces([one.name, two.name]):
         _link(one, two)
         for end in (one, two):
-            _bring_up(end)
+            end.bring_up()
         yield one, two
 
 
@@ -140,12 +157,12 @@ def star_network(names: Sequence[str]) -> Iterator[dict[str, tuple[NetworkNamesp
         for n, name in enumerate(names)
     }
     with _namespaces([center, *(own.name for own, _ in links.values())]):
-        _do("ip", "-n", center, "link", "add", bridge, "type", "bridge")
-        _do("ip", "-n", center, "link", "set", bridge, "up")
+        _do(f"ip -n {center} link add {bridge} type bridge")
+        _do(f"ip -n {center} link set {bridge} up")
         for own, far in links.values():
             _link(own, far)
-            _do("ip", "-n", center, "link", "set", far.device, "master", bridge, "up")
-            _bring_up(own)
+            _do(f"ip -n {center} link set {far.device} master {bridge} up")
+            own.bring_up()
         yield links
 
 
@@ -191,7 +208,7 @@ def _namespaces(names: Sequence[str]) -> Iterator[None]:
         try:
             for name in names:
                 _remove(name)  # left behind by a process with the same id
-                _do("ip", "netns", "add", name)
+                _do(f"ip netns add {name}")
             yield
         finally:
             for name in names:
@@ -199,19 +216,12 @@ def _namespaces(names: Sequence[str]) -> Iterator[None]:
 
 
 def _link(one: NetworkNamespace, two: NetworkNamespace) -> None:
-    _do("ip", "link", "add", one.device, "netns", one.name, "type", "veth", "peer", "name", two.device, "netns", two.name)
-
-
-def _bring_up(end: NetworkNamespace) -> None:
-    """Assigns the address and brings the devices up."""
-    _do("ip", "-n", end.name, "address", "add", f"{end.address}/16", "dev", end.device)
-    for device in ("lo", end.device):
-        _do("ip", "-n", end.name, "link", "set", device, "up")
+    _do(f"ip link add {one.device} netns {one.name} type veth peer name {two.device} netns {two.name}")
 
 
 def _remove_leftovers() -> None:
     """Removes namespaces of processes that no longer exist."""
-    listed = _do("ip", "netns", "list").split()
+    listed = _do("ip netns list").split()
     for name in (word for word in listed if word.startswith(f"{_PREFIX}-")):
         owner = name.split("-")[1]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
@@ -220,7 +230,7 @@ def _remove_leftovers() -> None:
 
 def _remove(name: str) -> None:
     """Removes a namespace, if it exists, with its end of the link."""
-    subprocess.run([_tool("ip"), "netns", "delete", name], capture_output=True, check=False)
+    _do(f"ip netns delete {name}", may_fail=True)
 
 
 @contextmanager
@@ -239,12 +249,13 @@ def _ending_by_exception() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _do(tool: str, *arguments: str) -> str:
+def _do(command: str, *, may_fail: bool = False) -> str:
+    """The output of a command whose arguments have no spaces."""
+    tool, *arguments = command.split()
     done = subprocess.run([_tool(tool), *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
+    if done.returncode and not may_fail:
         raise ConfigError(
-            f"`{tool} {' '.join(arguments)}` failed: {done.stderr.strip()}. Network namespaces need root, and a kernel "
-            f"with support for them."
+            f"`{command}` failed: {done.stderr.strip()}. Network namespaces need root, and a kernel with support for them."
         )
     return done.stdout
 

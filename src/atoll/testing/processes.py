@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import multiprocessing
 import os
 import signal
@@ -53,35 +55,25 @@ class ProcessPool:
         self._size = size
         self._folder = tempfile.TemporaryDirectory()
         self._pool = ProcessPoolExecutor(size, mp_context=_forkserver())
-        self._calls = 0
+        self._calls = itertools.count()
 
     def run(self, function: Callable[..., T], *arguments: Any, size: int | None = None) -> list[T]:
         """Call the function in each process, or in `size` of them, with their group and the arguments. Returns the results in rank
         order."""
         size = size or self._size
-        store = str(Path(self._folder.name) / f"store-{self._calls}")
-        self._calls += 1
+        store = str(Path(self._folder.name) / f"store-{next(self._calls)}")
         futures = [self._pool.submit(_call_in_group, rank, size, store, function, arguments) for rank in range(size)]
         return [future.result() for future in futures]
 
     def subset(self, size: int) -> ProcessPool:
-        """The first `size` processes of this pool."""
-        return _Subset(self, size)
+        """The first `size` processes of this pool, which closes them."""
+        subset = copy.copy(self)
+        subset._size = size
+        return subset
 
     def close(self) -> None:
         self._pool.shutdown()
         self._folder.cleanup()
-
-
-class _Subset(ProcessPool):
-    def __init__(self, pool: ProcessPool, size: int) -> None:
-        self._whole, self._subset_size = pool, size
-
-    def run(self, function: Callable[..., T], *arguments: Any, size: int | None = None) -> list[T]:
-        return self._whole.run(function, *arguments, size=size or self._subset_size)
-
-    def close(self) -> None:
-        """The whole pool closes the processes."""
 
 
 @contextmanager

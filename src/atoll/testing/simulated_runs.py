@@ -1,4 +1,4 @@
-"""A small regression workload, and a whole simulated run of it in one call."""
+"""Small workloads, and a whole simulated run of one in one call."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Workload
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.models.gpt import GPT, Decoder
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import InnerRule, LocalReplica, RoundStart
 from atoll.runs.cluster import Cluster
+from atoll.telemetry.sinks import MemorySink
 
 SMALL = (
     "model.layers=1",
@@ -103,32 +105,61 @@ class Regression:
         return {"loss": float(self.loss(module, self.batches.all_examples()))}
 
 
-class Recorder:
-    """A sink that stores events."""
+@dataclass(frozen=True)
+class RepeatedBatch:
+    """Returns one batch at every position, so that no step allocates a new one."""
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
+    tokens_of_a_batch: Tensor
+    num_shards: int = 1
 
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
+    def examples(self, shard: int) -> int:
+        return len(self.tokens_of_a_batch)
 
-    def lines(self) -> list[str]:
-        """The lines that events.jsonl would have."""
-        return [event.to_json() for event in self.events if event.recorded]
+    def batch(self, shard: int, position: int) -> Tensor:
+        return self.tokens_of_a_batch
+
+    def tokens(self, batch: Tensor) -> int:
+        return batch[:, 1:].numel()
 
 
 @dataclass(frozen=True)
-class SimulatedRun:
-    """The result of `simulate`: final weights, the engine, all events, and the last of them."""
+class DecoderWorkload:
+    """A decoder that reads small batches, so that its weights take most of the memory."""
 
-    params: Tree
-    engine: SimEngine | AsyncSimEngine
-    events: list[Event]
-    finished: RunFinished
+    model: GPT
+    batches: RepeatedBatch
+    vocab_size: int = 2048
+    seq_len: int = 8
 
-    def of(self, *kinds: type[Event]) -> list[Any]:
-        """The events of these classes, in order."""
-        return [event for event in self.events if isinstance(event, kinds)]
+    @staticmethod
+    def of(model: GPT, *, vocab_size: int = 2048, seq_len: int = 8, device: str = "cpu") -> DecoderWorkload:
+        """A workload of two random sequences."""
+        tokens = torch.randint(vocab_size, (2, seq_len + 1), generator=torch.Generator().manual_seed(0))
+        return DecoderWorkload(model, RepeatedBatch(tokens.to(device)), vocab_size, seq_len)
+
+    def module(self) -> Decoder:
+        return self.model.build(self.vocab_size, self.seq_len, seed=0)
+
+    def loss(self, module: nn.Module, batch: Tensor) -> Tensor:
+        assert isinstance(module, Decoder)
+        return module.loss(batch)
+
+    def evaluate(self, module: nn.Module) -> Mapping[str, float]:
+        return {"loss": float(self.loss(module, self.batches.tokens_of_a_batch))}
+
+
+class Recorder(MemorySink):
+    """Keeps events, and gives the lines that events.jsonl would have."""
+
+    def lines(self) -> list[str]:
+        return [event.to_json() for event in self.events if event.recorded]
+
+
+class SimulatedRun(Recorder):
+    """The result of `simulate`: all events, the last of them, the final weights and the engine."""
+
+    def __init__(self, engine: SimEngine | AsyncSimEngine, events: list[Event], finished: RunFinished) -> None:
+        self.engine, self.params, self.events, self.finished = engine, engine.params, events, finished
 
 
 def simulator(
@@ -181,7 +212,7 @@ def simulate(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], *, steps: int, **o
     """Run `simulator(...)` to its end."""
     engine, sink = simulator(algorithm, steps=steps, **options)
     finished = engine.run()
-    return SimulatedRun(engine.params, engine, sink.events, finished)
+    return SimulatedRun(engine, sink.events, finished)
 
 
 def arrived(**fields: Any) -> Arrived:

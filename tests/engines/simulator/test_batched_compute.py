@@ -21,8 +21,7 @@ from atoll.replica.local_replica import GradientJob, LocalReplica, TrainJob
 from atoll.replica.vmap_stack import VmapStack
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import read_events
-from atoll.testing.island_memory import DecoderWorkload, RepeatedBatch
-from atoll.testing.simulated_runs import SMALL
+from atoll.testing.simulated_runs import SMALL, DecoderWorkload, RepeatedBatch
 
 torch.set_num_threads(1)
 

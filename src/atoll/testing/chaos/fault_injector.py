@@ -12,14 +12,15 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from atoll.core.errors import ConfigError
 from atoll.core.events import Arrived, Attended, Event
-from atoll.testing.chaos.faults import Cut, Fault, FaultScript, Freeze, FullDisk, Kill, Slow
+from atoll.testing.chaos.faults import LIGHTHOUSE, Cut, Fault, FaultScript, Freeze, FullDisk, Kill, Slow
+from atoll.testing.namespaces import NetworkNamespace, ShapedLink, inside_namespace, star_network, unavailable_reason
 
 
 class TargetProcess(Protocol):
@@ -45,8 +46,6 @@ class FaultyLink(Protocol):
 LastingFault = Freeze | FullDisk | Cut | Slow
 Apply = Callable[[Sequence[LastingFault]], bool]
 """Brings a target into the state that these active faults cause. False if the target no longer exists."""
-
-
 _Target = tuple[list[LastingFault], Apply]
 """The active faults of a process or a link, and how they are applied."""
 
@@ -168,3 +167,43 @@ def _limit_files(process: TargetProcess, limit_before: int, faults: Sequence[Las
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (min(limits, default=limit_before), hard))
         return True
     return False
+
+
+# ------------------------------------------------------------------------------------------------- links between namespaces
+
+
+class NamespaceNetwork:
+    """A star of network namespaces, one per process of a run. A process whose link is cut reaches no other."""
+
+    def __init__(self, ends: Mapping[str, tuple[NetworkNamespace, NetworkNamespace]]) -> None:
+        self._ends = ends
+        self.links = {name: ShapedLink(pair) for name, pair in ends.items()}
+        self.address = ends[LIGHTHOUSE][0].address  # of the lighthouse
+
+    def inside(self, name: str, command: Sequence[str]) -> list[str]:
+        """The command that starts a process in the namespace of this name."""
+        return self._ends[name][0].inside(command)
+
+
+@contextmanager
+def namespace_network(islands: Sequence[str]) -> Iterator[NamespaceNetwork]:
+    """Creates a namespace for the lighthouse and for each island. Meanwhile the calling thread is in the lighthouse's namespace."""
+    with star_network([LIGHTHOUSE, *islands]) as ends, inside_namespace(ends[LIGHTHOUSE][0]):
+        yield NamespaceNetwork(ends)
+
+
+def check_links(script: FaultScript, names: Sequence[str]) -> None:
+    """Refuses link faults of unknown links, and all link faults where network namespaces cannot be created."""
+    if not script.links:
+        return
+    unknown = sorted(script.links - set(names))
+    if unknown:
+        raise ConfigError(
+            f"a fault script names the links of {', '.join(unknown)}; the run has those of {', '.join(names)}. Name one of these."
+        )
+    reason = unavailable_reason()
+    if reason is not None:
+        raise ConfigError(
+            f"a fault script has link faults, which need network namespaces, and {reason}. Leave out Cut and Slow, or run it "
+            f"where namespaces can be created."
+        )

@@ -15,9 +15,8 @@ from atoll.engines.elastic.supervisor import ProcessHooks, island_name
 from atoll.engines.ray.spec import Ray
 from atoll.engines.spec import EngineSpec
 from atoll.runs.run import Run
-from atoll.testing.chaos.fault_injector import FaultInjector
+from atoll.testing.chaos.fault_injector import FaultInjector, NamespaceNetwork, check_links, namespace_network
 from atoll.testing.chaos.faults import CHAOS_LOG, LIGHTHOUSE, FaultScript
-from atoll.testing.chaos.network_links import NamespaceNetwork, check_links, namespace_network
 from atoll.testing.chaos.ray_faults import RayFaultInjector, check_ray_script
 from atoll.testing.chaos.reports import ElasticReport, HubReport, elastic_report, hub_report
 from atoll.testing.chaos.update_faults import faulty_island_command

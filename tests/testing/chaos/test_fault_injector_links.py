@@ -5,8 +5,8 @@ import os
 import pytest
 
 from atoll.core.errors import ConfigError
+from atoll.testing.chaos.fault_injector import check_links
 from atoll.testing.chaos.faults import LIGHTHOUSE, Cut, FaultScript, Kill, Slow, TimedFault
-from atoll.testing.chaos.network_links import check_links
 
 NAMES = [LIGHTHOUSE, "island-0000", "island-0001"]
 CUT = FaultScript(faults=(TimedFault(at_s=1.0, fault=Cut(link="island-0001", for_s=1.0)),))

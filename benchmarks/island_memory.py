@@ -1,24 +1,12 @@
 """Measures the memory that one island needs: it trains among echoes of itself while a tracker records every torch storage.
 
+The peers of that island echo its contributions, in the buffers that a real engine would use. (The simulator runs all islands in one
+process and lets them share buffers.) The sum of a reduce-scatter lies in the buffer of a donated tree, and the all-gather that
+follows writes into the same buffer. A background exchange alternates with the main coroutine: whenever that computes or waits, the
+exchange runs until it waits.
+
 `StorageTracker` is a context that sees all of torch's operations. It records when each storage is allocated and freed, and which
-function of atoll allocated it.
-
->>> with StorageTracker() as tracker:
-...     one = torch.zeros(256)
-...     two = one + 1
-...     del one
-...     three = two * 2
->>> tracker.live_bytes, tracker.peak_bytes
-(2048, 2048)
-
-Storages of a backward pass are excluded from these counts:
-
->>> weights = torch.ones(64, requires_grad=True)
->>> with StorageTracker() as tracker:
-...     loss = weights.square().sum()
-...     loss.backward()
->>> tracker.peak_bytes < 512 <= tracker.excluded_peak_bytes      # 256 for the squares, and 256 for each of their gradients
-True
+function of atoll allocated it. It counts storages of a backward pass separately.
 """
 
 from __future__ import annotations
@@ -26,11 +14,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,18 +27,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 import atoll
-from atoll.core.flat_tree import free_buffer_pool
-from atoll.core.protocols import Algorithm
+from atoll.core.errors import ExchangeFailed
+from atoll.core.flat_tree import Tree, empty, free_buffer_pool
+from atoll.core.layout import Layout
+from atoll.core.protocols import Algorithm, Gradient, Mean, Scattered, Weigh, Work
 from atoll.engines.replicated_state import borrowed, donated, owned
-from atoll.models.gpt import GPT, Decoder
 from atoll.optim.adam import AdamW
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import InnerRule, LocalReplica
 from atoll.replica.master_weights import initial_weights
-from atoll.testing.echo_peers import EchoPeers, EchoReplica, run_alternating
+from atoll.testing.fakes import ScriptedPeers
+from atoll.testing.simulated_runs import DecoderWorkload
 
+T = TypeVar("T")
 _PACKAGE = Path(atoll.__file__).parent
-_ALLOCATORS = {"flat_tree", "chunked_elementwise", "in_place", "echo_peers"}
+_ALLOCATORS = {"flat_tree", "chunked_elementwise", "in_place"}
 """Modules that allocate buffers for their callers. A storage is attributed to the caller."""
 _SCALAR_BYTES = 8
 """Storages up to this size, such as a loss, are counted but not listed as transient."""
@@ -200,50 +191,149 @@ def _site(frame: Any) -> AllocationSite:
     return AllocationSite(stage, place or "elsewhere")
 
 
+# ------------------------------------------------------------------------------------------------------------- echoes
+
+
+class Yield:
+    """Awaited where another coroutine may run."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+class EchoBackground(Generic[T]):
+    """A coroutine that alternates with the main one. Its result can be awaited once, so that no reference to it stays."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._coroutine: Coroutine[Any, Any, T] | None = coroutine
+        self._result: list[T] = []
+
+    def done(self) -> bool:
+        return self._coroutine is None
+
+    def turn(self) -> None:
+        """Run until the coroutine waits."""
+        if self._coroutine is None:
+            return
+        try:
+            self._coroutine.send(None)
+        except StopIteration as end:
+            self._coroutine = None
+            self._result.append(end.value)
+
+    def __await__(self) -> Generator[None, None, T]:
+        while not self.done():
+            yield
+        return self._result.pop()
+
+
+class EchoPeers(ScriptedPeers):
+    """Peers of the first of `size` islands. Each contributes what this island contributes.
+
+    In an all-gather the slices of the others are unknown here. They repeat this island's slice.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self._background: EchoBackground[Any] | None = None
+        self._layout: Layout | None = None
+        """Of the last reduce-scatter, and so of the next all-gather."""
+
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
+        await Yield()
+        return Mean(tree.claim(), weight * self.size, heard=True)
+
+    async def reduce_scatter(
+        self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
+    ) -> Scattered:
+        buffer = tree.claim(wire)
+        await Yield()
+        self._layout, finite = buffer.layout, buffer.is_finite()
+        mine = buffer.shard(self.rank, self.size)
+        if wide and mine.wide() is not mine:  # what is summed in single precision does not fit into what travelled
+            return Scattered(mine.wide() * self.size, weight * self.size, finite)
+        mine.flat.mul_(self.size)
+        return Scattered(mine, weight * self.size, finite)
+
+    async def all_gather(self, shard: Tree) -> Tree:
+        await Yield()
+        assert self._layout is not None, "all_gather before reduce_scatter"
+        numel, flat = self._layout.numel, shard.flat
+        if flat.untyped_storage().nbytes() == numel * flat.element_size():  # a view of the communication buffer
+            whole = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), 0, (numel,), (1,))
+        else:
+            whole = empty(numel, flat.dtype, flat.device)
+            whole[: flat.numel()].copy_(flat)
+        for start in range(flat.numel(), numel, max(1, flat.numel())):
+            rest = whole[start : start + flat.numel()]
+            rest.copy_(whole[: rest.numel()])
+        return Tree(self._layout, whole)
+
+    async def total(self, number: float) -> float:
+        await Yield()
+        return number * self.size
+
+    def background(self, coroutine: Coroutine[Any, Any, T], /) -> EchoBackground[T]:
+        if self._background is not None and not self._background.done():
+            coroutine.close()
+            raise ExchangeFailed("a background exchange is open already. Await it before the next.")
+        self._background = exchange = EchoBackground(coroutine)
+        exchange.turn()
+        return exchange
+
+    def turn(self) -> None:
+        """Called whenever the main coroutine waits."""
+        if self._background is not None:
+            self._background.turn()
+
+
+class EchoReplica:
+    """The island's model. The background exchange runs before and after each computation, so that both are in progress at once."""
+
+    def __init__(self, replica: LocalReplica) -> None:
+        self.replica = replica
+
+    def load(self, params: Tree) -> None:
+        self.replica.load(params)
+
+    def params(self) -> Tree:
+        return self.replica.borrowed()
+
+    async def train(self, steps: int, work: Work) -> None:
+        await Yield()
+        self.replica.train(steps, work)
+        await Yield()
+
+    async def gradient(
+        self,
+        work: Work,
+        *,
+        at: Tree | None = None,
+        onto: Gradient | None = None,
+        weigh: Weigh = "batches",
+        wide: bool = False,
+    ) -> Gradient:
+        await Yield()
+        gradient, _ = self.replica.gradient(work, at=at, onto=onto, weigh=weigh, wide=wide)
+        await Yield()
+        return gradient
+
+
+def run_alternating(coroutine: Coroutine[Any, Any, T], peers: EchoPeers, waits: Callable[[], None] | None = None) -> T:
+    """Run a coroutine to its end, alternating with its background exchange. `waits` is called whenever either waits."""
+    while True:
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        for turn in (waits, peers.turn, waits):
+            if turn is not None:
+                turn()
+
+
 # ------------------------------------------------------------------------------------------------- an island's peak memory
-
-
-@dataclass(frozen=True)
-class RepeatedBatch:
-    """Returns one batch at every position, so that no step allocates a new one."""
-
-    tokens_of_a_batch: Tensor
-    num_shards: int = 1
-
-    def examples(self, shard: int) -> int:
-        return len(self.tokens_of_a_batch)
-
-    def batch(self, shard: int, position: int) -> Tensor:
-        return self.tokens_of_a_batch
-
-    def tokens(self, batch: Tensor) -> int:
-        return batch[:, 1:].numel()
-
-
-@dataclass(frozen=True)
-class DecoderWorkload:
-    """A decoder that reads small batches, so that its weights take most of the memory."""
-
-    model: GPT
-    batches: RepeatedBatch
-    vocab_size: int = 2048
-    seq_len: int = 8
-
-    @staticmethod
-    def of(model: GPT, *, vocab_size: int = 2048, seq_len: int = 8, device: str = "cpu") -> DecoderWorkload:
-        """A workload of two random sequences."""
-        tokens = torch.randint(vocab_size, (2, seq_len + 1), generator=torch.Generator().manual_seed(0))
-        return DecoderWorkload(model, RepeatedBatch(tokens.to(device)), vocab_size, seq_len)
-
-    def module(self) -> Decoder:
-        return self.model.build(self.vocab_size, self.seq_len, seed=0)
-
-    def loss(self, module: nn.Module, batch: Tensor) -> Tensor:
-        assert isinstance(module, Decoder)
-        return module.loss(batch)
-
-    def evaluate(self, module: nn.Module) -> Mapping[str, float]:
-        return {"loss": float(self.loss(module, self.batches.tokens_of_a_batch))}
 
 
 @dataclass(frozen=True, kw_only=True)
