@@ -1,7 +1,7 @@
 """The command `atoll`.
 
-Results go to standard output, progress and errors to standard error. An error that a person can mend is one message and exit
-code 2, never a traceback.
+Results go to standard output, progress and errors to standard error. An error that the user can fix is one message and exit code 2,
+without a traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data = typer.Typer(help="Text into tokens.", no_args_is_help=True)
+data = typer.Typer(help="Convert text to token files.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
 Settings = Annotated[
@@ -30,26 +30,26 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="PATH=VALUE",
-        help="Change a setting by its path; `atoll show` lists them. RECIPE:PATH=VALUE changes it for one recipe of several.",
+        help="Set a value by its path; `atoll show` lists all paths. RECIPE:PATH=VALUE sets it for one of several recipes.",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Of weights, data order and everything the cluster draws.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the weights, the data order and the simulated cluster.")]
 Engine = Annotated[
     Literal["simulator", "processes", "elastic", "ray", "sim", "dist"] | None,
     typer.Option(
-        help="simulator: one process and a virtual clock. processes: a fixed number of ranks. elastic: islands join and leave. "
-        "ray: a hub and workers. `atoll show RECIPE --engine NAME` lists its settings.",
+        help="simulator: one process with a virtual clock. processes: a fixed number of ranks. elastic: islands join and leave. "
+        "ray: a hub and asynchronous workers. `atoll show RECIPE --engine NAME` lists the settings of an engine.",
         show_default="simulator",
     ),
 ]
-Recipe = Annotated[str | None, typer.Argument(help="A recipe's name; may be left out with --resume.")]
-Out = Annotated[Path | None, typer.Option(help="The run's folder; by default a new one under runs/.")]
-Resume = Annotated[Path | None, typer.Option(help="Resume the run in this folder.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Recipe = Annotated[str | None, typer.Argument(help="Name of a recipe; optional with --resume.")]
+Out = Annotated[Path | None, typer.Option(help="New folder for the run; by default runs/RECIPE/seedN-DATE-TIME.")]
+Resume = Annotated[Path | None, typer.Option(help="Resume the run in this folder from its newest checkpoint.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 ProcessCount = Annotated[
-    int | None, typer.Option("--processes", min=1, help="The number of processes, islands or workers; short for engine.processes.")
+    int | None, typer.Option("--processes", min=1, help="Number of ranks, islands or workers; short for --set engine.processes=N.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, in the last line of standard output.")]
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # as torch says it
@@ -70,7 +70,7 @@ def _given(context: typer.Context) -> list[str]:
 @app.callback()
 def atoll(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Train language models on islands of devices that are poorly connected, unequal and unreliable."""
@@ -78,7 +78,7 @@ def atoll(
 
 @app.command()
 def recipes() -> None:
-    """List the recipes."""
+    """List the recipes with one line about each."""
     from atoll.cli.commands import list_recipes
 
     list_recipes()
@@ -86,7 +86,7 @@ def recipes() -> None:
 
 @app.command()
 def show(recipe: str, settings: Settings = None, seed: Seed = None, engine: Engine = None, json: Json = False) -> None:
-    """Show every setting of a recipe by the path that `--set` takes; with --engine, that engine's settings too."""
+    """List every setting of a recipe, and with --engine those of the engine: path, value, allowed types."""
     from atoll.cli.commands import show_recipe
 
     show_recipe(recipe, settings or [], seed, engine, as_json=json)
@@ -104,12 +104,12 @@ def run(
     quiet: Quiet = False,
     engine: Engine = None,
     processes: ProcessCount = None,
-    elastic: Annotated[bool, typer.Option("--elastic", help="The same as --engine elastic.")] = False,
+    elastic: Annotated[bool, typer.Option("--elastic", help="Short for --engine elastic.")] = False,
     join: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Be one more island of the elastic run at this address.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Join the elastic run at this address as one more island.")
     ] = None,
 ) -> None:
-    """Carry out a recipe: in a simulated cluster, or on real processes (also under torchrun, on several machines)."""
+    """Run a recipe on an engine, resume a run, or join an elastic run. Under torchrun, use --engine processes."""
     if join is not None:
         from atoll.cli.run_command import join_run
 
@@ -134,7 +134,7 @@ def run(
 
 @app.command()
 def chaos(
-    script: Annotated[Path, typer.Argument(help="A fault script; see docs/chaos.md.")],
+    script: Annotated[Path, typer.Argument(help="Fault script in JSON; docs/chaos.md describes the format.")],
     recipe: Recipe = None,
     settings: Settings = None,
     seed: Seed = None,
@@ -145,7 +145,7 @@ def chaos(
     engine: Engine = None,
     processes: ProcessCount = None,
 ) -> None:
-    """Carry out a recipe on elastic islands or on Ray while faults are injected, and report what they cost."""
+    """Run a recipe with --engine elastic (the default) or ray, inject the faults of a script, and report what they cost."""
     from atoll.cli.run_command import RunCommand
     from atoll.engines.spec import read_spec
     from atoll.testing.chaos.faults import FaultScript
@@ -171,10 +171,10 @@ def chaos(
 @app.command(hidden=True)
 def island(
     address: str,
-    name: Annotated[str, typer.Option(help="Of the island, unlike all others'.")],
-    folder: Annotated[Path | None, typer.Option(help="Of the run, where this machine has it.")] = None,
+    name: Annotated[str, typer.Option(help="Unique name of the island.")],
+    folder: Annotated[Path | None, typer.Option(help="Folder of the run, if this machine has it.")] = None,
 ) -> None:
-    """Be one island of the elastic run at this address."""
+    """Run one island of the elastic run at this address."""
     from atoll.engines.elastic.launch import run_island
 
     run_island(address, name, folder)
@@ -182,7 +182,7 @@ def island(
 
 @app.command(hidden=True)
 def rendezvous(join_info: Path, address: str) -> None:
-    """Be the rendezvous of an elastic run."""
+    """Run the rendezvous of an elastic run."""
     from atoll.engines.elastic.launch import run_rendezvous
 
     run_rendezvous(join_info, address)
@@ -190,23 +190,25 @@ def rendezvous(join_info: Path, address: str) -> None:
 
 @app.command()
 def compare(
-    what: Annotated[list[str], typer.Argument(metavar="RECIPE-or-DIR...", help="Recipes to run, or folders of finished runs.")],
+    what: Annotated[
+        list[str], typer.Argument(metavar="RECIPE-or-DIR...", help="Recipes to simulate, and folders of finished runs.")
+    ],
     settings: Settings = None,
     seed: Seed = None,
-    out: Annotated[Path | None, typer.Option(help="Where runs and plot go; by default a new folder under runs/.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs and the plot; by default a new one under runs/.")] = None,
     json: Json = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run several recipes on the same work, or read finished runs, and put them side by side."""
+    """Simulate several recipes with the same data and warm start, or read finished runs, and print one table."""
     from atoll.cli.run_command import compare_runs
 
     compare_runs(what, settings or [], seed, out=out, as_json=json, as_markdown=markdown, quiet=quiet)
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="A run's folder.")], json: Json = False) -> None:
-    """A run's figures, its plots, and the trace of its timeline (open it in Perfetto or chrome://tracing)."""
+def report(folder: Annotated[Path, typer.Argument(help="Folder of the run.")], json: Json = False) -> None:
+    """Print the figures of a run, draw its plots, and write its trace for Perfetto or chrome://tracing."""
     from atoll.cli.commands import report_run
 
     report_run(folder, as_json=json)
@@ -214,11 +216,11 @@ def report(folder: Annotated[Path, typer.Argument(help="A run's folder.")], json
 
 @app.command()
 def replay(
-    folder: Annotated[Path, typer.Argument(help="The folder of a finished asynchronous run, simulated or real.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a finished asynchronous run, simulated or on Ray.")],
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compute an asynchronous run once more, in the order of its log, and compare the weights."""
+    """Recompute an asynchronous run in the order of its event log, and compare the weights."""
     from atoll.cli.commands import replay_folder
 
     replay_folder(folder, as_json=json, quiet=quiet)
@@ -226,14 +228,14 @@ def replay(
 
 @app.command()
 def generate(
-    folder: Annotated[Path, typer.Argument(help="A run's folder.")],
-    prompt: Annotated[str, typer.Option(help="What the text begins with.", show_default="a line break")] = "\n",
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Choose among so many tokens only.")] = 50,
-    seed: Annotated[int, typer.Option(help="Of the choices.")] = 0,
+    folder: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    prompt: Annotated[str, typer.Option(help="Start of the text.", show_default="a line break")] = "\n",
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 takes the most likely token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the K most likely tokens.")] = 50,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
 ) -> None:
-    """Let a trained model write."""
+    """Generate text with the model of a run."""
     from atoll.cli.commands import generate_text
 
     generate_text(folder, prompt, tokens, temperature, top_k, seed)
@@ -241,10 +243,10 @@ def generate(
 
 @app.command()
 def export(
-    folder: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
-    out: Annotated[Path, typer.Option(help="A new folder for the model.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    out: Annotated[Path, typer.Option(help="New folder for the model.")],
 ) -> None:
-    """Write a run's trained model for use elsewhere: a pretrained one as a Hugging Face folder, else weights and config."""
+    """Export the trained model of a run: a pretrained model as a Hugging Face folder, others as weights and config."""
     from atoll.cli.commands import export_model
 
     export_model(folder, out)
@@ -252,22 +254,22 @@ def export(
 
 @data.command()
 def prepare(
-    corpus: Annotated[str, typer.Argument(help="stdlib, files:PATH[#field], or hf:NAME[:split][#field].")],
-    out: Annotated[Path, typer.Option(help="A new folder for the token files.")],
-    tokenizer: Annotated[str, typer.Option(help="bytes, a tokenizers JSON file, or bpe:SIZE to train one.")] = "bytes",
-    validation_fraction: Annotated[float, typer.Option(help="Of the documents, kept for validation.")] = 0.05,
-    validation_corpus: Annotated[str | None, typer.Option(help="Another text to validate on; all of CORPUS is trained on.")] = None,
-    limit_bytes: Annotated[int | None, typer.Option(help="Read at most so many bytes, with a share for every domain.")] = None,
+    corpus: Annotated[str, typer.Argument(help="stdlib, files:PATH[#field], or hf:NAME[@configuration][:split][#field].")],
+    out: Annotated[Path, typer.Option(help="New folder for the token files.")],
+    tokenizer: Annotated[str, typer.Option(help="bytes, a tokenizers JSON file, or bpe:SIZE to train a BPE.")] = "bytes",
+    validation_fraction: Annotated[float, typer.Option(help="Fraction of the documents held out for validation.")] = 0.05,
+    validation_corpus: Annotated[str | None, typer.Option(help="Validate on this corpus, and train on all of CORPUS.")] = None,
+    limit_bytes: Annotated[int | None, typer.Option(help="Read at most this many bytes, divided over the domains.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Turn text into memory-mapped tokens; use them with `--set data.corpus=prepared:DIR`."""
+    """Convert text to memory-mapped token files; use them with `--set data.corpus=prepared:DIR`."""
     from atoll.cli.commands import prepare_data
 
     prepare_data(corpus, out, tokenizer, validation_fraction, validation_corpus, limit_bytes, quiet=quiet)
 
 
 def main() -> None:
-    """The entry point: errors for people, exit codes for programs."""
+    """Run the command; print an error that the user can fix, and exit with code 2."""
     try:
         app()
     except AtollError as error:
