@@ -1,6 +1,7 @@
 """A run leaves the same folder however often it was interrupted."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -71,6 +72,34 @@ def test_the_folder_holds_what_it_should(straight):
     assert {"run.json", "source.txt", "events.jsonl", "checkpoints", "final.safetensors", "summary.json"} <= names
     assert [p.name for p in sorted((straight.folder / "checkpoints").iterdir())] == ["00000003", "00000004"]
     assert json.loads((straight.folder / "summary.json").read_text())["val_loss"] == straight.val_loss
+
+
+def saved_types(node):
+    """The names of all types in saved JSON."""
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    found = {node["type"]} if isinstance(node, dict) and "type" in node else set()
+    return found.union(*map(saved_types, inner))
+
+
+def test_saved_type_names_are_part_of_the_format(straight):
+    """A renamed class is a new format: raise FORMAT of runs/folder.py or engines/checkpoints.py, then change the names here."""
+    run, engine, meta = (
+        json.loads((straight.folder / name).read_text()) for name in ("run.json", "engine.json", "checkpoints/00000004/meta.json")
+    )
+    parts = (straight.folder / "checkpoints").rglob("*.safetensors")
+    part_types = set().union(*(saved_types(json.loads(read_tensors(part)[1]["structure"])) for part in parts))
+    assert (run["format"], engine["format"], meta["content"]["format"]) == (2, 1, 2)
+    expected = ["AdamW", "Cluster", "Cosine", "DiLoCo", "GPT", "IID", "Keep", "Link", "Nesterov", "Run", "Text", "Train"]
+    assert sorted(saved_types(run)) == expected
+    assert part_types == {"MomentumState"}
+    assert engine["engine"] == "simulator"
+
+
+def test_no_saved_file_names_a_module(straight):
+    for path in straight.folder.rglob("*"):
+        if path.is_file() and path.name != "source.txt":  # which has the user's command
+            modules = re.findall(rb"\batoll\.\w+", path.read_bytes())
+            assert set(modules) <= {b"atoll.layout"}, f"{path.name}: the metadata key of a layout alone has a dot"
 
 
 def test_the_trained_module_has_the_final_weights(straight):

@@ -47,6 +47,16 @@ from atoll.telemetry.summary import read_summary
 FORMAT = 2
 
 
+class _File:
+    """The path of a file in a run's folder, as an attribute of RunFolder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of one run. Make it with `create` or `open`."""
@@ -138,7 +148,7 @@ class RunFolder:
             raise ConfigError(f"{self.path} trained its Run's own model and data, not a {name}. Leave out workload.")
 
     def resumed(self, command: Sequence[str]) -> None:
-        """Note in source.txt with what the run goes on, which may be another version or machine."""
+        """Record in source.txt the version and machine that resume the run."""
         self._append_source("resumed", command)
 
     def same_run(self, run: Run) -> None:
@@ -158,55 +168,23 @@ class RunFolder:
 
     # -------------------------------------------------------------------------------------------------------------- paths
 
-    @property
-    def _run(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def source(self) -> Path:
-        return self.path / "source.txt"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def timing(self) -> Path:
-        return self.path / "timing.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def warm_start(self) -> Path:
-        return self.path / "warm_start.safetensors"
-
-    @property
-    def final(self) -> Path:
-        return self.path / "final.safetensors"
-
-    @property
-    def final_buffers(self) -> Path:
-        return self.path / "final_buffers.safetensors"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer.json"
-
-    @property
-    def workload(self) -> Path:
-        return self.path / "workload.txt"
+    _run = _File("run.json")
+    source = _File("source.txt")
+    events = _File("events.jsonl")
+    timing = _File("timing.jsonl")
+    checkpoints = _File("checkpoints")
+    warm_start = _File("warm_start.safetensors")
+    final = _File("final.safetensors")
+    final_buffers = _File("final_buffers.safetensors")
+    summary = _File("summary.json")
+    tokenizer = _File("tokenizer.json")
+    workload = _File("workload.txt")
 
     # --------------------------------------------------------------------------------------------------------------- lock
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder, so that no other process works in it. A process that dies lets go by itself.
+        """Hold the folder, so that no other process works in it. The lock of a process that dies is released.
 
         Raises:
             ConfigError: another process holds it; says which.
@@ -215,12 +193,12 @@ class RunFolder:
             try:
                 yield
             finally:
-                # The file stays: to remove it would let two processes lock two files of one name.
+                # The file stays: if it were removed, two processes could lock two files of one name.
                 with suppress(OSError):
                     file.truncate(0)
 
     def _held(self) -> IO[str]:
-        """The lock's file, locked as long as it is open."""
+        """The lock's file, which holds the lock while it is open."""
         with _writing(self.path), ExitStack() as on_error:
             file = on_error.enter_context(open(self.path / "lock", "a+", encoding="utf-8"))
             try:
@@ -229,7 +207,7 @@ class RunFolder:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 raise ConfigError(
-                    f"{self.path} is in use by {holder}: two processes in one folder would spoil each other's files. "
+                    f"{self.path} is in use by {holder}: two processes would overwrite each other's files. "
                     f"Wait until it ends or stop it, or use {_ANOTHER}."
                 ) from error
             file.truncate(0)
@@ -251,7 +229,7 @@ _ANOTHER = "another --out (in Python out=)"
 
 
 def default_path(recipe: str, seed: int, root: Path = Path("runs"), now: datetime | None = None) -> Path:
-    """A new place for a run: runs/<recipe>/seed<seed>-<yyyymmdd-hhmmss>, with a number behind it if that exists.
+    """A new folder for a run: runs/<recipe>/seed<seed>-<yyyymmdd-hhmmss>, with a number behind it if that exists.
 
     >>> default_path("diloco", 3, now=datetime(2031, 12, 24, 18, 0, 5)).as_posix()
     'runs/diloco/seed3-20311224-180005'
@@ -277,7 +255,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Says what to do where a run's folder cannot be written."""
+    """Turns errors of writing into one that says what to do."""
     try:
         yield
     except OSError as error:
@@ -294,7 +272,7 @@ def digest_of(plain: Any) -> str:
 
 
 def differences(given: Any, own: Any) -> list[tuple[str, str, str]]:
-    """Where two Runs as plain data differ: dotted path, the one's value and the other's, as text.
+    """Where two Runs as JSON differ: the dotted path and both values as text.
 
     >>> differences({"seed": 1, "link": {"latency_s": 0.1}}, {"seed": 2, "link": {"latency_s": 0.1}})
     [('seed', '1', '2')]
@@ -318,11 +296,11 @@ def _is_record(node: Any) -> bool:
 
 
 _ABSENT = object()
-_PLAIN = ("float", "path")  # what JSON has no word for; see `to_json`
+_PLAIN = ("float", "path")  # values that JSON cannot express; see `to_json`
 
 
 def _short(value: Any) -> str:
-    """A value on one line, a dataclass by its name and fields."""
+    """A value on one line, with the name and fields of a dataclass."""
     if value is _ABSENT:
         return "nothing"
     if isinstance(value, Mapping) and value.get("type") in _PLAIN:
@@ -334,7 +312,7 @@ def _short(value: Any) -> str:
 
 
 def _with_defaults(run_json: dict[str, Any]) -> Any:
-    """The same with the settings that this version added, or as it is if this version cannot read it."""
+    """The Run with the defaults of settings that it lacks; unchanged if this version cannot read it."""
     try:
         return to_json(from_json(run_json))
     except ConfigError:
@@ -345,7 +323,7 @@ def _with_defaults(run_json: dict[str, Any]) -> Any:
 
 
 def source() -> dict[str, str]:
-    """What a run is made with: versions, machine, and the commit if atoll runs from a checkout."""
+    """Versions, machine, and the commit if atoll runs from a checkout."""
     return {
         "atoll": _version(),
         "commit": _commit(),
@@ -370,10 +348,10 @@ def _version() -> str:
 def _commit() -> str:
     package = Path(atoll.__file__).resolve().parent
     root = package.parents[1]
-    # Only our own checkout counts: an installed copy may lie in the virtual environment of somebody else's repository.
+    # Only atoll's own checkout counts: an installed copy may lie in a virtual environment of another repository.
     if package != root / "src" / "atoll" or not (root / ".git").exists():
         return "not from a checkout"
-    # What a benchmark found, and pages that tell of it, change no figure.
+    # Benchmark records and pages change no result.
     made_with = (".", ":(exclude)benchmarks/records", ":(exclude)docs", ":(exclude)*.md")
     commit, status = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "--", *made_with)
     if commit is None or status is None:

@@ -1,7 +1,7 @@
-"""What is refused before anybody looks at its numbers: values of another type than was asked for.
+"""Types of the fields of records: what a field may hold, and the refusal of values of another type. Records are dataclasses.
 
-A frozen dataclass has its fields checked against the types that they declare. A Protocol is asked for its methods, since anything
-that has them will do.
+A frozen dataclass checks its fields against their declared types. A Protocol is checked by its members, since any object that has
+them will do.
 
 >>> from dataclasses import dataclass
 >>> from typing import Literal
@@ -46,8 +46,8 @@ _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     str: ("text", lambda value: isinstance(value, str)),
     NoneType: ("None", lambda value: value is None),
 }
-"""What they are called, and what is one: a truth is no number, and numpy's numbers are."""
-_SUCH_AS = {
+"""The name of each type in messages, and its test: a bool is no number, and numpy's numbers are numbers."""
+_EXAMPLES = {
     "Rule": "atoll.AdamW(lr=4e-4) or atoll.Nesterov(lr=0.7)",
     "Correction": "atoll.Polynomial()",
     "Algorithm": "atoll.DiLoCo(inner_steps=50)",
@@ -56,32 +56,24 @@ _SUCH_AS = {
     "Run": "atoll.recipes.demo_diloco()",
     "Module": "torch.nn.Linear(2, 1)",
 }
-"""Examples of what is not made by its own name."""
+"""Examples of types that are not constructed by their own names."""
 _SHOWN = 60
-"""Characters of a value that are shown."""
+"""Characters of a value in a message."""
 
 
 def check_types(instance: Any) -> None:
-    """Refuses fields whose values are of another type than they declare. Takes lists for tuples, and paths for text.
-
-    Raises:
-        ConfigError: one is. It says what was given, and what is asked for.
-    """
+    """Refuse fields whose values are not of their declared types. Lists are accepted for tuples, and paths for text."""
     kind: Any = type(instance)
     for name, hint in _declared(kind):
         given = getattr(instance, name)
-        taken = _taken(name, given, hint)
-        if taken is not given:  # as natural to write; and lists are not hashable
-            object.__setattr__(instance, name, taken)
+        converted = _convert(name, given, hint)
+        if converted is not given:  # lists are not hashable
+            object.__setattr__(instance, name, converted)
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
-    """Refuses an argument that is of another type than `hint`, which may be all that a field can declare.
-
-    Raises:
-        ConfigError: it is. It says what was given, and what is asked for.
-    """
-    _taken(name, value, hint)
+    """Refuse an argument that is not of the type `hint`."""
+    _convert(name, value, hint)
 
 
 @cache
@@ -90,46 +82,48 @@ def _declared(kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple((field.name, hints[field.name]) for field in fields(kind))
 
 
-def _taken(name: str, value: Any, hint: Any) -> Any:
-    """The value as it is kept."""
-    asked = _asked(hint)
-    if any(fits(value) for fits in asked.fitting):
+def _convert(name: str, value: Any, hint: Any) -> Any:
+    """The value, converted where a list or path was given; an error if it does not fit."""
+    expected = _expected(hint)
+    if any(fits(value) for fits in expected.tests):
         return value
-    if asked.lists and isinstance(value, list | tuple):
-        return _taken_list(name, value, asked.lists[0])
-    if asked.lists == (tuple[str, ...],) and isinstance(value, str):  # whoever asks for patterns knows what to say of a single one
+    if expected.lists and isinstance(value, list | tuple):
+        return _convert_list(name, value, expected.lists[0])
+    if expected.lists == (tuple[str, ...],) and isinstance(
+        value, str
+    ):  # its class reports a single pattern itself
         return value
-    if asked.text and isinstance(value, PathLike):
+    if expected.text and isinstance(value, PathLike):
         return fspath(value)
-    raise ConfigError(f"{name}{_refusal(value, asked)}")
+    raise ConfigError(f"{name}{_refusal(value, expected)}")
 
 
-def _taken_list(name: str, value: list[Any] | tuple[Any, ...], hint: Any) -> tuple[Any, ...]:
+def _convert_list(name: str, value: list[Any] | tuple[Any, ...], hint: Any) -> tuple[Any, ...]:
     items = get_args(hint)
     each = items[:1] * len(value) if items[1:] == (...,) else items
     if len(value) != len(each):
         raise ConfigError(f"{name}={_shown(value)} has {len(value)} entries, and takes {len(each)}. Give as many.")
-    taken = tuple(_taken(f"{name}[{at}]", item, kind) for at, (item, kind) in enumerate(zip(value, each, strict=True)))
-    unchanged = isinstance(value, tuple) and all(new is old for new, old in zip(taken, value, strict=True))
-    return value if unchanged else taken  # type: ignore[return-value]
+    converted = tuple(_convert(f"{name}[{at}]", item, kind) for at, (item, kind) in enumerate(zip(value, each, strict=True)))
+    unchanged = isinstance(value, tuple) and all(new is old for new, old in zip(converted, value, strict=True))
+    return value if unchanged else converted  # type: ignore[return-value]
 
 
-# -------------------------------------------------------------------------------------------------------- what is asked for
+# ------------------------------------------------------------------------------------------------------------ accepted values
 
 
-class _Asked(NamedTuple):
-    """What a hint asks for.
+class _Expected(NamedTuple):
+    """The values that a hint accepts.
 
     Attributes:
-        fitting: a value fits that one of these says yes to.
-        choices: words that fit.
-        lists: tuples that fit if their entries do.
-        text: whether text fits.
-        kinds: classes and Protocols that fit.
-        names: what all of that is called.
+        tests: a value fits if one of these returns true.
+        choices: accepted words.
+        lists: accepted tuples, if their entries fit.
+        text: whether text is accepted.
+        kinds: accepted classes and Protocols.
+        names: of all of these, for messages.
     """
 
-    fitting: tuple[Callable[[Any], bool], ...]
+    tests: tuple[Callable[[Any], bool], ...]
     choices: tuple[Any, ...]
     lists: tuple[Any, ...]
     text: bool
@@ -138,43 +132,39 @@ class _Asked(NamedTuple):
 
 
 @cache
-def _asked(hint: Any) -> _Asked:
-    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+def _expected(hint: Any) -> _Expected:
+    members = members_of(hint)
     choices = tuple(choice for member in members if get_origin(member) is Literal for choice in get_args(member))
     lists = tuple(member for member in members if get_origin(member) is tuple)
-    kinds = tuple(get_origin(member) or member for member in members if _is_kind(member))
+    kinds = tuple(get_origin(member) or member for member in members if _is_class(member))
     plain = [_PLAIN[member] for member in members if member in _PLAIN]
-    fitting = [fits for _, fits in plain]
-    fitting += [_fitting(kind) for kind in kinds]
+    tests = [fits for _, fits in plain]
+    tests += [_test_of(kind) for kind in kinds]
     if choices:
-        fitting.append(lambda value: isinstance(value, str) and value in choices)
+        tests.append(lambda value: isinstance(value, str) and value in choices)
     if Any in members:
-        fitting.append(lambda value: True)
+        tests.append(lambda value: True)
     names = [name for name, _ in plain if name != "None"] + [f"{_article(kind.__name__)} {kind.__name__}" for kind in kinds]
     names += [f"one of {', '.join(map(repr, choices))}"] if choices else []
     names += ["a list"] if lists else []
-    return _Asked(tuple(fitting), choices, lists, str in members, kinds, tuple(names))
+    return _Expected(tuple(tests), choices, lists, str in members, kinds, tuple(names))
 
 
-def _is_kind(member: Any) -> bool:
-    """Whether it is a class or a Protocol, with or without what it is generic in."""
+def _is_class(member: Any) -> bool:
+    """Whether it is a class or a Protocol, with or without type arguments."""
     kind = get_origin(member) or member
     return isinstance(kind, type) and kind not in _PLAIN and kind not in (tuple, Any)
 
 
-def _fitting(kind: type) -> Callable[[Any], bool]:
-    if _is_protocol(kind):
+def _test_of(kind: type) -> Callable[[Any], bool]:
+    if is_protocol(kind):
         return lambda value: not isinstance(value, type) and not missing(value, kind)
     return lambda value: isinstance(value, kind)
 
 
-def _is_protocol(kind: type) -> bool:
-    return getattr(kind, "_is_protocol", False)
-
-
 def missing(value: Any, protocol: type) -> list[str]:
-    """What a value lacks of a Protocol, by name."""
-    # Of the class first: a property is not asked for its value.
+    """The members of a Protocol that a value lacks."""
+    # The class is checked first, so that no property is computed.
     return [name for name in _members(protocol) if not hasattr(type(value), name) and not hasattr(value, name)]
 
 
@@ -185,61 +175,61 @@ def _members(protocol: type) -> tuple[str, ...]:
 
 def _own_members(protocol: type) -> Iterator[str]:
     for base in reversed(protocol.__mro__):
-        if _is_protocol(base) and base.__module__ != "typing":
+        if is_protocol(base) and base.__module__ != "typing":
             yield from (name for name in [*get_annotations(base), *vars(base)] if not name.startswith("_"))
 
 
-# ------------------------------------------------------------------------------------------------------------- what is said
+# ------------------------------------------------------------------------------------------------------------------- messages
 
 
-def _refusal(value: Any, asked: _Asked) -> str:
-    """What follows the name of what was given."""
-    *others, last = asked.names or ("None",)
+def _refusal(value: Any, expected: _Expected) -> str:
+    """The message after the setting's name."""
+    *others, last = expected.names or ("None",)
     wanted = f"{', '.join(others)} or {last}" if others else last
-    if asked.choices and isinstance(value, str):
-        return f"={value!r} is none of {', '.join(map(repr, asked.choices))}. Use one of them."
-    if asked.lists and not isinstance(value, str):
+    if expected.choices and isinstance(value, str):
+        return f"={value!r} is none of {', '.join(map(repr, expected.choices))}. Use one of them."
+    if expected.lists and not isinstance(value, str):
         return f"={_shown(value)} is not a list. Give one, such as [{_shown(value)}]."
-    if isinstance(value, str) and _is_number(value) and {"a whole number", "a number"} & {*asked.names}:
+    if isinstance(value, str) and _is_number(value) and {"a whole number", "a number"} & {*expected.names}:
         return f"={value!r} is text, not {wanted}. Leave out the quotation marks."
     if isinstance(value, type):
-        return f" is the class {value.__name__}, not {wanted}. {_advice(asked, value)}"
+        return f" is the class {value.__name__}, not {wanted}. {_advice(expected, value)}"
     if callable(value) and hasattr(value, "__name__"):
         return f" is the function {value.__name__}, not {wanted}. If it returns one, call it: {value.__name__}(...)."
     if isinstance(value, Real) or type(value).__module__ == "builtins":
-        if len(asked.kinds) == len(asked.names) > 1 and not any(map(_is_protocol, asked.kinds)):
-            return f"={_shown(value)} is none of {', '.join(map(_example, asked.kinds))}. Use one of them."
-        return f"={_shown(value)} is not {wanted}. {_advice(asked)}"
+        if len(expected.kinds) == len(expected.names) > 1 and not any(map(is_protocol, expected.kinds)):
+            return f"={_shown(value)} is none of {', '.join(map(_example, expected.kinds))}. Use one of them."
+        return f"={_shown(value)} is not {wanted}. {_advice(expected)}"
     room = type(value).__module__.partition(".")[0]
     kind = type(value).__name__ if room in ("__main__", "atoll") else f"{type(value).__module__}.{type(value).__name__}"
-    return f" is {_article(kind)} {kind}, not {wanted}{_lacking(value, asked)}. {_advice(asked)}"
+    return f" is {_article(kind)} {kind}, not {wanted}{_missing_members(value, expected)}. {_advice(expected)}"
 
 
-def _lacking(value: Any, asked: _Asked) -> str:
-    """What it would need to be what it comes closest to."""
-    lacks = sorted((missing(value, kind) for kind in asked.kinds if _is_protocol(kind)), key=len)
+def _missing_members(value: Any, expected: _Expected) -> str:
+    """The members that it lacks of the nearest Protocol."""
+    lacks = sorted((missing(value, kind) for kind in expected.kinds if is_protocol(kind)), key=len)
     return f": it has no {', '.join(lacks[0])}" if lacks else ""
 
 
-def _advice(asked: _Asked, given: type | None = None) -> str:
-    """What to give instead; of a class that was given itself, one of these if that will do."""
-    if given is not None and any(_makes(given, kind) for kind in asked.kinds):
+def _advice(expected: _Expected, given: type | None = None) -> str:
+    """What to give instead. If a class was given where its instance fits, an instance of it."""
+    if given is not None and any(_makes(given, kind) for kind in expected.kinds):
         return f"Give one: {given.__name__}(...)."
-    if len(asked.names) > len(asked.kinds):  # a number is known without an example
+    if len(expected.names) > len(expected.kinds):  # a number needs no example
         return "Give one."
-    unheard_of = [kind for kind in asked.kinds if _is_protocol(kind) and kind.__name__ not in _SUCH_AS]
-    if unheard_of:
-        return f"Give something that has {', '.join(_members(unheard_of[0]))}."
-    return f"Give one, such as {' or '.join(map(_example, asked.kinds))}."
+    unknown = [kind for kind in expected.kinds if is_protocol(kind) and kind.__name__ not in _EXAMPLES]
+    if unknown:
+        return f"Give something that has {', '.join(_members(unknown[0]))}."
+    return f"Give one, such as {' or '.join(map(_example, expected.kinds))}."
 
 
 def _makes(given: type, kind: type) -> bool:
-    return not missing(given, kind) if _is_protocol(kind) else issubclass(given, kind)
+    return not missing(given, kind) if is_protocol(kind) else issubclass(given, kind)
 
 
 def _example(kind: type) -> str:
-    named = f"atoll.{kind.__name__}" if kind.__name__ in dir(atoll) else kind.__name__  # torch has rules of the same names
-    return _SUCH_AS.get(kind.__name__, f"{named}(...)")
+    named = f"atoll.{kind.__name__}" if kind.__name__ in dir(atoll) else kind.__name__  # torch has optimizers of the same names
+    return _EXAMPLES.get(kind.__name__, f"{named}(...)")
 
 
 def _shown(value: Any) -> str:
@@ -268,7 +258,7 @@ def members_of(hint: Any) -> tuple[Any, ...]:
 
 
 def item_hints(hint: Any, length: int) -> list[Any] | None:
-    """What the items of a tuple of this length may be, or none if the hint allows no such tuple."""
+    """The types of the items of a tuple of this length; none if the hint allows no such tuple."""
     for shape in (get_args(member) for member in members_of(hint) if get_origin(member) is tuple):
         if Ellipsis in shape or len(shape) == length:
             return [shape[0]] * length if Ellipsis in shape else list(shape)

@@ -1,14 +1,15 @@
-"""Checkpoints of many processes: each writes what it holds, with torch.distributed.checkpoint, and any number of them can read it.
+"""Checkpoints of several ranks: each rank writes the tensors that it holds, with torch.distributed.checkpoint, and any number of
+ranks can read them.
 
     checkpoints/
-      00000012/            the round after which it was saved; written whole or not at all, as any other (see `checkpoint`)
-        meta.json          sizes and digests of the files, the first rank's books, and the structure of each part
-        __0_0.distcp       what rank 0 wrote; and so on
-        .metadata          torch's own index: which slice of what lies where
+      00000012/            the round after which it was saved, written atomically (see engines/checkpoints.py)
+        meta.json          sizes and digests of the files, rank 0's accounting, and the structure of each part
+        __0_0.distcp       the tensors of rank 0; and so on
+        .metadata          torch's index: the file and position of each slice
 
-What all islands share is written once; what they hold slices of is one whole on the disk, cut anew for whoever reads it. What is a
-process's own goes by its rank. Machines that do not see each other's files write a copy of what is shared each, and the index, so
-that each can go on from its own disk.
+State that all islands share is written once. A tensor that islands hold in slices is one tensor on disk, and is cut again for the
+ranks that read it. A rank's own state is stored under its rank. Machines without a common disk each write a copy of the shared
+state and of the index, so that each can resume from its own disk.
 """
 
 from __future__ import annotations
@@ -40,76 +41,76 @@ from atoll.engines.processes.process_group import RankContext
 
 _INDEX = ".metadata"
 Lengths = Mapping[str, Mapping[str, int]]
-"""Of tensors, by part and path."""
+"""Numbers of elements of tensors, by part and path."""
 
 
 class ShardedCheckpoints:
-    """The checkpoints of a run on many processes. All of them call the same methods at the same time.
+    """The checkpoints of a run on several ranks. All ranks call the same methods at the same time.
 
     Args:
-        folder: where they are, on this machine.
-        keep: how many of the newest are kept.
-        world: this process among all.
+        folder: of the checkpoints, on this machine.
+        keep: number of checkpoints that are kept.
+        context: this rank and its process groups.
     """
 
-    def __init__(self, folder: Path, keep: int, world: RankContext) -> None:
-        self._kept, self._world = Checkpoints(folder, keep), world
-        self._lead = self._find_lead(folder)
-        self._apart = any(lead for (lead,) in world.all_ranks.all_gather_numbers(float(self._lead)))
-        """Whether there are machines that do not see the first rank's files."""
+    def __init__(self, folder: Path, keep: int, context: RankContext) -> None:
+        self._store, self._context = Checkpoints(folder, keep), context
+        self._writer = self._find_writer(folder)
+        self._separate_disks = any(writer for (writer,) in context.all_ranks.all_gather_numbers(float(self._writer)))
+        """Whether some machines do not see rank 0's files."""
 
-    def _find_lead(self, folder: Path) -> int:
-        """The lowest rank that sees the same files as this one: it looks after the folder."""
+    def _find_writer(self, folder: Path) -> int:
+        """The lowest rank that sees the same files as this one. It creates, seals and renames the folders."""
         folder.mkdir(parents=True, exist_ok=True)
-        for left_behind in folder.glob(".seen-by-*"):  # by processes that were killed right here
-            left_behind.unlink(missing_ok=True)
-        self._world.barrier()
-        mark = folder / f".seen-by-{self._world.rank}"
+        for remains in folder.glob(".seen-by-*"):  # of processes that were killed in this method
+            remains.unlink(missing_ok=True)
+        self._context.barrier()
+        mark = folder / f".seen-by-{self._context.rank}"
         mark.touch()
-        self._world.barrier()
-        lead = min(int(path.name.rpartition("-")[2]) for path in folder.glob(".seen-by-*"))
-        self._world.barrier()
+        self._context.barrier()
+        writer = min(int(path.name.rpartition("-")[2]) for path in folder.glob(".seen-by-*"))
+        self._context.barrier()
         mark.unlink()
-        self._world.barrier()
-        return lead
+        self._context.barrier()
+        return writer
 
     # ---------------------------------------------------------------------------------------------------------- saving
 
     def save(self, round: int, parts: Mapping[str, CheckpointPart], metadata: Mapping[str, Any]) -> None:
-        """Save what all processes hold. `metadata` is the first rank's."""
+        """Save the parts of all ranks, with the metadata of rank 0."""
         packed = {name: pack(part.value) for name, part in parts.items()}
-        told = self._told(({name: one.structure for name, one in packed.items()}, _lengths(packed), dict(metadata)))
-        structures = {name: structure for theirs, _, _ in reversed(told) for name, structure in theirs.items()}
-        content = {**told[0][2], "structures": structures}
-        tensors = self._tensors(parts, packed, [theirs for _, theirs, _ in told])
-        if self._world.rank != self._lead:
-            self._world.barrier()
-            self._write(self._kept.unfinished(round), tensors)
+        gathered = self._all_gather(({name: one.structure for name, one in packed.items()}, _lengths(packed), dict(metadata)))
+        structures = {name: structure for theirs, _, _ in reversed(gathered) for name, structure in theirs.items()}
+        content = {**gathered[0][2], "structures": structures}
+        tensors = self._tensors(parts, packed, [theirs for _, theirs, _ in gathered])
+        if self._context.rank != self._writer:
+            self._context.barrier()
+            self._write(self._store.unfinished(round), tensors)
         else:
-            with self._kept.writing(round, content) as folder:
-                self._world.barrier()
+            with self._store.writing(round, content) as folder:
+                self._context.barrier()
                 self._write(folder, tensors)
-                self._spread_index(folder, round)
-        self._world.barrier()
-        if self._apart and self._world.is_rank_zero:
-            self._world.delete(f"index/{round}")
+                self._copy_index(folder, round)
+        self._context.barrier()
+        if self._separate_disks and self._context.is_rank_zero:
+            self._context.delete(f"index/{round}")
 
-    def _told(self, mine: Any) -> list[Any]:
-        """Everybody's, in rank order."""
-        told: list[Any] = [None] * self._world.size
+    def _all_gather(self, mine: Any) -> list[Any]:
+        """The values of all ranks, in rank order."""
+        gathered: list[Any] = [None] * self._context.size
         try:
-            dist.all_gather_object(told, mine)
+            dist.all_gather_object(gathered, mine)
         except RuntimeError as error:
             raise ExchangeFailed(
-                f"rank {self._world.rank} missed another while all told what their checkpoint holds: {LOST} for this limit. "
-                f"What was saved before stands. ({error})"
+                f"rank {self._context.rank} missed a peer while all ranks described their checkpoints: {LOST} for this limit. "
+                f"Earlier checkpoints are valid. ({error})"
             ) from error
-        return told
+        return gathered
 
     def _tensors(
-        self, parts: Mapping[str, CheckpointPart], packed: Mapping[str, Packed], lengths: Sequence[Mapping[str, Mapping[str, int]]]
+        self, parts: Mapping[str, CheckpointPart], packed: Mapping[str, Packed], lengths: Sequence[Lengths]
     ) -> dict[str, Any]:
-        """What this process writes, by the names that torch's index has. `lengths` are those of everybody's tensors."""
+        """The tensors that this rank writes, by their names in torch's index. `lengths` are those of all ranks' tensors."""
         found: dict[str, Any] = {}
         for name, one in packed.items():
             cut = parts[name].cut
@@ -117,62 +118,65 @@ class ShardedCheckpoints:
             for path, tensor in one.tensors.items():
                 written: Any = tensor.detach()
                 if cut is not None and path in sliced:
-                    written = Slice.of(written, *self._place(name, path, cut, lengths))
+                    written = Slice.of(written, *self._slice_range(name, path, cut, lengths))
                 found[f"{self._name(name)}/{path}"] = written
         return found
 
     def _name(self, part: str) -> str:
-        """Machines that do not see the first rank's files keep a copy of their own of what is shared."""
-        return f"{part}@{self._lead}" if self._lead and part.endswith("shared") else part
+        """The name of a part. Machines that do not see rank 0's files keep their own copy of the shared parts."""
+        return f"{part}@{self._writer}" if self._writer and part.endswith("shared") else part
 
-    def _place(self, name: str, path: str, cut: ShardSlice, lengths: Sequence[Lengths]) -> tuple[int, int]:
-        """Where this process's slice begins, and how long the whole is. Slices need not be equally long: FSDP2 cuts rows."""
-        world = self._world
-        ranks = [world.island * world.devices_per_island + number for number in range(cut.count)]
+    def _slice_range(self, name: str, path: str, cut: ShardSlice, lengths: Sequence[Lengths]) -> tuple[int, int]:
+        """Where this rank's slice starts, and the length of the whole tensor. Slices may be unequal: FSDP2 cuts rows."""
+        context = self._context
+        ranks = [context.island * context.devices_per_island + number for number in range(cut.count)]
         if cut.over == "islands":
-            ranks = [number * world.devices_per_island + world.device for number in range(cut.count)]
-        all_of_them = [lengths[rank][name][path] for rank in ranks]
-        return sum(all_of_them[: cut.number]), sum(all_of_them)
+            ranks = [number * context.devices_per_island + context.device for number in range(cut.count)]
+        sizes = [lengths[rank][name][path] for rank in ranks]
+        return sum(sizes[: cut.number]), sum(sizes)
 
     def _write(self, folder: Path, tensors: dict[str, Any]) -> None:
         try:
             save(tensors, checkpoint_id=str(folder))
-        except (Exception, CheckpointException) as error:  # torch wraps what any rank ran into, not as an Exception
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # CheckpointException is no Exception
             raise CheckpointError(f"a checkpoint could not be written to {folder}: {error}") from error
 
-    def _spread_index(self, folder: Path, round: int) -> None:
-        """torch has the first rank write the index. Other machines need it too."""
-        if self._world.is_rank_zero and self._apart:
-            self._world.set(f"index/{round}", base64.b64encode((folder / _INDEX).read_bytes()).decode())
-        elif not self._world.is_rank_zero and not (folder / _INDEX).exists():
-            (folder / _INDEX).write_bytes(base64.b64decode(self._world.get(f"index/{round}", of=0)))
+    def _copy_index(self, folder: Path, round: int) -> None:
+        """Copy the index, which torch writes on rank 0 alone, to machines with another disk."""
+        if self._context.is_rank_zero and self._separate_disks:
+            self._context.set(f"index/{round}", base64.b64encode((folder / _INDEX).read_bytes()).decode())
+        elif not self._context.is_rank_zero and not (folder / _INDEX).exists():
+            (folder / _INDEX).write_bytes(base64.b64decode(self._context.get(f"index/{round}", of=0)))
 
     # --------------------------------------------------------------------------------------------------------- reading
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that all machines have; none if there is none."""
-        rounds = self._kept.rounds()
-        told = self._told(rounds)
-        common = set(told[0]).intersection(*told[1:])
-        if not any(told):
+        rounds = self._store.rounds()
+        gathered = self._all_gather(rounds)
+        common = set(gathered[0]).intersection(*gathered[1:])
+        if not any(gathered):
             return None
         if not common:
             raise CheckpointError(
-                f"ranks 0 to {self._world.size - 1} see checkpoints of rounds {', '.join(map(str, told))}, and none that all of "
-                f"them see: machines without a common disk need the files that they wrote themselves. Bring these back to "
-                f"{self._kept.folder}, or start afresh in another folder."
+                f"ranks 0 to {self._context.size - 1} see checkpoints of rounds {', '.join(map(str, gathered))}, and none "
+                f"that all of them see: machines without a common disk need the files that they wrote themselves. Restore them in "
+                f"{self._store.folder}, or start a new run in another folder."
             )
-        checkpoint = self._kept.at(max(common))
-        if self._world.rank == self._lead:
+        checkpoint = self._store.at(max(common))
+        if self._context.rank == self._writer:
             for name in checkpoint.files:
-                self._kept.verify(checkpoint, name)
-        self._world.barrier()
+                self._store.verify(checkpoint, name)
+        self._context.barrier()
         return checkpoint
 
     def loader(self, checkpoint: Checkpoint, parts: Mapping[str, CheckpointPart]) -> PartLoader:
-        """Reads parts of a checkpoint. `parts` are such as this process has now: they tell how slices are cut."""
+        """A loader of a checkpoint's parts. `parts` are this rank's present ones, whose slices the loaded tensors are cut into."""
         index = FileSystemReader(str(checkpoint.path)).read_metadata().state_dict_metadata
-        lengths = self._told(_lengths({name: pack(part.value) for name, part in parts.items()}))
+        lengths = self._all_gather(_lengths({name: pack(part.value) for name, part in parts.items()}))
         return lambda name, like: self._load(checkpoint, index, lengths, name, like)
 
     def _load(
@@ -192,7 +196,7 @@ class ShardedCheckpoints:
                 raise CheckpointError(f"{checkpoint.path} lacks the tensor {key!r}. Use an older checkpoint.")
             wanted[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
             if like.cut is not None and node["kind"] == "tree":
-                start, numel = self._place(name, path, like.cut, lengths)
+                start, numel = self._slice_range(name, path, like.cut, lengths)
                 if path not in known or numel != entry.size[0]:
                     raise CheckpointError(
                         f"{checkpoint.path}: {name}/{path} has {entry.size[0]} numbers, where this run has "
@@ -200,24 +204,24 @@ class ShardedCheckpoints:
                     )
                 mine = torch.empty(known[path].numel, dtype=entry.properties.dtype)
                 wanted[key] = Slice.of(mine, start, numel)
-                node["pieces"] = layout_to_json(known[path].layout)  # cut for so many as there are now
+                node["pieces"] = layout_to_json(known[path].layout)  # the slices of the present number of ranks
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads what it needs, by itself
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads its own slices
                 if wanted:
                     load(wanted, checkpoint_id=str(checkpoint.path), no_dist=True)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
-                f"{checkpoint.path}: {name} cannot be read on rank {self._world.rank}: {error}. If machines do not share a disk, "
-                f"put the files of this checkpoint from all of them into one folder, or start the processes where they were."
+                f"{checkpoint.path}: {name} cannot be read on rank {self._context.rank}: {error}. If machines do not share a disk, "
+                f"copy the files of this checkpoint from all of them into one folder, or start the ranks on the machines of before."
             ) from error
         tensors = {key.removeprefix(prefix): one.flat if isinstance(one, Slice) else one for key, one in wanted.items()}
         return unpack(Packed(structure, tensors), like.value)
 
 
 class Slice(Tensor):
-    """A slice of a flat buffer, in the words of torch.distributed.checkpoint: it asks tensors with these methods what to write, and
-    where what it reads belongs. Nothing is computed with it."""
+    """A slice of a flat buffer for torch.distributed.checkpoint, which calls these methods to write and read a part of a tensor.
+    Nothing is computed with it."""
 
     flat: Tensor
     _start: int
@@ -225,20 +229,20 @@ class Slice(Tensor):
 
     @staticmethod
     def of(flat: Tensor, start: int, numel: int) -> Slice:
-        """These are the elements from `start` on of so many."""
+        """The elements from `start` on of a tensor of `numel` elements."""
         this = flat.as_subclass(Slice)
         this.flat, this._start, this._numel = flat, start, numel
         return this
 
     def size(self) -> torch.Size:  # type: ignore[override]
-        """Of the whole."""
+        """The size of the whole tensor."""
         return torch.Size([self._numel])
 
     def _chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=torch.Size([self._start]), sizes=torch.Size([self.flat.numel()]))
 
     def __create_write_items__(self, name: str, this: object) -> list[WriteItem]:
-        if not self.flat.numel():  # it would go by the same place as the slice after it
+        if not self.flat.numel():  # its offset would be that of the next slice
             return []
         properties = TensorProperties.create_from_tensor(self.flat)
         data = TensorWriteData(chunk=self._chunk(), properties=properties, size=self.size())
@@ -256,7 +260,7 @@ def _lengths(packed: Mapping[str, Packed]) -> Lengths:
 
 
 def _nodes(structure: Any) -> Iterator[dict[str, Any]]:
-    """The places of tensors in a packed structure."""
+    """The nodes of a packed structure that refer to tensors."""
     if isinstance(structure, dict):
         if "tensor" in structure and structure.get("kind") in ("tree", "tensor"):
             yield structure

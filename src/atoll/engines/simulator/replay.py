@@ -193,22 +193,22 @@ class _Replay:
 
 
 TOLERANCE = 1e-5
-"""Largest difference over largest weight. On the machine that ran it, with as many threads, it is 0."""
+"""Largest difference over largest weight. On the machine of the run, with the same number of threads, the difference is 0."""
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What a replay came to.
+    """The comparison of a replay with the run.
 
     Attributes:
         folder: of the run.
         rounds: that arrived.
-        local_updates: in them.
-        workers: that brought some.
+        local_updates: in these rounds.
+        workers: number of workers with an arrival.
         largest: difference between a weight of the replay and of the run.
-        relative: the same over the largest weight of the run.
-        tolerance: what `relative` may be.
-        same_bits: whether there is no difference at all.
+        relative: `largest` over the largest weight of the run.
+        tolerance: upper limit of `relative`.
+        same_bits: whether all weights are equal bit for bit.
     """
 
     folder: str
@@ -237,12 +237,12 @@ class ReplayResult:
 
 
 def replay_run(folder: str | Path, *, workload: Workload | None = None, sink: Sink | None = None) -> ReplayResult:
-    """Computes a finished asynchronous run once more from its log, and compares the weights.
+    """Replays a finished asynchronous run from its log, and compares the weights.
 
     Args:
         folder: of the run.
         workload: as it was given to the run, if one was.
-        sink: takes signs of life.
+        sink: takes progress.
     """
     opened = RunFolder.open(Path(folder).expanduser())
     opened.check_workload(None if workload is None else type_name(type(workload)))
@@ -250,7 +250,9 @@ def replay_run(folder: str | Path, *, workload: Workload | None = None, sink: Si
     if not isinstance(run.algorithm, AsyncAlgorithm):
         raise ConfigError(f"{folder} ran {type(run.algorithm).__name__}: only runs with a hub have a schedule to replay.")
     if not opened.finished:
-        raise ConfigError(f"{folder} is not finished, so there are no weights to compare with. Go on: atoll run --resume {folder}")
+        raise ConfigError(
+            f"{folder} is not finished: it has no final weights. Finish it: atoll run --resume {folder}"
+        )
     cache = Cache()
     plain = workload or single_shard_workload(run, load_data(run, cache))
     warm = get_warm_start(run, plain, file=opened.warm_start, cache=None, sink=out)
