@@ -323,13 +323,13 @@ def test_a_file_whose_bits_have_changed_is_refused_by_name(four, tmp_path, name)
     assert "round 1" in text, "there is an older one"
 
 
-def test_a_file_that_is_missing_or_cut_short_is_refused_by_name_on_all_ranks(four, tmp_path):
+def test_a_missing_or_truncated_file_is_refused_by_name_on_all_ranks(four, tmp_path):
     four.run(writing, tmp_path, [1], size=2)
     path = tmp_path / "00000001" / "__0_0.distcp"
     content = path.read_bytes()
     path.write_bytes(content[:-1])
     for kind, text in four.run(reading, tmp_path, size=2):
-        assert (kind, "__0_0.distcp" in text, "cut short" in text) == ("CheckpointError", True, True)
+        assert (kind, "__0_0.distcp" in text, "truncated" in text) == ("CheckpointError", True, True)
     path.unlink()
     for kind, text in four.run(reading, tmp_path, size=2):
         assert (kind, "__0_0.distcp is missing" in text) == ("CheckpointError", True)
@@ -345,7 +345,7 @@ def test_the_newest_are_kept_and_an_empty_folder_has_none(four, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["DiLoCo", "ACCO", "two-DDP"])
-def test_machines_that_do_not_see_each_others_files_go_on_to_the_bit(four, tmp_path, kind):
+def test_machines_without_a_common_disk_resume_bit_for_bit(four, tmp_path, kind):
     through = four.run(taking_part, tmp_path / "through", kind)
     four.run(taking_part, tmp_path / "stopped", kind, STOP, WORKLOAD, 2)
     resumed = four.run(taking_part, tmp_path / "stopped", kind, None, WORKLOAD, 2)

@@ -89,9 +89,7 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         return value
     if expected.lists and isinstance(value, list | tuple):
         return _convert_list(name, value, expected.lists[0])
-    if expected.lists == (tuple[str, ...],) and isinstance(
-        value, str
-    ):  # its class reports a single pattern itself
+    if expected.lists == (tuple[str, ...],) and isinstance(value, str):  # its class reports a single pattern itself
         return value
     if expected.text and isinstance(value, PathLike):
         return fspath(value)

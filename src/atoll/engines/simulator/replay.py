@@ -250,9 +250,7 @@ def replay_run(folder: str | Path, *, workload: Workload | None = None, sink: Si
     if not isinstance(run.algorithm, AsyncAlgorithm):
         raise ConfigError(f"{folder} ran {type(run.algorithm).__name__}: only runs with a hub have a schedule to replay.")
     if not opened.finished:
-        raise ConfigError(
-            f"{folder} is not finished: it has no final weights. Finish it: atoll run --resume {folder}"
-        )
+        raise ConfigError(f"{folder} is not finished: it has no final weights. Finish it: atoll run --resume {folder}")
     cache = Cache()
     plain = workload or single_shard_workload(run, load_data(run, cache))
     warm = get_warm_start(run, plain, file=opened.warm_start, cache=None, sink=out)
