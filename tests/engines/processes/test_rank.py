@@ -126,7 +126,7 @@ def test_a_checkpoint_of_other_settings_or_other_data_is_refused(four, folder):
     assert "its settings differ" in str(error)
     (error,) = four.run(carried_out, folder, None, None, None, Regression(), size=1)
     assert isinstance(error, CheckpointError)
-    assert "its data or how they are dealt out differ" in str(error)
+    assert "its data or their partition differ" in str(error)
 
 
 def test_a_warm_start_is_handed_out_once_and_not_to_a_run_that_goes_on_from_a_checkpoint(four, tmp_path):
