@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +15,13 @@ import typer
 
 from atoll import recipes
 from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_settings, spec_with
-from atoll.core.errors import ConfigError
+from atoll.core.errors import AtollError, ConfigError
 from atoll.core.protocols import Sink
 from atoll.engines import driver
 from atoll.engines.driver import Faults, Result, discard
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.processes.spec import Processes
+from atoll.engines.simulator.timing import time_on_slower_links
 from atoll.engines.spec import EngineSpec, processes_started, read_spec, refuse_torchrun, spec_named
 from atoll.engines.warm_start import Cache
 from atoll.runs.folder import RunFolder, default_path
@@ -29,6 +30,9 @@ from atoll.telemetry import compare as comparing
 from atoll.telemetry.console import ConsoleSink
 from atoll.telemetry.plots import plot_comparison
 from atoll.telemetry.summary import read_summary
+
+SLOWER = 10
+"""`atoll compare` also shows the times of simulated runs on links that are this many times slower."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +175,31 @@ def compare_runs(
     comparison = comparing.comparison(folders)
     root.mkdir(parents=True, exist_ok=True)
     if as_json:
-        print(json.dumps({**comparison.to_dict(), "plot": str(plot_comparison(folders, root / "comparison.png"))}))
+        slower_s = times_on_slower_links(comparison, folders)
+        plot = plot_comparison(folders, root / "comparison.png")
+        print(json.dumps({**comparison.to_dict(), "time_on_10_times_slower_links_s": slower_s, "plot": str(plot)}))
     elif as_markdown:
-        print(comparing.markdown(comparison))
+        print(comparing.markdown(comparison, comparing.slower_links(times_on_slower_links(comparison, folders), SLOWER)))
     else:
         # The table first: without matplotlib the runs are not lost.
         rich.print(comparing.table(comparison))
         print(f"\n{comparing.sentence(comparison)}")
+        slower = comparing.slower_links(times_on_slower_links(comparison, folders), SLOWER)
+        if slower:
+            print(f"\n{slower}")
         print(f"plot: {plot_comparison(folders, root / 'comparison.png')}")
+
+
+def times_on_slower_links(comparison: comparing.Comparison, folders: Sequence[Path]) -> dict[str, float]:
+    """The virtual time of each simulated run on links that are `SLOWER` times slower, by label. It leaves out runs that sent nothing,
+    runs on real machines and runs whose settings cannot be read here."""
+    times_s = {}
+    for row, folder in zip(comparison.rows, folders, strict=True):
+        if row.summary.virtual_time_s is None or not row.summary.sent_bytes_per_island:
+            continue
+        with suppress(AtollError):
+            times_s[row.label] = time_on_slower_links(RunFolder.open(folder).run, row.summary.params, SLOWER)
+    return times_s
 
 
 def _simulate(run: Run, folder: Path, cache: Cache, *, quiet: bool) -> Path:

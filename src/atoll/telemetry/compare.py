@@ -129,12 +129,23 @@ def table(comparison: Comparison) -> Table:
     return result
 
 
-def markdown(comparison: Comparison) -> str:
-    """A Markdown table with the sentence below it."""
+def markdown(comparison: Comparison, slower: str = "") -> str:
+    """A Markdown table with the sentence below it, and the line of `slower_links` if there is one."""
     columns = _columns(comparison, comparison.most.label)
     rows = [list(columns), *map(list, zip(*columns.values(), strict=True))]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---|---|" + "---:|" * (len(columns) - 2), *lines[1:], "", sentence(comparison), ""])
+    below = ["", sentence(comparison), *([f"\n{slower}"] if slower else []), ""]
+    return "\n".join([lines[0], "|---|---|" + "---:|" * (len(columns) - 2), *lines[1:], *below])
+
+
+def slower_links(times_s: Mapping[str, float], factor: float) -> str:
+    """One line about the virtual times that runs would have on slower links, by their labels.
+
+    >>> slower_links({"demo-ddp": 19_160.0, "demo-diloco": 3_848.0}, 10)
+    'On links 10 times slower: demo-ddp 5:19:20, demo-diloco 1:04:08 (simulated without training).'
+    """
+    times = ", ".join(f"{label} {human_time(time_s)}" for label, time_s in times_s.items())
+    return f"On links {factor:g} times slower: {times} (simulated without training)." if times else ""
 
 
 def _columns(comparison: Comparison, most: str) -> dict[str, list[str]]:
