@@ -16,7 +16,7 @@ import figure_text
 from async_demo import curves_figure
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_percent
-from cells import Outcome, Row, carry_out, seeds_parser
+from cells import LAN, Outcome, Row, carry_out, seeds_parser
 from claims import Claim, higher, judged
 from record import Record, default_path, fill, markdown_table, script
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = seeds_parser(__doc__, "acco_demo", "docs/acco.md")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="of rows with one, in updates")
     options = parser.parse_args(arguments)
-    rows = all_rows(tuple(options.set), options.warmup)
+    rows = all_rows((*LAN, *options.set), options.warmup)
     record = Record(options.record or default_path("acco_demo"))
     done = carry_out(
         list(rows.values()),

@@ -23,7 +23,7 @@ import figure_text
 from async_demo import curves_figure
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_percent
-from cells import Outcome, Row, carry_out, seeds_parser
+from cells import LAN, Outcome, Row, carry_out, seeds_parser
 from claims import Claim, judged
 from record import Record, default_path, fill, markdown_table, script
 
@@ -40,7 +40,7 @@ MOST_LOSS, MOST_TIME, SAME_BATCH = 0.03, 0.45, 0.1
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     record = Record(options.record or default_path("acco_unequal"))
-    plan = Plan(steps=options.steps, base=tuple(options.set))
+    plan = Plan(steps=options.steps, base=(*LAN, *options.set))
 
     def run(rows: Sequence[Row], seeds: Sequence[int], title: str) -> dict[Row, Outcome]:
         told, processes = options.quiet, options.processes

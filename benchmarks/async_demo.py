@@ -16,7 +16,7 @@ from typing import Any
 
 import figure_text
 from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure, time_unit
-from cells import Outcome, Row, carry_out
+from cells import LAN, Outcome, Row, carry_out
 from claims import Claim, judged
 from record import Record, default_path, markdown_table, script
 
@@ -31,7 +31,7 @@ MOST_TIME = 0.4
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    rows = all_rows(tuple(options.set), options.rates)
+    rows = all_rows((*LAN, *options.set), options.rates)
     record = Record(options.record or default_path("async_demo"))
     done = carry_out(list(rows.values()), options.seeds, record, "asynchronous demo", quiet=options.quiet, curves=True)
     outcomes = {label: done[row] for label, row in rows.items()}

@@ -19,7 +19,7 @@ import figure_text
 from async_demo import curves_figure
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_bytes, human_count, human_percent
-from cells import Outcome, Row, carry_out, seeds_parser
+from cells import LAN, Outcome, Row, carry_out, seeds_parser
 from record import Record, default_path, fill, markdown_table, script
 
 TWO = "demo-two-level"
@@ -29,7 +29,7 @@ BETWEEN = "ZeRO-1 alone, one ring between islands"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = seeds_parser(__doc__, "two_level", "docs/two_levels.md").parse_args(arguments)
-    rows = all_rows(tuple(options.set))
+    rows = all_rows((*LAN, *options.set))
     record = Record(options.record or default_path("two_level"))
     kept = {"quiet": options.quiet, "curves": True, "processes": options.processes}
     done = carry_out(list(rows.values()), options.seeds, record, "two levels", **kept)

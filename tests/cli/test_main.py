@@ -1,6 +1,7 @@
 """The command line as a person meets it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -83,10 +84,14 @@ def test_compare_runs_recipes_and_reads_folders_and_saves_a_plot(atoll, finished
     assert code == 0, err
     assert "demo-ddp" in out
     assert "demo-diloco" in out
+    assert re.search(r"On links 10 times slower: demo-ddp [\d:.]+, demo-diloco [\d:.]+ \(simulated without training\)\.", out)
     assert (tmp_path / "both" / "comparison.png").stat().st_size > 10_000
     code, out, _ = atoll("compare", tmp_path / "both" / "demo-ddp-0", finished, "--out", tmp_path / "both", "--json")
     assert code == 0
-    assert [run["recipe"] for run in json.loads(out)["runs"]] == ["demo-ddp", "demo-diloco"]
+    told = json.loads(out)
+    assert [run["recipe"] for run in told["runs"]] == ["demo-ddp", "demo-diloco"]
+    slower = told["time_on_10_times_slower_links_s"]
+    assert [slower[run["label"]] > run["virtual_time_s"] for run in told["runs"]] == [True, True]
 
 
 def test_a_setting_can_be_meant_for_one_recipe_of_several(atoll, tmp_path):

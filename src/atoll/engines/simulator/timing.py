@@ -53,7 +53,7 @@ def virtual_time(run: Run, parameters: int) -> float:
     precision = "fp32" if run.train.precision == "bf16" else run.train.precision  # with bf16 the weights are fp32
     train = replace(run.train, steps=steps, device="cpu", compile=False, together="apart", precision=precision)
     keep = replace(run.keep, evaluate_every=steps, save_every=steps)
-    timed = replace(run, cluster=cluster, train=train, keep=keep).resolved
+    timed = replace(run.resolved, cluster=cluster, train=train, keep=keep)
     workload, dtype = _TimedWorkload(size, timed.shards, timed.train.batch_size), dtype_of(timed)
     rounds_seen = _Rounds()
     engine_of(timed, workload, initial_weights(workload, "cpu", dtype), Evaluator(workload, "cpu", dtype), rounds_seen, None).run()
