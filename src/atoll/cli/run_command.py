@@ -191,8 +191,8 @@ def compare_runs(
 
 
 def times_on_slower_links(comparison: comparing.Comparison, folders: Sequence[Path]) -> dict[str, float]:
-    """The virtual time of each simulated run on links that are `SLOWER` times slower, by label. It leaves out runs that sent nothing,
-    runs on real machines and runs whose settings cannot be read here."""
+    """The virtual time of each simulated run on links that are `SLOWER` times slower, by label. It leaves out runs that sent
+    nothing, runs on real machines and runs whose settings cannot be read here."""
     times_s = {}
     for row, folder in zip(comparison.rows, folders, strict=True):
         if row.summary.virtual_time_s is None or not row.summary.sent_bytes_per_island:

@@ -41,8 +41,8 @@ def time_on_slower_links(run: Run, parameters: int, factor: float) -> float:
 
 
 def virtual_time(run: Run, parameters: int) -> float:
-    """The virtual time of a run whose model has so many trainable parameters. It is exact for runs of up to 1,000 local steps, and for
-    longer synchronous ones whose rounds all take the same time."""
+    """The virtual time of a run whose model has this number of trainable parameters. It is exact for runs of up to 1,000 local
+    steps, and for longer synchronous ones whose rounds all take the same time."""
     size = min(parameters, _MAX_PARAMETERS)
     cluster = _scaled_links(run.cluster, size / parameters)
     if run.inside is not None:
