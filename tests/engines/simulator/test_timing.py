@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from atoll.runs.network import Link
 
 from atoll import recipes
 from atoll.core.config.overrides import override
@@ -11,6 +10,7 @@ from atoll.engines import driver
 from atoll.engines.driver import Cache
 from atoll.engines.simulator import timing
 from atoll.engines.simulator.timing import time_on_slower_links, virtual_time
+from atoll.runs.cluster import Link
 from atoll.runs.run import candidates
 from atoll.testing.simulated_runs import SMALL
 

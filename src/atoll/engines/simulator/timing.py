@@ -17,8 +17,7 @@ from atoll.core.protocols import AsyncAlgorithm
 from atoll.engines.simulator.launch import engine_of
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
-from atoll.runs.cluster import Cluster
-from atoll.runs.network import Link
+from atoll.runs.cluster import Cluster, Link
 from atoll.runs.run import Run, dtype_of
 
 _MAX_PARAMETERS = 100_000
