@@ -6,7 +6,7 @@ start from the same weights, after a warm start of plain training, and use the s
 The link is chosen so that an exchange takes about half a step of the slowest island. In an all-reduce between 4 islands each island
 sends 2 * 3/4 of the gradients:
 
-- here 67,904 parameters * 4 bytes * 1.5 = 407 kB, which take 1.30 s at 2.5 Mbit/s. The latencies of 6 messages add 0.18 s: 1.48 s,
+- here 67,872 parameters * 4 bytes * 1.5 = 407 kB, which take 1.30 s at 2.5 Mbit/s. The latencies of 6 messages add 0.18 s: 1.48 s,
   0.45 of a step of 3.33 s. ACCO exchanges as much for each half of a batch, and the norm of the gradient for another 0.18 s:
   1.66 s, which the half's 1.665 s of computing just hide.
 - the same ratio in a real case: 1 billion parameters with bfloat16 gradients are 1e9 * 2 bytes * 1.5 = 3 GB, which take 24 s at
