@@ -20,7 +20,7 @@ from atoll.core.protocols import Work
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
-from atoll.runs.cluster import Away, Cluster, Link, Lost, all_gather, all_reduce, reduce_scatter
+from atoll.runs.cluster import Away, Cluster, Link, Lost, all_gather_cost, all_reduce_cost, reduce_scatter_cost
 from atoll.testing.conformance import detached
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate, simulator
 
@@ -112,7 +112,7 @@ def test_one_island_with_plain_averaging_is_data_parallel_training_of_its_device
     assert done.finished.sent_bytes_per_island == 0
     gathers = sum(e.what == "all_gather" for e in inner_exchanges(done))
     assert gathers <= 3  # before all rounds but the first, unless the very same weights come in
-    extra = gathers * sum(all_gather(done.params.numel, 4, [FREE] * 3).sent_bytes) / 3
+    extra = gathers * sum(all_gather_cost(done.params.numel, 4, [FREE] * 3).sent_bytes) / 3
     assert done.finished.inside_bytes_per_device == pytest.approx(ddp.finished.sent_bytes_per_island + extra)
 
 
@@ -161,9 +161,9 @@ def test_a_round_of_islands_takes_its_inner_steps_and_one_slow_exchange():
     cluster = Cluster(step_time_s=(2.0,), link=slow, inside=fast)
     done = two_level(ZeRO1(optimizer=SGD(lr=0.05)), cluster=cluster, inner_steps=4, rounds=5)
     numel = done.params.numel
-    inner_s = 2.0 + reduce_scatter(numel, 4, [fast] * 2).seconds + all_gather(numel, 4, [fast] * 2).seconds
-    outer_s = all_reduce(numel, 4, [slow] * 2).seconds
-    gathers_s = 4 * all_gather(numel, 4, [fast] * 2).seconds
+    inner_s = 2.0 + reduce_scatter_cost(numel, 4, [fast] * 2).seconds + all_gather_cost(numel, 4, [fast] * 2).seconds
+    outer_s = all_reduce_cost(numel, 4, [slow] * 2).seconds
+    gathers_s = 4 * all_gather_cost(numel, 4, [fast] * 2).seconds
     assert done.finished.virtual_time_s == pytest.approx(5 * (4 * inner_s + outer_s) + gathers_s, rel=1e-12)
 
 
