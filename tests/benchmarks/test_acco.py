@@ -18,7 +18,7 @@ def test_a_small_model_on_a_slow_line_exchanges_as_a_large_one_on_a_fast_line(b)
     links = b.acco_links
     setting = links.SETTINGS[1]
     lines = [setting.line] * 4
-    whole = [cost(int(setting.params), 2, lines).seconds for cost in (reduce_scatter, all_gather)]
+    whole = [cost(int(setting.params), 2, lines).seconds for cost in (reduce_scatter_cost, all_gather_cost)]
     assert links.widened(setting, 4)["m_s"] == pytest.approx(sum(whole), rel=1e-6)
 
 
