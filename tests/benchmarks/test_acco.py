@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from atoll.runs.cluster import all_gather_cost, reduce_scatter_cost
+
 
 def test_the_time_of_an_update_is_the_formulas_and_acco_sends_twice_what_zero1_does(b):
     links = b.acco_links
