@@ -22,6 +22,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.engines.simulator.launch import engine_of
 from atoll.models.gpt import GPT
+from atoll.replica.evaluator import Evaluator
 from atoll.runs.run import Run, candidates
 from atoll.runs.workloads import sharded_workload
 from atoll.telemetry.sinks import Fanout
@@ -49,7 +50,7 @@ def use_memory(run: Run) -> dict[str, int]:
     """Carries out the run, saving nothing: the model's parameters, and what this process holds and has held at most."""
     workload = sharded_workload(run, run.data.load(), Tree.of({}))
     params = Tree.of(workload.module())
-    engine, _ = engine_of(run, workload, params, Fanout([]), None)
+    engine = engine_of(run, workload, params, Evaluator(workload), Fanout([]), None)
     engine.run()
     return {"islands": run.cluster.islands, "params": params.numel, **held_bytes()}
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from atoll.core.errors import AtollError
 from atoll.models.gpt import GPT
-from atoll.runs.cluster import Link, all_reduce
+from atoll.runs.cluster import Link, all_reduce_cost
 from atoll.telemetry.plot_style import save_figure
 from atoll.testing.namespaces import NetworkNamespace, linked_pair, unavailable_reason
 from progress import Watch
@@ -226,7 +226,7 @@ def trained(islands: Sequence[NetworkNamespace], size: Size, method: str, rate: 
     turns = [each["rounds"][method] for each in found]
     line = {name: fmean(each["line"][name] for each in found) for name in found[0]["line"]}
     links = [Link(latency_s=line["latency_s"], bandwidth_mbit_per_s=line["mbit_per_s"])] * len(islands)
-    formula = all_reduce(size.params, 4, links).sent_bytes
+    formula = all_reduce_cost(size.params, 4, links).sent_bytes
     cell = {
         "unsteady": unsteadiness([each["alone_s"] for each in found]),
         "step_s": middle([each["alone_s"] for each in found]),

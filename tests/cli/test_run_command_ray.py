@@ -260,7 +260,7 @@ def test_a_run_goes_on_from_the_hubs_checkpoint(interrupted, survived):
 def test_a_cluster_that_exists_is_used_with_its_token_and_left_as_it_was(survived, a_cluster):
     address, cluster = a_cluster
     folder, *_ = survived
-    assert json.loads((folder / "engine.json").read_text())["address"] == address
+    assert json.loads((folder / "engine.json").read_text())["settings"]["address"] == address
     assert not (folder / "ray_token").exists(), "it has one of its own"
     assert cluster.poll() is None
     assert listens(int(address.rpartition(":")[2]))

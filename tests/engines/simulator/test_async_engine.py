@@ -464,7 +464,7 @@ def test_hub_weights_that_become_infinite_end_the_run():
     [
         ({"away": (Away(island=0, start=1, stop=2),)}, r"cluster.away and cluster.pool.*Use cluster.outages"),
         ({"pool": "doubling"}, r"cluster.away and cluster.pool"),
-        ({"drop_probability": 1.0}, r"drop_probability=1: nothing would ever arrive"),
+        ({"drop_probability": 1.0}, r"drop_probability=1: no update would arrive"),
     ],
 )
 def test_settings_of_synchronous_rounds_are_refused_for_an_asynchronous_algorithm(settings, message):

@@ -367,12 +367,12 @@ def test_same_seed_same_log_and_resuming_between_any_rounds_gives_the_same_bits(
 
 
 def test_an_inter_island_algorithm_that_asks_for_gradients_is_rejected():
-    with pytest.raises(ConfigError, match=r"inside=ACCO .* ZeRO1 has islands agree .*Use algorithm=DiLoCo"):
+    with pytest.raises(ConfigError, match=r"inside=ACCO .* ZeRO1 exchanges every gradient .*Use algorithm=DiLoCo"):
         simulator(ZeRO1(), steps=2, inside=ACCO())
 
 
 def test_an_algorithm_inside_that_cannot_take_new_weights_is_refused():
-    with pytest.raises(ConfigError, match=r"inside=DiLoCo cannot go on .*Use DDP, ZeRO1, FSDP, ACCO"):
+    with pytest.raises(ConfigError, match=r"inside=DiLoCo cannot continue .*Use DDP, ZeRO1, FSDP, ACCO"):
         simulator(DiLoCo(inner_steps=2), steps=2, inside=DiLoCo(inner_steps=1))
 
 
