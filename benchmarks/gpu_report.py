@@ -110,7 +110,7 @@ def _choice_line(where: str, one: Measured, others: Mapping[Way, Measured]) -> s
     line = f"{where}: together=auto chose {chosen} ({why}) and trains {rate} tokens/s"
     if not others:
         return f"{line}."
-    # A way that nobody was told to take was measured where it was chosen.
+    # The cell of `auto` stands for the chosen way, unless that way has a cell of its own.
     rivals = {chosen: one, **others}
     taken, fastest = rivals[chosen], max(rivals.values(), key=lambda rival: rival.tokens_per_s)
     overlaps = taken is not fastest and max(taken.rates) >= min(fastest.rates)

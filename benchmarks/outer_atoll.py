@@ -102,14 +102,14 @@ class OuterStep:
             lambda steps, batches, pieces: work,
             params.layout,
             on_exchange=lambda exchange: self._clock.add(EXCHANGE, exchange.end_s - exchange.arrived_s),
-            on_similarity=lambda similarity: None,  # deltas are compared, and nobody reads a State again: as in the engine
+            on_similarity=lambda similarity: None,  # the engine compares deltas too, and reads no State twice
         )
         self._replica = Idle(LocalReplica(workload, optimizer=AdamW()), self._clock)
         self._algorithm = DiLoCo(inner_steps=1, outer=TimedRule(clock=self._clock))
         self._state = self._algorithm.init(params, self._peers)
 
     def round(self) -> None:
-        """As an engine does it: what nobody holds any more is used again."""
+        """Reuse the buffers of the State that the engine has released."""
         before, start_s = self._state, time.perf_counter()
         round = self._algorithm.round(donated(before, shared=True), self._replica, self._peers)
         self._state = owned(self._line.run(round))

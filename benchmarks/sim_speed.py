@@ -193,7 +193,7 @@ class OuterStep:
             times[DELTA], deltas = timed(lambda: [self.params - weights for weights in self._weights])
             times[MEAN], mean = timed(lambda: weighted_mean(deltas, [1.0] * self.islands))
             times[UPDATE], after = timed(lambda: self._rule.update(self.params, mean, self._state))
-        # As an engine does between two rounds: what nobody holds any more is used again.
+        # The engine reuses released buffers between two rounds.
         recycle([deltas, mean, self.params, self._state], [after])
         self.params, self._state = after
         return times

@@ -7,6 +7,7 @@ features (k-means, as in the DiLoCo paper), or by a Dirichlet draw over domains.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ Features = Callable[[NDArray[np.int64]], NDArray[np.floating[Any]]]
 _PREDICT_EXAMPLES = 4096
 
 
-class _LabelPartition:
+class _LabelPartition(ABC):
     def shards(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None = None) -> list[Indices]:
         """The indices of each shard's examples, sorted."""
         if num_shards < 1:
@@ -42,9 +43,9 @@ class _LabelPartition:
             raise DataError(f"shard {sizes.index(0)} of {num_shards} would be empty (sizes: {shown}). {advice}")
         return [np.flatnonzero(label == shard) for shard in range(num_shards)]
 
+    @abstractmethod
     def _assign(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None) -> tuple[Indices, str]:
         """The shard of each example, and advice for the error of an empty shard."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

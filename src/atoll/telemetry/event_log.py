@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ Clock = Literal["virtual", "wall"]
 """Of a simulated cluster, or of real machines. The two are not comparable, so every figure of a time names its clock."""
 
 
-class ClosingSink:
+class ClosingSink(ABC):
     """A sink that a `with` statement closes."""
 
     def __enter__(self) -> Self:
@@ -31,8 +32,8 @@ class ClosingSink:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 class JsonlSink(ClosingSink):

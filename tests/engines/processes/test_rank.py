@@ -53,7 +53,7 @@ def small(**train):
 
 
 class Killed(Exception):
-    """Somebody has pulled the plug."""
+    """The rank was killed."""
 
 
 class UntilSaved:
