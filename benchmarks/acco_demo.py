@@ -1,10 +1,10 @@
 """The demo with overlapped exchanges, over seeds: does the overlap of communication and computation change the loss?
 
-    python benchmarks/acco_demo.py                    seeds 0, 1 and 2, two cells at a time
+    python benchmarks/acco_demo.py                    seeds 0, 1 and 2, two cells in parallel
     python benchmarks/acco_demo.py --seeds 0 1        other seeds
 
-Every run commits the same samples in as many updates. ACCO is compared with data-parallel training, and so are the older ways to
-hide an exchange: the delayed update (DPU), with and without the warm-up of ZeRO-Offload, and weight prediction (WP).
+All runs commit the same samples in the same number of updates. The script compares data-parallel training with ACCO and with older
+methods that overlap the exchange: delayed updates (DPU), with and without the warm-up of ZeRO-Offload, and weight prediction (WP).
 """
 
 from __future__ import annotations
@@ -13,50 +13,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import figure_text
-from async_demo import curves_figure
-from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_percent
-from cells import LAN, Outcome, Row, carry_out, seeds_parser
-from claims import Claim, higher, judged
-from record import Record, default_path, fill, markdown_table, script
+from cells import FIRST_DEMO, Outcome, Row, commands_section, run_rows, seeds_parser, seeds_text
+from claims import INTERVAL_RULE, Claim, claim_lines, higher, mean_loss_line
+from curves import CAPTION, save_curves
+from record import bullets, markdown_table, open_record, script
 
 DDP, ZERO1, ACCO, DPU, WP = "demo-ddp", "demo-zero1", "demo-acco", "demo-dpu", "demo-wp"
 ACCO_WARM, DPU_COLD = "demo-acco, warm-up", "demo-dpu, no warm-up"
 WARMUP = 40
-"""Of ZeRO-Offload, in updates."""
+"""ZeRO-Offload's, in updates."""
 MOST_LOSS = 0.02
-"""How far from data-parallel training ACCO may end."""
+"""Allowed difference between the losses of ACCO and data-parallel training."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = seeds_parser(__doc__, "acco_demo", "docs/acco.md")
-    parser.add_argument("--warmup", type=int, default=WARMUP, help="of rows with one, in updates")
+    parser.add_argument("--warmup", type=int, default=WARMUP, help="updates of the rows with a warm-up")
     options = parser.parse_args(arguments)
-    rows = all_rows((*LAN, *options.set), options.warmup)
-    record = Record(options.record or default_path("acco_demo"))
-    done = carry_out(
-        list(rows.values()),
-        options.seeds,
-        record,
-        "demo with hidden exchanges",
-        quiet=options.quiet,
-        curves=True,
-        islands=True,
-        processes=options.processes,
-    )
-    outcomes = {label: done[row] for label, row in rows.items()}
-    sections = report(outcomes)
-    drawn = {label: outcomes[label] for label in (DDP, ACCO, DPU, WP) if outcomes[label].curves}
-    save_figure(curves_figure, drawn, record.plot)
-    title = f"The demo with hidden exchanges, over seeds {', '.join(map(str, options.seeds))}"
-    readme = record.write(title, [*sections, f"![loss against virtual time]({record.plot.name})"])
-    fill(options.docs, "acco_demo", sections, record)
-    print("\n\n".join(sections))
-    print(f"\nrecord: {readme}")
+    rows = all_rows((*FIRST_DEMO, *options.set), options.warmup)
+    record = open_record(options, "acco_demo")
+    kept = {"quiet": options.quiet, "curves": True, "islands": True, "processes": options.processes}
+    outcomes = run_rows(rows, options.seeds, record, "demo with overlapped exchanges", **kept)
+    save_curves({label: outcomes[label] for label in (DDP, ACCO, DPU, WP)}, record.plot)
+    title = f"The demo with overlapped exchanges, {seeds_text(options.seeds)}"
+    record.publish(title, report(outcomes), plot=CAPTION, docs=(options.docs, "acco_demo"))
 
 
 def all_rows(base: tuple[str, ...], warmup: int = WARMUP) -> dict[str, Row]:
-    """The rows by label: the recipes, and what the paper tries besides."""
+    """The rows by label: the recipes, and the paper's variants."""
     warm = (f"algorithm.warmup={warmup}",)
     rows = {name: Row(recipe=name, base=base) for name in (DDP, ZERO1, ACCO)}
     rows[ACCO_WARM] = Row(recipe=ACCO, base=base, settings=warm, name=ACCO_WARM)
@@ -67,7 +52,7 @@ def all_rows(base: tuple[str, ...], warmup: int = WARMUP) -> dict[str, Row]:
 
 
 def claims() -> list[Claim]:
-    """What is asked of ACCO, and what the paper says of the others."""
+    """A bound on ACCO's loss, and the paper's claims about the other methods."""
     within = f"ACCO ends within {MOST_LOSS} of DDP (the paper: the curves are one)."
     return [
         Claim(text=within, terms=((1.0, ACCO), (-1.0, DDP)), above=-MOST_LOSS, below=MOST_LOSS),
@@ -85,72 +70,50 @@ def claims() -> list[Claim]:
 
 def report(outcomes: Mapping[str, Outcome]) -> list[str]:
     """The sections of the record."""
-    asked = [line for claim in claims() if (line := judged(claim, outcomes)) is not None]
+    time = f"{ACCO} takes {figure_text.time_ratio_text(outcomes[ACCO], outcomes[DDP])} of the virtual time of {DDP}."
     return [
-        "## Outcome\n\n" + _listed([mean_line(outcomes), same_work_line(outcomes)]),
-        "## Claims\n\nA claim holds if all of the 95 % interval is where it says, does not hold if none of it is, and else lies "
-        "within the spread.\n\n" + _listed(asked),
-        f"## Rows\n\n{figure_text.RULE} Updates: commits that changed the weights. Hidden: the share of the exchanges during which "
-        f"an island computed, on average. Rows with a warm-up hide nothing in their first {_warmup(outcomes[DPU])} updates."
-        f"\n\n{table(outcomes)}",
-        "## Commands\n\n```\n" + "\n".join(dict.fromkeys(outcome.row.command for outcome in outcomes.values())) + "\n```",
+        "## Outcome\n\n" + bullets([mean_loss_line(outcomes, ACCO, DDP, MOST_LOSS), time, same_work_line(outcomes)]),
+        f"## Claims\n\n{INTERVAL_RULE}\n\n{bullets(claim_lines(claims(), outcomes))}",
+        f"## Rows\n\n{figure_text.RULE} Updates: commits that changed the weights. Hidden: the share of the exchanges' time during "
+        f"which an island computed, mean over islands. Rows with a warm-up hide nothing in their first {_warmup(outcomes[DPU])} "
+        f"updates.\n\n{table(outcomes)}",
+        commands_section(outcomes),
     ]
 
 
-def mean_line(outcomes: Mapping[str, Outcome]) -> str:
-    """Whether the means of ACCO and DDP are as close as asked."""
-    mine, theirs = outcomes[ACCO].loss, outcomes[DDP].loss
-    if mine is None or theirs is None:
-        return f"{ACCO if mine is None else DDP} diverged."
-    apart = mine.mean - theirs.mean
-    verdict = "holds here" if abs(apart) <= MOST_LOSS else "does not hold here"
-    ratio = figure_text.time_ratio_text(outcomes[ACCO], outcomes[DDP])
-    return (
-        f"**{verdict}**: the mean validation loss of ACCO is within {MOST_LOSS} of DDP's. It is {apart:+.4f} away "
-        f"({mine.mean:.4f} against {theirs.mean:.4f}), in {ratio} of DDP's virtual time."
-    )
-
-
 def same_work_line(outcomes: Mapping[str, Outcome]) -> str:
-    """Whether all rows commit the same samples in as many updates."""
+    """Whether all rows commit the same number of tokens and updates."""
     ended = [outcome for outcome in outcomes.values() if outcome.summaries]
     updates, tokens = ({outcome.mean(name) for outcome in ended} for name in ("outer_steps", "tokens"))
     if len(updates) == len(tokens) == 1:
         return f"All rows commit {tokens.pop():,.0f} tokens in {updates.pop():,.0f} updates."
-    return "**Rows differ** in what they commit: see updates and tokens below."
+    return "**Rows commit different numbers** of updates or tokens: see the table."
 
 
 def table(outcomes: Mapping[str, Outcome]) -> str:
     reference = outcomes[DDP]
-    headings = ["row", "val loss", "least to greatest", f"against {DDP}", "verdict", "updates", "tokens"]
-    headings += ["virtual time", f"of {DDP}'s", "sent per island", "busy", "hidden"]
+    headings = [*figure_text.loss_headings(DDP), "updates", "tokens"]
+    headings += ["virtual time", f"over {DDP}'s", "sent per island", "utilisation", "hidden"]
     rows = []
     for label, outcome in outcomes.items():
-        against = ("-", "-") if outcome is reference else figure_text.difference_text(outcome.loss, reference.loss)
-        updates = outcome.mean("outer_steps")
-        work = ["-" if updates is None else f"{updates:.0f}", figure_text.tokens_text(outcome, reference)]
+        work = [figure_text.updates_text(outcome), figure_text.tokens_text(outcome, reference)]
         time = [figure_text.time_text(outcome), figure_text.time_ratio_text(outcome, reference)]
-        costs = [figure_text.bytes_text(outcome), figure_text.busy_text(outcome), hidden_text(outcome)]
-        rows.append([label, *figure_text.loss_text(outcome), *against, *work, *time, *costs])
+        costs = [figure_text.bytes_text(outcome), figure_text.utilisation_text(outcome), hidden_text(outcome)]
+        rows.append([label, *figure_text.loss_columns(outcome, reference), *work, *time, *costs])
     return markdown_table(headings, rows)
 
 
 def hidden_text(outcome: Outcome) -> str:
-    """The share of all exchanges during which islands computed."""
+    """The share of the exchanges' time during which islands computed."""
     times = [island for islands in outcome.islands for island in islands]
     exchanged_s = sum(island["exchanged_s"] for island in times)
     return human_percent(sum(island["hidden_s"] for island in times) / exchanged_s) if exchanged_s else "-"
 
 
 def _warmup(outcome: Outcome) -> int:
-    """In updates."""
     algorithm: Any = outcome.row.run(0).algorithm
     warmup: int = algorithm.warmup
     return warmup
-
-
-def _listed(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
     python benchmarks/async_ablations.py                           all of them, three seeds: about twenty minutes on two cores
     python benchmarks/async_ablations.py --only level --only k     some of them
-    python benchmarks/async_ablations.py --quick                   all of them in miniature, to see whether they work
+    python benchmarks/async_ablations.py --quick                   smoke test of all of them
 
-Rows are in `async_rows.py`, claims in `async_claims.py`. Tables go into the record and, after a whole run, into
-docs/async_local_sgd.md.
+Rows are in `async_rows.py`. Tables go into the record and, after a complete run, into docs/async_local_sgd.md.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import figure_text
 from ablations import Group, Study
 from async_rows import DDP, DELAYED, DILOCO, NAIVE, QUICK, SAME_TOKENS, SYNC, Plan, groups, pair, standing
 from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure, time_unit
-from cells import Outcome
-from claims import Claim, alike, costs, gains_little, higher, lower, unlike
+from cells import Outcome, seeds_text
+from claims import Claim, alike, costs, gains_little, higher, lower, without_scatter
 from record import script
 
 _LEVELS = {"none": (41.35, 44.27, 41.27), "slight": (41.35, 44.38, 41.27), "moderate": (41.35, 44.29, 41.09)}
@@ -27,20 +26,20 @@ _LEVELS |= {"very": (41.35, 44.27, 41.13)}
 _COUNTS = {4: (41.35, 44.27, 41.13), 8: (41.23, 44.23, 41.02), 16: (41.25, 44.23, 40.98)}
 _BATCHES = {4: 42.47, 8: 41.28, 16: 40.60}
 _LARGE = (24.55, 25.64, 24.53)
-"""Perplexities of DiLoCo, of naive, and of Delayed Nesterov with Dynamic Local Updates; a larger batch in place of all three."""
+"""The paper's perplexities of DiLoCo, naive and DN+DyLU. `_BATCHES`: of the larger batch."""
 _BOUND = 0.5
-"""Per cent within which "no worse" and "no help" are taken."""
+"""Per cent of perplexity that "no worse" and "no help" allow."""
 
 
 def claims(plan: Plan) -> list[Claim]:
-    """The paper's claims that the rows can speak to. What is the same row in several tables is claimed once, by its level."""
+    """The paper's claims about these rows. A row in several tables has one claim, under its level."""
     places = {level: (f"at the level {level}", _LEVELS[level]) for level in plan.levels}
     places |= {f"k={count}": (f"with {count} workers", _COUNTS[count]) for count in plan.counts if count != plan.islands}
     places["large"] = ("with a larger model", _LARGE)
     return [
         *(_naive_is_worse(label, *place) for label, place in places.items()),
         alike(
-            "Equal workers do not mend naive (44.27 at none and at very; bound 1 %).",
+            "Naive is as bad with equal workers (44.27 at none and at very; bound 1 %).",
             f"{plan.levels[0]}, {NAIVE}",
             f"{plan.levels[-1]}, {NAIVE}",
             1.0,
@@ -65,7 +64,7 @@ def _delayed_is_no_worse(label: str, where: str, figures: tuple[float, float, fl
 
 
 def _against_batch(count: int) -> Claim:
-    """Better up to 8 workers; with 16 the larger batch was better."""
+    """In the paper DN+DyLU is better up to 8 workers; with 16 the larger batch is better."""
     delayed, batch = _COUNTS[count][2], _BATCHES[count]
     better, one, two = delayed < batch, f"k={count}, {DELAYED}", f"k={count}, {count}x batch"
     text = f"{DELAYED} is {'better' if better else 'worse'} than {count} times the batch ({_against(delayed, batch)})."
@@ -81,7 +80,7 @@ def _against(one: float, two: float) -> str:
 
 
 def remedies() -> list[Claim]:
-    """Of what the paper compares its own with, each on top of naive."""
+    """Claims about the remedies that the paper compares, each on top of naive."""
     known = {"Polynomial": "the polynomial discount", "Polynomial, 10": "the one with a threshold", "compensation": "compensation"}
     return [
         lower("A polynomial discount helps naive (marginally).", "Polynomial", NAIVE),
@@ -95,20 +94,20 @@ def remedies() -> list[Claim]:
 
 
 def pairs() -> list[Claim]:
-    """Of inner and outer rules."""
+    """Claims about pairs of inner and outer rules."""
     (sgd, sgd_async), (nesterov, nesterov_async) = pair("AdamW", "SGD"), pair("AdamW", "Nesterov")
     adam, adam_async = pair("AdamW", "Adam")
     others = {"SGD": sgd_async, "momentum": pair("AdamW", "Momentum")[1]}
     return [
-        lower("With SGD outside, asynchronous is better than synchronous.", sgd_async, sgd),
-        higher("With Nesterov outside, asynchronous is worse than synchronous.", nesterov_async, nesterov),
-        lower("Adam outside is poor: Nesterov is better, synchronously.", nesterov, adam),
-        lower("Adam outside is poor: Nesterov is better, at every arrival.", nesterov_async, adam_async),
+        lower("With outer SGD, asynchronous is better than synchronous.", sgd_async, sgd),
+        higher("With outer Nesterov, asynchronous is worse than synchronous.", nesterov_async, nesterov),
+        lower("Outer Nesterov is better than outer Adam, synchronous.", nesterov, adam),
+        lower("Outer Nesterov is better than outer Adam, at every arrival.", nesterov_async, adam_async),
         *(
-            alike(f"At every arrival, Nesterov and {name} outside end alike (bound 1 %).", nesterov_async, label, 1.0)
+            alike(f"At every arrival, outer Nesterov and outer {name} end alike (bound 1 %).", nesterov_async, label, 1.0)
             for name, label in others.items()
         ),
-        unlike(lower("AdamW inside is better than SGD inside, under Nesterov.", nesterov, pair("SGD", "Nesterov")[0])),
+        without_scatter(lower("Inner AdamW is better than inner SGD, with outer Nesterov.", nesterov, pair("SGD", "Nesterov")[0])),
     ]
 
 
@@ -117,18 +116,18 @@ def introduction(plan: Plan, seeds: Sequence[int], default: Outcome) -> str:
     return (
         f"{figure_text.decoder_text(default)} on "
         f"{plan.islands} workers of very different speeds: {plan.warm_start} steps of warm start, then "
-        f"{plan.steps} per worker, {plan.steps * plan.islands} local updates in all; seeds {', '.join(map(str, seeds))}. This is "
-        f"{DELAYED}, Delayed Nesterov with Dynamic Local Updates, and a row adds the settings it shows (a row of recipe {DILOCO} "
-        f"has `{diloco}` instead, and one of recipe {DDP} has `algorithm=DDP()`):\n\n```\n{default.row.command}\n```\n\n"
-        f"{figure_text.RULE}\n\nTokens include the warm start's. A hub stops with the arrival that reaches the local updates, up "
-        f"to a round too late; only where tokens differ by more than {100 * SAME_TOKENS:g} % does the verdict say how many times "
-        f"as many there are. Bytes sent are per worker, on average. The last column is the virtual time as a share of synchronous "
-        f"training's on the same workers."
+        f"{plan.steps} per worker, {plan.steps * plan.islands} local updates in total; {seeds_text(seeds)}. The command runs "
+        f"{DELAYED}, Delayed Nesterov with Dynamic Local Updates. A row adds the settings it shows (a row of recipe {DILOCO} has "
+        f"`{diloco}` instead, and one of recipe {DDP} has `algorithm=DDP()`):\n\n```\n{default.row.command}\n```\n\n"
+        f"{figure_text.RULE}\n\nTokens include the warm start. A hub stops at the arrival that reaches the number of local "
+        f"updates, which may be a round late; the verdict has the ratio of tokens only if they differ by more than "
+        f"{100 * SAME_TOKENS:g} %. Bytes sent are the mean per worker. The last column is the virtual time over that of "
+        f"synchronous training on the same workers."
     )
 
 
 def plot_levels(groups: Sequence[Group], outcomes: Mapping[str, Outcome], path: Path) -> str | None:
-    """Loss and virtual time by level, of the three methods."""
+    """Loss and virtual time of the three methods by level."""
     group = next((group for group in groups if group.name == "level"), None)
     if group is None:
         return None
@@ -138,7 +137,7 @@ def plot_levels(groups: Sequence[Group], outcomes: Mapping[str, Outcome], path: 
 
 
 def _levels_figure(levels: Sequence[str], outcomes: Mapping[str, Outcome]) -> Any:
-    """Means with bars from least to greatest; methods stand side by side, so that bars do not cover each other."""
+    """Means with bars for the range; methods are side by side, so that bars do not cover each other."""
     figure, (losses, times) = new_figure(2)
     longest_s = max((outcomes[f"{level}, {SYNC}"].mean("virtual_time_s") or 0.0 for level in levels), default=0.0)
     unit, unit_s = time_unit(longest_s)
@@ -154,7 +153,7 @@ def _levels_figure(levels: Sequence[str], outcomes: Mapping[str, Outcome]) -> An
                 times.plot([place], [time_s / unit_s], color=colour, label=label, **style)
     for panel in (losses, times):
         panel.set_xticks(range(len(levels)), levels)
-        panel.set_xlabel("how much the workers differ")
+        panel.set_xlabel("heterogeneity of the workers")
         panel.grid(visible=False, axis="x")
     losses.set_ylabel("validation loss (bars: over seeds)")
     times.set_ylabel(f"virtual time ({unit})")

@@ -1,12 +1,11 @@
-"""The rows of asynchronous Local-SGD's ablations: which settings are tried, on what, and against what.
+"""The rows of asynchronous Local-SGD's ablations: a small workload on workers of unequal speed.
 
-One small workload on workers of unequal speed. Every row is `atoll run RECIPE` with the settings of `Plan.base` and a few of its
-own, and every row of as many workers takes as many local updates.
+A row is `atoll run RECIPE` with `Plan.base` and settings of its own. All rows with the same number of workers have the same number
+of local updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ablations import DEFAULT, Group
@@ -17,44 +16,35 @@ DDP, DILOCO, ASYNC = "demo-ddp", "demo-diloco", "demo-async"
 SYNC, NAIVE, DELAYED = "sync", "naive", "DN+DyLU"
 NESTEROV = "Nesterov(lr=0.9,momentum=0.7)"
 SAME_TOKENS = 0.015
-"""A hub stops with the arrival that reaches the local updates: here up to 19 of 1,740 too many, of which no verdict speaks."""
+"""A hub stops at the arrival that reaches the number of local updates, here up to 19 of 1,740 late. Verdicts ignore that."""
 INNER = {
     "AdamW": "",
-    # Of the peaks 0.1, 0.3, 1, 3 and 10 the one at which synchronous training ends lowest, on seed 0.
+    # The peak, of 0.1, 0.3, 1, 3 and 10, at which synchronous training ends lowest on seed 0.
     "SGD": "optimizer=SGD(lr=Cosine(lr=1.0,warmup={warmup},floor=0.1))",
 }
-"""Inner rules for the pairs; AdamW is that of all rows."""
+"""Inner rules of the pairs. All other rows have AdamW."""
 OUTER = {
     "SGD": ("SGD(lr=1.0)", "SGD(lr=1.0)"),
     "Momentum": ("Momentum(lr=0.6,momentum=0.7)", "Momentum(lr=0.6,momentum=0.7)"),
     "Nesterov": (NESTEROV, NESTEROV),
     "Adam": ("Adam(lr=0.3,betas=[0.9,0.95],eps=0.1)", "Adam(lr=0.1,betas=[0.9,0.95],eps=0.1)"),
 }
-"""Outer rules for the pairs: synchronous, and at every arrival."""
+"""Outer rules of the pairs: synchronous, and at every arrival."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Workload):
-    """The workload, and the values that rows run through.
+    """The workload and the values of the rows."""
 
-    Attributes:
-        levels: how much the workers differ; the last is that of all other rows.
-        counts: of workers.
-        periods: arrivals per window of Delayed Nesterov.
-        activations: shares of the momentum that every arrival applies.
-        graces_s: how long the hub waits for others.
-        lengths: of the fastest worker's rounds, in inner steps.
-    """
-
-    levels: tuple[str, ...] = ("none", "slight", "moderate", "very")
-    counts: tuple[int, ...] = (4, 8, 16)
-    periods: tuple[int, ...] = (1, 2, 4, 8, 16)
-    activations: tuple[float, ...] = (0, 0.05, 0.1, 0.2, 0.25)
-    graces_s: tuple[float, ...] = (0, 0.5, 2)
-    lengths: tuple[int, ...] = (10, 20, 50)
+    levels: tuple[str, ...] = ("none", "slight", "moderate", "very")  # of heterogeneity; other rows have the last
+    counts: tuple[int, ...] = (4, 8, 16)  # workers
+    periods: tuple[int, ...] = (1, 2, 4, 8, 16)  # arrivals per period of Delayed Nesterov
+    activations: tuple[float, ...] = (0, 0.05, 0.1, 0.2, 0.25)  # shares of the momentum that every arrival applies
+    graces_s: tuple[float, ...] = (0, 0.5, 2)  # the hub's grace windows
+    lengths: tuple[int, ...] = (10, 20, 50)  # inner steps of the fastest worker's rounds
 
     def base(self, recipe: str) -> tuple[str, ...]:
-        """The settings that rows of a recipe share."""
+        """The settings that the rows of a recipe share."""
         delayed = f"DelayedNesterov(lr=0.9,momentum=0.7,period={self.islands})"
         algorithm = {
             DDP: "DDP()",
@@ -72,7 +62,7 @@ class Plan(Workload):
         return Row(recipe=ASYNC, base=self.base(ASYNC), settings=settings, name=name)
 
     def arriving(self, name: str, outer: str, *settings: str, weight: str = "1/k") -> Row:
-        """An outer rule at every arrival, with nothing else changed: no pace, and nobody waits."""
+        """An outer rule at every arrival, with equal steps and no grace window."""
         algorithm = f"algorithm=AsyncLocalSGD(inner_steps={self.inner_steps},weight={weight})"
         return self.delayed(name, algorithm, f"algorithm.outer={outer}", *settings)
 
@@ -81,7 +71,7 @@ class Plan(Workload):
         return self.arriving(name, NESTEROV, *settings)
 
     def large_batch(self, name: str, times: int, *settings: str) -> Row:
-        """One worker with so many times the batch."""
+        """One worker with this many times the batch."""
         own = (*settings, "cluster.islands=1", f"algorithm.accumulation={times}")
         return Row(recipe=DDP, base=self.base(DDP), settings=own, name=name)
 
@@ -102,7 +92,7 @@ QUICK = Plan(
     batch_size=2,
     warmup=2,
 )
-"""To see whether everything works, in less than a minute; the figures say nothing."""
+"""A smoke test of less than a minute; its figures mean nothing."""
 
 
 def groups(plan: Plan) -> list[Group]:
@@ -112,43 +102,39 @@ def groups(plan: Plan) -> list[Group]:
 
 
 def standing(plan: Plan) -> dict[str, Row]:
-    """What the others are compared with."""
+    """The rows that others are compared with."""
     return {DEFAULT: plan.delayed(DEFAULT), SYNC: plan.sync(SYNC)}
 
 
 def _group(
     name: str, title: str, note: str, rows: dict[str, Row], against: dict[str, str], timed: dict[str, str] | None = None
 ) -> Group:
-    """A group whose times are told as shares of the same rows that it is compared with, unless others are named."""
+    """A group. Virtual times are over those of the rows it is compared with, unless `timed` names others."""
     timed = against if timed is None else timed
     return Group(name=name, title=title, note=note, rows=rows, against=against, timed=timed, same_tokens=SAME_TOKENS)
 
 
-def _to(label: str, rows: Iterable[str]) -> dict[str, str]:
-    """All rows against one."""
-    return dict.fromkeys(rows, label)
+def _methods(plan: Plan, where: str, setting: str) -> dict[str, Row]:
+    """The three methods with one more setting; `where` begins their labels."""
+    makes = {SYNC: plan.sync, NAIVE: plan.naive, DELAYED: plan.delayed}
+    return {f"{where}, {method}": make(f"{where}, {method}", setting) for method, make in makes.items()}
 
 
 def _levels(plan: Plan) -> Group:
     rows: dict[str, Row] = {}
     against: dict[str, str] = {}
     for level in plan.levels:
-        setting = f"cluster.step_time_s={level}"
-        mine = {
-            f"{level}, {SYNC}": plan.sync(f"{level}, {SYNC}", setting),
-            f"{level}, {NAIVE}": plan.naive(f"{level}, {NAIVE}", setting),
-            f"{level}, {DELAYED}": plan.delayed(f"{level}, {DELAYED}", setting),
-        }
+        mine = _methods(plan, level, f"cluster.step_time_s={level}")
         rows |= mine
-        against |= _to(f"{level}, {SYNC}", mine)
+        against |= dict.fromkeys(mine, f"{level}, {SYNC}")
     batch = f"{plan.islands}x batch"
     rows[batch] = plan.large_batch(batch, plan.islands)
     return _group(
         "level",
-        "How much the workers differ",
-        f"Step times of all levels have the same total speed. Synchronous training waits for the slowest, and ends alike at "
-        f"every level; naive applies DiLoCo's outer step at every arrival, weighted 1/k. {batch}: one worker, the fastest, with "
-        f"so many times the batch.",
+        "Heterogeneity of the workers",
+        f"All levels have the same total speed. Synchronous training waits for the slowest worker, and ends at the same loss at "
+        f"every level. Naive applies DiLoCo's outer step at every arrival, weighted 1/k. {batch}: one worker, the fastest, with "
+        f"{plan.islands} times the batch.",
         rows,
         against | {batch: SYNC},
     )
@@ -177,13 +163,13 @@ def _fixes(plan: Plan) -> Group:
     return _group(
         "fixes",
         "Remedies, with and without the window",
-        "The remedies that the paper compares, each on top of naive: a discount by staleness, also with updates left out beyond a "
-        "staleness of 10, delay compensation, and a buffer (one step on the mean of k arrivals); besides, outer SGD, which has no "
-        "momentum to mend. Then the paper's own: Delayed Nesterov (DN), with Dynamic Local Updates (DyLU). Rows up to here have no "
-        f"grace window; those with one, and {DELAYED} everywhere in these tables, wait 2 s, in which with DyLU all workers come. "
-        "So the lower rows tell what the window and DyLU do for each rule.",
+        "The remedies that the paper compares, each on top of naive: a discount by staleness, also without updates beyond a "
+        "staleness of 10, delay compensation, and a buffer (one step on the mean of k arrivals); and outer SGD, which has no "
+        "momentum. Then the paper's method: Delayed Nesterov (DN) with Dynamic Local Updates (DyLU). Rows up to there have no "
+        f"grace window. Rows with a window, and {DELAYED} in all tables, have one of 2 s, in which with DyLU all workers arrive. "
+        "The lower rows show the effect of window and DyLU on each rule.",
         rows,
-        _to(SYNC, rows),
+        dict.fromkeys(rows, SYNC),
     )
 
 
@@ -192,15 +178,13 @@ def _counts(plan: Plan) -> Group:
     against: dict[str, str] = {}
     for count in plan.counts:
         setting, label = f"cluster.islands={count}", f"k={count}"
-        mine = {
-            f"{label}, {SYNC}": plan.sync(f"{label}, {SYNC}", setting),
-            f"{label}, {NAIVE}": plan.naive(f"{label}, {NAIVE}", setting),
+        mine = _methods(plan, label, setting) | {
             f"{label}, {DELAYED}": plan.delayed(f"{label}, {DELAYED}", setting, f"algorithm.outer.period={count}"),
             f"{label}, {count}x batch": plan.large_batch(f"{label}, {count}x batch", count),
         }
         rows |= mine
-        against |= _to(f"{label}, {SYNC}", mine)
-    note = "The same steps per worker, so tokens grow with k. The four step times are repeated, and the period is k."
+        against |= dict.fromkeys(mine, f"{label}, {SYNC}")
+    note = "The same steps per worker, so tokens grow with k. The four step times repeat, and the period is k."
     return _group("k", "Workers (k)", note, rows, against)
 
 
@@ -209,15 +193,14 @@ def _sizes(plan: Plan) -> Group:
     against: dict[str, str] = {}
     for name, model in (("small", plan.model), ("large", plan.large)):
         setting = f"model=GPT({model})"
-        mine = {
-            f"{name}, {SYNC}": plan.sync(f"{name}, {SYNC}", setting),
-            f"{name}, {NAIVE}": plan.naive(f"{name}, {NAIVE}", setting),
-            f"{name}, {DELAYED}": plan.delayed(f"{name}, {DELAYED}", setting),
+        mine = _methods(plan, name, setting) | {
             f"{name}, batch": plan.large_batch(f"{name}, batch", plan.islands, setting),
         }
         rows |= mine
-        against |= _to(f"{name}, {SYNC}", mine)
-    return _group("size", "Model size", "Small is the model of all other tables. Step times do not follow the size.", rows, against)
+        against |= dict.fromkeys(mine, f"{name}, {SYNC}")
+    return _group(
+        "size", "Model size", "Small is the model of all other tables. Step times do not depend on the size.", rows, against
+    )
 
 
 def _pairs(plan: Plan) -> Group:
@@ -236,10 +219,10 @@ def _pairs(plan: Plan) -> Group:
     return _group(
         "pairs",
         "Pairs of inner and outer rule",
-        "Inner rule + outer rule; synchronous, and at every arrival with a weight of 1/k. Adam divides by the size of what it is "
-        "given, so that a weight would do little: it has a smaller rate instead. An arrival's row is compared with its synchronous "
-        "one, and that with Nesterov outside. The inner rule also trains the warm start, so rows with SGD inside start from "
-        "other weights.",
+        "Inner rule + outer rule; synchronous, and at every arrival with a weight of 1/k. Adam normalizes its input, so a weight "
+        "would have little effect: it has a smaller rate instead. An asynchronous row is compared with its synchronous one, and "
+        "that with Nesterov as the outer rule. The inner rule also trains the warm start, so rows with SGD as the inner rule start "
+        "from other weights.",
         rows,
         against,
         timed,
@@ -258,28 +241,30 @@ def pair(inner: str, outer: str) -> tuple[str, str]:
 def _periods(plan: Plan) -> Group:
     rows = {f"N={period}": plan.delayed(f"N={period}", f"algorithm.outer.period={period}") for period in plan.periods}
     note = (
-        f"Arrivals between two refreshments of the momentum; k is {plan.islands}. The rate is that of a whole window, so N=1 takes "
-        f"a full step at every arrival, and N=16 a sixteenth of one."
+        f"Arrivals between two updates of the momentum; k is {plan.islands}. The rate is that of a whole period: N=1 takes a full "
+        f"step at every arrival, N=16 a sixteenth of one."
     )
-    return _group("N", "The period of Delayed Nesterov (N)", note, rows, _to(DEFAULT, rows), _to(SYNC, rows))
+    return _group("N", "The period of Delayed Nesterov (N)", note, rows, dict.fromkeys(rows, DEFAULT), dict.fromkeys(rows, SYNC))
 
 
 def _activations(plan: Plan) -> Group:
     rows = {f"c={share}": plan.delayed(f"c={share}", f"algorithm.outer.activation={share}") for share in plan.activations}
-    note = f"The share of the momentum that each arrival but the last applies, at N={plan.islands}; 1/N spreads it evenly."
-    return _group("c", "The activation of Delayed Nesterov (c)", note, rows, _to(DEFAULT, rows), _to(SYNC, rows))
+    note = f"The share of the momentum that every arrival but the last applies, at N={plan.islands}; 1/N is an equal share."
+    return _group(
+        "c", "The activation of Delayed Nesterov (c)", note, rows, dict.fromkeys(rows, DEFAULT), dict.fromkeys(rows, SYNC)
+    )
 
 
 def _graces(plan: Plan) -> Group:
     rows = {f"grace {grace_s} s": plan.delayed(f"grace {grace_s} s", f"algorithm.grace_s={grace_s}") for grace_s in plan.graces_s}
-    against = _to(DEFAULT, rows)
+    against = dict.fromkeys(rows, DEFAULT)
     buffered = f"Buffered(rule={NESTEROV},size={plan.islands})"
     rows["buffer, grace inf"] = plan.arriving("buffer, grace inf", buffered, "algorithm.grace_s=inf", weight="1.0")
     note = (
-        "How long the hub waits after an arrival, to send workers off together. A buffer of all workers that waits for ever is "
-        "synchronous training, over a hub instead of a ring, and is compared with it."
+        "How long the hub waits after an arrival, to dispatch workers together. A buffer of all workers with an infinite window is "
+        "synchronous training over a hub instead of a ring, and is compared with it."
     )
-    return _group("grace", "The grace period", note, rows, against | {"buffer, grace inf": SYNC}, _to(SYNC, rows))
+    return _group("grace", "The grace window", note, rows, against | {"buffer, grace inf": SYNC}, dict.fromkeys(rows, SYNC))
 
 
 def _lengths(plan: Plan) -> Group:
@@ -292,5 +277,5 @@ def _lengths(plan: Plan) -> Group:
             f"{label}, {DELAYED}": plan.delayed(f"{label}, {DELAYED}", setting),
         }
         rows |= mine
-        against |= _to(f"{label}, {SYNC}", mine)
-    return _group("H", "Steps of a round (H)", "With Dynamic Local Updates, of the fastest worker's round.", rows, against)
+        against |= dict.fromkeys(mine, f"{label}, {SYNC}")
+    return _group("H", "Inner steps per round (H)", "With Dynamic Local Updates, those of the fastest worker.", rows, against)

@@ -1,8 +1,8 @@
-"""What a paper says, as inequalities between rows, and whether the cells bear it out.
+"""A paper's claims as inequalities between rows, judged by the cells.
 
-A claim says where a weighted sum of mean losses lies. Its 95 % interval decides: the claim "holds here" if all of the interval is
-there, it "does not hold here" if none of it is, and else the matter is "within the spread". Bounds in per cent are of perplexity,
-the exponential of the loss.
+A claim bounds a weighted sum of mean losses. The sum's 95 % interval decides: the claim "holds here" if the whole interval is
+within the bounds, "does not hold here" if none of it is, and else is "within the spread". Bounds in per cent are of perplexity, the
+exponential of the loss.
 """
 
 from __future__ import annotations
@@ -12,35 +12,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cells import Outcome
-from figure_text import interval_text
+from figure_text import interval_text, time_ratio
+from record import bullets, holds_text
 from seed_statistics import Interval, Scatter, contrast
 
+INTERVAL_RULE = (
+    "A claim holds here if the whole 95 % interval is within its bounds, does not hold here if none of it is, and else is within "
+    "the spread."
+)
 Terms = tuple[tuple[float, str], ...]
-APART = "begun apart"
-"""Marks a claim whose rows did not begin with the same weights."""
+UNEQUAL_START = "unequal start"
+"""Marks a claim whose rows did not start from the same weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One of the paper's claims.
+    """A claim: the weighted sum of the rows' mean losses is at least `above` and at most `below`."""
 
-    Attributes:
-        text: the claim in words, with the paper's figure.
-        terms: weights and labels of rows, whose mean losses are summed.
-        above: the sum is not less than this.
-        below: the sum is not more than this.
-        borrows: whether, of a single seed, it may be judged by how much other rows scatter: not if its rows train another model, or
-            on other data.
-    """
-
-    text: str
-    terms: Terms
+    text: str  # the claim in words, with the paper's figure
+    terms: Terms  # weights and labels of rows
     above: float = -math.inf
     below: float = math.inf
-    borrows: bool = True
+    borrows: bool = True  # with one seed, use the scatter of other rows: not if these rows train another model or on other data
 
     def judge(self, found: Interval) -> str:
-        """Whether the sum lies where the claim says.
+        """Whether the sum is within the bounds.
 
         >>> claim = Claim(text="A ends below B.", terms=((1.0, "A"), (-1.0, "B")), below=0.0)
         >>> claim.judge(Interval(-0.2, -0.3, -0.1)), claim.judge(Interval(0.0, -0.1, 0.1)), claim.judge(Interval(0.2, 0.1, 0.3))
@@ -60,29 +56,29 @@ def lower(text: str, one: str, two: str) -> Claim:
 
 
 def costs(text: str, one: str, two: str, percent: float) -> Claim:
-    """The first row's perplexity is at most so many per cent above the second's."""
+    """The first row's perplexity is at most this many per cent above the second's."""
     return Claim(text=text, terms=((1.0, one), (-1.0, two)), below=math.log1p(percent / 100))
 
 
 def gains_little(text: str, one: str, two: str, percent: float) -> Claim:
-    """The first row's perplexity is at most so many per cent below the second's."""
+    """The first row's perplexity is at most this many per cent below the second's."""
     return Claim(text=text, terms=((1.0, one), (-1.0, two)), above=math.log1p(-percent / 100))
 
 
 def alike(text: str, one: str, two: str, percent: float) -> Claim:
-    """The two perplexities differ by at most so many per cent."""
+    """The two perplexities differ by at most this many per cent."""
     most = math.log1p(percent / 100)
     return Claim(text=text, terms=((1.0, one), (-1.0, two)), above=-most, below=most)
 
 
-def unlike(claim: Claim) -> Claim:
-    """The same of rows that other rows say nothing about."""
+def without_scatter(claim: Claim) -> Claim:
+    """The same claim for rows whose scatter differs from that of other rows."""
     return replace(claim, borrows=False)
 
 
-def judged(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> str | None:
-    """One line about a claim, computed from the cells; None if a row of it was not run. Rows of one seed have an interval if it is
-    known how much other rows scatter."""
+def claim_line(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> str | None:
+    """The verdict on a claim, with the sum; None if a row was not run. Rows of one seed have an interval only if the scatter of
+    other rows is known."""
     if any(label not in outcomes for _, label in claim.terms):
         return None
     terms = []
@@ -101,38 +97,55 @@ def judged(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter | Non
         f"{'+' if weight > 0 else '-'} {'' if abs(weight) == 1 else f'{abs(weight):g} '}[{at}]" for weight, at in claim.terms
     )
     percent = f"{100 * math.expm1(found.value):+.2f} % of perplexity"
-    if _began_apart([outcomes[label] for _, label in claim.terms]):
-        notes.append(APART)
+    if _unequal_start([outcomes[label] for _, label in claim.terms]):
+        notes.append(UNEQUAL_START)
     noted = f" ({', '.join(notes)})" if notes else ""
     return f"**{claim.judge(found)}**{noted}: {claim.text} {summed.removeprefix('+ ')} = {interval_text(found)}, {percent}."
 
 
-def _began_apart(rows: Sequence[Outcome]) -> bool:
-    """Whether rows began with different weights, as their first evaluations tell, in any of the seeds that all of them have. A row
-    whose curves were not kept tells nothing."""
+def _unequal_start(rows: Sequence[Outcome]) -> bool:
+    """Whether the first evaluations of rows differ in a seed that all of them have. Rows without curves are not compared."""
     seeds = min(len(row.summaries) for row in rows)
     curves = [row.curves for row in rows if len(row.curves) == len(row.summaries)]
     return any(len({of_row[seed][0][2] for of_row in curves}) > 1 for seed in range(seeds))
 
 
+def claim_lines(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> list[str]:
+    return [line for claim in claims if (line := claim_line(claim, outcomes, scatter)) is not None]
+
+
 def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> str:
-    """All claims that these rows can speak to."""
-    lines = [line for claim in claims if (line := judged(claim, outcomes, scatter)) is not None]
-    note = (
-        "In parentheses the paper's figures. A claim holds here if all of the 95 % interval is where it says, does not hold if "
-        "none of it is, and else lies within the spread. Small models on short runs need not behave as the paper's."
-    )
+    """The verdicts on all claims whose rows were run."""
+    lines = claim_lines(claims, outcomes, scatter)
+    note = f"The paper's figures are in parentheses. {INTERVAL_RULE} Small models in short runs need not behave as the paper's."
     if scatter is not None:
         note += (
-            f" Rows of one seed, where they train the same model on the same text, have an interval as wide as all rows of several "
-            f"seeds with that model and text scatter once their row and their seed are accounted for: a standard deviation of "
-            f"{scatter.std:.4f}, known with {scatter.degrees} degrees of freedom. Two such rows are told apart from "
-            f"{scatter.resolution:.3f} on, so that no claim that is stricter can hold by them."
+            f" The interval of rows with one seed comes from the rows with several seeds, of the same model and text: their "
+            f"residual standard deviation after row and seed effects is {scatter.std:.4f}, with {scatter.degrees} degrees of "
+            f"freedom. Two rows of one seed differ if their losses differ by more than {scatter.resolution:.3f}. A stricter claim "
+            f"cannot hold."
         )
-    if any(f"{APART})" in line for line in lines):
+    if any(f"{UNEQUAL_START})" in line for line in lines):
         note += (
-            f" {APART.capitalize()}: in at least one seed these rows did not begin with the same weights, since their warm starts "
-            f"were made on two machines or with other settings, which adds to the scatter of their difference."
+            f" {UNEQUAL_START.capitalize()}: in at least one seed these rows did not start from the same weights, because their "
+            f"warm starts ran on two machines or with other settings. This adds to the scatter of their difference."
         )
-    told = "\n".join(f"- {line}" for line in lines) or "None of them can be judged from these rows."
-    return f"### The paper's claims, here\n\n{note}\n\n{told}"
+    return f"### The paper's claims, here\n\n{note}\n\n{bullets(lines) or 'No claim can be judged from these rows.'}"
+
+
+def time_line(outcomes: Mapping[str, Outcome], one: str, two: str, most: float) -> str:
+    """Whether a row takes at most this share of another's virtual time, which is the same for every seed."""
+    claim, ratio = f"{one} takes at most {most:.3g} of the virtual time of {two}.", time_ratio(outcomes[one], outcomes[two])
+    return f"**diverged**: {claim}" if ratio is None else f"{holds_text(ratio <= most)}: {claim} It takes {ratio:.3f}."
+
+
+def mean_loss_line(outcomes: Mapping[str, Outcome], one: str, two: str, most: float) -> str:
+    """Whether the mean losses of two rows differ by at most this much."""
+    mine, other = outcomes[one].loss, outcomes[two].loss
+    if mine is None or other is None:
+        return f"{one if mine is None else two} diverged."
+    difference = mine.mean - other.mean
+    return (
+        f"{holds_text(abs(difference) <= most)}: the mean validation losses of {one} and {two} are within {most} of each other: "
+        f"{mine.mean:.4f} and {other.mean:.4f}, a difference of {difference:+.4f}."
+    )

@@ -2,15 +2,13 @@
 
     python benchmarks/cuda_processes.py        a few minutes, on a machine with CUDA
 
-Both processes share the GPU, and gloo carries their exchanges through pinned memory and the loopback device. With ZeRO-1, which
-hides nothing, computing (c) and an exchange (m) are measured apart; ACCO, on the same batches, should take about max(c, 2m) per
-update, and c + 2m if it hid nothing.
+Both processes share the GPU. gloo exchanges through pinned memory and the loopback device. Runs of ZeRO-1, which has no overlap,
+give the times of computation (c) and of an exchange (m). ACCO on the same batches should take about max(c, 2m) per update, and c +
+2m without overlap.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -23,9 +21,9 @@ import torch
 from atoll.core.errors import ConfigError
 from atoll.core.events import Computed, Evaluated, Event, Exchanged, RoundFinished
 from atoll.telemetry.event_log import read_events
-from atoll.telemetry.overlap import read_overlap
-from progress import Watch
-from record import Record, default_path, markdown_table, script
+from atoll.telemetry.sync_summary import read_overlap
+from progress import CellProgress
+from record import Record, benchmark_parser, markdown_table, open_record, script
 
 COMMON = {
     "train.device": "cuda",
@@ -35,15 +33,15 @@ COMMON = {
     "keep.save_every": "100000",
 }
 SETTLED = 5
-"""The first rounds that do not count: kernels are chosen and memory is found."""
+"""Rounds before this one do not count: CUDA selects kernels and allocates memory."""
 
 
 def _run(recipe: str, settings: Mapping[str, str]) -> tuple[list[Event], float | None]:
-    """The events of a run by two processes, and the share of its exchanges that was hidden."""
+    """The events of a run on two processes, and the hidden share of its exchanges."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         more = [argument for path, value in {**COMMON, **settings}.items() for argument in ("--set", f"{path}={value}")]
-        command = [sys.executable, "-m", "atoll", "run", recipe, "--engine", "dist", "--processes", "2", "--quiet"]
+        command = [sys.executable, "-m", "atoll", "run", recipe, "--engine", "processes", "--processes", "2", "--quiet"]
         done = subprocess.run([*command, "--out", str(out), *more], capture_output=True, text=True, check=False)
         if done.returncode:
             raise ConfigError(f"{recipe} failed: {done.stderr[-2000:]}")
@@ -68,7 +66,7 @@ def _gradients(record: Record, batch_size: int, steps: int) -> None:
 
 
 def _computed_s(events: Sequence[Event]) -> list[float]:
-    """How long the first island computed in each round that counts."""
+    """Seconds of computation of the first island in each round that counts."""
     rounds: dict[int, float] = {}
     for event in events:
         if isinstance(event, Computed) and event.island == 0 and event.round >= SETTLED:
@@ -77,12 +75,12 @@ def _computed_s(events: Sequence[Event]) -> list[float]:
 
 
 def _exchange_s(events: Sequence[Event]) -> float:
-    """From the beginning of a round's first exchange to the end of its last, with the step between them."""
+    """Median seconds from the start of a round's first exchange to the end of its last, with the step between them."""
     rounds: dict[int, list[Exchanged]] = {}
     for event in events:
         if isinstance(event, Exchanged) and event.round >= SETTLED:
             rounds.setdefault(event.round, []).append(event)
-    return median(max(e.end_s for e in meetings) - min(e.start_s for e in meetings) for meetings in rounds.values())
+    return median(max(e.end_s for e in exchanges) - min(e.start_s for e in exchanges) for exchanges in rounds.values())
 
 
 def _diloco(record: Record, steps: int) -> None:
@@ -122,27 +120,23 @@ def _tables(record: Record, batch_sizes: Sequence[int]) -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path, default=default_path("cuda_processes"), help="the record's folder")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 128, 256, 512])
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = benchmark_parser(__doc__, "cuda_processes")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 128, 256, 512], help="sequences per island")
     parser.add_argument("--steps", type=int, default=40, help="updates per run")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        raise ConfigError("this measures two processes on a GPU, and torch sees none here. Run it on a machine with CUDA.")
-    record = Record(options.record)
-    with Watch("cuda_processes", len(options.batch_sizes) + 1) as watch:
+        raise ConfigError("this script measures two processes on a GPU, and torch sees none here. Run it on a machine with CUDA.")
+    record = open_record(options, "cuda_processes")
+    with CellProgress("cuda_processes", len(options.batch_sizes) + 1, quiet=options.quiet) as progress:
         for size in options.batch_sizes:
-            watch.begin(f"batch {size}")
+            progress.begin(f"batch {size}")
             _gradients(record, size, options.steps)
-            watch.end(f"batch {size}: {1e3 * record[f'demo-acco batch {size}']['update_s']:.0f} ms per update of ACCO")
-        watch.begin("DiLoCo")
+            progress.end(f"batch {size}: {1e3 * record[f'demo-acco batch {size}']['update_s']:.0f} ms per update of ACCO")
+        progress.begin("DiLoCo")
         _diloco(record, 4 * options.steps // 20 * 20)
-        watch.end(f"DiLoCo: loss {record['diloco']['losses'][-1]:.3f}")
-    sections = _tables(record, options.batch_sizes)
-    record.write("Two processes on one GPU", sections)
-    print("\n\n".join(sections))
-    print(json.dumps({key: record[key] for key in ("diloco",)}))
+        progress.end(f"DiLoCo: loss {record['diloco']['losses'][-1]:.3f}")
+    record.publish("Two processes on one GPU", _tables(record, options.batch_sizes))
 
 
 if __name__ == "__main__":

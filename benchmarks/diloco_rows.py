@@ -1,7 +1,5 @@
-"""The rows of DiLoCo's ablations: which settings are tried, on what, and against what.
-
-One small workload on equal islands. Every row is `atoll run RECIPE` with the settings of `Plan.base` and a few of its own.
-"""
+"""The rows of DiLoCo's ablations: a small workload on equal islands. A row is `atoll run RECIPE` with `Plan.base` and settings of "
+"its own."""
 
 from __future__ import annotations
 
@@ -16,33 +14,27 @@ from workload import Workload
 DILOCO, DDP = "demo-diloco", "demo-ddp"
 
 
-class Rows(Protocol):
-    """What makes rows of DiLoCo on some workload."""
+class MakesRows(Protocol):
+    """A plan that makes rows of DiLoCo."""
 
     def row(self, name: str, *settings: str) -> Row: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Workload):
-    """The workload, and the values that rows run through.
+    """The workload and the values of the rows.
 
-    Its steps are a multiple of `lengths`, and of a round per island, so that pools of islands come out even. Rows that change the
-    warm start keep the sum. The baselines get as many times the batch or the updates as there are islands.
-
-    Attributes:
-        lengths: of rounds, in inner steps.
-        counts: of islands.
-        warm_starts: in steps.
-        small: sizes of a smaller decoder.
+    `steps` is a multiple of all `lengths`, and of a round per island, so that all pools have whole rounds. Rows that change the
+    warm start keep its sum with `steps`. The baselines have as many times the batch or the updates as there are islands.
     """
 
-    lengths: tuple[int, ...] = (5, 10, 20, 50, 100)
-    counts: tuple[int, ...] = (1, 2, 4, 8)
-    warm_starts: tuple[int, ...] = (0, 140, 260)
+    lengths: tuple[int, ...] = (5, 10, 20, 50, 100)  # inner steps per round
+    counts: tuple[int, ...] = (1, 2, 4, 8)  # islands
+    warm_starts: tuple[int, ...] = (0, 140, 260)  # steps
     small: str = "layers=1,width=32,heads=2,head_size=16"
 
     def base(self, recipe: str) -> tuple[str, ...]:
-        """The settings that rows of a recipe share."""
+        """The settings that the rows of a recipe share."""
         algorithm = f"DiLoCo(inner_steps={self.inner_steps},outer=Nesterov(lr=0.9,momentum=0.7))" if recipe == DILOCO else "DDP()"
         return self.settings(algorithm, step_time_s="[0.1]")
 
@@ -64,7 +56,7 @@ QUICK = Plan(
     batch_size=2,
     warmup=2,
 )
-"""To see whether everything works, in less than a minute; the figures say nothing."""
+"""A smoke test of less than a minute; its figures mean nothing."""
 
 
 def groups(plan: Plan) -> list[Group]:
@@ -74,14 +66,14 @@ def groups(plan: Plan) -> list[Group]:
 
 
 def default_row(plan: Plan) -> Row:
-    """What the others are compared with."""
+    """The row that others are compared with."""
     return plan.row(DEFAULT)
 
 
 def _lengths(plan: Plan) -> Group:
     return Group(
         name="H",
-        title="Steps between two agreements (H)",
+        title="Inner steps per round (H)",
         note="The same steps and tokens; fewer bytes from row to row.",
         rows={f"H={steps}": plan.row(f"H={steps}", f"algorithm.inner_steps={steps}") for steps in plan.lengths},
     )
@@ -105,9 +97,9 @@ def _partitions(plan: Plan) -> Group:
             rows[label] = plan.row(label, f"data.partition={partition}", f"algorithm.weighting={weighting}")
     return Group(
         name="partition",
-        title="Shards that are alike and shards that differ",
-        note="Deltas weigh the same, or as the number of examples in their shard. Random shards (IID) are of one size, so "
-        "that both come to the same.",
+        title="Equal and unequal shards",
+        note="All deltas have the same weight, or each has the number of examples in its shard. Random shards (IID) have equal "
+        "sizes, so both are the same.",
         rows=rows,
     )
 
@@ -125,8 +117,8 @@ def _outer_rules(plan: Plan) -> Group:
     return Group(
         name="outer",
         title="The outer rule",
-        note="Learning rate, then momentum. SGD with a rate of 1 is Federated Averaging. The paper takes Nesterov with 0.7 "
-        "and 0.9 for its 128 rounds; in few rounds a momentum of 0.9 is still building up when the run ends.",
+        note="Learning rate, then momentum. SGD with a rate of 1 is Federated Averaging. The paper has Nesterov with 0.7 and 0.9 "
+        "for 128 rounds; in few rounds a momentum of 0.9 is still building up when the run ends.",
         rows={name: plan.row(name, f"algorithm.outer={rule}") for name, rule in rules.items()},
     )
 
@@ -136,23 +128,23 @@ def _drops(plan: Plan) -> Group:
     rows["drop 0.5, agreed"] = plan.row("drop 0.5, agreed", "cluster.drop_probability=0.5", "algorithm.missed=agreed")
     return Group(
         name="drop",
-        title="Deltas that get lost",
-        note="Each island's delta is lost with this probability, each round anew, and the island goes on from its own weights. Its "
-        "next delta counts from the global weights, which it is sent first, or from those it last agreed on. Tokens are those "
-        "whose updates arrived in the end.",
+        title="Lost deltas",
+        note="In each round each island's delta is lost with this probability. The island then continues from its own weights. Its "
+        "next delta is relative to the global weights, which it receives first, or (agreed) to the weights of its last exchange. "
+        "Tokens are those whose updates were delivered.",
         rows=rows,
     )
 
 
-def pools(plan: Rows, ramp: Sequence[int] | None = None) -> Group:
-    """`ramp` has the islands over equal parts of the run, where one part for each number of islands does not come out even."""
+def pools(plan: MakesRows, ramp: Sequence[int] | None = None) -> Group:
+    """`ramp`: islands over equal parts of the run, where one part per number of islands would not have whole rounds."""
     shapes = {"1 all along": "[1]", "all along": "constant"}
     shapes |= {name.replace("_", " "): name for name in ("doubling", "halving", "ramp_up", "ramp_down")}
     if ramp is not None:
         shapes |= {"ramp up": _listed(ramp), "ramp down": _listed(ramp[::-1])}
     return Group(
         name="pool",
-        title="Islands that come and go",
+        title="Changing numbers of islands",
         note="Tokens follow the number of islands. Doubling and halving train on the same tokens, and so do both ramps.",
         rows={f"pool: {name}": plan.row(f"pool: {name}", f"cluster.pool={pool}") for name, pool in shapes.items()},
     )
@@ -162,11 +154,11 @@ def _listed(counts: Sequence[int]) -> str:
     return f"[{','.join(map(str, counts))}]"
 
 
-def pruning(plan: Rows) -> Group:
+def pruning(plan: MakesRows) -> Group:
     return Group(
         name="pruning",
         title="Pruned deltas",
-        note="Neuron by neuron, values against the prevailing sign first. Bytes are counted as if nothing were pruned.",
+        note="Per neuron; values against the majority sign are pruned first. Bytes are counted without pruning.",
         rows={f"pruned {p}": plan.row(f"pruned {p}", f"algorithm.pruned={p}") for p in (0, 0.25, 0.5, 0.75)},
     )
 
@@ -176,7 +168,8 @@ def _warm_starts(plan: Plan) -> Group:
     return Group(
         name="warm",
         title="Length of the warm start",
-        note=f"{total} steps in all: one island during the warm start and all of them after it, so tokens shrink as it grows.",
+        note=f"{total} steps in total: one island during the warm start, all islands after it, so a longer warm start has fewer "
+        f"tokens.",
         rows={
             f"warm {steps}": plan.row(f"warm {steps}", f"train.warm_start_steps={steps}", f"train.steps={total - steps}")
             for steps in plan.warm_starts
@@ -188,7 +181,7 @@ def _alone(plan: Plan) -> Group:
     return Group(
         name="alone",
         title="One island, with and without an outer step",
-        note="No network and the same tokens: all that differs is the outer step on the island's own delta.",
+        note="The same tokens and no network: the rows differ only by the outer step on the island's own delta.",
         rows={"k=1": plan.row("k=1", "cluster.islands=1"), "one worker": _one_worker(plan)},
         against={"k=1": "one worker"},
     )
@@ -215,8 +208,8 @@ def _baselines(plan: Plan) -> Group:
     return Group(
         name="baselines",
         title="Baselines",
-        note=f"After the warm start one worker has 1/{times} of the tokens. The others have all of them: in a larger batch on one "
-        f"worker, in more updates on one worker, or spread over islands that talk every step (DDP).",
+        note=f"After the warm start one worker has 1/{times} of the tokens. The other rows have all tokens: in a larger batch on "
+        f"one worker, in more updates on one worker, or on islands that exchange at every step (DDP).",
         rows={
             DEFAULT: default_row(plan),
             "one worker": _one_worker(plan),
@@ -230,5 +223,5 @@ def _baselines(plan: Plan) -> Group:
 
 
 def _one_worker(plan: Plan, *settings: str) -> Row:
-    """Plain training: data-parallel training with nobody else."""
+    """Plain training: data-parallel training with one island."""
     return plan.row("one worker", *settings, "cluster.islands=1", recipe=DDP)

@@ -1,4 +1,4 @@
-"""The runs of `elastic_cost.py`: the same work with and without elasticity, and two islands of which one is killed."""
+"""The runs of `elastic_cost.py`: the same Run with and without elasticity, and two islands of which one is killed."""
 
 from __future__ import annotations
 
@@ -17,36 +17,28 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Attended, Computed, Event, Exchanged, Leased, RoundFinished, RunFinished
 from atoll.data.text import Text
-from atoll.engines.driver import run
 from atoll.engines.elastic.rendezvous import RegistryClient, free_port
 from atoll.engines.elastic.snapshot_server import fetch_snapshot
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import island_name
 from atoll.engines.processes.spec import Processes
+from atoll.engines.run_driver import run
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
+from atoll.testing.chaos.chaos_run import RunFaults
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault, UpdateFault, UpdateFaultKind
 from atoll.testing.chaos.reports import elastic_report
-from atoll.testing.chaos.run_faults import RunFaults
 
 COMMAND = ["benchmarks/elastic_cost.py"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What two islands train.
-
-    Attributes:
-        layers, width: of the model.
-        seq_len, batch_size: of a batch.
-        inner_steps: of a round.
-        rounds: of the run.
-        asleep_s: of a round, besides computing.
-    """
+    """The workload of two islands."""
 
     layers: int
     width: int
@@ -54,7 +46,7 @@ class Size:
     batch_size: int
     inner_steps: int
     rounds: int
-    asleep_s: float = 0.0
+    asleep_s: float = 0.0  # per round, besides computation
 
     @property
     def model(self) -> GPT:
@@ -75,19 +67,19 @@ class Size:
         )
 
     @property
-    def place(self) -> Elastic:
+    def engine(self) -> Elastic:
         return Elastic(processes=2, step_delay=self.asleep_s / self.inner_steps, start_timeout_s=300.0)
 
 
-# -------------------------------------------------------------------------------------------------------------- nothing fails
+# ----------------------------------------------------------------------------------------------------------- without failures
 
 
 def round_times(size: Size, folder: Path, *, elastic: bool) -> dict[str, Any]:
-    """Seconds of each round but the first, and of what its exchange took after both had come."""
+    """Seconds of each round but the first, and of its exchange after both islands have arrived."""
     if elastic:
-        run(size.run, engine=size.place, out=folder, command=COMMAND)
+        run(size.run, engine=size.engine, out=folder, command=COMMAND)
     else:
-        run(size.run, engine=Processes(processes=2, step_delay=size.place.step_delay), out=folder, command=COMMAND)
+        run(size.run, engine=Processes(processes=2, step_delay=size.engine.step_delay), out=folder, command=COMMAND)
     ends_s = [event.time_s for event in _read(folder, RoundFinished)]
     exchanges = list(_read(folder, Exchanged))[1:]
     rounds_s = [end_s - start_s for start_s, end_s in itertools.pairwise(ends_s)]
@@ -105,14 +97,14 @@ def _read(folder: Path, kind: type[Any]) -> Iterator[Any]:
     return (event for event in read_events(folder / "events.jsonl", [kind]) if isinstance(event, kind))
 
 
-# ----------------------------------------------------------------------------------------------------------------- one is killed
+# -------------------------------------------------------------------------------------------------------------- with failures
 
 
 def killed(size: Size, folder: Path, script: FaultScript) -> dict[str, Any]:
-    """Two islands, of which one is killed now and then: what it cost the other, and whether the dead one came back whole."""
-    place = replace(size.place, listen=f"127.0.0.1:{free_port('127.0.0.1')}")
-    twins = Twins(place.listen)
-    run(size.run, engine=place, out=folder, command=COMMAND, sinks=[twins], faults=RunFaults(script))
+    """Two islands with these kills: the delays of the survivor, and whether the killed island returns with the same bits."""
+    engine = replace(size.engine, listen=f"127.0.0.1:{free_port('127.0.0.1')}")
+    twins = Twins(engine.listen)
+    run(size.run, engine=engine, out=folder, command=COMMAND, sinks=[twins], faults=RunFaults(script))
     report = elastic_report(folder, units=2 * size.rounds)
     return {
         "deaths": deaths(folder),
@@ -125,8 +117,8 @@ def killed(size: Size, folder: Path, script: FaultScript) -> dict[str, Any]:
 
 
 def deaths(folder: Path) -> list[dict[str, float]]:
-    """Of each commit that a death left with one island: seconds from the end of its own inner steps to the commit, what its steps
-    took, how many were alive again by then, and seconds until both work again."""
+    """For each commit by one island after a death: seconds from the end of its own inner steps to the commit, seconds of its steps,
+    islands alive at the commit, and seconds until both participate again."""
     computed = {(event.round, event.island): event for event in _read(folder, Computed)}
     attended = {event.round: event for event in _read(folder, Attended)}
     found = []
@@ -150,14 +142,14 @@ def deaths(folder: Path) -> list[dict[str, float]]:
 
 
 def into_rounds(folder: Path) -> list[float]:
-    """How far into a round each kill from outside fell, in seconds."""
+    """Seconds from the start of a round to each kill from outside."""
     actions = [json.loads(line) for line in (folder / CHAOS_LOG).read_text("utf-8").splitlines()]
     seen = [action["at_s"] for action in actions if "observed" in action]
     return [action["at_s"] - max(s for s in seen if s <= action["at_s"]) for action in actions if "injected" in action]
 
 
 class Twins:
-    """A sink that fetches what both islands hold, after each death and return, and compares it to the bit."""
+    """A sink that fetches the snapshots of both islands after each death and return, and compares their bits."""
 
     def __init__(self, address: str) -> None:
         self.found: list[dict[str, Any]] = []
@@ -173,25 +165,26 @@ class Twins:
 
     def _compared(self, registry: RegistryClient, number: int) -> bool:
         try:
-            one, two = (fetch_snapshot(registry.entries()[island_name(island)]["address"], 10.0) for island in range(2))
+            names = [island_name(island) for island in range(2)]
+            one, two = (fetch_snapshot(status.address, 10.0) for status in registry.statuses(names).values())
         except ExchangeFailed:
             return False
         if one is None or two is None or one.header["metadata"]["version"] != two.header["metadata"]["version"]:
-            return False  # one of them has committed again meanwhile
+            return False  # an island has committed in the meantime
         equal = one.tensors.keys() == two.tensors.keys() and all(torch.equal(t, two.tensors[n]) for n, t in one.tensors.items())
         self.found.append({"round": number, "tensors": len(one.tensors), "bytes": one.nbytes, "equal": equal})
         return True
 
 
 def kills_at(moments_s: list[float]) -> FaultScript:
-    """Kills from outside, of either island in turn."""
+    """Kills from outside, of both islands in turn."""
     return FaultScript(
         faults=tuple(TimedFault(at_s=s, fault=Kill(victim=island_name((n + 1) % 2))) for n, s in enumerate(moments_s))
     )
 
 
 def deaths_in(rounds: list[int]) -> FaultScript:
-    """Deaths in mid-exchange, of either island in turn, while deltas or the mean are under way."""
+    """Deaths within the exchange, of both islands in turn, while an island sends its delta or receives the mean."""
     kinds: list[UpdateFaultKind] = ["kill_in_delta", "kill_in_mean"]
     return FaultScript(
         update_faults=tuple(

@@ -1,10 +1,10 @@
 """ACCO's claims on one GPU and real text: communication overlaps with computation.
 
     python benchmarks/evidence_acco.py --text prepared/wiki --processes 6      about 5 minutes of one H200
-    python benchmarks/evidence_acco.py --text prepared/wiki --only line        virtual time over lines alone
-    python benchmarks/evidence_acco.py --text prepared/small --quick           in miniature on the CPU
+    python benchmarks/evidence_acco.py --text prepared/wiki --only link        virtual time over links only
+    python benchmarks/evidence_acco.py --text prepared/small --quick           smoke test on the CPU
 
-See `evidence.py` for the text and for going on.
+See `evidence.py` for the text and for continuing a record.
 """
 
 from __future__ import annotations
@@ -21,26 +21,17 @@ from cells import Outcome, Row
 from claims import Claim, higher
 from evidence import Evidence, OnGpu
 from figure_text import decoder_text, time_ratio
-from record import markdown_table, script
+from record import holds_text, markdown_table, script
 
 DDP, ZERO1, ACCO, DPU, WP = "DDP", "ZeRO-1", "ACCO", "DPU", "WP"
 RECIPES = {DDP: "demo-ddp", ZERO1: "demo-zero1", ACCO: "demo-acco", DPU: "demo-dpu", WP: "demo-wp"}
 CLOSE = 0.02
-"""How far from data-parallel training ACCO may end."""
+"""Allowed difference between the losses of ACCO and data-parallel training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(OnGpu):
-    """The workload, and the values that rows run through.
-
-    Attributes:
-        dpu_warmup: updates of ZeRO-Offload's warm-up.
-        lines: bandwidths in Mbit/s.
-        line_steps: updates that are simulated on each.
-        far_s: the latency of lines that are tried besides, at the speed of all other rows.
-        step_s: a batch's computing.
-        low_lr: of the rows with a lower rate.
-    """
+    """The workload and the values of the rows."""
 
     steps: int = 1000
     warm_start: int = 0
@@ -48,12 +39,12 @@ class Plan(OnGpu):
     evaluate_every: int = 200
     latency_s: float = 0.001
     mbit_per_s: float = 3000
-    dpu_warmup: int = 40
-    lines: tuple[int, ...] = (100, 300, 1000, 3000, 10000, 100000)
-    line_steps: int = 36
-    far_s: float = 0.03
-    step_s: float = 1.0
-    low_lr: float = 0.0005
+    dpu_warmup: int = 40  # updates of ZeRO-Offload's warm-up
+    bandwidths: tuple[int, ...] = (100, 300, 1000, 3000, 10000, 100000)  # Mbit/s
+    link_steps: int = 36  # updates on each link
+    far_s: float = 0.03  # the latency of one more link, at the bandwidth of all other rows
+    step_s: float = 1.0  # computation per batch
+    low_lr: float = 0.0005  # of the rows with a lower rate
 
     def row(self, method: str, name: str, *settings: str) -> Row:
         algorithm = {
@@ -74,8 +65,8 @@ def plan(quick: bool) -> Plan:
         islands=2,
         evaluate_every=2,
         dpu_warmup=1,
-        lines=(1, 100),
-        line_steps=3,
+        bandwidths=(1, 100),
+        link_steps=3,
         model="layers=1,width=16,heads=2,head_size=8",
         seq_len=16,
         eval_batches=2,
@@ -85,13 +76,13 @@ def plan(quick: bool) -> Plan:
 
 
 def standing(plan: Plan) -> dict[str, Row]:
-    """What the others are compared with."""
+    """The rows that others are compared with."""
     return {DEFAULT: plan.row(ACCO, ACCO), ACCO: plan.row(ACCO, ACCO), DDP: plan.row(DDP, DDP)}
 
 
 def groups(plan: Plan) -> list[Group]:
     """All tables."""
-    return [_methods(plan), _lines(plan)]
+    return [_methods(plan), _links(plan)]
 
 
 def _methods(plan: Plan) -> Group:
@@ -107,74 +98,71 @@ def _methods(plan: Plan) -> Group:
     settings = (f"optimizer.lr.lr={plan.low_lr:g}", f"optimizer.lr.floor={plan.floor * plan.low_lr:g}")
     rows |= {label: plan.row(method, label, *settings) for label, method in lower.items()}
     note = (
-        f"Every row commits the same samples in as many updates. Virtual time as a share of DDP's, whose exchange does not overlap "
-        f"with the computing of the same batch. The last rows have a lower rate than the {plan.lr:g} of all others, since late "
-        f"gradients may need one."
+        f"All rows commit the same samples in the same number of updates. Virtual time is over that of DDP, whose exchange does "
+        f"not overlap with the computation of the same batch. The last rows have a lower rate than the {plan.lr:g} of all others, "
+        f"since late gradients may need one."
     )
     against = dict.fromkeys(rows, DDP) | dict.fromkeys(lower, f"{DDP}, lr {plan.low_lr:g}")
     return Group(name="methods", title="Loss at equal samples", note=note, rows=rows, against=against, timed=against)
 
 
-def _lines(plan: Plan) -> Group:
+def _links(plan: Plan) -> Group:
     rows: dict[str, Row] = {}
     timed: dict[str, str] = {}
-    train = f"train=Train(steps={plan.line_steps},batch_size=2)"
+    train = f"train=Train(steps={plan.link_steps},batch_size=2)"
     small = (train, "optimizer.lr.warmup=2", "data.seq_len=16", "data.eval_batches=1")
-    for line, settings in _tried(plan).items():
+    for link, settings in _link_settings(plan).items():
         for method in RECIPES:
-            more = ("algorithm.warmup=0",) if method == DPU else ()  # they would be most of so few
-            rows[_on(method, line)] = plan.row(method, _on(method, line), *settings, *small, *more)
-            timed[_on(method, line)] = _on(DDP, line)
+            more = ("algorithm.warmup=0",) if method == DPU else ()  # a warm-up would be most of these updates
+            rows[_on(method, link)] = plan.row(method, _on(method, link), *settings, *small, *more)
+            timed[_on(method, link)] = _on(DDP, link)
     note = (
-        f"Seconds of virtual time an update, over {plan.line_steps} of them, with few and short sequences on a CPU, which is what "
-        f"virtual time needs; their losses mean nothing. A batch takes {plan.step_s:g} s to compute. Lines have "
-        f"{1000 * plan.latency_s:g} ms, but for the last row, whose speed is that of the first table: an exchange waits for them "
-        f"{plan.islands - 1} times on its way around the ring. Until it flows, ACCO takes half a batch's time more, and DPU and WP "
-        f"a whole one's."
+        f"Virtual seconds per update, mean of {plan.link_steps} updates. The batches are small and computed on a CPU: virtual time "
+        f"does not depend on them, and the losses mean nothing. A batch takes {plan.step_s:g} s to compute. Links have a latency "
+        f"of {1000 * plan.latency_s:g} ms, except in the last row, which has the bandwidth of the first table: an exchange pays "
+        f"the latency {plan.islands - 1} times on its way around the ring. Before the overlap starts, ACCO needs the time of half "
+        f"a batch, DPU and WP that of a whole one."
     )
-    drawn = partial(_lines_table, plan)
-    return Group(name="line", title="Virtual time over lines", note=note, rows=rows, against={"": ""}, timed=timed, drawn=drawn)
+    make = partial(_links_table, plan)
+    return Group(name="link", title="Virtual time over links", note=note, rows=rows, against={"": ""}, timed=timed, table=make)
 
 
-def _tried(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Lines, with their settings."""
-    lines = {_speed(speed): (f"cluster.link.bandwidth_mbit_per_s={speed}",) for speed in plan.lines}
-    lines[f"{_speed(plan.mbit_per_s)}, {1000 * plan.far_s:g} ms"] = (f"cluster.link.latency_s={plan.far_s:g}",)
-    return lines
+def _link_settings(plan: Plan) -> dict[str, tuple[str, ...]]:
+    links = {_bandwidth(mbit): (f"cluster.link.bandwidth_mbit_per_s={mbit}",) for mbit in plan.bandwidths}
+    links[f"{_bandwidth(plan.mbit_per_s)}, {1000 * plan.far_s:g} ms"] = (f"cluster.link.latency_s={plan.far_s:g}",)
+    return links
 
 
-def _speed(mbit_per_s: float) -> str:
+def _bandwidth(mbit_per_s: float) -> str:
     return f"{mbit_per_s:g} Mbit/s"
 
 
-def _on(method: str, line: str) -> str:
-    return f"{method}, {line}"
+def _on(method: str, link: str) -> str:
+    return f"{method}, {link}"
 
 
-def _lines_table(plan: Plan, outcomes: Mapping[str, Outcome]) -> str:
+def _links_table(plan: Plan, outcomes: Mapping[str, Outcome]) -> str:
     rows = []
-    for line in _tried(plan):
-        times = [_update_s(plan, method, line, outcomes) for method in RECIPES]
-        share = _share(line, outcomes)
-        told = [f"{time_s:.3f}" if time_s is not None else "-" for time_s in times]
-        rows.append([line, *told, f"{share:.3f}" if share is not None else "-"])
-    return markdown_table(["line", *RECIPES, "ACCO's of DDP's"], rows)
+    for link in _link_settings(plan):
+        figures = [*(_update_s(plan, method, link, outcomes) for method in RECIPES), _share(link, outcomes)]
+        rows.append([link, *("-" if figure is None else f"{figure:.3f}" for figure in figures)])
+    return markdown_table(["link", *RECIPES, "ACCO over DDP"], rows)
 
 
-def _update_s(plan: Plan, method: str, line: str, outcomes: Mapping[str, Outcome]) -> float | None:
-    """Virtual seconds of an update; None if that was not run."""
-    time_s = outcomes[_on(method, line)].mean("virtual_time_s") if _on(method, line) in outcomes else None
-    return None if time_s is None else time_s / plan.line_steps
+def _update_s(plan: Plan, method: str, link: str, outcomes: Mapping[str, Outcome]) -> float | None:
+    """Virtual seconds per update; None if the row was not run."""
+    time_s = outcomes[_on(method, link)].mean("virtual_time_s") if _on(method, link) in outcomes else None
+    return None if time_s is None else time_s / plan.link_steps
 
 
-def _share(line: str, outcomes: Mapping[str, Outcome]) -> float | None:
-    """ACCO's virtual time as a share of DDP's; None if one of them was not run."""
-    ours, theirs = outcomes.get(_on(ACCO, line)), outcomes.get(_on(DDP, line))
-    return None if ours is None or theirs is None else time_ratio(ours, theirs)
+def _share(link: str, outcomes: Mapping[str, Outcome]) -> float | None:
+    """ACCO's virtual time over DDP's; None if one of them was not run."""
+    acco, ddp = outcomes.get(_on(ACCO, link)), outcomes.get(_on(DDP, link))
+    return None if acco is None or ddp is None else time_ratio(acco, ddp)
 
 
 def claims(plan: Plan) -> list[Claim]:
-    """What is asked of ACCO, and what the paper says of the others."""
+    """A bound on ACCO's loss, and the paper's claims about the other methods."""
     return [
         Claim(
             text=f"ACCO ends within {CLOSE} of DDP (the paper: one curve on TinyStories; on OpenWebText -0.4 % on 8 GPUs, +3.7 % "
@@ -194,52 +182,54 @@ def claims(plan: Plan) -> list[Claim]:
 def introduction(plan: Plan, default: Outcome) -> str:
     return (
         f"{decoder_text(default)} on "
-        f"{plan.islands} equal islands that exchange at every update, {plan.steps} of them, over lines of "
+        f"{plan.islands} equal islands that exchange at every update, {plan.steps} updates, over links of "
         f"{plan.mbit_per_s:g} Mbit/s; no warm start. DDP, ACCO and DPU have three seeds, all others one."
     )
 
 
 def plot(plan: Plan, outcomes: Mapping[str, Outcome], path: Path) -> str | None:
-    """Loss against virtual time, and the time of an update over lines."""
+    """Loss against virtual time, and time per update against bandwidth."""
     methods = [method for method in RECIPES if method in outcomes and outcomes[method].curves]
     times = {method: _times(plan, method, outcomes) for method in RECIPES}
     if len(methods) < 2 and not any(times.values()):
         return None
     save_figure(lambda found: _figure(methods, times, found), outcomes, path)
-    return "loss against virtual time, and seconds of an update over the speed of lines"
+    return "loss against virtual time, and seconds per update against bandwidth"
 
 
 def timed(plan: Plan, outcomes: Mapping[str, Outcome]) -> list[str]:
-    """Where ACCO's overlap pays."""
-    found = {line: share for line in _tried(plan) if (share := _share(line, outcomes)) is not None}
-    less = [line for line, share in found.items() if share < 1]
+    """The links over which ACCO is faster than DDP."""
+    found = {link: share for link in _link_settings(plan) if (share := _share(link, outcomes)) is not None}
+    faster = [link for link, share in found.items() if share < 1]
     if not found:
         return []
-    if not less:
-        return ["**does not hold here**: ACCO takes less virtual time than DDP."]
-    best = min(less, key=lambda line: found[line])
-    told = f"ACCO takes less virtual time than DDP over {'; '.join(less)}. It is least over {best}: {found[best]:.3f} of DDP's."
-    more = [line for line in found if line not in less]
-    return [f"**holds here**: {told}" + (f" Over {'; '.join(more)} it takes more: it exchanges twice an update." if more else "")]
+    if not faster:
+        return [f"{holds_text(False)}: ACCO takes less virtual time than DDP."]
+    best = min(faster, key=lambda link: found[link])
+    slower = [link for link in found if link not in faster]
+    return [
+        f"{holds_text(True)}: ACCO takes less virtual time than DDP over {'; '.join(faster)}. The least is {found[best]:.3f} of "
+        f"DDP's, over {best}." + (f" Over {'; '.join(slower)} it takes more: it exchanges twice per update." if slower else "")
+    ]
 
 
 def _times(plan: Plan, method: str, outcomes: Mapping[str, Outcome]) -> dict[int, float]:
-    """Virtual seconds of an update, by the line's speed."""
-    found = {speed: _update_s(plan, method, _speed(speed), outcomes) for speed in plan.lines}
-    return {speed: time_s for speed, time_s in found.items() if time_s is not None}
+    """Virtual seconds per update, by bandwidth."""
+    found = {mbit: _update_s(plan, method, _bandwidth(mbit), outcomes) for mbit in plan.bandwidths}
+    return {mbit: time_s for mbit, time_s in found.items() if time_s is not None}
 
 
 def _figure(methods: Sequence[str], times: Mapping[str, Mapping[int, float]], outcomes: Mapping[str, Outcome]) -> Any:
-    figure, (curves, lines) = new_figure(2)
+    figure, (curves, links) = new_figure(2)
     for method, colour in zip(RECIPES, COLOURS, strict=False):
         if method in methods:
             for curve in outcomes[method].curves:
                 curves.plot([time_s / 60 for time_s, _, _ in curve], [loss for _, _, loss in curve], color=colour, alpha=0.8)
         if times[method]:
-            lines.plot(list(times[method]), list(times[method].values()), color=colour, marker="o", markersize=4)
+            links.plot(list(times[method]), list(times[method].values()), color=colour, marker="o", markersize=4)
         curves.plot([], [], color=colour, label=method)
     curves.set(xlabel="virtual time (minutes)", ylabel="validation loss")
-    lines.set(xscale="log", yscale="log", xlabel="Mbit/s of each line", ylabel="seconds of an update")
+    links.set(xscale="log", yscale="log", xlabel="bandwidth of each link (Mbit/s)", ylabel="seconds per update")
     curves.legend(frameon=False, fontsize=10)
     return figure
 
@@ -251,10 +241,10 @@ EVIDENCE = Evidence(
     plan=plan,
     groups=groups,
     standing=standing,
-    called=ACCO,
+    default=ACCO,
     headline=lambda plan: (ACCO, DDP, DPU),
     introduction=introduction,
-    reading="This is ACCO, and a row adds the settings it shows, or has another algorithm:",
+    reading="The command runs ACCO. A row adds the settings it shows, or has another algorithm:",
     claims=claims,
     plot=plot,
     share="of DDP's",

@@ -2,9 +2,9 @@
 
     python benchmarks/evidence_async.py --text prepared/wiki --processes 6            about 15 minutes of one H200
     python benchmarks/evidence_async.py --text prepared/wiki --only level             one table
-    python benchmarks/evidence_async.py --text prepared/small --quick                 in miniature on the CPU
+    python benchmarks/evidence_async.py --text prepared/small --quick                 smoke test on the CPU
 
-See `evidence.py` for the text and for going on.
+See `evidence.py` for the text and for continuing a record.
 """
 
 from __future__ import annotations
@@ -20,39 +20,27 @@ from evidence_async_report import at, claims, introduction, timed
 from record import script
 
 SAME_TOKENS = 0.015
-"""A hub stops with the arrival that reaches the local updates, up to a round of all workers too late."""
+"""A hub stops at the arrival that reaches the number of local updates, which may be a round of all workers late."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(OnGpu):
-    """The workload, and the values that rows run through.
-
-    Attributes:
-        levels: how much the workers differ; the last is that of all other rows.
-        nesterov: DiLoCo's outer rule, and the naive one at every arrival.
-        delayed: Delayed Nesterov.
-        window_s: how long the hub waits for others, with Dynamic Local Updates.
-        slow_mbit_per_s: of slower lines, which are tried besides.
-        milder: learning rate and momentum of outer rules for few rounds.
-        often: steps of a synchronous round, so that there are about as many as Dynamic Local Updates make.
-        naive_rates: further outer rates of the naive one, of the paper's grid.
-        large_lr: of the larger model, where it has a rate of its own: less, as its width is more.
-    """
+    """The workload and the values of the rows."""
 
     warm_start: int = 1000
     inner_steps: int = 50
     islands: int = 4
     evaluate_every: int = 250
     mbit_per_s: float = 1000
-    levels: tuple[str, ...] = ("none", "slight", "moderate", "very")
-    nesterov: str = "Nesterov(lr=0.7,momentum=0.9)"
+    levels: tuple[str, ...] = ("none", "slight", "moderate", "very")  # of heterogeneity; other rows have the last
+    nesterov: str = "Nesterov(lr=0.7,momentum=0.9)"  # DiLoCo's outer rule, and naive's at every arrival
     delayed: str = "DelayedNesterov(lr=0.7,momentum=0.9,period=4)"
-    window_s: float = 3.0
+    window_s: float = 3.0  # the hub's grace window with Dynamic Local Updates
     slow_mbit_per_s: float = 100
-    milder: tuple[float, float] = (0.9, 0.7)
-    often: int = 30
-    naive_rates: tuple[float, ...] = (0.3, 0.1)
-    large_lr: float = 0.0006
+    milder: tuple[float, float] = (0.9, 0.7)  # learning rate and momentum of outer rules for few rounds
+    often: int = 30  # steps of a synchronous round, for about as many rounds as with Dynamic Local Updates
+    naive_rates: tuple[float, ...] = (0.3, 0.1)  # further outer rates of naive, from the paper's grid
+    large_lr: float = 0.0006  # of the larger model: lower, as its width is larger
 
     @property
     def batch(self) -> str:
@@ -61,7 +49,7 @@ class Plan(OnGpu):
 
     @property
     def large_at(self) -> str:
-        """Begins labels of the larger model at its own rate."""
+        """The label prefix of the larger model at its own rate."""
         return f"large, lr {self.large_lr:g}"
 
     @property
@@ -82,12 +70,12 @@ class Plan(OnGpu):
         return self.row(ASYNC, name, f"AsyncLocalSGD({options})", *settings)
 
     def arriving(self, name: str, outer: str, *settings: str, weight: str = "1/k") -> Row:
-        """An outer rule at every arrival: no pace, and nobody waits."""
+        """An outer rule at every arrival, with equal steps and no grace window."""
         return self.row(ASYNC, name, f"AsyncLocalSGD(inner_steps={self.inner_steps},outer={outer},weight={weight})", *settings)
 
     @property
     def buffer(self) -> str:
-        """DiLoCo's outer rule on as many arrivals as there are workers."""
+        """DiLoCo's outer rule on as many arrivals as workers."""
         return f"Buffered(rule={self.nesterov},size={self.islands})"
 
     def naive(self, name: str, *settings: str) -> Row:
@@ -115,7 +103,7 @@ def plan(quick: bool) -> Plan:
 
 
 def standing(plan: Plan) -> dict[str, Row]:
-    """What the others are compared with."""
+    """The rows that others are compared with."""
     return {DEFAULT: plan.own(DELAYED), **_rows(plan)}
 
 
@@ -134,7 +122,7 @@ def _group(name: str, title: str, note: str, rows: dict[str, Row], against: dict
 
 def _headline(plan: Plan) -> Group:
     rows = _rows(plan)
-    note = f"Synchronous training (DiLoCo), its outer step at every arrival (naive), and the paper's own, {DELAYED}."
+    note = f"Synchronous training (DiLoCo), its outer step at every arrival (naive), and the paper's method, {DELAYED}."
     return _group("headline", "The headline", note, rows, dict.fromkeys(rows, SYNC))
 
 
@@ -152,13 +140,14 @@ def _fair(plan: Plan) -> Group:
         plan.batch: plan.row(DDP, plan.batch, "DDP()"),
     }
     note = (
-        f"{DELAYED} agrees more often than {SYNC} does, since slow workers make shorter rounds (the pace), and its hub waits "
-        f"{plan.window_s:g} s for others (the window); {plan.as_often} is to agree about as often. All three of the headline "
-        f"with a milder outer rule ({rate:g}, momentum {momentum:g}). Other outer rules with the same pace and window, {DELAYED} "
-        f"without the window, naive with lower outer rates, and {plan.batch}: gradients at every step, in the time of the slowest."
+        f"{DELAYED} exchanges more often than {SYNC}, since slow workers have shorter rounds (pace), and its hub has a grace "
+        f"window of {plan.window_s:g} s; {plan.as_often} exchanges about as often. Further rows: the three rows of the headline "
+        f"with a milder outer rule ({rate:g}, momentum {momentum:g}), other outer rules with the same pace and window, {DELAYED} "
+        f"without the window, naive with lower outer rates, and {plan.batch}: gradients at every step, at the pace of the slowest "
+        f"worker."
     )
     against = dict.fromkeys(rows, SYNC) | dict.fromkeys((mild(DELAYED), mild(NAIVE)), mild(SYNC))
-    return _group("fair", "What it owes to what", note, rows, against)
+    return _group("fair", "Contributions of pace, window and outer rule", note, rows, against)
 
 
 def _fixes(plan: Plan) -> Group:
@@ -171,9 +160,9 @@ def _fixes(plan: Plan) -> Group:
         "DyLU": plan.naive("DyLU", "algorithm.pace=given", f"algorithm.grace_s={plan.window_s}"),
     }
     note = (
-        "What the paper compares, each on top of naive: a discount by staleness, also with updates left out beyond a staleness of "
-        "10, delay compensation, a buffer of as many arrivals as workers, and its own two parts: Delayed Nesterov with no "
-        "pace (DN), and Dynamic Local Updates with the naive outer step (DyLU)."
+        "The remedies that the paper compares, each on top of naive: a discount by staleness, also without updates beyond a "
+        "staleness of 10, delay compensation, a buffer of as many arrivals as workers, and the two parts of the paper's method: "
+        "Delayed Nesterov with equal steps (DN), and Dynamic Local Updates with the naive outer step (DyLU)."
     )
     return _group("fixes", "Remedies", note, rows, dict.fromkeys(rows, SYNC))
 
@@ -186,18 +175,16 @@ def _levels(plan: Plan) -> Group:
         makes = ((SYNC, plan.sync), (NAIVE, plan.naive), (DELAYED, plan.own))
         rows |= {at(level, name): make(at(level, name), setting) for name, make in makes}
         against |= dict.fromkeys((at(level, name) for name, _ in makes), at(level, SYNC))
-    note = f"Step times of all levels have the same total speed; the headline is the last level, {plan.levels[-1]}."
-    return _group("level", "How much the workers differ", note, rows, against)
+    note = f"All levels have the same total speed. The headline is at the last level, {plan.levels[-1]}."
+    return _group("level", "Heterogeneity of the workers", note, rows, against)
 
 
 def _slow(plan: Plan) -> Group:
     setting = f"cluster.link.bandwidth_mbit_per_s={plan.slow_mbit_per_s:g}"
     makes = ((SYNC, plan.sync), (DELAYED, plan.own))
-    rows = {at("slow lines", name): make(at("slow lines", name), setting) for name, make in makes}
-    note = (
-        f"Of {plan.slow_mbit_per_s:g} Mbit/s; all other rows have {plan.mbit_per_s:g}. A worker waits for what it pulls and pushes."
-    )
-    return _group("slow", "Slower lines", note, rows, dict.fromkeys(rows, at("slow lines", SYNC)))
+    rows = {at("slow links", name): make(at("slow links", name), setting) for name, make in makes}
+    note = f"{plan.slow_mbit_per_s:g} Mbit/s; all other rows have {plan.mbit_per_s:g}. A worker waits while it pulls and pushes."
+    return _group("slow", "Slower links", note, rows, dict.fromkeys(rows, at("slow links", SYNC)))
 
 
 def _sizes(plan: Plan) -> Group:
@@ -210,8 +197,8 @@ def _sizes(plan: Plan) -> Group:
         own = {at(size, name): make(at(size, name), *settings) for name, make in makes}
         rows, against = rows | own, against | dict.fromkeys(own, at(size, SYNC))
     note = (
-        f"A larger model, of the 60M preset's shape, at the rate of all others ({plan.lr:g}), and at {plan.large_lr:g}, which is "
-        f"less, as its width is more. Step times do not follow the size."
+        f"A larger model, of the 60M preset's shape, at the rate of all other rows ({plan.lr:g}), and at {plan.large_lr:g}: lower, "
+        f"as its width is larger. Step times do not depend on the size."
     )
     return _group("size", "Model size", note, rows, against)
 
@@ -232,8 +219,8 @@ def _pairs(plan: Plan) -> Group:
             rows[arriving] = plan.arriving(arriving, apart, *settings, weight=weight)
             against |= {sync: pair(inside, "Nesterov")[0], arriving: sync}
     note = (
-        "Inner rule + outer rule; synchronous, and at every arrival with a weight of 1/k (Adam, which divides by the size of what "
-        "it is given, has a smaller rate instead). The inner rule also trains the warm start."
+        "Inner rule + outer rule; synchronous, and at every arrival with a weight of 1/k (Adam, which normalizes its "
+        "input, has a smaller rate instead). The inner rule also trains the warm start."
     )
     return _group("pairs", "Pairs of inner and outer rule", note, rows, against)
 
@@ -245,10 +232,10 @@ EVIDENCE = Evidence(
     plan=plan,
     groups=groups,
     standing=standing,
-    called=DELAYED,
+    default=DELAYED,
     headline=lambda plan: (DELAYED, SYNC, NAIVE, mild(DELAYED), mild(SYNC)),
     introduction=introduction,
-    reading=f"This is {DELAYED}; a row adds settings, or has an algorithm of its own:",
+    reading=f"The command runs {DELAYED}. A row adds settings, or has another algorithm:",
     claims=claims,
     plot=lambda plan, outcomes, path: plot_curves((SYNC, NAIVE, DELAYED), outcomes, path),
     share="of sync's",

@@ -1,10 +1,10 @@
 """DiLoCo's claims on one GPU and real text: islands train alone for hundreds of steps, then average.
 
     python benchmarks/evidence_diloco.py --text prepared/wiki --domains prepared/domains --processes 6  about 35 minutes of one H200
-    python benchmarks/evidence_diloco.py --text prepared/wiki --only H --minutes 5           one table, or as far as it comes
-    python benchmarks/evidence_diloco.py --text prepared/small --quick                       in miniature on the CPU
+    python benchmarks/evidence_diloco.py --text prepared/wiki --only H --minutes 5           one table, for five minutes
+    python benchmarks/evidence_diloco.py --text prepared/small --quick                       smoke test on the CPU
 
-See `evidence.py` for the text and for going on.
+See `evidence.py` for the text and for continuing a record.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def groups(plan: Plan) -> list[Group]:
         outer_rules(plan),
         longer_runs(plan),
         milder_rule(plan),
-        *([milder_shards(plan, _in_shards(shards))] if shards else []),
+        *([milder_shards(plan, _diloco_rows(shards))] if shards else []),
         rates(plan),
         batches(plan),
     ]
@@ -45,9 +45,9 @@ def _headline(plan: Plan) -> Group:
     return Group(
         name="headline",
         title="The headline",
-        note=f"DiLoCo agrees every {plan.inner_steps} steps; the paper's abstract has 500. After the warm start one worker "
-        f"has 1/{plan.islands} of the tokens. {plan.batch}: as many updates, with so many times the batch, spread over "
-        f"{plan.islands} islands that talk at every step (DDP). {plan.updates}: one worker, on as many tokens as all islands.",
+        note=f"DiLoCo exchanges every {plan.inner_steps} steps; the paper's abstract has 500. After the warm start one worker "
+        f"has 1/{plan.islands} of the tokens. {plan.batch}: as many updates with {plan.islands} times the batch, on "
+        f"{plan.islands} islands that exchange at every step (DDP). {plan.updates}: one worker with as many tokens as all islands.",
         rows={
             ONE: plan.row(ONE, "cluster.islands=1", recipe=DDP),
             plan.batch: plan.row(plan.batch, recipe=DDP),
@@ -62,7 +62,7 @@ def _lengths(plan: Plan) -> Group:
     rounds = ", ".join(str(plan.steps // steps) for steps in plan.lengths)
     return Group(
         name="H",
-        title="Steps between two agreements (H)",
+        title="Inner steps per round (H)",
         note=f"The same steps and tokens, in {rounds} rounds.",
         rows={f"H={steps}": plan.length(steps) for steps in plan.lengths},
     )
@@ -82,9 +82,9 @@ def _drops(plan: Plan) -> Group:
     rows = {f"drop {p}": plan.row(f"drop {p}", f"cluster.drop_probability={p}") for p in (0, 0.5)}
     return Group(
         name="drop",
-        title="Deltas that get lost",
-        note="Each island's delta is lost with this probability, each round anew, and the island goes on from its own weights. "
-        "Tokens are those whose updates arrived in the end.",
+        title="Lost deltas",
+        note="In each round each island's delta is lost with this probability. The island then continues from its own weights. "
+        "Tokens are those whose updates were delivered.",
         rows=rows,
     )
 
@@ -100,21 +100,21 @@ def _partitions(plan: Plan, domains: str) -> Group:
     rows[one] = plan.row(one, text[0], "cluster.islands=1", recipe=DDP)
     return Group(
         name="partition",
-        title="Shards that are alike and shards that differ",
-        note=f"Another text, of several domains, on {plan.separate} islands after a warm start of its own: dealt out at random, or "
-        f"domain by domain. Deltas weigh as much as their shard has examples.",
+        title="Equal and unequal shards",
+        note=f"Another text, of several domains, on {plan.separate} islands after its own warm start, sharded at random or by "
+        f"domain. A delta's weight is the number of examples in its shard.",
         rows=rows,
         against=dict.fromkeys(rows, "domains, IID"),
     )
 
 
-def _in_shards(group: Group) -> dict[str, Row]:
-    """Rows of DiLoCo on several domains."""
+def _diloco_rows(group: Group) -> dict[str, Row]:
+    """The rows of a group that train with DiLoCo."""
     return {label: row for label, row in group.rows.items() if row.recipe == DILOCO}
 
 
 def _three_seeds(plan: Plan) -> list[str]:
-    """Labels of rows with three seeds: of the headline, and with both outer rules those of all lengths of rounds and of domains."""
+    """Labels of rows with three seeds: the headline, and all round lengths and domains with both outer rules."""
     rows = [label for group in groups(plan) if group.name in ("H", "partition") for label in group.rows]
     return [DILOCO_ROW, ONE, plan.batch, *rows, *map(mild, rows)]
 
@@ -126,10 +126,10 @@ EVIDENCE = Evidence(
     plan=plan,
     groups=groups,
     standing=lambda plan: {DEFAULT: plan.row(DILOCO_ROW), DILOCO_ROW: plan.row(DILOCO_ROW)},
-    called=DILOCO_ROW,
+    default=DILOCO_ROW,
     headline=_three_seeds,
     introduction=introduction,
-    reading="This is the default, and a row adds the settings it shows:",
+    reading="The command runs the default. A row adds the settings it shows:",
     claims=claims,
     plot=plot,
 )

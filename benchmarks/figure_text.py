@@ -9,18 +9,18 @@ from cells import Outcome
 from seed_statistics import Interval, Sample, difference, verdict
 
 SAME_TOKENS = 0.001
-"""Shares of tokens up to which a difference is not spoken of."""
+"""Relative differences of tokens up to this are not reported."""
 
 RULE = (
-    "Losses are means over seeds ± the sample standard deviation, with the least and the greatest. Runs of one seed on one machine "
-    "begin with the same weights and read the same text, unless a row says otherwise, so differences are taken seed by seed, with "
-    'the 95 % interval of their mean (Student\'s t). Where it holds 0 the verdict is "none": these seeds show no difference. Of '
-    "twenty verdicts one is wrong by chance."
+    "Losses are means over seeds ± the sample standard deviation, with their range. Runs of one seed on one machine start from the "
+    "same weights and read the same text, unless a row says otherwise, so differences are taken seed by seed, with the 95 % "
+    'interval of their mean (Student\'s t). If the interval contains 0, the verdict is "none": these seeds show no difference. '
+    "One of twenty verdicts is wrong by chance."
 )
 
 
 def loss_text(outcome: Outcome) -> tuple[str, str]:
-    """Mean and standard deviation, and the range, of which a single seed has neither."""
+    """Mean ± standard deviation, and the range. A single seed has the mean only."""
     if outcome.loss is None:
         return f"diverged ({len(outcome.errors)} of {len(outcome.errors) + len(outcome.summaries)} seeds)", "-"
     loss = outcome.loss
@@ -37,6 +37,17 @@ def difference_text(one: Sample | None, two: Sample | None) -> tuple[str, str]:
     return (interval_text(found) if found else f"{one.values[0] - two.values[0]:+.4f}"), verdict(found)
 
 
+def loss_headings(reference: str) -> list[str]:
+    """Of the columns of `loss_columns`, after the row's label."""
+    return ["row", "val loss", "range", f"minus {reference}", "verdict"]
+
+
+def loss_columns(outcome: Outcome, reference: Outcome) -> list[str]:
+    """Loss, range, difference from the reference, and verdict."""
+    compared = ("-", "-") if outcome is reference else difference_text(outcome.loss, reference.loss)
+    return [*loss_text(outcome), *compared]
+
+
 def interval_text(found: Interval) -> str:
     """
     >>> interval_text(Interval(-0.1, -0.15, -0.05))
@@ -45,14 +56,19 @@ def interval_text(found: Interval) -> str:
     return f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
 
 
+def updates_text(outcome: Outcome) -> str:
+    updates = outcome.mean("outer_steps")
+    return "-" if updates is None else f"{updates:.0f}"
+
+
 def decoder_text(outcome: Outcome) -> str:
-    """What is trained, with its size if that is known."""
+    """The model, with its size if that is known."""
     params = outcome.mean("params")
     return "A decoder" + (f" of {params:,.0f} parameters" if params is not None else "")
 
 
 def tokens_text(outcome: Outcome, reference: Outcome, same: float = SAME_TOKENS) -> str:
-    """Tokens with the warm start's, and by how many times they are more or fewer than the reference's, if they are."""
+    """Tokens, warm start included, and their ratio to the reference's if they differ."""
     if outcome.tokens is None:
         return "-"
     ratio = tokens_ratio(outcome, reference, same)
@@ -60,7 +76,7 @@ def tokens_text(outcome: Outcome, reference: Outcome, same: float = SAME_TOKENS)
 
 
 def tokens_ratio(outcome: Outcome, reference: Outcome, same: float = SAME_TOKENS) -> float | None:
-    """How many times the reference's tokens; exactly 1 where they differ by no more than this share."""
+    """Tokens over the reference's; exactly 1 if they differ by no more than this share."""
     if outcome.tokens is None or not reference.tokens:
         return None
     ratio = outcome.tokens / reference.tokens
@@ -73,7 +89,7 @@ def bytes_text(outcome: Outcome) -> str:
 
 
 def bytes_ratio_text(outcome: Outcome, reference: Outcome) -> str:
-    """The bytes as a share of the reference's."""
+    """Bytes over the reference's."""
     sent, most = outcome.mean("sent_bytes_per_island"), reference.mean("sent_bytes_per_island")
     if sent is None or not most:
         return "-"
@@ -86,7 +102,7 @@ def time_text(outcome: Outcome) -> str:
 
 
 def time_ratio(outcome: Outcome, reference: Outcome) -> float | None:
-    """The virtual time as a share of the reference's."""
+    """Virtual time over the reference's."""
     time_s, whole_s = outcome.mean("virtual_time_s"), reference.mean("virtual_time_s")
     return None if time_s is None or not whole_s else time_s / whole_s
 
@@ -97,10 +113,10 @@ def time_ratio_text(outcome: Outcome, reference: Outcome) -> str:
 
 
 def staleness_text(outcome: Outcome) -> str:
-    """How many updates an arrival had missed; a dash where there is no hub."""
+    """Mean updates that an arrival had missed; a dash where there is no hub."""
     return "-" if outcome.staleness is None else f"{outcome.staleness:.2f}"
 
 
-def busy_text(outcome: Outcome) -> str:
+def utilisation_text(outcome: Outcome) -> str:
     share = outcome.mean("utilisation")
     return "-" if share is None else human_percent(share)

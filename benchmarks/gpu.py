@@ -1,15 +1,15 @@
-"""How fast simulated islands train on one GPU, against a bare compiled PyTorch loop.
+"""The speed of simulated islands on one GPU, compared with a bare compiled PyTorch loop.
 
-    python benchmarks/gpu.py                                  everything: about twenty minutes of an H200
+    python benchmarks/gpu.py                                  all cells: about twenty minutes of an H200
     python benchmarks/gpu.py --presets m150                   one model, and small batches
-    python benchmarks/gpu.py --only presets --minutes 4       begins no further cell after so long; the same command goes on
-    python benchmarks/gpu.py --quick                          in miniature, also on a CPU, to see whether it works
+    python benchmarks/gpu.py --only presets --minutes 4       starts no cell after 4 minutes; the same command continues
+    python benchmarks/gpu.py --quick                          smoke test at small sizes, also on a CPU
 
-For each preset: tokens per second, model FLOP utilisation against a matrix product of the same run, and memory, of a bare loop and
-of DiLoCo on 1, 4, 8 and 64 islands, where that many fit into memory. With small batches, which do not fill a device: islands
-one after the other (apart), the same with recorded passes, all stacked in one pass, and what the simulator chooses by measuring
-(auto); with one batch that does, all of these but recorded passes. Losses tell whether all ways give the same numbers. The bare
-loop and DiLoCo's rounds take turns. Leave the device alone meanwhile.
+For each preset: tokens per second, model FLOP utilisation relative to a matrix product of the same run, and memory, of a bare loop
+and of DiLoCo on 1, 4, 8 and 64 islands, if they fit into memory. With small batches, which do not fill a device: islands one after
+the other (apart), the same with recorded passes (CUDA graphs), all stacked in one pass, and the mode that the simulator chooses by
+measurement (auto); with one batch that fills the device, all of these but recorded passes. The losses show whether all modes
+compute the same. The bare loop and DiLoCo's rounds alternate. Needs an idle device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,25 +29,25 @@ import torch
 from atoll.core.errors import AtollError, ConfigError
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_bytes, human_count
-from gpu_device import free_bytes, is_cuda, product_flops_per_s, tidy
-from gpu_loops import Bare, Subject, islands_measured
+from gpu_device import free_bytes, free_memory, is_cuda, product_flops_per_s
+from gpu_loops import Bare, Subject, measure_islands
 from gpu_plan import FLOPS_FORMULA, PRESETS, Cell, Plan, Shape, plan_of, quick_plan, sizes_given
 from gpu_report import figure, sections_of
-from gpu_results import MATRIX, Found, Measured, bare_key, matrix_key
-from progress import Watch
-from record import Record, default_path, fill, script
+from gpu_results import MATRIX, Measured, Results, bare_key, matrix_key
+from progress import CellProgress
+from record import Record, benchmark_parser, open_record, script
 
 
 class Measuring:
-    """Makes the cells that a record does not hold yet.
+    """Measures the cells that a record does not hold.
 
     Args:
         plan: all cells.
-        record: where they are kept.
-        device: where everything is computed.
-        watch: is told how far it is.
-        until_s: on `time.monotonic`'s clock: no cell begins later.
-        room: how many bytes are free on a device; None if nobody needs to ask.
+        record: holds the cells.
+        device: where to compute.
+        progress: shows the progress.
+        until_s: start no cell after this time of `time.monotonic`.
+        free: the free bytes of a device; None: not limited.
     """
 
     def __init__(
@@ -56,21 +55,20 @@ class Measuring:
         plan: Plan,
         record: Record,
         device: str,
-        watch: Watch,
+        progress: CellProgress,
         until_s: float = math.inf,
-        room: Callable[[str], int | None] = free_bytes,
+        free: Callable[[str], int | None] = free_bytes,
     ) -> None:
-        self._plan, self._record, self._device, self._watch = plan, record, device, watch
-        self._until_s, self._room = until_s, room
+        self._plan, self._record, self._device, self._progress = plan, record, device, progress
+        self._until_s, self._free = until_s, free
         self._run = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        self._product_flops_per_s: float | None = None
-        """Of this run."""
+        self._product_flops_per_s: float | None = None  # of this run
         self.failed: list[str] = []
 
     def all(self) -> None:
         """
         Raises:
-            ConfigError: the record is another device's, and there is something to measure.
+            ConfigError: the record is of another device, and there are cells to measure.
         """
         if self._record.get(matrix_key(self._plan.matrix)) is None:
             self._product()
@@ -89,69 +87,69 @@ class Measuring:
         there = self._record[matrix_key(self._plan.matrix)].get("device", here)
         if here != there:
             raise ConfigError(
-                f"--record {self._record.path}: it was measured on {there}, and this is {here}. Figures of one record are of one "
-                f"device: use another --record here, or go on with this one there."
+                f"--record {self._record.path}: it was measured on {there}, and this is {here}. The figures of a record are of "
+                f"one device: use another --record here, or continue this one there."
             )
 
     def _product(self) -> float:
-        """Measured once a run, before anything else. The record's own line is that of its first run."""
+        """Measured once per run, first. The record's own cell is that of its first run."""
         if self._product_flops_per_s is None:
-            self._watch.begin(MATRIX)
+            self._progress.begin(MATRIX)
             found = self._product_flops_per_s = product_flops_per_s(self._device, self._plan.matrix, self._plan.product_s)
-            told, key = f"{MATRIX}: {found / 1e12:.3g} TFLOP/s", matrix_key(self._plan.matrix)
+            result, key = f"{MATRIX}: {found / 1e12:.3g} TFLOP/s", matrix_key(self._plan.matrix)
             if self._record.get(key) is None:
                 about = {"device": device_name(self._device), "flops_per_token": FLOPS_FORMULA}
                 self._record.add(key, {"flops_per_s": found, "product_s": self._plan.product_s, **about, "run": self._run})
-                self._watch.end(told)
+                self._progress.end(result)
             else:
-                self._watch.say(told)
+                self._progress.log(result)
         return self._product_flops_per_s
 
     def _add(self, key: str, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes down what this run measured, with what is needed to compare it with other runs."""
+        """Adds a cell, with what is needed to compare it with other runs."""
         return self._record.add(key, {**found, "product_flops_per_s": self._product(), "run": self._run})
 
     def _shape(self, shape: Shape, missing: Sequence[Cell]) -> None:
-        """Everything about one model and batch, with one compiled loss."""
-        self._watch.begin(f"{shape.words}: compiling")
+        """Measures the missing cells of one model and batch, with one compiled loss."""
+        self._progress.begin(f"{shape.label}: compiling")
         try:
-            subject, bare = self._begun(shape)
-        except Exception as error:  # the other shapes may do better
-            self._watch.say(self._failure(f"{shape.words}, bare loop", error))
+            subject, bare = self._bare_loop(shape)
+        except Exception as error:  # other shapes may not fail
+            self._progress.log(self._failure(f"{shape.label}, bare loop", error))
             return
         for cell in missing:
             if self._is_late():
-                self._watch.say("time is up: the same command goes on from here")
+                self._progress.log("the time is over: the same command continues from here")
                 return
-            self._watch.begin(f"{shape.words}, {cell.label}")
-            self._watch.end(f"{shape.words}, {cell.label}: {self._cell(cell, subject, bare)}")
+            self._progress.begin(f"{shape.label}, {cell.label}")
+            self._progress.end(f"{shape.label}, {cell.label}: {self._cell(cell, subject, bare)}")
 
-    def _begun(self, shape: Shape) -> tuple[Subject, Bare]:
-        """What is trained, and the bare loop, warm, and measured by itself."""
+    def _bare_loop(self, shape: Shape) -> tuple[Subject, Bare]:
+        """The workload, and the bare loop after its warm-up and measurement."""
         key = bare_key(shape, self._plan.turns)
-        tidy(self._device)
+        free_memory(self._device)
         subject = Subject(shape, self._device)
         bare = Bare(subject)
         bare.warm_up()
         if self._record.get(key) is None:
             found = self._add(key, bare.measured(self._plan.turns))
             rate = shape.bare_steps * shape.tokens / min(found["bare_s"])
-            self._watch.end(f"{shape.words}, bare loop: {human_count(rate)} tokens/s at best")
+            self._progress.end(f"{shape.label}, bare loop: {human_count(rate)} tokens/s at best")
         return subject, bare
 
     def _cell(self, cell: Cell, subject: Subject, bare: Bare) -> str:
-        """Measures it, unless it is too large. What came of it, in words."""
+        """Measures a cell, unless it is too large. Returns the result as text."""
         try:
-            tidy(self._device)
-            free = self._room(self._device)
+            free_memory(self._device)
+            free = self._free(self._device)
             if free is not None and cell.estimated_bytes > free:
-                needs = f"would take about {human_bytes(cell.estimated_bytes)}, and {human_bytes(free)} are free"
+                needs = f"needs about {human_bytes(cell.estimated_bytes)}, and {human_bytes(free)} are free"
                 return self._skipped(cell, needs)
-            found = Measured(cell, self._add(cell.key, islands_measured(cell, subject, bare)))
+            found = Measured(cell, self._add(cell.key, measure_islands(cell, subject, bare)))
         except torch.OutOfMemoryError:
             return self._skipped(cell, "did not fit into memory")
-        except Exception as error:  # the other cells may do better, and a device is not lent for long
-            return self._failure(f"{cell.shape.words}, {cell.label}", error)
+        except Exception as error:  # other cells may not fail
+            return self._failure(f"{cell.shape.label}, {cell.label}", error)
         return f"{human_count(found.tokens_per_s)} tokens/s, {found.share:.3f} of the bare loop's"
 
     def _skipped(self, cell: Cell, why: str) -> str:
@@ -159,36 +157,33 @@ class Measuring:
         return f"skipped: {why}"
 
     def _failure(self, what: str, error: Exception) -> str:
-        """It is told in full at once, and nothing is written down: the same command tries again."""
+        """Prints the traceback. Adds no cell, so that the same command tries again."""
         traceback.print_exception(error, file=sys.stderr)
-        said = f"{type(error).__name__} {str(error).partition(chr(10))[0]}"
-        self.failed.append(f"{what} ({said})")
-        return f"failed: {said}"
+        message = f"{type(error).__name__} {str(error).partition(chr(10))[0]}"
+        self.failed.append(f"{what} ({message})")
+        return f"failed: {message}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     device, plan = options.device or ("cuda" if torch.cuda.is_available() else "cpu"), _plan(options)
-    record = Record(options.record or default_path("gpu" + ("_quick" if options.quick else "")))
+    record = open_record(options, "gpu")
     able = options.quick or (is_cuda(device) and torch.cuda.is_available())
     if not able and record.get(matrix_key(plan.matrix)) is None:
         raise ConfigError(
-            f"--device {device}: this measures a GPU, and torch sees none here. Use one, or --quick on a CPU, or give a --record "
-            f"whose tables are to be made again."
+            f"--device {device}: this script measures a GPU, and torch sees none here. Use one, or --quick on a CPU, or give a "
+            f"--record whose tables are to be written again."
         )
-    # One everywhere: a loss that was compiled with so many threads around it is compiled anew for another number.
+    # The same number everywhere: torch compiles a loss again for another number of threads.
     torch.set_num_threads(1)
     until_s = time.monotonic() + 60 * options.minutes if able else -math.inf
-    with Watch("gpu", _missing(plan, record), quiet=options.quiet) as watch:
-        measuring = Measuring(plan, record, device, watch, until_s)
+    with CellProgress("gpu", _missing(plan, record), quiet=options.quiet) as progress:
+        measuring = Measuring(plan, record, device, progress, until_s)
         measuring.all()
-    found = Found(plan, record)
-    sections = sections_of(plan, found, record[matrix_key(plan.matrix)]["device"])
-    save_figure(figure, found, record.plot)
-    readme = record.write("Islands on one GPU", [*sections, f"![tokens per second]({record.plot.name})"])
-    fill(options.docs, "gpu", sections, record)
-    print("\n\n".join(sections))
-    print(f"\nrecord: {readme}")
+    results = Results(plan, record)
+    sections = sections_of(plan, results, record[matrix_key(plan.matrix)]["device"])
+    save_figure(figure, results, record.plot)
+    record.publish("Islands on one GPU", sections, plot="tokens per second", docs=(options.docs, "gpu"))
     if measuring.failed:
         raise AtollError(f"some cells failed, and the record has the others: {'; '.join(measuring.failed)}")
 
@@ -222,20 +217,17 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _parser() -> argparse.ArgumentParser:
-    first = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS), help="in the order of measuring")
-    parser.add_argument("--batches", nargs="+", default=[], metavar="NAME=N", help="other sequences in an island's batch")
-    parser.add_argument("--islands", type=int, nargs="+", help="only with so many; None: 1, 4, 8 and 64")
-    parser.add_argument("--inner-steps", type=int, default=25, help="of a round; fewer of more than 8 islands")
-    parser.add_argument("--turns", type=int, default=3, help="of each cell, after one that warms up; fewer of more than 8 islands")
-    parser.add_argument("--only", action="append", choices=["presets", "small"], help="this part; None: both")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no cell after so long")
-    parser.add_argument("--device", help="None: cuda where there is one")
-    parser.add_argument("--quick", action="store_true", help="in miniature, to see whether it works")
-    parser.add_argument("--record", type=Path, help="the record's folder; None: records/<today>_gpu")
-    parser.add_argument("--docs", type=Path, help="a page whose marks are filled with the tables")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser = benchmark_parser(__doc__, "gpu", page="docs/evidence.md", quick=True)
+    parser.add_argument(
+        "--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS), help="models, in the order of measurement"
+    )
+    parser.add_argument("--batches", nargs="+", default=[], metavar="NAME=N", help="other batch sizes per island")
+    parser.add_argument("--islands", type=int, nargs="+", help="numbers of islands; None: 1, 4, 8 and 64")
+    parser.add_argument("--inner-steps", type=int, default=25, help="inner steps per round; fewer with more than 8 islands")
+    parser.add_argument("--turns", type=int, default=3, help="turns per cell, after a warm-up; fewer with more than 8 islands")
+    parser.add_argument("--only", action="append", choices=["presets", "small"], help="measure this part; None: both")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no cell after this time")
+    parser.add_argument("--device", help="None: cuda if there is one")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""A device's synchronization, memory, and speed of a matrix product."""
+"""Synchronization, memory and matrix products of a device."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ def is_cuda(device: str) -> bool:
     return device.startswith("cuda")
 
 
-def wait_for(device: str) -> None:
-    """Until it has done all that it was told."""
+def synchronize(device: str) -> None:
     if is_cuda(device):
         torch.cuda.synchronize(device)
 
 
-def seconds(device: str, do: Callable[[], object]) -> float:
-    """How long the device takes for it, from nothing to do to nothing to do."""
-    wait_for(device)
+def seconds(device: str, call: Callable[[], object]) -> float:
+    """How long the device takes for a call, from idle to idle."""
+    synchronize(device)
 
-    def done() -> None:
-        do()
-        wait_for(device)
+    def synchronized() -> None:
+        call()
+        synchronize(device)
 
-    return timed(done)[0]
+    return timed(synchronized)[0]
 
 
-def tidy(device: str) -> None:
-    """What nobody can reach any more gives its memory back: engines and their islands know each other."""
+def free_memory(device: str) -> None:
+    """Frees unreachable tensors: engines and their islands are reference cycles."""
     gc.collect()
     if is_cuda(device):
         torch.cuda.empty_cache()
 
 
 def free_bytes(device: str) -> int | None:
-    """That could be allocated now; None on a CPU, where nobody asks."""
+    """Bytes that could be allocated now; None on a CPU."""
     if not is_cuda(device):
         return None
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -50,11 +49,11 @@ def free_bytes(device: str) -> int | None:
 
 
 def idle_pool_bytes(segments: Iterable[Mapping[str, Any]], device_index: int) -> int:
-    """What recorded passes keep to work in and what is not allocated between two replays. Nobody else can have it.
+    """Bytes in the private pools of CUDA graphs that are not allocated between two replays.
 
     Args:
         segments: of `torch.cuda.memory_snapshot`.
-        device_index: whose memory is meant.
+        device_index: the device.
     """
     return sum(
         segment["total_size"] - segment["allocated_size"]
@@ -64,7 +63,7 @@ def idle_pool_bytes(segments: Iterable[Mapping[str, Any]], device_index: int) ->
 
 
 class Peak:
-    """The most that was in use at one time, beyond what was when this was made: allocated, or kept by recorded passes."""
+    """Peak memory since the constructor, minus the memory in use then: allocated bytes, and pools of CUDA graphs."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -72,14 +71,14 @@ class Peak:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was reached before."""
+        """Resets the peak."""
         self._pool_at_begin = self.pool_bytes() or 0
         if is_cuda(self._device):
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def reached(self) -> int | None:
-        """Bytes; None on a CPU. A pool that was there at the beginning adds to whatever was allocated since. One that came later
-        was allocated while its pass was recorded, and counts there already."""
+        """Peak bytes; None on a CPU. A pool that existed at the reset adds to the allocations since. A later pool was allocated
+        while its pass was captured, and is in the allocator's peak already."""
         if not is_cuda(self._device):
             return None
         allocated = torch.cuda.max_memory_allocated(self._device)
@@ -98,8 +97,8 @@ class Peak:
 
 
 def product_flops_per_s(device: str, size: int, for_s: float, products: int = 20) -> float:
-    """Of a square matrix product in bfloat16, repeated for so long: a device that has worked for seconds is slower than one that
-    has rested."""
+    """FLOP/s of a square matrix product in bfloat16, repeated for this long: a device under load for seconds is slower than an idle
+    one."""
     one, two = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(one)
 

@@ -1,8 +1,7 @@
-"""Two ways to train the same decoder on the same batches: a bare PyTorch loop, and DiLoCo on simulated islands.
+"""The same decoder on the same batches in a bare PyTorch loop, and with DiLoCo on simulated islands.
 
-Both have fused AdamW, gradients clipped to a norm of 1 and, on a GPU, forward passes in bfloat16 of one and the same compiled loss.
-Tokens are random and lie on the device, where batches are gathered. Neither waits for the device within a turn, but for an island
-at the end of its steps.
+Both have fused AdamW, gradients clipped to a norm of 1 and, on a GPU, forward passes in bfloat16 of the same compiled loss. Tokens
+are random, and batches are gathered on the device. Neither synchronizes within a turn, except an island at the end of its steps.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from atoll.optim.adam import AdamW
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
-from gpu_device import Peak, is_cuda, seconds, wait_for
-from gpu_plan import EXAMPLES, Cell, Shape, Way
+from gpu_device import Peak, is_cuda, seconds, synchronize
+from gpu_plan import EXAMPLES, Cell, Mode, Shape
+from sim_speed import fused_adamw
 
 RULE = AdamW(lr=1e-4)
 CLIP_NORM = 1.0
@@ -35,13 +35,13 @@ WARM_STEPS = 3
 
 
 class RandomTokens:
-    """Batches of random tokens that lie on the device; the same shard and position give the same batch to anybody."""
+    """Batches of random tokens on the device. A shard and a position determine the batch."""
 
     def __init__(self, shape: Shape, device: str, num_shards: int = 64) -> None:
         generator = torch.Generator().manual_seed(0)
         rows = torch.randint(shape.vocab_size, (EXAMPLES, shape.seq_len + 1), generator=generator, dtype=torch.int32)
         self._rows = rows.to(device)
-        # Twice, so that a batch may begin near the end.
+        # Twice, so that a batch may start near the end.
         self._order = torch.randperm(EXAMPLES, generator=generator).repeat(2).to(device)
         self._batch_size, self.num_shards = shape.batch_size, num_shards
 
@@ -65,18 +65,18 @@ def decoder_loss(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 class Subject:
-    """What is trained: a workload of the engine's kind, whose modules begin on the device."""
+    """A workload whose modules are created on the device."""
 
     def __init__(self, shape: Shape, device: str) -> None:
         self.shape, self.device = shape, device
         self.batches = RandomTokens(shape, device)
-        # Drawn once: to draw hundreds of millions of weights takes a CPU seconds.
+        # Once: random initialization of hundreds of millions of weights takes seconds on a CPU.
         self._first = shape.model.build(shape.vocab_size, shape.seq_len, seed=0).to(device)
 
     @cached_property
     def compiled(self) -> Loss:
-        """One graph for the bare loop and all islands; on a CPU the loss itself. What was compiled for other shapes is dropped,
-        since torch compiles one function for so many kinds of arguments and no more."""
+        """The compiled loss of the bare loop and all islands; on a CPU the loss itself. Drops graphs of other shapes, since torch
+        limits the number of graphs per function."""
         if not is_cuda(self.device):
             return decoder_loss
         torch.compiler.reset()
@@ -93,17 +93,14 @@ class Subject:
 
 
 class Bare:
-    """What one would write without a framework: one model with ordinary parameters, its batches, clipping, AdamW."""
+    """A loop without a framework: one model with ordinary parameters, its batches, clipping, AdamW."""
 
     def __init__(self, subject: Subject) -> None:
         self._peak = Peak(subject.device)
         self._subject, self._loss = subject, subject.compiled
         self._on_gpu = is_cuda(subject.device)
         self.module = subject.module()
-        matrices = [parameter for parameter in self.module.parameters() if parameter.dim() >= 2]
-        rest = [parameter for parameter in self.module.parameters() if parameter.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": RULE.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=RULE.betas, eps=RULE.eps, fused=True)
+        self._optimizer = fused_adamw(self.module, RULE)
         self._position = 0
 
     def steps(self, count: int) -> None:
@@ -118,11 +115,11 @@ class Bare:
         self._position += count
 
     def turn(self) -> float:
-        """Seconds of its steps."""
+        """Seconds of a turn's steps."""
         return seconds(self._subject.device, lambda: self.steps(self._subject.shape.bare_steps))
 
     def measured(self, turns: int) -> dict[str, Any]:
-        """By itself: seconds of each turn, and the memory that it takes while it trains and before."""
+        """Seconds of each turn, and peak memory during training and before."""
         begin_bytes = self._peak.reached()
         self._peak.begin()
         turns_s = [self.turn() for _ in range(turns)]
@@ -130,53 +127,53 @@ class Bare:
 
     def warm_up(self) -> None:
         self.steps(WARM_STEPS)
-        wait_for(self._subject.device)
+        synchronize(self._subject.device)
 
 
 class Turns:
-    """A sink that takes the time of whole rounds. Before each of them but the first, which warms up, the other has its turn."""
+    """A sink that times whole rounds. Before each round but the first, which is the warm-up, it runs a turn of the bare loop."""
 
-    def __init__(self, device: str, turns: int, other: Callable[[], float]) -> None:
-        self._device, self._turns, self._other = device, turns, other
+    def __init__(self, device: str, turns: int, bare_turn: Callable[[], float]) -> None:
+        self._device, self._turns, self._bare_turn = device, turns, bare_turn
         self._peak = Peak(device)
-        self._began_s: float | None = None
+        self._start_s: float | None = None
         self._computed_s = 0.0
         self.found: dict[str, Any] = {
             **{kind: [] for kind in ("losses", "round_s", "outer_s", "bare_s")},
             **dict.fromkeys(("peak_bytes", "begin_bytes", "pool_bytes")),
         }
-        """Losses are of all rounds, with the one that warms up."""
+        """Losses include the warm-up round."""
 
     def emit(self, event: Event) -> None:
         if isinstance(event, Computed):
             self._computed_s = time.perf_counter()
         elif isinstance(event, RoundFinished):
             self.found["losses"].append(event.loss)
-            self._round_over()
+            self._end_round()
 
-    def _round_over(self) -> None:
-        wait_for(self._device)
+    def _end_round(self) -> None:
+        synchronize(self._device)
         now_s = time.perf_counter()
-        kind = "begin_bytes" if self._began_s is None else "peak_bytes"
+        kind = "begin_bytes" if self._start_s is None else "peak_bytes"
         reached = self._peak.reached()
         self.found[kind] = None if reached is None else max(reached, self.found[kind] or 0)
         self.found["pool_bytes"] = self._peak.pool_bytes()
-        if self._began_s is not None:
-            self.found["round_s"].append(now_s - self._began_s)
+        if self._start_s is not None:
+            self.found["round_s"].append(now_s - self._start_s)
             self.found["outer_s"].append(now_s - self._computed_s)
         if len(self.found["round_s"]) < self._turns:
-            self.found["bare_s"].append(self._other())
+            self.found["bare_s"].append(self._bare_turn())
             self._peak.begin()
-            self._began_s = time.perf_counter()
+            self._start_s = time.perf_counter()
 
 
-def islands_measured(cell: Cell, subject: Subject, bare: Bare) -> dict[str, Any]:
-    """Seconds of DiLoCo's rounds and of what lies between the last inner step and the next round, those of the bare loop's turns
-    between them, losses of all rounds, memory while islands train and before, and what was chosen where there was a choice. All
-    ways begin with the same weights, and an island reads the same batches in all of them."""
-    clock = Turns(subject.device, cell.turns, bare.turn)
-    told: list[str] = []
-    together = together_of(cell, subject, lambda how, why: told.append(why))
+def measure_islands(cell: Cell, subject: Subject, bare: Bare) -> dict[str, Any]:
+    """Seconds of DiLoCo's rounds, of their part after the last inner step, and of the bare loop's turns between them; losses of all
+    rounds; peak memory during training and before; and the choice of `auto`. All modes start from the same weights, and an island
+    reads the same batches in all of them."""
+    sink = Turns(subject.device, cell.turns, bare.turn)
+    reasons: list[str] = []
+    batched = batched_compute_of(cell, subject, lambda how, why: reasons.append(why))
     engine = SimEngine(
         DiLoCo(inner_steps=cell.inner_steps),
         SimSetup(
@@ -185,36 +182,36 @@ def islands_measured(cell: Cell, subject: Subject, bare: Bare) -> dict[str, Any]
             batches=subject.batches,
             make_replica=lambda island: replica_of(subject),
             evaluate=lambda params, buffers: {"loss": 0.0},
-            sink=clock,
+            sink=sink,
             steps=(1 + cell.turns) * cell.inner_steps,
             evaluate_every=1 + cell.turns,
-            batched_compute=together,
+            batched_compute=batched,
         ),
-        count_memory=False,  # rounds in which it is counted take longer, and the first are all of them
+        count_memory=False,  # counting would slow down the first rounds, and there are few
     )
     engine.run()
-    if together is not None and cell.way == "auto":
-        clock.found["chosen"] = {"way": chosen_by(together), "why": told[-1]}
-    return clock.found
+    if batched is not None and cell.mode == "auto":
+        sink.found["chosen"] = {"way": chosen_by(batched), "why": reasons[-1]}
+    return sink.found
 
 
-def together_of(cell: Cell, subject: Subject, tell: Callable[[str, str], object]) -> BatchedCompute | None:
-    """What computes for a cell's islands; none where each computes by itself."""
-    if cell.way == "apart":
+def batched_compute_of(cell: Cell, subject: Subject, on_decision: Callable[[str, str], object]) -> BatchedCompute | None:
+    """The batched compute of a cell's islands; None if each island computes by itself."""
+    if cell.mode == "apart":
         return None
-    how: BatchMode = "auto" if cell.way == "auto" else "stacked"
-    rows = 1 if cell.way == "recorded" else cell.islands
-    return BatchedCompute(how, rows, subject.loss, compiled=is_cuda(subject.device), on_decision=tell)
+    how: BatchMode = "auto" if cell.mode == "auto" else "stacked"
+    rows = 1 if cell.mode == "recorded" else cell.islands
+    return BatchedCompute(how, rows, subject.loss, compiled=is_cuda(subject.device), on_decision=on_decision)
 
 
-def chosen_by(together: BatchedCompute) -> Way:
-    """Which way was settled. Where there is a stack of one row, islands that compute one after the other have recorded passes."""
-    settled = together.to_part()
-    return "stacked" if settled["how"] == "stacked" else "recorded" if settled["one"] else "apart"
+def chosen_by(batched: BatchedCompute) -> Mode:
+    """The mode that `auto` chose. With a stack of one row, islands compute one after the other in recorded passes."""
+    decision = batched.to_part()
+    return "stacked" if decision["how"] == "stacked" else "recorded" if decision["one"] else "apart"
 
 
 def replica_of(subject: Subject) -> LocalReplica:
-    """An island of the subject."""
+    """One island."""
     return LocalReplica(
         subject, optimizer=RULE, clip_norm=CLIP_NORM, devices=(subject.device,), autocast=True, loss=subject.compiled
     )

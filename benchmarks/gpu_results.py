@@ -1,4 +1,4 @@
-"""The cells that a record holds of a plan, and figures computed from them."""
+"""The cells of a record, and figures computed from them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Measured:
 
     @property
     def rounds_s(self) -> list[float]:
-        """Seconds of each round that counts."""
+        """Seconds of each round after the warm-up."""
         return list(self.found["round_s"])
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second of each round that counts."""
+        """Tokens per second of each round after the warm-up."""
         return [self.cell.tokens / round_s for round_s in self.rounds_s]
 
     @property
@@ -36,7 +36,7 @@ class Measured:
 
     @property
     def shares(self) -> list[float]:
-        """Of the bare loop's tokens per second, turn by turn."""
+        """Tokens per second over the bare loop's, turn by turn."""
         return [rate / other for rate, other in zip(self.rates, self._bare_rates, strict=True)]
 
     @property
@@ -44,29 +44,29 @@ class Measured:
         return median(self.shares)
 
     @property
-    def share_words(self) -> str:
-        """With the least and the greatest."""
+    def share_text(self) -> str:
+        """With the range."""
         return f"{self.share:.3f} ({min(self.shares):.3f} to {max(self.shares):.3f})"
 
     @property
     def bare_tokens_per_s(self) -> float:
-        """Of the bare loop, in turn with these rounds."""
+        """The bare loop's, in turn with these rounds."""
         return median(self._bare_rates)
 
     @property
     def outer_share(self) -> float:
-        """Of a round: what comes after the last inner step."""
+        """The share of a round after the last inner step."""
         outer_s: list[float] = self.found["outer_s"]
         return median(after_s / round_s for after_s, round_s in zip(outer_s, self.rounds_s, strict=True))
 
     @property
     def losses(self) -> list[float]:
-        """Of training, round by round; empty in older records."""
+        """Training losses by round; empty in older records."""
         return list(self.found.get("losses", ()))
 
     @property
     def run(self) -> str | None:
-        """When the process began that measured it; older records do not say."""
+        """The start time of the process that measured it; None in older records."""
         return self.found.get("run")
 
     @property
@@ -83,18 +83,18 @@ def matrix_key(size: int) -> str:
     return f"{MATRIX} {size}"
 
 
-class Found:
-    """What a record holds, of a plan and besides."""
+class Results:
+    """The cells of a record, those of a plan and others."""
 
     def __init__(self, plan: Plan, record: Record) -> None:
         self._record = record
         self.plan = with_cells_of(plan, [cell["key"] for cell in record.cells])
-        """With cells that were planned otherwise, so that the tables of a record stay what they are."""
+        """With the record's other cells, so that its tables stay the same when the plan changes."""
         self.matrix: Mapping[str, Any] = record.get(matrix_key(plan.matrix)) or {}
-        """The matrix product of the record's first run; nothing if it is still to come."""
+        """The matrix product of the record's first run; empty if not measured."""
 
     def measured(self, cell: Cell) -> Measured | None:
-        """None if it was skipped, or is still to come."""
+        """None if the cell was skipped, or not measured."""
         found = self._record.get(cell.key)
         return None if found is None or "skipped" in found else Measured(cell, found)
 
@@ -103,11 +103,11 @@ class Found:
         return [one for cells in self.plan.groups.values() for cell in cells if (one := self.measured(cell))]
 
     def skipped(self, cell: Cell) -> str:
-        """Why it was."""
+        """Why the cell was skipped."""
         return str(self._record[cell.key]["skipped"])
 
     def was_tried(self, cell: Cell) -> bool:
-        """Whether there is a line about it."""
+        """Whether the cell was measured or skipped."""
         return self._record.get(cell.key) is not None
 
     def bare(self, shape: Shape) -> Mapping[str, Any] | None:
@@ -118,26 +118,26 @@ class Found:
         return None if found is None else median(shape.bare_steps * shape.tokens / turn_s for turn_s in found["bare_s"])
 
     def runs(self) -> set[str | None]:
-        """When the processes began that measured something; None stands for those that did not say."""
+        """The start times of the processes that measured cells; None in older records."""
         bare = [found for shape in self.plan.groups if (found := self.bare(shape))]
         lines = [*([self.matrix] if self.matrix else []), *bare, *(one.found for one in self.all_measured())]
         return {line.get("run") for line in lines}
 
     def product_flops_per_s(self, shape: Shape, one: Measured | None = None) -> float | None:
-        """The matrix product's in the run that measured a cell of the shape. Where that does not say: in the run of the shape's
-        bare loop, and without that in the record's first."""
+        """The matrix product's FLOP/s in the run of a cell; if unknown, in the run of the shape's bare loop; else in the record's
+        first run."""
         for found in (one.found if one else {}, self.bare(shape) or {}):
             if "product_flops_per_s" in found:
                 return float(found["product_flops_per_s"])
         return self.matrix.get("flops_per_s")
 
     def mfu(self, one: Measured) -> float | None:
-        """Model FLOP utilisation of a cell, against the matrix product."""
+        """Model FLOP utilisation of a cell, relative to the matrix product."""
         shape = one.cell.shape
         return _utilisation(shape, one.tokens_per_s, self.product_flops_per_s(shape, one))
 
     def bare_mfu(self, shape: Shape) -> float | None:
-        """The same of the bare loop."""
+        """The same for the bare loop."""
         return _utilisation(shape, self.bare_tokens_per_s(shape), self.product_flops_per_s(shape))
 
 

@@ -1,21 +1,19 @@
 """The cost of a hub's step, in copies of the buffers that it reads and writes.
 
     python benchmarks/hub_step.py              20M parameters: a minute
-    python benchmarks/hub_step.py --quick      in miniature, to see whether it works
+    python benchmarks/hub_step.py --quick      smoke test at small sizes
 
-A copy of a buffer into one that is there is what memory can do. A step is measured against one copy of each buffer that it touches:
-weights, gradient, sum and, where it is refreshed, momentum. The readable form is `update`; the fused form is `update_in_place`,
-with weights that are not donated, since workers may still hold them. A whole push is all that the hub does besides: it refuses an
-update that is not finite, and sends the worker off again. Rules take turns, window by window, each next to its own copies; the
-median of the ratios counts. Leave the machine alone meanwhile."""
+The lower bound is one copy of each buffer that the step touches, into an existing buffer: weights, gradient, sum and, at its
+update, momentum. The readable form is `update`; the fused form is `update_in_place`, with weights that are not donated, since
+workers may still hold them. A whole push is all that the hub does: it rejects an update that is not finite, steps, and dispatches
+the worker. Rules alternate window by window, each beside its own copies; figures are medians of the ratios. Needs an idle machine.
+"""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -25,44 +23,37 @@ from atoll.algorithms.async_hub import AsyncHub, Push
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.async_scheduler import Dispatch
 from atoll.core.flat_tree import Tree, free_buffer_pool
-from atoll.core.pytree import recycle
+from atoll.core.nested_trees import recycle
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.optim.staleness import DelayCompensation, Polynomial
 from atoll.replica.local_replica import torch_threads
 from atoll.telemetry.units import human_count
-from progress import Watch, timed
-from record import Record, default_path, markdown_table, script
+from progress import CellProgress, timed
+from record import Record, benchmark_parser, markdown_table, open_record, script
 
 ARRIVALS = 4
-"""Of a window."""
+"""Per window."""
 ALLOWED = 1.5
-"""What the fused form is allowed to cost, as a ratio."""
+"""The allowed ratio of the fused form."""
 FUSED, READABLE, WHOLE = "fused", "readable", "fused, whole push"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """A rule in one of its forms.
-
-    Attributes:
-        name: for the table.
-        rule: the hub's; or an algorithm that does more with an update than its rule does.
-        touched: how many buffers each arrival of a window reads or writes.
-        form: readable or fused; or all that a hub does with a push, fused: it looks at the update, steps, and sends the worker off.
-    """
+class Subject:
+    """A rule in one of its forms."""
 
     name: str
-    rule: Any
-    touched: tuple[int, ...]
-    form: str
+    rule: Any  # the hub's; or an algorithm that does more with an update than its rule
+    touched: tuple[int, ...]  # buffers that each arrival of a window reads or writes
+    form: str  # readable, fused, or a whole push
 
     @property
     def key(self) -> str:
         return f"{self.name}, {self.form}"
 
 
-def ways() -> list[Way]:
+def subjects() -> list[Subject]:
     """Every rule in both forms. Weights, gradient, momentum: 3; weights, gradient, sum: 3; gradient and sum alone: 2."""
     nesterov = Nesterov(lr=0.7, momentum=0.9)
     rules = {
@@ -76,22 +67,22 @@ def ways() -> list[Way]:
         "Nesterov at 1/k, Polynomial": AsyncLocalSGD(inner_steps=1, outer=nesterov, weight="1/k", correction=Polynomial()),
         "Nesterov, DelayCompensation": AsyncLocalSGD(inner_steps=1, outer=nesterov, correction=DelayCompensation(strength=0.5)),
     }
-    touched = (2, 3, 3, 4)  # the last also reads the weights that the worker was sent off with
+    touched = (2, 3, 3, 4)  # the last also reads the weights that the worker started from
     return [
         *(
-            Way(name=name, rule=rule, touched=touched, form=form)
+            Subject(name=name, rule=rule, touched=touched, form=form)
             for name, (rule, touched) in rules.items()
             for form in (READABLE, FUSED, WHOLE)
         ),
         *(
-            Way(name=name, rule=algorithm, touched=(count,) * ARRIVALS, form=WHOLE)
+            Subject(name=name, rule=algorithm, touched=(count,) * ARRIVALS, form=WHOLE)
             for (name, algorithm), count in zip(weighted.items(), touched, strict=True)
         ),
     ]
 
 
 class Bench:
-    """Buffers of a model with this many parameters, and a hub that steps with them.
+    """Buffers of a model, and a hub that steps with them.
 
     Args:
         params: of the model.
@@ -104,10 +95,10 @@ class Bench:
         self._sources = [self._start, *self._gradients]
         self._room = [torch.empty_like(tree.flat) for tree in self._sources]
 
-    def seconds(self, way: Way) -> dict[str, Any]:
-        """One copy, and each step of one window after another that only warms up; on one thread."""
+    def seconds(self, subject: Subject) -> dict[str, Any]:
+        """Seconds of one copy, and of each step of one window after a warm-up window, on one thread."""
         with torch_threads(1):
-            window = self._pushes(way) if way.form == WHOLE else self._steps(way)
+            window = self._pushes(subject) if subject.form == WHOLE else self._steps(subject)
             next(window)
             copy_s, _ = timed(self._copies)
             steps_s = next(window)
@@ -118,25 +109,25 @@ class Bench:
         for room, tree in zip(self._room, self._sources, strict=True):
             room.copy_(tree.flat)
 
-    def _steps(self, way: Way) -> Iterator[list[float]]:
+    def _steps(self, subject: Subject) -> Iterator[list[float]]:
         """Windows of the rule alone."""
-        update = way.rule.update_in_place if way.form == FUSED else way.rule.update
-        hub = (self._start.copy(), way.rule.init(self._start))
+        update = subject.rule.update_in_place if subject.form == FUSED else subject.rule.update
+        hub = (self._start.copy(), subject.rule.init(self._start))
         try:
             while True:
                 steps_s = []
                 for gradient in self._arriving():
                     before = hub
                     taken_s, hub = timed(lambda before=before, gradient=gradient: update(before[0], gradient, before[1]))
-                    recycle([before], [hub])  # as an engine does with what neither the hub nor a worker holds any more
+                    recycle([before], [hub])  # as an engine does with released buffers
                     steps_s.append(taken_s)
                 yield steps_s
         finally:
             recycle([hub], [])
 
-    def _pushes(self, way: Way) -> Iterator[list[float]]:
-        """Windows of a hub with as many workers, each of which comes once in a window."""
-        algorithm = way.rule if isinstance(way.rule, AsyncLocalSGD) else AsyncLocalSGD(inner_steps=1, outer=way.rule)
+    def _pushes(self, subject: Subject) -> Iterator[list[float]]:
+        """Windows of a hub with as many workers as arrivals; each worker arrives once per window."""
+        algorithm = subject.rule if isinstance(subject.rule, AsyncLocalSGD) else AsyncLocalSGD(inner_steps=1, outer=subject.rule)
         hub = AsyncHub(algorithm, self._start.copy(), examples=[1], updates=10**9, draw=lambda round: 0.0)
         rounds = {worker: worker for worker in range(ARRIVALS) if hub.join(worker, 0.0)}
         for now_s in itertools.count(1):
@@ -153,68 +144,65 @@ class Bench:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = benchmark_parser(__doc__, "hub_step", quick=True)
+    parser.add_argument("--params", type=int, default=20_000_000, help="parameters of the model")
+    parser.add_argument("--repeats", type=int, default=15, help="measurements of each rule and form")
+    options = parser.parse_args(arguments)
     params, repeats = (100_000, 2) if options.quick else (options.params, options.repeats)
-    record = Record(options.record or default_path("hub_step" + ("_quick" if options.quick else "")))
+    record = open_record(options, "hub_step")
     cells = _measured(record, params, repeats, quiet=options.quiet)
     sentence, table = outcome(cells)
     note = (
         f"{human_count(params)} parameters in float32, one thread; medians of {repeats} windows of {ARRIVALS} arrivals. Copies: "
-        f"buffers that a step touches (weights, gradient, sum, momentum), on average over a window. Ratio: a step's time over that "
-        f"of so many copies. At a window's last arrival momentum and sum change; Nesterov has windows of one arrival."
+        f"buffers that a step touches (weights, gradient, sum, momentum), mean over a window. Ratio: the time of a step over that "
+        f"of the copies. At a window's last arrival momentum and sum change; Nesterov has windows of one arrival."
     )
-    readme = record.write("What a hub's step costs", [f"## Outcome\n\n- {sentence}", f"## Figures\n\n{table}", note])
-    print(f"{table}\n\n{sentence}\n\nrecord: {readme}")
+    record.publish("The cost of a hub's step", [f"## Outcome\n\n- {sentence}", f"## Figures\n\n{table}", note])
 
 
 def _measured(record: Record, params: int, repeats: int, *, quiet: bool) -> dict[str, list[dict[str, Any]]]:
-    """For each way its cells. Ways take turns, so that a slow minute hits all of them."""
-    keys = {(way.key, number): f"{params} {way.key} {number}" for number in range(repeats) for way in ways()}
-    missing = [number for number in range(repeats) if any(record.get(keys[way.key, number]) is None for way in ways())]
-    with Watch("hub step", len(missing), quiet=quiet) as watch:
+    """The cells of each rule and form. They alternate, so that a disturbance affects all of them."""
+    keys = {(subject.key, number): f"{params} {subject.key} {number}" for number in range(repeats) for subject in subjects()}
+    missing = [number for number in range(repeats) if any(record.get(keys[subject.key, number]) is None for subject in subjects())]
+    with CellProgress("hub step", len(missing), quiet=quiet) as progress:
         bench = Bench(params) if missing else None
         for number in missing:
-            watch.begin(f"measurement {number + 1}")
-            for done, way in enumerate(ways()):
-                watch.advance(done / len(ways()), way.key)
-                if bench is not None and record.get(keys[way.key, number]) is None:
-                    record.add(keys[way.key, number], {"way": way.key, "params": params, **bench.seconds(way)})
-            watch.end(f"measurement {number + 1} of {repeats}")
+            progress.begin(f"measurement {number + 1}")
+            for done, subject in enumerate(subjects()):
+                progress.advance(done / len(subjects()), subject.key)
+                if bench is not None and record.get(keys[subject.key, number]) is None:
+                    record.add(keys[subject.key, number], {"way": subject.key, "params": params, **bench.seconds(subject)})
+            progress.end(f"measurement {number + 1} of {repeats}")
     free_buffer_pool()
-    return {way.key: [record[keys[way.key, number]] for number in range(repeats)] for way in ways()}
+    return {subject.key: [record[keys[subject.key, number]] for number in range(repeats)] for subject in subjects()}
 
 
 def outcome(cells: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[str, str]:
-    """A sentence about the dearest fused rule, and the table."""
+    """The verdict on the most expensive fused rule, and the table."""
     rows, fused = [], {}
-    for way in ways():
-        mine = cells[way.key]
-        mean = median(sum(cell["steps_s"]) / (sum(way.touched) * cell["copy_s"]) for cell in mine)
-        last = median(cell["steps_s"][-1] / (way.touched[-1] * cell["copy_s"]) for cell in mine)
+    for subject in subjects():
+        mine = cells[subject.key]
+        mean = median(sum(cell["steps_s"]) / (sum(subject.touched) * cell["copy_s"]) for cell in mine)
+        last = median(cell["steps_s"][-1] / (subject.touched[-1] * cell["copy_s"]) for cell in mine)
         step_s, copy_s = median(fmean(cell["steps_s"]) for cell in mine), median(cell["copy_s"] for cell in mine)
-        figures = [f"{1000 * step_s:.1f} ms", f"{1000 * copy_s:.1f} ms", f"{fmean(way.touched):g}", f"{mean:.2f}", f"{last:.2f}"]
-        rows.append([way.name, way.form, *figures])
-        if way.form != READABLE:
-            fused[f"{way.name}, {way.form}"] = max(mean, last)
-    dearest = max(fused, key=lambda name: fused[name])
-    verdict = "within" if fused[dearest] <= ALLOWED else "beyond"
+        figures = [
+            f"{1000 * step_s:.1f} ms",
+            f"{1000 * copy_s:.1f} ms",
+            f"{fmean(subject.touched):g}",
+            f"{mean:.2f}",
+            f"{last:.2f}",
+        ]
+        rows.append([subject.name, subject.form, *figures])
+        if subject.form != READABLE:
+            fused[f"{subject.name}, {subject.form}"] = max(mean, last)
+    slowest = max(fused, key=lambda name: fused[name])
+    verdict = "within" if fused[slowest] <= ALLOWED else "beyond"
     sentence = (
-        f"The dearest fused step takes {fused[dearest]:.2f} times the copy of the buffers that it reads and writes ({dearest}): "
-        f"{verdict} the {ALLOWED} that it is allowed."
+        f"The most expensive fused step ({slowest}) takes {fused[slowest]:.2f} times as long as the copies of the buffers that it "
+        f"reads and writes: {verdict} the allowed {ALLOWED}."
     )
-    headings = ["rule", "form", "a step", "a copy", "copies", "ratio", "ratio at the last arrival"]
+    headings = ["rule", "form", "step", "copy", "copies", "ratio", "ratio at the last arrival"]
     return sentence, markdown_table(headings, rows, left=2)
-
-
-def _parser() -> argparse.ArgumentParser:
-    first = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--params", type=int, default=20_000_000, help="parameters of the model")
-    parser.add_argument("--repeats", type=int, default=15, help="measurements of each rule and form")
-    parser.add_argument("--quick", action="store_true", help="in miniature, to see whether everything works")
-    parser.add_argument("--record", type=Path, help="the record's folder; None: records/<today>_hub_step")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,23 +1,22 @@
 """The cost of DiLoCo's outer step between two processes on one machine, against its lower bound.
 
     python benchmarks/outer_step.py              50M parameters: a minute or two
-    python benchmarks/outer_step.py --quick      in miniature, to see whether it works
+    python benchmarks/outer_step.py --quick      smoke test at small sizes
 
-The least is one all-reduce of a flat buffer by gloo and one fused step of torch's SGD with Nesterov's momentum on it. An outer
-step is everything between the last inner step of a round and the first of the next: the weights are read, the delta is taken and
-averaged, the outer rule steps, and the new weights are loaded. torchft's is what its `local_sgd.DiLoCo` does in that place, a
-quorum and a vote included. They take turns, next to each other; the median of the ratios counts. One torch thread each. Leave the
-machine alone meanwhile.
+The lower bound is one all-reduce of a flat buffer by gloo and one fused step of torch's SGD with Nesterov's momentum on it. An
+outer step is everything between the last inner step of a round and the first of the next: a process reads the weights, averages the
+delta with the other process, applies the outer rule, and loads the new weights. torchft's outer step is that of its
+`local_sgd.DiLoCo`, quorum and vote included. The three alternate; figures are medians of the ratios. One torch thread each. Needs
+an idle machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,23 +25,23 @@ import torch.distributed as dist
 
 from atoll.models.gpt import GPT
 from atoll.telemetry.units import human_count, human_percent
-from atoll.testing.processes import processes
+from atoll.testing.processes import ProcessPool
 from outer_atoll import PARTS, OuterStep
-from progress import Watch, timed
-from record import Record, default_path, markdown_table, script
-from slow_baselines import Seat, Torchft
+from progress import CellProgress, timed
+from record import benchmark_parser, holds_text, markdown_table, open_record, script
+from slow_baselines import IslandInfo, Torchft
 
 MODEL, VOCAB = GPT(layers=12, width=576, heads=9, head_size=64), 4096
 SMALL = GPT(layers=2, width=32, heads=2, head_size=16)
-FLOOR, OURS, THEIRS = "the least", "atoll", "torchft"
+BOUND, OURS, THEIRS = "the least", "atoll", "torchft"  # names in records
 ALLOWED = 1.3
-"""Times the least."""
+"""The allowed ratio to the lower bound."""
 LOCALHOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: a model, and how many turns after one that warms up."""
+    """A model, and the number of turns after a warm-up turn."""
 
     model: GPT
     turns: int
@@ -52,7 +51,7 @@ class Plan:
         return self.model.num_params(VOCAB)
 
 
-class Floor:
+class LowerBound:
     """One flat all-reduce, and one fused update."""
 
     def __init__(self, params: int) -> None:
@@ -67,14 +66,14 @@ class Floor:
 
 
 def measured(group: dist.ProcessGroup, plan: Plan, store: str) -> dict[str, Any]:
-    """Seconds of each turn, and of the parts of ours, in one of the processes."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torchft's servers write a page about every step
+    """Seconds of each turn, and of the parts of atoll's, in one of the processes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torchft's servers log a page per step
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     ours = OuterStep(group, plan.model, VOCAB)
     model = plan.model.build(VOCAB, seq_len=8, seed=0)
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)  # without gradients its step does nothing but call torchft
-    theirs = Torchft(model, inner, 1, Seat(rank, size, LOCALHOST, dist.FileStore(store, size)))
-    steps: dict[str, Callable[[], object]] = {FLOOR: Floor(plan.params), OURS: ours.round, THEIRS: inner.step}
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)  # without gradients its step only calls torchft
+    theirs = Torchft(model, inner, 1, IslandInfo(rank, size, LOCALHOST, dist.FileStore(store, size)))
+    steps: dict[str, Callable[[], object]] = {BOUND: LowerBound(plan.params), OURS: ours.round, THEIRS: inner.step}
     found: dict[str, Any] = {"seconds": {name: [] for name in steps}, "parts": {name: [] for name in PARTS}}
     for turn in range(1 + plan.turns):
         for name, step in steps.items():
@@ -93,62 +92,53 @@ def measured(group: dist.ProcessGroup, plan: Plan, store: str) -> dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = benchmark_parser(__doc__, "outer_step", quick=True)
+    parser.add_argument("--turns", type=int, default=15, help="measurements of each")
+    options = parser.parse_args(arguments)
     plan = Plan(SMALL, 2) if options.quick else Plan(MODEL, options.turns)
-    record = Record(options.record or default_path("outer_step" + ("_quick" if options.quick else "")))
+    record = open_record(options, "outer_step")
     key = f"{plan.params} parameters, {plan.turns} turns"
-    with Watch("outer step", int(record.get(key) is None), quiet=options.quiet) as watch:
-        if record.get(key) is None:
-            watch.begin(key)
-            with processes(2) as both, tempfile.TemporaryDirectory() as folder:
+    if record.get(key) is None:
+        with CellProgress("outer step", 1, quiet=options.quiet) as progress:
+            progress.begin(key)
+            with closing(ProcessPool(2)) as both, tempfile.TemporaryDirectory() as folder:
                 record.add(key, {"params": plan.params, "ranks": both.run(measured, plan, f"{folder}/torchft")})
-            watch.end(key)
-    sections = sections_of(record[key])
-    readme = record.write("What an outer step costs", sections)
-    print("\n\n".join(sections))
-    print(f"\nrecord: {readme}")
+            progress.end(key)
+    record.publish("The cost of an outer step", sections_of(record[key]))
 
 
 # -------------------------------------------------------------------------------------------------------------- the report
 
 
 def sections_of(cell: dict[str, Any]) -> list[str]:
-    """Of a record: whether ours is cheap enough, all three, and where ours spends its time."""
-    seconds = {name: slower(cell["ranks"], "seconds", name) for name in (FLOOR, OURS, THEIRS)}
-    ratios = {name: median(a / b for a, b in zip(times_s, seconds[FLOOR], strict=True)) for name, times_s in seconds.items()}
-    verdict = "**holds here**" if ratios[OURS] <= ALLOWED else "**does not hold here**"
+    """The verdict, all three times, and the parts of atoll's."""
+    seconds = {name: slower(cell["ranks"], "seconds", name) for name in (BOUND, OURS, THEIRS)}
+    ratios = {name: median(a / b for a, b in zip(times_s, seconds[BOUND], strict=True)) for name, times_s in seconds.items()}
     line = (
-        f"{verdict}: atoll's outer step takes {ratios[OURS]:.2f} times the least (asked: at most {ALLOWED}), and torchft's "
-        f"{ratios[THEIRS]:.2f}."
+        f"{holds_text(ratios[OURS] <= ALLOWED)}: atoll's outer step takes {ratios[OURS]:.2f} times the lower bound (allowed: at "
+        f"most {ALLOWED}), and torchft's {ratios[THEIRS]:.2f}."
     )
-    rows = [[name, f"{median(times_s):.3f}", f"{ratios[name]:.2f}"] for name, times_s in seconds.items()]
+    rows = [
+        ["lower bound" if name == BOUND else name, f"{median(times_s):.3f}", f"{ratios[name]:.2f}"]
+        for name, times_s in seconds.items()
+    ]
     note = (
         f"{human_count(cell['params'])} parameters in float32, two processes on loopback, one torch thread each; medians of "
-        f"{len(seconds[OURS])} turns, of the slower process in each. The least: one flat all-reduce of gloo and one fused step."
+        f"{len(seconds[OURS])} turns, of the slower process in each. Lower bound: one flat all-reduce of gloo and one fused step."
     )
     parts = {name: median(slower(cell["ranks"], "parts", name)) for name in PARTS}
     whole_s = median(seconds[OURS])
     where = [[name, f"{part_s:.3f}", human_percent(part_s / whole_s)] for name, part_s in parts.items()]
     return [
         f"## Outcome\n\n- {line}",
-        f"## Figures\n\n{note}\n\n{markdown_table(['', 'seconds', 'over the least'], rows)}",
-        f"## Where atoll's goes\n\n{markdown_table(['part', 'seconds', 'share'], where)}",
+        f"## Figures\n\n{note}\n\n{markdown_table(['', 'seconds', 'over the lower bound'], rows)}",
+        f"## Parts of atoll's outer step\n\n{markdown_table(['part', 'seconds', 'share'], where)}",
     ]
 
 
 def slower(ranks: Sequence[dict[str, Any]], kind: str, name: str) -> list[float]:
-    """Seconds of each turn, of the process that took longer: the other waits for it."""
+    """Seconds of each turn of the slower process, for which the other waits."""
     return [max(both) for both in zip(*(rank[kind][name] for rank in ranks), strict=True)]
-
-
-def _parser() -> argparse.ArgumentParser:
-    first = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--turns", type=int, default=15, help="measurements of each")
-    parser.add_argument("--quick", action="store_true", help="in miniature, to see whether it works")
-    parser.add_argument("--record", type=Path, help="the record's folder; None: records/<today>_outer_step")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    return parser
 
 
 if __name__ == "__main__":

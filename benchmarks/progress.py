@@ -1,4 +1,4 @@
-"""Progress of a benchmark on standard error, and the time that a function takes."""
+"""Progress of a benchmark on standard error, and timers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
-from atoll.telemetry.console import new_display
+from atoll.telemetry.console_progress import ProgressDisplay
+
+T = TypeVar("T")
 
 
-class Watch:
-    """Shows how many cells are done and how far the present one is. Use it in a `with`, so that the terminal gets its cursor back.
+class CellProgress:
+    """Shows how many cells are finished, and the progress of the current one. A context, so that the terminal gets its cursor back.
 
     Args:
         title: of the benchmark.
-        total: how many cells there are to do.
-        quiet: show nothing at all.
+        total: number of cells to measure.
+        quiet: show nothing.
     """
 
     def __init__(self, title: str, total: int, *, quiet: bool = False) -> None:
         self._total, self._done, self._name = total, 0, ""
-        self._display = None if quiet else new_display(title)
+        self._display = None if quiet else ProgressDisplay(title)
 
     def begin(self, name: str) -> None:
         """A cell begins."""
@@ -29,21 +31,21 @@ class Watch:
         self.advance(0.0)
 
     def advance(self, fraction: float, note: str = "") -> None:
-        """The present cell is this far."""
+        """This fraction of the current cell is done."""
         if self._display is not None:
             text = f"{self._done} of {self._total}; now {self._name}" + (f": {note}" if note else "")
             self._display.advance("cells", (self._done + fraction) / max(self._total, 1), text)
 
     def end(self, line: str) -> None:
-        """The present cell is finished, and this came of it."""
+        """The current cell is finished, with this result."""
         self._done += 1
-        self.say(line)
+        self.log(line)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         if self._display is not None:
             self._display.log(line)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CellProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -53,11 +55,27 @@ class Watch:
             self._display.close()
 
 
-T = TypeVar("T")
+def timed(call: Callable[[], T]) -> tuple[float, T]:
+    """Seconds that a call takes, and its result."""
+    start_s = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start_s, result
 
 
-def timed(do: Callable[[], T]) -> tuple[float, T]:
-    """Seconds, and what came of it."""
-    start = time.perf_counter()
-    result = do()
-    return time.perf_counter() - start, result
+class Stopwatch:
+    """Adds up the seconds of calls, by name. The time of a call does not include calls within it that are timed too."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._within_s: list[float] = []
+
+    def add(self, name: str, time_s: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + time_s
+
+    def around(self, name: str, call: Callable[[], T]) -> T:
+        self._within_s.append(0.0)
+        taken_s, result = timed(call)
+        self.add(name, taken_s - self._within_s.pop())
+        if self._within_s:
+            self._within_s[-1] += taken_s
+        return result

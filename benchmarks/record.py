@@ -1,23 +1,24 @@
-"""Records: the results of a benchmark, with all that is needed to check them.
+"""Records: the results of a benchmark, with everything a reader needs to check them. And what all scripts share: options, tables.
 
     records/<date>_<name>/
-        README.md     what was claimed and what came out, the command, the tables
-        source.txt    versions, commit, machine and command, with a block for each process that made cells
+        README.md     results in words and tables, and the command that produced them
+        source.txt    versions, commit, machine and command, with a block for each process that measured cells
         cells.jsonl   one line per finished cell
-        log.txt       what was said of each, where cells are runs
-        plot.png      where there is something to see
+        log.txt       the result of each cell, where cells are runs
+        plot.png      a plot, where there is one
 
-A cell is one measurement that takes a while. A cell whose line is there is not made again, so that a benchmark which was stopped
-goes on where it was when the same command is given again on the same day, or with `--record` on another.
+A cell is one measurement. A script skips a cell whose line exists. So a stopped benchmark continues if the user repeats the command
+on the same day, or later with `--record`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, datetime
 from os.path import relpath
 from pathlib import Path
@@ -31,18 +32,18 @@ RECORDS = Path(__file__).resolve().parent / "records"
 
 
 class Record:
-    """A record's folder. It is made if it is not there yet.
+    """A record's folder, which is created if it does not exist.
 
     Args:
         path: the folder.
-        command: how the benchmark was called; this process's own arguments if None.
+        command: the benchmark's command line; None: that of this process.
     """
 
     def __init__(self, path: Path, command: Sequence[str] | None = None) -> None:
         self.path = path
         self.command = shlex.join(command or _command())
         self._started = datetime.now().astimezone().isoformat(timespec="seconds")
-        self._is_noted = False
+        self._source_written = False
         path.mkdir(parents=True, exist_ok=True)
         self._cells = _read(path / "cells.jsonl")
 
@@ -52,16 +53,19 @@ class Record:
 
     @property
     def cells(self) -> list[dict[str, Any]]:
-        """All that are finished."""
+        """All finished cells."""
         return list(self._cells.values())
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The cell of this key, if it is finished."""
+        """The cell with this key; None if it is not finished."""
         return self._cells.get(key)
 
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        return self._cells[key]
+
     def add(self, key: str, cell: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes down a finished cell, so that it survives whatever happens next."""
-        self._note_source()
+        """Appends a finished cell and syncs it to disk."""
+        self._write_source()
         line = json.dumps({"key": key, **cell}, allow_nan=False)
         with (self.path / "cells.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -70,117 +74,56 @@ class Record:
         self._cells[key] = json.loads(line)
         return self._cells[key]
 
-    def say(self, line: str) -> None:
-        """Writes a line into the log."""
+    def log(self, line: str) -> None:
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def __getitem__(self, key: str) -> dict[str, Any]:
-        """The cell of this key, which is finished."""
-        return self._cells[key]
-
     def write(self, title: str, sections: Sequence[str]) -> Path:
-        """The record's README.md: title, sections, and how to make it again. Replaces what was there."""
-        again = (
-            f"## Again\n\n```\n{self.command}\n```\n\n"
-            "With `--record` and this folder the command makes what is missing here, and the tables again. Without `--record` it "
-            "has a new folder each day, and makes everything anew there. Cells are in `cells.jsonl`, versions and machine in "
+        """Writes README.md: title, sections, and how to reproduce them."""
+        reproduce = (
+            f"## How to reproduce\n\n```\n{self.command}\n```\n\n"
+            "With `--record` and this folder the command measures only missing cells, and writes the tables again. Without "
+            "`--record` it writes a new record in a folder with today's date. Cells are in `cells.jsonl`, versions and machine in "
             "`source.txt`."
         )
         readme = self.path / "README.md"
-        write_text(readme, "\n\n".join([f"# {title}", *sections, again]) + "\n")
+        write_text(readme, "\n\n".join([f"# {title}", *sections, reproduce]) + "\n")
         return readme
 
-    def _note_source(self) -> None:
-        """Once, with the first cell: who makes tables of what is there has measured nothing."""
-        if self._is_noted:
+    def publish(self, title: str, sections: Sequence[str], *, plot: str = "", docs: tuple[Path | None, str] = (None, "")) -> None:
+        """Writes README.md, fills a docs page, and prints the sections.
+
+        Args:
+            title: of README.md.
+            sections: of README.md.
+            plot: what the plot shows, for the image's alternative text; empty: no plot.
+            docs: a page and the name of its markers; None: no page.
+        """
+        image = [f"![{plot}]({self.plot.name})"] if plot else []
+        readme = self.write(title, [*sections, *image])
+        fill(*docs, sections, self)
+        print("\n\n".join(sections))
+        print(f"\nrecord: {readme}")
+
+    def _write_source(self) -> None:
+        """Once, with the first cell: a process that only writes tables has measured nothing."""
+        if self._source_written:
             return
-        self._is_noted = True
+        self._source_written = True
         lines = {"started": self._started, "command": self.command, **source()}
         with (self.path / "source.txt").open("a", encoding="utf-8") as file:
             file.write("".join(f"{name}: {value}\n" for name, value in lines.items()) + "\n")
 
 
-def script(main: Callable[[], None]) -> None:
-    """Runs a benchmark as a command: an error that a person can mend is one message and exit code 2."""
-    try:
-        main()
-    except AtollError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted; give the same command again to go on", file=sys.stderr)
-        sys.exit(130)
-
-
-def default_path(name: str, today: date | None = None) -> Path:
-    """Where a benchmark's record goes if nothing else is said.
-
-    >>> default_path("demo_seeds", date(2031, 12, 24)).name
-    '2031-12-24_demo_seeds'
-    """
-    return RECORDS / f"{(today or date.today()).isoformat()}_{name}"
-
-
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table whose first `left` columns are text and whose others are figures.
-
-    >>> print(markdown_table(["what", "loss"], [["a|b", "2.5"]]))
-    | what | loss |
-    |---|---:|
-    | a\\|b | 2.5 |
-    """
-    rule = "|" + "---|" * left + "---:|" * (len(headings) - left)
-    return "\n".join([_line(headings), rule, *map(_line, rows)])
-
-
-def replace_between(path: Path, marker: str, text: str) -> bool:
-    """Puts the text between `<!-- marker:begin -->` and `<!-- marker:end -->`. False, and nothing done, without such a file.
-
-    Raises:
-        ConfigError: the file is there, but the two marks are not.
-    """
-    if not has_marks(path, marker):
-        return False
-    begin, end = _marks(marker)
-    page = path.read_text("utf-8")
-    before, after = page[: page.index(begin) + len(begin)], page[page.index(end) :]
-    write_text(path, f"{before}\n\n{text}\n\n{after}")
-    return True
-
-
-def has_marks(path: Path, marker: str) -> bool:
-    """Whether there is such a file with the two marks.
-
-    Raises:
-        ConfigError: the file is there, but the marks are not, once each and in this order.
-    """
-    if not path.exists():
-        return False
-    begin, end = _marks(marker)
-    page = path.read_text("utf-8")
-    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        raise ConfigError(f"{path} needs the line {begin} and after it {end}, once each: the tables go between them. Add them.")
-    return True
-
-
-def _marks(marker: str) -> tuple[str, str]:
-    return f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 def _command() -> list[str]:
-    """This process's command, with the script's path as it is from the checkout's root."""
+    """This process's command, with the script's path relative to the checkout's root."""
     script, root = Path(sys.argv[0]).resolve(), RECORDS.parents[1]
     shown = script.relative_to(root) if script.is_relative_to(root) else script
     return ["python", str(shown), *sys.argv[1:]]
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """The finished cells. A last line without its end was cut off by a kill: it goes, so that the next one does not join it."""
+    """The finished cells. A kill may have cut off the last line: it is removed, so that the next cell starts a line of its own."""
     if not path.exists():
         return {}
     content = path.read_bytes()
@@ -198,15 +141,129 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return cells
 
 
+# ---------------------------------------------------------------------------------------------------------------- the command
+
+
+def script(main: Callable[[], None]) -> None:
+    """Runs a benchmark as a command: an error that the user can fix is one message and exit code 2."""
+    try:
+        main()
+    except AtollError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; repeat the command to continue", file=sys.stderr)
+        sys.exit(130)
+
+
+def benchmark_parser(doc: str | None, name: str, *, page: str = "", quick: bool = False) -> argparse.ArgumentParser:
+    """The options that benchmarks share.
+
+    Args:
+        doc: the script's docstring, whose first line describes it.
+        name: of the record.
+        page: the docs page with markers for the tables; empty: none, and no `--docs`.
+        quick: whether there is a `--quick`.
+
+    >>> vars(benchmark_parser("Measures something.", "hub_step", quick=True).parse_args([]))
+    {'record': None, 'quiet': False, 'quick': False}
+    """
+    first = (doc or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=first, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--record", type=Path, help=f"the record's folder; None: records/<today>_{name}")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help="smoke test at small sizes; its figures mean nothing")
+    if page:
+        parser.add_argument("--docs", type=Path, help=f"write the tables between the markers of this page, such as {page}")
+    return parser
+
+
+def open_record(options: argparse.Namespace, name: str) -> Record:
+    """The record that `--record` names, or today's. Records of `--quick` have a name of their own."""
+    return Record(options.record or default_path(name + ("_quick" if getattr(options, "quick", False) else "")))
+
+
+def default_path(name: str, today: date | None = None) -> Path:
+    """The folder of a record without `--record`.
+
+    >>> default_path("demo_seeds", date(2031, 12, 24)).name
+    '2031-12-24_demo_seeds'
+    """
+    return RECORDS / f"{(today or date.today()).isoformat()}_{name}"
+
+
+# ------------------------------------------------------------------------------------------------------------------- Markdown
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table whose first `left` columns are text and whose others are figures.
+
+    >>> print(markdown_table(["row", "loss"], [["a|b", "2.5"]]))
+    | row | loss |
+    |---|---:|
+    | a\\|b | 2.5 |
+    """
+    rule = "|" + "---|" * left + "---:|" * (len(headings) - left)
+    return "\n".join([_line(headings), rule, *map(_line, rows)])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def holds_text(holds: bool) -> str:
+    """The verdict on a claim that one figure decides."""
+    return "**holds here**" if holds else "**does not hold here**"
+
+
+def replace_between(path: Path, marker: str, text: str) -> bool:
+    """Puts the text between `<!-- marker:begin -->` and `<!-- marker:end -->`. False if there is no such file.
+
+    Raises:
+        ConfigError: the file exists, but the two markers do not.
+    """
+    if not has_markers(path, marker):
+        return False
+    begin, end = _markers(marker)
+    page = path.read_text("utf-8")
+    before, after = page[: page.index(begin) + len(begin)], page[page.index(end) :]
+    write_text(path, f"{before}\n\n{text}\n\n{after}")
+    return True
+
+
+def has_markers(path: Path, marker: str) -> bool:
+    """Whether there is such a file with the two markers.
+
+    Raises:
+        ConfigError: the file exists, but does not have the markers once each and in this order.
+    """
+    if not path.exists():
+        return False
+    begin, end = _markers(marker)
+    page = path.read_text("utf-8")
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ConfigError(f"{path} needs the line {begin} and after it {end}, once each: the tables go between them. Add them.")
+    return True
+
+
+def _markers(marker: str) -> tuple[str, str]:
+    return f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
+
+
 def fill(page: Path | None, marker: str, sections: Sequence[str], record: Record) -> bool:
-    """Puts the sections, all but the commands, between the page's marks, with a link to the record and its plot. False without a
-    page."""
+    """Puts all sections but the commands between the page's markers, with links to the record and its plot. False without a "
+    "page."""
     if page is None:
         return False
-    place = relpath(record.path, page.parent)
+    folder = relpath(record.path, page.parent)
     shown = [demoted(section) for section in sections if not section.startswith("## Commands")]
-    plot = [f"![what the record found]({place}/{record.plot.name})"] if record.plot.exists() else []
-    return replace_between(page, marker, "\n\n".join([f"[The record]({place}/README.md).", *shown, *plot]))
+    plot = [f"![the record's plot]({folder}/{record.plot.name})"] if record.plot.exists() else []
+    return replace_between(page, marker, "\n\n".join([f"[The record]({folder}/README.md).", *shown, *plot]))
 
 
 def demoted(section: str) -> str:
@@ -218,20 +275,22 @@ def demoted(section: str) -> str:
     return "\n".join(f"#{line}" if line.startswith("##") else line for line in section.split("\n"))
 
 
+# -------------------------------------------------------------------------------------------------------------- prepared text
+
 _FACTS = ("vocab_size", "tokenizer_digest", "text_bytes", "train", "validation", "domains")
 
 
-def same_texts(record: Record, folders: Mapping[str, Path]) -> None:
-    """Writes down which texts these folders hold, in `text.json`, or makes sure that they are those of the record.
+def check_texts(record: Record, folders: Mapping[str, Path]) -> None:
+    """Compares the prepared texts with those in the record's `text.json`, and adds texts that are not in it.
 
     Raises:
-        ConfigError: a folder holds another text, or none where the record knows none either.
+        ConfigError: a folder holds another text; or it holds no text, and neither does the record.
     """
     path = record.path / "text.json"
     known: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
     for name, folder in folders.items():
         if not is_prepared(folder):
-            if name in known:  # tables can be made of what is there
+            if name in known:  # enough to write the tables
                 continue
             raise ConfigError(
                 f"--{name} {folder}: this is no prepared text. Make one with: atoll data prepare CORPUS --out {folder}"

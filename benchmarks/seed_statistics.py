@@ -1,9 +1,9 @@
-"""Figures over seeds: mean and spread, and when a difference is one.
+"""Figures over seeds: mean, spread, and when two settings differ.
 
-The rule, everywhere in these benchmarks: runs of one seed on one machine begin with the same weights and read the same text, unless
-a row says otherwise, so differences are taken seed by seed. Two settings differ if the 95 % confidence interval of the mean
-difference (Student's t) does not hold 0. Where it does, the verdict is "none": so few seeds do not show a difference, which does
-not prove that there is none. Of twenty verdicts one is wrong by chance.
+All benchmarks use one rule. Runs of one seed on one machine start from the same weights and read the same text, unless a row says
+otherwise, so differences are taken seed by seed. Two settings differ if the 95 % confidence interval of the mean difference
+(Student's t) does not contain 0; else the verdict is "none", which is no proof of equality. One of twenty verdicts is wrong by
+chance.
 
 >>> ours, theirs = Sample((2.30, 2.36, 2.32)), Sample((2.40, 2.45, 2.41))
 >>> found = difference(ours, theirs)
@@ -22,7 +22,7 @@ from typing import Literal
 
 Verdict = Literal["lower", "higher", "none", "one seed"]
 
-# Student's t at 97.5 %, which leaves 2.5 % at either end, by degrees of freedom.
+# Student's t at 97.5 % (2.5 % in each tail), by degrees of freedom.
 _DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20, 30, 60, 120)
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.179, 2.131, 2.086, 2.042, 2.000, 1.980)
 
@@ -39,7 +39,7 @@ class Sample:
 
     @property
     def std(self) -> float | None:
-        """The sample standard deviation; None of a single value."""
+        """The sample standard deviation; None for a single value."""
         return stdev(self.values) if len(self.values) > 1 else None
 
     @property
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Interval:
-    """A difference, and between what it lies with 95 % confidence."""
+    """A difference and its 95 % confidence interval."""
 
     value: float
     low: float
@@ -61,7 +61,7 @@ class Interval:
 
 
 def t_quantile(degrees: int) -> float:
-    """Student's t at 97.5 %. Between two rows of the table the one with the wider interval counts.
+    """Student's t at 97.5 %. Between two entries of the table, the one with the wider interval.
 
     >>> t_quantile(2), t_quantile(11), t_quantile(1000)
     (4.303, 2.228, 1.98)
@@ -70,8 +70,8 @@ def t_quantile(degrees: int) -> float:
 
 
 def contrast(terms: Sequence[tuple[float, Sample]]) -> Interval | None:
-    """The weighted sum of several samples, seed by seed, over the first seeds, which all of them have: its mean and interval. None
-    of a single seed, which has no spread."""
+    """The weighted sum of several samples, seed by seed, over the first seeds that all of them have: its mean and interval. None
+    for a single seed, which has no spread."""
     seeds = min(len(sample.values) for _, sample in terms)
     sums = Sample(tuple(math.fsum(weight * sample.values[seed] for weight, sample in terms) for seed in range(seeds)))
     if sums.std is None:
@@ -82,30 +82,25 @@ def contrast(terms: Sequence[tuple[float, Sample]]) -> Interval | None:
 
 @dataclass(frozen=True)
 class Scatter:
-    """How far figures lie from what their row and their seed lead to expect, by rows that have several seeds.
-
-    Attributes:
-        std: the standard deviation.
-        degrees: of freedom that it is known with.
-    """
+    """The residual standard deviation of losses after row and seed effects, estimated from rows with several seeds."""
 
     std: float
-    degrees: int
+    degrees: int  # of freedom of the estimate
 
     @property
     def resolution(self) -> float:
-        """The least difference between two figures that is told from none."""
+        """The least difference between two figures that differs from 0."""
         return self.about([(1.0, 0.0), (-1.0, 0.0)]).high
 
     def about(self, terms: Sequence[tuple[float, float]]) -> Interval:
-        """The weighted sum of figures of one seed, with an interval as wide as those rows scatter."""
+        """The weighted sum of figures of one seed, with an interval from the residual standard deviation."""
         value = math.fsum(weight * figure for weight, figure in terms)
         half = t_quantile(self.degrees) * self.std * math.sqrt(math.fsum(weight**2 for weight, _ in terms))
         return Interval(value, value - half, value + half)
 
 
 def scatter(samples: Sequence[Sample]) -> Scatter | None:
-    """Of rows that have the same seeds. None of a single row or seed: nothing is left to see.
+    """The scatter of rows with the same seeds. None for a single row or seed, which leaves no degree of freedom.
 
     >>> found = scatter([Sample((1.0, 2.0, 3.0)), Sample((2.0, 3.1, 3.9))])  # the rows differ by 1, but for 0.1 in two seeds
     >>> round(found.std, 3), found.degrees
@@ -127,7 +122,7 @@ def difference(one: Sample, two: Sample) -> Interval | None:
 
 
 def verdict(found: Interval | None) -> Verdict:
-    """What an interval of a difference says about the first of the two."""
+    """Whether the first of two figures is lower or higher, from the interval of their difference."""
     if found is None:
         return "one seed"
     if found.low <= 0 <= found.high:

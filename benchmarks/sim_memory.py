@@ -1,8 +1,8 @@
-"""The memory of simulated islands: of one process at its peak, and after a round.
+"""The memory of a process with simulated islands: its peak, and after a round.
 
     python benchmarks/sim_memory.py 4      DiLoCo on four islands of the 20M decoder, one step; prints one JSON object
 
-`sim_overhead.py` calls it for two numbers of islands. What they differ by is what further islands cost.
+`sim_overhead.py` calls it for two numbers of islands. The difference is the cost of further islands.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from atoll.telemetry.sinks import Fanout
 from record import script
 
 MUST_HOLD_BYTES = 16
-"""For each parameter of an island: weight, gradient and AdamW's two moments, in single precision."""
+"""Per parameter of an island: weight, gradient and AdamW's two moments, in single precision."""
 
 
 def run_of(islands: int, model: GPT, vocab_size: int) -> Run:
-    """One step on batches so small that activations hardly count."""
+    """One step with batches so small that activations take little memory."""
     settings = [
         f"model=GPT(layers={model.layers},width={model.width},heads={model.heads},head_size={model.head_size},tied={model.tied})",
         f"model.vocab_size={vocab_size}",
@@ -47,32 +47,30 @@ def run_of(islands: int, model: GPT, vocab_size: int) -> Run:
 
 
 def use_memory(run: Run) -> dict[str, int]:
-    """Carries out the run, saving nothing: the model's parameters, and what this process holds and has held at most."""
+    """Runs without saving. Returns the number of parameters, and this process's memory now and at its peak."""
     workload = sharded_workload(run, run.data.load(), Tree.of({}))
     params = Tree.of(workload.module())
     engine = engine_of(run, workload, params, Evaluator(workload), Fanout([]), None)
     engine.run()
-    return {"islands": run.cluster.islands, "params": params.numel, **held_bytes()}
+    return {"islands": run.cluster.islands, "params": params.numel, **process_memory()}
 
 
-def held_bytes() -> dict[str, int]:
-    """What this process holds in memory now, and the most that it has held at once.
+def process_memory() -> dict[str, int]:
+    """This process's resident memory, and its peak.
 
     Raises:
-        ConfigError: this system does not tell.
+        ConfigError: the system has no /proc.
     """
     status = Path("/proc/self/status")
     if not status.exists():
-        raise ConfigError(
-            f"{status} is not there: memory is measured on Linux only. Leave this part out: --only speed --only outer."
-        )
-    # Not getrusage, whose peak begins with what the parent held when this process was started.
+        raise ConfigError(f"{status} does not exist: memory is measured on Linux only. Skip this part: --only speed --only outer.")
+    # Not getrusage, whose peak includes the parent's memory at the fork.
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     return {name: int(lines[key].split()[0]) * 1024 for name, key in (("rss_bytes", "VmRSS"), ("peak_bytes", "VmHWM"))}
 
 
 def measure(islands: int, *, tiny: bool = False) -> dict[str, int]:
-    """What a fresh process with so many islands holds."""
+    """The memory of a fresh process with this many islands."""
     command = [sys.executable, str(Path(__file__).resolve()), str(islands), *(["--tiny"] if tiny else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -83,8 +81,8 @@ def measure(islands: int, *, tiny: bool = False) -> dict[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="The peak memory of simulated islands of the 20M decoder.")
-    parser.add_argument("islands", type=int, help="how many")
-    parser.add_argument("--tiny", action="store_true", help="a small decoder, to see whether it works")
+    parser.add_argument("islands", type=int, help="number of islands")
+    parser.add_argument("--tiny", action="store_true", help="a small decoder, for a smoke test")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     model, vocab_size = (GPT.tiny(), 257) if options.tiny else (GPT.m20(), 32_000)

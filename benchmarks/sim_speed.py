@@ -1,7 +1,7 @@
-"""The speed of simulated islands against bare PyTorch loops that train as many models for as many steps.
+"""The speed of simulated islands, compared with bare PyTorch loops that train as many models for as many steps.
 
-Bare loops are run one after the other on one thread, and as many at a time as the simulator computes with: as threads, and as
-processes, which do not wait for each other's Python. All read the same batches and have one torch thread for each model.
+Bare loops run one after the other on one thread, and in parallel, as many as the simulator computes in parallel: as threads, and as
+processes, which do not share an interpreter lock. All read the same batches and have one torch thread per model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.flat_tree import Tree
-from atoll.core.pytree import recycle
+from atoll.core.nested_trees import recycle
 from atoll.engines.simulator.collectives import weighted_mean
 from atoll.engines.simulator.engine import SimEngine, SimSetup
 from atoll.engines.training_setup import loss_of, replica_of
@@ -34,6 +34,7 @@ from atoll.replica.local_replica import torch_threads
 from atoll.runs.run import Run, candidates
 from atoll.runs.workloads import TextWorkload, sharded_workload
 from atoll.telemetry.event_log import JsonlSink
+from cells import FIRST_DEMO
 from progress import timed
 
 SIMULATED = "simulated DiLoCo"
@@ -42,24 +43,17 @@ ONE_BY_ONE, THREADS, PROCESSES = "bare, one after the other", "bare, in threads"
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedPlan:
-    """What is trained: the demo's decoder and batch.
-
-    Attributes:
-        islands: how many models.
-        steps: of each.
-        inner_steps: between two agreements of the simulated islands.
-        more: further settings of the recipe.
-        processes: whether to run bare loops in processes too.
-    """
+    """The workload: decoder and batch of the first demo, so that records compare."""
 
     islands: int = 4
-    steps: int = 40
-    inner_steps: int = 20
-    more: tuple[str, ...] = ()
-    processes: bool = True
+    steps: int = 40  # of each island
+    inner_steps: int = 20  # per round
+    more: tuple[str, ...] = ()  # further settings of the recipe
+    processes: bool = True  # whether to run bare loops in processes, too
 
     def run(self) -> Run:
         settings = (
+            *FIRST_DEMO,
             f"algorithm.inner_steps={self.inner_steps}",
             f"cluster.islands={self.islands}",
             "cluster.threads_per_island=1",
@@ -78,13 +72,13 @@ class SpeedPlan:
 
 @cache
 def workload_of(plan: SpeedPlan) -> TextWorkload:
-    """The text in shards; made once in each process."""
+    """The sharded text; loaded once per process."""
     run = plan.run()
     return sharded_workload(run, run.data.load(), Tree.of({}))
 
 
 class Contest:
-    """Carries out each way of training and takes its time. Use it in a `with`: it holds threads and processes."""
+    """Runs and times each method. A context: it holds threads and processes."""
 
     def __init__(self, plan: SpeedPlan) -> None:
         self._plan = plan
@@ -95,20 +89,20 @@ class Contest:
         if plan.processes:
             # Spawned, not forked: torch's threads do not survive a fork.
             pools[PROCESSES] = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
-        self.ways: Mapping[str, Callable[[int], None]] = {
+        self.methods: Mapping[str, Callable[[int], None]] = {
             SIMULATED: partial(simulate, plan),
-            **{way: partial(self._bare, self._open.enter_context(pool)) for way, pool in pools.items()},
+            **{name: partial(self._bare, self._open.enter_context(pool)) for name, pool in pools.items()},
         }
 
-    def seconds(self, way: str) -> float:
+    def seconds(self, method: str) -> float:
         """One measurement."""
         start = time.perf_counter()
-        self.ways[way](self._plan.steps)
+        self.methods[method](self._plan.steps)
         return time.perf_counter() - start
 
-    def warm_up(self, way: str) -> None:
-        """The first steps, which load libraries and text and fill caches, do not count."""
-        self.ways[way](self._plan.inner_steps)
+    def warm_up(self, method: str) -> None:
+        """The first steps, which load libraries and text and fill caches."""
+        self.methods[method](self._plan.inner_steps)
 
     def _bare(self, pool: Executor, steps: int) -> None:
         list(pool.map(bare_loop, *zip(*((self._plan, island, steps) for island in range(self._plan.islands)), strict=True)))
@@ -121,7 +115,7 @@ class Contest:
 
 
 def simulate(plan: SpeedPlan, steps: int) -> None:
-    """DiLoCo in the simulator, with its checks and its log. Judging the weights is work of its own, and left out."""
+    """DiLoCo in the simulator, with its checks and its event log, without evaluation."""
     run, workload = plan.run(), workload_of(plan)
     with TemporaryDirectory(prefix="atoll-benchmark-") as folder:
         sink = JsonlSink(Path(folder) / "events.jsonl")
@@ -142,15 +136,12 @@ def simulate(plan: SpeedPlan, steps: int) -> None:
 
 
 def bare_loop(plan: SpeedPlan, island: int, steps: int) -> float:
-    """What one would write without a framework: one model, its batches, clipping, AdamW. Returns the mean loss."""
+    """A loop without a framework: one model, its batches, clipping, AdamW. Returns the mean loss."""
     run, workload = plan.run(), workload_of(plan)
     rule = run.optimizer
     assert isinstance(rule, AdamW)
     module, batches = workload.module(), workload.batches
-    matrices = [parameter for parameter in module.parameters() if parameter.dim() >= 2]
-    rest = [parameter for parameter in module.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": rule.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=rule.betas, eps=rule.eps, fused=True)
+    optimizer = fused_adamw(module, rule)
     losses = []
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -165,17 +156,19 @@ def bare_loop(plan: SpeedPlan, island: int, steps: int) -> float:
     return float(torch.stack(losses).mean())
 
 
+def fused_adamw(module: torch.nn.Module, rule: AdamW) -> torch.optim.AdamW:
+    """torch's AdamW with the rule's settings: only matrices have weight decay. The caller sets the rate."""
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() >= 2]
+    rest = [parameter for parameter in module.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": rule.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=at(rule.lr, 0), betas=rule.betas, eps=rule.eps, fused=True)
+
+
 COPY, DELTA, MEAN, UPDATE = "copy", "delta", "mean", "update"
 
 
 class OuterStep:
-    """The weights of some islands, and an outer rule over them.
-
-    Args:
-        model: whose weights.
-        vocab_size: of the model.
-        islands: how many.
-    """
+    """The weights of some islands, and an outer rule over them."""
 
     def __init__(self, model: GPT, vocab_size: int, islands: int) -> None:
         self.params = Tree.of(model.build(vocab_size, seq_len=8, seed=0))

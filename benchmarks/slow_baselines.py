@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atoll.core.optional_imports import require
 from atoll.models.gpt import Decoder
-from slow_island import INNER, Meeting, Spec, workload_of
+from slow_island import INNER, IslandGroup, Spec, workload_of
 
 
 class WithLoss(nn.Module):
-    """A decoder whose forward pass ends with its loss: what DistributedDataParallel wraps is called, and nothing else of it."""
+    """A decoder whose forward pass returns its loss: DistributedDataParallel hooks only into `forward`."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -28,10 +28,10 @@ class WithLoss(nn.Module):
 
 
 class TorchDDP:
-    """torch's own data-parallel training, as its tutorial has it. A slow_island.Loop.
+    """torch's data-parallel training, as in its tutorial. A slow_island.Loop.
 
     Args:
-        sharded: with torch's ZeroRedundancyOptimizer, in the form that its page recommends: parameters as views of buckets.
+        sharded: with torch's ZeroRedundancyOptimizer, with parameters as views of buckets, as its page recommends.
     """
 
     steps_per_round = exchanges_per_round = 1
@@ -50,22 +50,22 @@ class TorchDDP:
 
 
 class TorchftDiLoCo:
-    """torchft's `local_sgd.DiLoCo` with a Manager for each island, and a lighthouse in the first one's process. All limits are
-    torchft's own. A slow_island.Loop.
+    """torchft's `local_sgd.DiLoCo` with a Manager per island, and a lighthouse in the first island's process. All time limits are
+    torchft's. A slow_island.Loop.
 
-    Both begin with the same weights, so that nothing has to be sent before the first round.
+    Both islands start from the same weights, so that torchft sends none before the first round.
     """
 
     exchanges_per_round = 1
 
-    def __init__(self, spec: Spec, meeting: Meeting) -> None:
+    def __init__(self, spec: Spec, group: IslandGroup) -> None:
         workload = workload_of(spec)
         self.steps_per_round = spec.inner_steps
         self._tokens = workload.batches.tokens_of_a_batch
         self._model = WithLoss(workload.module())
         self._optimizer = adamw(self._model)
-        seat = Seat(meeting.rank, meeting.size, spec.address, meeting.store)
-        self.outer = Torchft(self._model, self._optimizer, spec.inner_steps, seat)
+        info = IslandInfo(group.rank, group.size, spec.address, group.store)
+        self.outer = Torchft(self._model, self._optimizer, spec.inner_steps, info)
 
     def round(self) -> None:
         for _ in range(self.steps_per_round):
@@ -76,47 +76,40 @@ class TorchftDiLoCo:
         self.outer.close()
 
 
-class Seat(NamedTuple):
-    """An island among others: its rank, how many there are, its address, and a store where all can read what one writes."""
+class IslandInfo(NamedTuple):
+    """What torchft needs to know of an island."""
 
     rank: int
-    size: int
+    size: int  # number of islands
     address: str
-    store: Store
+    store: Store  # shared by all islands
 
 
 class Torchft:
-    """What torchft needs around a model: it hooks itself to the inner optimizer.
+    """torchft's DiLoCo of a model. It hooks into the inner optimizer, and steps after every `inner_steps` of its steps."""
 
-    Args:
-        model: whose weights are agreed on.
-        inner: its optimizer.
-        inner_steps: after how many of its steps.
-        seat: of this island.
-    """
-
-    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, inner_steps: int, seat: Seat) -> None:
+    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, inner_steps: int, info: IslandInfo) -> None:
         torchft = require("torchft", extra="torchft", purpose="torchft's own loops")
         local_sgd = require("torchft.local_sgd", extra="torchft", purpose="torchft's own loops")
         coordination = require("torchft.coordination", extra="torchft", purpose="torchft's own loops")
-        address = seat.address
-        if seat.rank == 0:
-            self._lighthouse = coordination.LighthouseServer(bind=f"{address}:0", min_replicas=seat.size, join_timeout_ms=1000)
-            seat.store.set("lighthouse", f"http://{address}:{self._lighthouse.address().rsplit(':', 1)[1]}")
+        address = info.address
+        if info.rank == 0:
+            self._lighthouse = coordination.LighthouseServer(bind=f"{address}:0", min_replicas=info.size, join_timeout_ms=1000)
+            info.store.set("lighthouse", f"http://{address}:{self._lighthouse.address().rsplit(':', 1)[1]}")
         self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         self.manager: Any = torchft.Manager(
             pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=60)),
             load_state_dict=lambda state: None,
             state_dict=dict,
-            min_replica_size=seat.size,
+            min_replica_size=info.size,
             use_async_quorum=False,
             rank=0,
             world_size=1,
             store_addr=address,
             store_port=self._store.port,
-            lighthouse_addr=bytes(seat.store.get("lighthouse")).decode(),
-            replica_id=f"island{seat.rank}",
+            lighthouse_addr=bytes(info.store.get("lighthouse")).decode(),
+            replica_id=f"island{info.rank}",
             hostname=address,
             init_sync=False,
         )
@@ -125,7 +118,7 @@ class Torchft:
         self._hooked.__enter__()
 
     def check(self) -> None:
-        """After a round: torchft raises nothing when an exchange fails, and goes on from where the round began."""
+        """Checks a round: torchft does not raise if an exchange fails, but continues from the start of the round."""
         self._rounds += 1
         error = self.manager.errored()
         if error is not None or self.manager.current_step() < self._rounds:
@@ -146,7 +139,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def _sharded_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # which compiles a dozen scripts when it is imported
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import compiles a dozen scripts
 
     return ZeroRedundancyOptimizer(
         model.parameters(),

@@ -1,7 +1,7 @@
-"""The simulator's prediction for a link and a step time that were measured.
+"""The simulator's prediction for a measured link and step time.
 
-Virtual time depends on how long a step takes, on the line, and on how many bytes travel, and not on what is computed. So a module
-that has as many weights as the real one and hardly computes stands for it.
+Virtual time depends on the step time, the link, and the bytes sent, not on what is computed. So the prediction uses a module with
+the real number of weights and almost no computation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from atoll.testing.simulated_runs import simulate
 from slow_atoll import ALGORITHMS
 
 ROUNDS, SETTLED = 4, 2
-"""That are simulated, and the first whose end counts: before it ACCO computes a half that nothing is exchanged behind."""
+"""Simulated rounds, and the first in steady state: before it ACCO computes a half-batch without an exchange."""
 
 
 class Weights(nn.Module):
-    """So many weights."""
+    """A module of weights."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Weights(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Nothing:
-    """Batches with nothing in them; two, so that they can be halved."""
+class _EmptyBatches:
+    """Batches of two empty examples, so that they can be halved."""
 
     num_shards: int = 1
 
@@ -46,11 +46,11 @@ class _Nothing:
 
 
 @dataclass(frozen=True)
-class Weighing:
-    """A workload that has weights, and no more. A protocols.Workload."""
+class WeightsOnly:
+    """A workload with weights and almost no computation. A protocols.Workload."""
 
     count: int
-    batches: _Nothing = _Nothing()
+    batches: _EmptyBatches = _EmptyBatches()
 
     def module(self) -> nn.Module:
         return Weights(self.count)
@@ -66,9 +66,9 @@ class Weighing:
 def predicted_s(name: str, *, params: int, inner_steps: int, step_s: float, mbit_per_s: float, latency_s: float) -> float:
     """Virtual seconds of a round of one of atoll's algorithms between two islands."""
     algorithm = ALGORITHMS[name](inner_steps)
-    line = Link(latency_s=latency_s, bandwidth_mbit_per_s=mbit_per_s)
+    link = Link(latency_s=latency_s, bandwidth_mbit_per_s=mbit_per_s)
     steps = ROUNDS * algorithm.steps_per_round
-    cluster = Cluster(islands=2, step_time_s=(step_s,), link=line)
-    done = simulate(algorithm, steps=steps, workload=Weighing(params), cluster=cluster, evaluate_every=ROUNDS)
+    cluster = Cluster(islands=2, step_time_s=(step_s,), link=link)
+    done = simulate(algorithm, steps=steps, workload=WeightsOnly(params), cluster=cluster, evaluate_every=ROUNDS)
     ends = [event.virtual_time_s for event in done.of(RoundFinished)][SETTLED - 1 :]
     return float(ends[-1] - ends[0]) / (len(ends) - 1)

@@ -1,4 +1,4 @@
-"""Tables of slow_link.py: rates, the crossover, the simulator's error, and verdicts."""
+"""Tables and verdicts of slow_link.py: rates, the crossover, and the simulator's error."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from atoll.telemetry.plot_style import COLOURS, new_figure
 from atoll.telemetry.units import human_bytes, human_count, human_percent
 from atoll.testing.namespaces import HEADER_BYTES
-from record import markdown_table
+from record import bullets, holds_text, markdown_table
 
 BYTES_WITHIN, TIME_WITHIN, ACCO_WITHIN = 0.03, 0.10, 1.10
-"""How far bytes of ours may be from the formula, predictions from what is measured, and ACCO above the longer of its two parts."""
-ROUNDS_ASKED, SLOWEST = 5, 10.0
+"""Allowed: atoll's bytes from the formula, predictions from measurements, and ACCO over the longer of its two parts."""
+LEAST_ROUNDS, SLOWEST = 5, 10.0
 Cell = Mapping[str, Any]
 
 
 def sections_of(cells: Sequence[Cell], params: int, inner_steps: int) -> list[str]:
-    """Of a record."""
+    """The sections of a record."""
     rows = [cell for cell in cells if cell["method"] != "crossover"]
     crossing = [cell for cell in cells if cell["method"] == "crossover"]
     lines = [line for line in (bytes_line(rows), rounds_line(rows), *map(crossing_line, crossing), predicted_line(rows)) if line]
-    sections = ["## Outcome\n\n" + "\n".join(f"- {line}" for line in lines)] if lines else []
+    sections = [f"## Outcome\n\n{bullets(lines)}"] if lines else []
     sections += [rates_section(rows, params, inner_steps)] if rows else []
     sections += [crossing_section(cell) for cell in crossing if "error" not in cell]
     return [*sections, method_section(cells)]
@@ -32,52 +32,54 @@ def sections_of(cells: Sequence[Cell], params: int, inner_steps: int) -> list[st
 
 
 def bytes_line(rows: Sequence[Cell]) -> str:
-    """Whether ours send what the formula says."""
+    """Whether atoll's algorithms send the formula's bytes."""
     ours = [over_formula(cell) for cell in rows if "predicted_s" in cell]
     if not ours:
         return ""
     furthest = max(abs(ratio - 1) for ratio in ours)
     return (
-        f"{holds(furthest <= BYTES_WITHIN)}: payload on the wire is within 3 % of the formula for atoll's algorithms, at every "
-        f"rate. The furthest is {human_percent(furthest)} away."
+        f"{holds_text(furthest <= BYTES_WITHIN)}: payload on the wire is within 3 % of the formula for atoll's algorithms, at "
+        f"every rate. The largest difference is {human_percent(furthest)}."
     )
 
 
 def rounds_line(rows: Sequence[Cell]) -> str:
-    """Whether DiLoCo bears the slowest line."""
+    """Whether DiLoCo runs on the slowest link."""
     slow = [cell for cell in rows if cell["method"] == "atoll DiLoCo" and cell["rate"] == SLOWEST]
     if not slow:
         return ""
     turns = [] if "error" in slow[0] else slow[0]["all"][0]["rounds"]["atoll DiLoCo"]
     rounds = sum(len(turn["round_s"]) for turn in turns)
-    return f"{holds(rounds >= ROUNDS_ASKED)}: atoll's DiLoCo does {rounds} rounds at {SLOWEST:g} Mbit/s without a time-out."
+    return (
+        f"{holds_text(rounds >= LEAST_ROUNDS)}: atoll's DiLoCo completes {rounds} rounds at {SLOWEST:g} Mbit/s without a time-out."
+    )
 
 
 def crossing_line(cell: Cell) -> str:
-    """Whether ACCO hides its exchanges where they are as long as computing."""
+    """Whether ACCO hides its exchanges where they take as long as computation."""
     if "error" in cell:
-        return f"{holds(False)}: at the crossover, {cell['error']}."
+        return f"{holds_text(False)}: at the crossover, {cell['error']}."
     step_s, both_s = cell["step_s"], 2 * cell["exchange_s"]
     longer_s = max(step_s, both_s)
     (_, acco_s), (rival, rival_s) = cell["update_s"].items()
     return (
-        f"{holds(acco_s <= ACCO_WITHIN * longer_s and acco_s < rival_s)}: at {cell['mbit_per_s']:.0f} Mbit/s, where computing a "
-        f"batch takes {step_s:.2f} s and two exchanges {both_s:.2f} s, an update of ACCO takes {acco_s:.2f} s, "
-        f"{acco_s / longer_s:.2f} times the longer of the two (asked: at most {ACCO_WITHIN:.2f}), and one of {rival} "
+        f"{holds_text(acco_s <= ACCO_WITHIN * longer_s and acco_s < rival_s)}: at {cell['mbit_per_s']:.0f} Mbit/s, where the "
+        f"computation of a batch takes {step_s:.2f} s and two exchanges {both_s:.2f} s, an update of ACCO takes {acco_s:.2f} s, "
+        f"{acco_s / longer_s:.2f} times the longer of the two (allowed: at most {ACCO_WITHIN:.2f}), and one of {rival} "
         f"{rival_s:.2f} s."
     )
 
 
 def predicted_line(rows: Sequence[Cell]) -> str:
-    """Whether the simulator is right."""
-    told = {(cell["method"], cell["rate"]): against(cell) for cell in rows if "predicted_s" in cell and cell["rate"] is not None}
-    if not told:
+    """Whether the simulator's predictions are within the bound."""
+    ratios = {(cell["method"], cell["rate"]): against(cell) for cell in rows if "predicted_s" in cell and cell["rate"] is not None}
+    if not ratios:
         return ""
-    method, rate = furthest = max(told, key=lambda name: abs(told[name] - 1))
+    method, rate = furthest = max(ratios, key=lambda name: abs(ratios[name] - 1))
     return (
-        f"{holds(abs(told[furthest] - 1) <= TIME_WITHIN)}: the simulator, told the measured step time and line, predicts the time "
-        f"of a round within 10 % at every shaped rate. The furthest is {method} at {rate:g} Mbit/s: {told[furthest]:.3f} of what "
-        f"was measured."
+        f"{holds_text(abs(ratios[furthest] - 1) <= TIME_WITHIN)}: from the measured step time and link the simulator predicts the "
+        f"time of a round within 10 % at every shaped rate. The largest error is {method} at {rate:g} Mbit/s: "
+        f"{ratios[furthest]:.3f} of the measured time."
     )
 
 
@@ -85,17 +87,17 @@ def predicted_line(rows: Sequence[Cell]) -> str:
 
 
 def rates_section(rows: Sequence[Cell], params: int, inner_steps: int) -> str:
-    """One table for each rate."""
+    """One table per rate."""
     parts = [
         f"## By rate\n\nTwo islands, {human_count(params)} parameters in float32; a round of DiLoCo has {inner_steps} inner steps. "
-        f"Times are in seconds. Utilisation: what an inner step takes alone, over what it takes here. Bytes: payload that islands "
-        f"sent, over what their algorithm has to send (DDP and ZeRO-1 {human_bytes(4 * params)} a step, DiLoCo as much a round, "
-        f"ACCO twice as much an update). Predicted: the simulator's time of a round, over the measured one."
+        f"Times are in seconds. Utilisation: the time of an inner step alone over its time here. Bytes: payload that islands sent "
+        f"over the formula's (DDP and ZeRO-1 {human_bytes(4 * params)} per step, DiLoCo as much per round, ACCO twice as much per "
+        f"update). Predicted: the simulator's time of a round over the measured one."
     ]
     for rate in dict.fromkeys(cell["rate"] for cell in rows):
         here = [cell for cell in rows if cell["rate"] == rate]
         lines = [cell["line"] for cell in here if "line" in cell]
-        carries = f", which carry {fmean(line['mbit_per_s'] for line in lines):.4g} of payload" if lines else ""
+        carries = f", measured payload {fmean(line['mbit_per_s'] for line in lines):.4g}" if lines else ""
         title = "Unshaped" if rate is None else f"{rate:g} Mbit/s"
         table = markdown_table(["", "inner step", "alone", "utilisation", "bytes", "predicted"], [_row(cell) for cell in here])
         parts.append(f"**{title}{carries if rate is not None else ''}**\n\n{table}")
@@ -107,20 +109,20 @@ def _row(cell: Cell) -> list[str]:
         return [f"{cell['method']}: {cell['error']}", *["-"] * 5]
     step_s = cell["round_s"] / cell["steps"]
     busy = min(1.0, cell["step_s"] / step_s)
-    told = f"{against(cell):.3f}" if "predicted_s" in cell and cell["rate"] is not None else "-"
-    return [cell["method"], seconds(step_s), seconds(cell["step_s"]), human_percent(busy), f"{over_formula(cell):.3f}", told]
+    predicted = f"{against(cell):.3f}" if "predicted_s" in cell and cell["rate"] is not None else "-"
+    return [cell["method"], seconds(step_s), seconds(cell["step_s"]), human_percent(busy), f"{over_formula(cell):.3f}", predicted]
 
 
 def crossing_section(cell: Cell) -> str:
     """The figures at the crossover."""
     rows = [
-        ["a batch, computed by both islands at a time (c)", seconds(cell["step_s"])],
+        ["a batch, on both islands at the same time (c)", seconds(cell["step_s"])],
         ["two exchanges (2m)", seconds(2 * cell["exchange_s"])],
         *([f"an update of {name}", seconds(update_s)] for name, update_s in cell["update_s"].items()),
     ]
     note = (
-        f"At {cell['mbit_per_s']:.1f} Mbit/s, batches of {cell['batch_size']} sequences; medians of turns in one run. An exchange "
-        f"is a reduce-scatter and an all-gather."
+        f"At {cell['mbit_per_s']:.1f} Mbit/s, batches of {cell['batch_size']} sequences; medians of the turns of one run. An "
+        f"exchange is a reduce-scatter and an all-gather."
     )
     return f"## The crossover\n\n{note}\n\n{markdown_table(['', 'seconds'], rows)}"
 
@@ -129,18 +131,18 @@ def method_section(cells: Sequence[Cell]) -> str:
     tries = [cell["tries"] for cell in cells]
     unsteady = [cell["unsteady"] for cell in cells if "unsteady" in cell]
     return (
-        "## How it is measured\n\nEach island is a process with one torch thread in a network namespace of its own; a veth pair "
-        "joins them, and `tbf` shapes what each end sends (burst 4 ms of the rate, at least 120 kB; "
-        "packets of at most 1 ms; a queue that drops nothing). An "
-        "inner step alone is forward, backward and a fused AdamW, in both islands at a time. What a line carries is what plain "
-        "sockets move both ways at a time, in the same cell. Times are medians over rounds of the slower island's. Payload is "
-        f"`tx_bytes - {HEADER_BYTES} x tx_packets` of the interface, in which a packet that a card would cut up counts once, with "
-        "one header. torch's DDP and ZeroRedundancyOptimizer (parameters as views of buckets) and torchft's DiLoCo (its Manager "
-        "and lighthouse, with its own limits) train the same model on the same batches. The simulator knows nothing of the time "
-        "that optimizers take beyond an inner step's own, nor of cores that computing and the network's stack share. A cell whose "
-        "steps alone are unsteady was disturbed by something else on the machine, and is measured again, up to three times; the "
-        f"steadiest counts. That took {sum(tries)} measurements of {len(tries)} cells; in the unsteadiest that counts, four in "
-        f"five steps alone are within {human_percent(max(unsteady, default=0.0))} of the shortest."
+        "## Method\n\nEach island is a process with one torch thread in its own network namespace; a veth pair connects them, and "
+        "`tbf` shapes what each end sends (burst 4 ms of the rate, at least 120 kB; packets of at most 1 ms; a queue that drops no "
+        "packet). An inner step alone is forward, backward and a fused AdamW, on both islands at the same time. The measured "
+        "payload of a link is the throughput of plain sockets in both directions at the same time, in the same cell. Times are "
+        f"medians over rounds of the slower island's. Payload is `tx_bytes - {HEADER_BYTES} x tx_packets` of the interface, in "
+        "which a packet that a card would segment counts once, with one header. torch's DDP and ZeroRedundancyOptimizer "
+        "(parameters as views of buckets) and torchft's DiLoCo (its Manager and lighthouse, with its own time limits) train the "
+        "same model on the same batches. The simulator does not model the time of optimizers beyond an inner step's own, nor cores "
+        "that computation and the network stack share. A cell with unsteady steps alone was disturbed by other load, and is "
+        f"measured again, up to three times; the steadiest counts. {len(tries)} cells took {sum(tries)} measurements; in the least "
+        f"steady of those that count, four of five steps alone are within {human_percent(max(unsteady, default=0.0))} of the "
+        f"shortest."
     )
 
 
@@ -148,7 +150,7 @@ def method_section(cells: Sequence[Cell]) -> str:
 
 
 def over_formula(cell: Cell) -> float:
-    """Payload of all islands over what the formula says."""
+    """Payload of all islands over the formula's."""
     return float(sum(cell["payload_bytes"]) / sum(cell["formula_bytes"]))
 
 
@@ -165,12 +167,8 @@ def seconds(time_s: float) -> str:
     return f"{time_s:.3f}" if time_s < 10 else f"{time_s:.1f}"
 
 
-def holds(it_does: bool) -> str:
-    return "**holds here**" if it_does else "**does not hold here**"
-
-
 def figure(rows: Sequence[Cell]) -> Any:
-    """Seconds of an inner step against the rate."""
+    """Seconds per inner step against the rate."""
     drawn, (panel,) = new_figure(1)
     drawn.set_size_inches(7.5, 4.6)
     shaped = sorted((cell for cell in rows if cell["rate"]), key=lambda cell: float(cell["rate"]))
@@ -181,7 +179,7 @@ def figure(rows: Sequence[Cell]) -> Any:
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("Mbit/s")
-    panel.set_ylabel("seconds of an inner step")
+    panel.set_ylabel("seconds per inner step")
     if shaped:
         panel.legend(frameon=False, fontsize=9)
     return drawn

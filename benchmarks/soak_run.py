@@ -1,4 +1,4 @@
-"""One run of the soak: small islands that are killed repeatedly, or without faults."""
+"""One run of the soak: small elastic islands, with or without faults."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import Attended, Evaluated, Event
 from atoll.data.text import Text
-from atoll.engines.driver import run
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import island_name
+from atoll.engines.run_driver import run
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
@@ -21,6 +21,7 @@ from atoll.optim.sgd import Nesterov
 from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
+from atoll.testing.chaos.chaos_run import RunFaults
 from atoll.testing.chaos.faults import (
     LIGHTHOUSE,
     Cut,
@@ -35,45 +36,31 @@ from atoll.testing.chaos.faults import (
     random_update_faults,
 )
 from atoll.testing.chaos.reports import elastic_report
-from atoll.testing.chaos.run_faults import RunFaults
 
 KINDS: dict[str, type[Fault]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
 UPDATE_FAULTS = UpdateFault.__name__
-"""Faults inside islands come by the round, and beside those that come by the clock."""
+"""Faults inside islands. They are scheduled by round, all others by time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Soak:
-    """How large it is.
-
-    Attributes:
-        islands: each a process.
-        minutes: that it takes, about.
-        every_s: between two faults.
-        seed: of the weights, the data and the faults.
-        asleep_s: of a round, in which islands play that they compute: so many of them share a few cores.
-        inner_steps: of a round.
-        layers, width: of the model.
-        kinds: of faults, of which each is as likely.
-        for_s: that a fault lasts which is not a kill.
-        lighthouse: whether it is a victim like the islands.
-    """
+    """The size of the soak, and its faults."""
 
     islands: int = 8
-    minutes: float = 10.0
-    every_s: float = 20.0
-    seed: int = 0
-    asleep_s: float = 2.5
-    inner_steps: int = 20
+    minutes: float = 10.0  # approximate duration
+    every_s: float = 20.0  # between two faults
+    seed: int = 0  # of weights, data and faults
+    asleep_s: float = 2.5  # per round, instead of computation: many islands share few cores
+    inner_steps: int = 20  # per round
     layers: int = 2
     width: int = 32
-    kinds: tuple[str, ...] = ("Kill",)
-    for_s: float = 5.0
-    lighthouse: bool = False
+    kinds: tuple[str, ...] = ("Kill",)  # of faults, equally likely
+    for_s: float = 5.0  # duration of a fault that is not a kill
+    lighthouse: bool = False  # whether faults also hit the lighthouse
 
     @property
     def rounds(self) -> int:
-        """By what a round takes besides, which is not much."""
+        """Each round is assumed to take 1.2 times its sleep."""
         return max(3, round(self.minutes * 60 / (self.asleep_s * 1.2)))
 
     @property
@@ -92,7 +79,7 @@ class Soak:
         )
 
     @property
-    def place(self) -> Elastic:
+    def engine(self) -> Elastic:
         return Elastic(processes=self.islands, step_delay=self.asleep_s / self.inner_steps, start_timeout_s=300.0)
 
     @property
@@ -124,13 +111,8 @@ class Soak:
         return ", ".join([*numbers, *others, *(["lighthouse"] if self.lighthouse else [])])
 
 
-class Follows:
-    """A sink that says how far a run is.
-
-    Args:
-        rounds: of it.
-        advance: is told the share, and a word.
-    """
+class RunProgress:
+    """A sink that shows the progress of a run."""
 
     def __init__(self, rounds: int, advance: Callable[[float, str], object]) -> None:
         self._rounds, self._advance = rounds, advance
@@ -140,12 +122,12 @@ class Follows:
             self._advance(event.round / self._rounds, f"{event.participating} of {event.alive} islands")
 
 
-def carried_out(soak: Soak, folder: Path, *, broken: bool, advance: Callable[[float, str], object]) -> dict[str, Any]:
-    """A cell: what became of the run in this folder, with kills or without."""
+def soak_cell(soak: Soak, folder: Path, *, broken: bool, advance: Callable[[float, str], object]) -> dict[str, Any]:
+    """Runs in this folder, with faults or without, and returns the cell."""
     load_before = os.getloadavg()[1]
     faults = RunFaults(soak.script) if broken else None
-    sinks = [Follows(soak.rounds, advance)]
-    run(soak.run, engine=soak.place, out=folder, command=["benchmarks/soak.py"], sinks=sinks, faults=faults)
+    sinks = [RunProgress(soak.rounds, advance)]
+    run(soak.run, engine=soak.engine, out=folder, command=["benchmarks/soak.py"], sinks=sinks, faults=faults)
     report = elastic_report(folder, units=soak.rounds * soak.islands)
     attended = [event for event in read_events(folder / "events.jsonl", [Attended]) if isinstance(event, Attended)]
     evaluated = [event for event in read_events(folder / "events.jsonl", [Evaluated]) if isinstance(event, Evaluated)]

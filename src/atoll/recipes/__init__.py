@@ -18,42 +18,14 @@ from atoll.recipes.demo import (
     demo_zero1,
 )
 from atoll.recipes.finetune import finetune
-from atoll.recipes.papers import (
-    acco_36m,
-    acco_125m,
-    async_20m,
-    async_60m,
-    async_150m,
-    diloco_60m,
-    diloco_150m,
-    diloco_400m,
-)
+from atoll.recipes.papers import acco_36m, acco_125m, async_20m, async_60m, async_150m, diloco_60m, diloco_150m, diloco_400m
 from atoll.recipes.toy import toy_async, toy_sync
 from atoll.runs.run import Run
 
-_MAKERS = (
-    demo_ddp,
-    demo_diloco,
-    demo_async,
-    demo_async_naive,
-    demo_zero1,
-    demo_acco,
-    demo_acco_free,
-    demo_dpu,
-    demo_wp,
-    demo_two_level,
-    diloco_60m,
-    diloco_150m,
-    diloco_400m,
-    async_20m,
-    async_60m,
-    async_150m,
-    acco_36m,
-    acco_125m,
-    toy_async,
-    toy_sync,
-    finetune,
-)
+_LOCAL_SGD = (demo_ddp, demo_diloco, demo_async, demo_async_naive)  # and DDP, to compare with
+_SHARDED = (demo_zero1, demo_acco, demo_acco_free, demo_dpu, demo_wp, demo_two_level)
+_PAPERS = (diloco_60m, diloco_150m, diloco_400m, async_20m, async_60m, async_150m, acco_36m, acco_125m)
+_MAKERS = (*_LOCAL_SGD, *_SHARDED, *_PAPERS, toy_async, toy_sync, finetune)
 
 ALL: Mapping[str, Callable[[], Run]] = {make.__name__.replace("_", "-"): make for make in _MAKERS}
 
